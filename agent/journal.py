@@ -1,0 +1,271 @@
+"""The durable record of a run: each step is produced once, committed, and read back ever after.
+
+A run is a sequence of keyed steps. `Journal.once` returns what a key recorded, or produces it and commits it
+to disk before it returns: after a crash, a kill or a power cut the run starts again from the top and is soon
+where it was, without asking (and paying) for an answer twice. Only a step that was under way is repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+__all__ = ["Event", "Journal", "JournalError", "read_export", "write_atomic"]
+
+SCHEMA = 1
+_APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
+
+_TABLES = f"""
+PRAGMA application_id = {_APPLICATION};
+PRAGMA user_version = {SCHEMA};
+PRAGMA synchronous = FULL;
+BEGIN;
+CREATE TABLE header (json TEXT NOT NULL);
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, payload TEXT NOT NULL, time TEXT NOT NULL
+);
+COMMIT;
+"""
+
+
+class JournalError(Exception):
+    """A journal or an export that cannot be used: the message names the file and what to do."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One committed step; `time` is when it was committed, ISO 8601 in UTC."""
+
+    seq: int
+    key: str
+    kind: str
+    payload: dict[str, Any]
+    time: str
+
+
+class Journal:
+    """One run's journal, open for this process alone. Use `create` or `open`; close it, or use it in a `with`."""
+
+    def __init__(self, path: Path, lock: FileLock, connection: sqlite3.Connection):
+        self.path = path
+        self._lock = lock
+        self._db = connection
+        self.header: dict[str, Any] = self._load(self._rows("SELECT json FROM header")[0][0])
+
+    @classmethod
+    def create(cls, path: Path, header: dict[str, Any]) -> Journal:
+        """A new journal. Raises JournalError where one exists or the file cannot be written."""
+        with ExitStack() as undo:
+            lock = _lock(path)
+            undo.callback(lock.release)
+            _refuse_leftovers(path)
+            _write_empty(path, header)
+            return cls._open_locked(path, lock, undo)
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """An existing journal. Raises JournalError if it is missing, damaged, of another schema, or in use."""
+        if not path.is_file():
+            raise JournalError(f"{path}: there is no journal; check the run's name, or start a new run")
+        with ExitStack() as undo:
+            lock = _lock(path)
+            undo.callback(lock.release)
+            return cls._open_locked(path, lock, undo)
+
+    @classmethod
+    def _open_locked(cls, path: Path, lock: FileLock, undo: ExitStack) -> Journal:
+        # mode=rw: never create a file here; autocommit: an INSERT is its own transaction, on disk when it returns
+        with _explained(path):
+            connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None)
+            undo.callback(connection.close)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            _check(path, connection)
+        journal = cls(path, lock, connection)
+        undo.pop_all()
+        return journal
+
+    def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `key` recorded, or what `produce` returns now, committed to disk before this returns.
+
+        The payload is a JSON object and comes back as JSON made it (tuples are lists), the first time too.
+        If `produce` raises, nothing is recorded. Raises JournalError when the disk is full (nothing of the
+        event is written then), and ValueError when `key` was recorded as another kind.
+        """
+        rows = self._rows("SELECT kind, payload FROM events WHERE key = ?", key)
+        if not rows:
+            text = json.dumps(produce())
+            self._rows("INSERT INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)", key, kind, text, _now())
+            return self._load(text)
+        recorded, text = rows[0]
+        if recorded != kind:
+            raise ValueError(f"step {key!r} is recorded as {recorded!r}, not as {kind!r}")
+        return self._load(text)
+
+    def events(self) -> list[Event]:
+        """All committed events, in the order of their commits."""
+        rows = self._rows("SELECT seq, key, kind, payload, time FROM events ORDER BY seq")
+        return [Event(seq, key, kind, self._load(payload), time) for seq, key, kind, payload, time in rows]
+
+    def export(self, path: Path) -> None:
+        """Write the run as JSON lines, the header first; `path` holds the old text or all of the new."""
+        lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": self.header})]
+        lines += [json.dumps(asdict(event)) for event in self.events()]
+        try:
+            write_atomic(path, "\n".join(lines) + "\n")
+        except OSError as error:
+            raise JournalError(f"{path}: {error.strerror}; export to a place that can be written") from error
+
+    def close(self) -> None:
+        """Give the journal free for others. Harmless when it is closed already."""
+        self._db.close()
+        self._lock.release()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _rows(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
+        with _explained(self.path):
+            return self._db.execute(statement, values).fetchall()
+
+    def _load(self, text: str) -> dict[str, Any]:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise JournalError(f"{self.path}: a record is damaged ({error}); {_DAMAGED}") from error
+
+
+def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
+    """Header and events of a journal's export. Raises JournalError naming the file and the line that is wrong."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise JournalError(f"{path}: {error.strerror}; check the file's name") from error
+    first, *rest = [(number, line) for number, line in enumerate(lines, 1) if line.strip()] or [(1, b"")]
+    header = _parse(path, *first, {"coda_agent_journal": int, "header": dict})
+    if header["coda_agent_journal"] != SCHEMA:
+        raise JournalError(f"{path}:{first[0]}: schema {header['coda_agent_journal']}, not {SCHEMA}; export it anew")
+    return header["header"], [Event(**_parse(path, number, line, _EVENT)) for number, line in rest]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a UTF-8 file that other processes see whole or not at all, and that survives a power cut."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    _sync_directory(path.parent)
+
+
+_EVENT: dict[str, type] = {"seq": int, "key": str, "kind": str, "payload": dict, "time": str}
+_DAMAGED = "restore it from a copy, or start a new run"
+
+
+def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dict[str, Any]:
+    """One line of an export with just these fields."""
+    try:
+        data = json.loads(line)
+    except ValueError as error:  # UnicodeDecodeError too
+        raise JournalError(f"{path}:{number}: not a line of JSON ({error}); export the run again") from None
+    if not isinstance(data, dict) or data.keys() != fields.keys():
+        raise JournalError(f"{path}:{number}: an object with {', '.join(fields)} is needed; export the run again")
+    for name, kind in fields.items():
+        if type(data[name]) is not kind:
+            raise JournalError(f"{path}:{number}: {name!r} must be {kind.__name__}, not {data[name]!r}")
+    return data
+
+
+def _lock(path: Path) -> FileLock:
+    """Held by the one process that has the journal open; the kernel drops it when that process dies."""
+    lock = FileLock(path.with_name(path.name + ".lock"), thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise JournalError(f"run {path} is in use by another process; wait or stop it") from None
+    except OSError as error:
+        raise JournalError(f"{path}: {error.strerror}; choose a directory that exists and can be written") from error
+    return lock
+
+
+def _refuse_leftovers(path: Path) -> None:
+    if path.exists():
+        raise JournalError(f"{path}: this run exists; resume it, or choose another name")
+    wal = path.with_name(path.name + "-wal")
+    if wal.exists():  # SQLite would replay another journal's pages into the new one
+        raise JournalError(f"{wal}: left over from a journal that was removed; remove it too, or choose another name")
+
+
+def _write_empty(path: Path, header: dict[str, Any]) -> None:
+    """Put a complete journal without events at `path`, by a rename: a kill leaves none, never half of one."""
+    draft = path.with_name(path.name + ".new")
+    draft.unlink(missing_ok=True)
+    text = json.dumps(header)
+    with _explained(path), closing(sqlite3.connect(draft, isolation_level=None)) as connection:
+        connection.executescript(_TABLES)
+        connection.execute("INSERT INTO header VALUES (?)", (text,))
+    draft.replace(path)
+    _sync_directory(path.parent)
+
+
+def _check(path: Path, connection: sqlite3.Connection) -> None:
+    """Raises JournalError unless this is a sound journal of our schema."""
+    application, schema, health = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("application_id", "user_version", "quick_check")
+    )
+    if application != _APPLICATION:
+        raise JournalError(f"{path}: an SQLite file, but no journal of coda-agent; check the run's name")
+    if schema != SCHEMA:
+        raise JournalError(
+            f"{path}: written by schema {schema}, this version reads {SCHEMA}; use the coda-agent that wrote it"
+        )
+    if health != "ok":
+        raise JournalError(f"{path}: damaged ({health}); {_DAMAGED}")
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """SQLite's errors as JournalError, with a remedy."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            remedy = "free space on that disk and resume; what was committed is safe"
+        elif isinstance(error, sqlite3.OperationalError):
+            remedy = "check that the file can be read and written, then resume; what was committed is safe"
+        else:
+            remedy = _DAMAGED
+        raise JournalError(f"{path}: {error}; {remedy}") from error
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename in `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

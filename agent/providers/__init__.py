@@ -1,0 +1,128 @@
+"""Where answers come from: one method, one file a provider.
+
+A provider takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
+Each provider's module, and the SDK it needs, is imported when `make` is asked for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+__all__ = ["PROVIDERS", "Message", "OnText", "Provider", "ProviderError", "Turn", "Usage", "make", "user_turns"]
+
+OnText = Callable[[str], None]
+
+#: name -> (module, class)
+PROVIDERS = {
+    "anthropic": ("agent.providers.anthropic", "Anthropic"),
+    "handoff": ("agent.providers.handoff", "Handoff"),
+    "replay": ("agent.providers.replay", "Replay"),
+}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of the conversation; the first is the user's, and the roles alternate."""
+
+    role: Literal["user", "assistant"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens as the provider bills them: `input_tokens` excludes what was read from or written to its cache."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_write_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.output_tokens + other.output_tokens,
+            self.cache_read_tokens + other.cache_read_tokens,
+            self.cache_write_tokens + other.cache_write_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One finished assistant turn; never a truncated one.
+
+    `author` says who wrote it and how it came here, such as "claude-opus-5-5 via anthropic". `usage` covers
+    all attempts that this turn took.
+    """
+
+    text: str
+    usage: Usage
+    author: str
+    stop_reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The payload of a journal's "answer" event."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Turn:
+        """The inverse of `to_json`. Raises ValueError naming the field that is missing or of a wrong type."""
+        for field in ("text", "author", "stop_reason"):
+            if not isinstance(data.get(field), str):
+                raise ValueError(f"an answer needs {field!r} as a string, not {data.get(field)!r}")
+        usage = data.get("usage", {})
+        try:
+            return cls(data["text"], Usage(**usage), data["author"], data["stop_reason"])
+        except TypeError:
+            raise ValueError(f"an answer's 'usage' holds token counts by name, not {usage!r}") from None
+
+
+class Provider(Protocol):
+    """What the loop asks for turns."""
+
+    name: str
+
+    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
+        """The turn that follows `messages`.
+
+        `system` is the prompt's stable prefix, the same text in every call of a run, so that it can be cached.
+        `on_text` receives text as it arrives, for a person to watch; only the returned turn counts.
+        Raises ProviderError when there is no whole answer.
+        """
+        ...
+
+
+class ProviderError(Exception):
+    """No answer. `retryable`: asking the same again later may succeed. `usage`: what the attempt cost all the same."""
+
+    def __init__(self, message: str, remedy: str, *, retryable: bool = False, usage: Usage | None = None):
+        super().__init__(f"{message}; {remedy}")
+        self.message = message
+        self.remedy = remedy
+        self.retryable = retryable
+        self.usage = usage or Usage()
+
+
+def user_turns(messages: Sequence[Message]) -> int:
+    """Which turn of the conversation is asked for, from 1: what names a handoff's files and a replay's answer."""
+    return sum(message.role == "user" for message in messages)
+
+
+def make(name: str, **options: Any) -> Provider:
+    """The provider called `name`; `options` are the keyword arguments of its class.
+
+    Raises ProviderError for an unknown name, for a package that is not installed, or from the provider itself.
+    """
+    if name not in PROVIDERS:
+        raise ProviderError(f"provider {name!r} is unknown", f"use one of {', '.join(sorted(PROVIDERS))}")
+    module, attribute = PROVIDERS[name]
+    try:
+        provider = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing.partition(".")[0] == "agent":  # our own bug
+            raise
+        raise ProviderError(f"provider {name!r} needs the package {missing!r}", f"pip install {missing}") from error
+    return provider(**options)

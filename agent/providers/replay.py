@@ -1,0 +1,48 @@
+"""The provider that plays a recorded run back: no model, no cost, the same answers in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agent.journal import Event, JournalError, read_export
+from agent.providers import Message, OnText, ProviderError, Turn, user_turns
+
+
+class Replay:
+    """Answers turn n of a conversation with the n-th "answer" event of a journal's export.
+
+    n is the number of user messages, so a resumed run goes on where it was. Author and usage are those of the
+    recording. Raises ProviderError for a file that is missing, damaged or without answers.
+    """
+
+    name = "replay"
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        try:
+            _, events = read_export(self._path)
+        except JournalError as error:
+            raise ProviderError(str(error), "give the export of a recorded run") from error
+        self._turns = [self._turn(event) for event in events if event.kind == "answer"]
+        if not self._turns:
+            raise ProviderError(f"{self._path} records no answer", "give the export of a run that got one")
+
+    def _turn(self, event: Event) -> Turn:
+        try:
+            return Turn.from_json(event.payload)
+        except ValueError as error:
+            raise ProviderError(f"{self._path}: event {event.seq}: {error}", "export the run again") from error
+
+    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
+        """The recorded turn. Raises ProviderError when the run asks for more than was recorded."""
+        number = user_turns(messages)
+        if not 1 <= number <= len(self._turns):
+            raise ProviderError(
+                f"{self._path} records {len(self._turns)} answers, and the run asks for number {number}",
+                "a verdict now differs from the recorded run's; look at the last report, or record the run anew",
+            )
+        turn = self._turns[number - 1]
+        if on_text:
+            on_text(turn.text)
+        return turn

@@ -1,0 +1,242 @@
+"""Cutting a program into steps: one GEMM each, with the tile expressions that ride on its
+accumulator, and the vector arithmetic that becomes possible once its reductions are final.
+
+A tile expression's *home* is the last GEMM it needs. It is computed there, in registers; a tile of
+an earlier home is stored once and read back. An expression that needs a vector which is final only
+after its home is *pending*: it waits for a later GEMM to ride on, and is refused if none comes.
+Standard library only: the jail imports this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from primitives.ir import Node, Program, ProgramError, Type
+
+WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2))
+REDUCTIONS = ("row_sums",)
+
+
+@dataclass
+class GemmStep:
+    """One fused GEMM: nodes of the program by what the kernel does with them."""
+
+    index: int
+    gemm: int
+    rows: int = -1
+    stores: list[int] = field(default_factory=list)
+    reductions: list[int] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+    vectors: list[int] = field(default_factory=list)  # the row and column nodes it spreads
+    scalars: list[int] = field(default_factory=list)
+    body: list[int] = field(default_factory=list)  # every tile node, in order
+
+
+@dataclass(frozen=True)
+class Steps:
+    """``gemms`` in order; ``finishes[k]``: vectors to store once step k is done (-1: before all)."""
+
+    gemms: tuple[GemmStep, ...]
+    finishes: dict[int, tuple[int, ...]]
+    width: dict[int, Fraction]  # of each tile node, relative to its step's N
+    types: tuple[Type, ...]
+
+
+class _Cutter:
+    def __init__(self, program: Program, lines: list[int | None] | None):
+        self.program, self.nodes, self.types = program, program.nodes, program.types()
+        self.lines = lines or [None] * len(self.nodes)
+        gemms = [i for i, n in enumerate(self.nodes) if n.op == "gemm"]
+        self.steps = [GemmStep(k, g) for k, g in enumerate(gemms)]
+        self.step_of = {g: k for k, g in enumerate(gemms)}
+        self.home: list[int] = []  # of tiles: the step of the accumulator they need, -1 for none
+        self.after: list[int] = []  # the step whose reductions must be final first, -1 for none
+        self.finishes: dict[int, list[int]] = {}
+        self.width: dict[int, Fraction] = {}
+
+    def fail(self, code: str, message: str, index: int) -> ProgramError:
+        return ProgramError(code, message, self.lines[index])
+
+    def place(self) -> None:
+        """Homes, in node order. A tile of inputs alone that must leave its step rides along with the
+        first GEMM that loads all of those inputs anyway."""
+        loaded = self.loaded()
+        roots = self.roots()
+        for index, node in enumerate(self.nodes):
+            home = max((self.home[a] for a in node.args), default=-1)
+            after = max((self.after[a] for a in node.args), default=-1)
+            if node.op == "gemm":
+                home, after = self.step_of[index], -1
+            elif node.op in REDUCTIONS:
+                home, after = -1, home
+            elif self.types[index].kind != "tile":
+                home = -1
+            elif home < 0 and index in roots:
+                reads = self.inputs_of(index)
+                home = next((k for k in range(after + 1, roots[index]) if reads <= loaded[k]), -1)
+            self.home.append(home)
+            self.after.append(after)
+
+    def roots(self) -> dict[int, int]:
+        """Tiles that must be computed somewhere, with the number of steps that come early enough."""
+        found = {a: len(self.steps) for n in self.nodes if n.op in REDUCTIONS for a in n.args}
+        found |= {i: len(self.steps) for i in self.program.outputs.values()}
+        for step in self.steps:
+            for operand in self.nodes[step.gemm].args:
+                found[self.untransposed(operand)] = step.index
+        return {i: k for i, k in found.items() if self.nodes[i].op != "input"}
+
+    def loaded(self) -> list[set[int]]:
+        """The input tiles that each step's accumulator meets."""
+        found: list[set[int]] = [set() for _ in self.steps]
+        last = [-1] * len(self.nodes)
+        for index, node in enumerate(self.nodes):
+            if node.op == "gemm":
+                last[index] = self.step_of[index]
+            elif self.types[index].kind == "tile" and node.args:
+                last[index] = max(last[a] for a in node.args)
+                if last[index] >= 0:
+                    for argument in node.args:
+                        if last[argument] < 0:
+                            found[last[index]] |= self.inputs_of(argument)
+        return found
+
+    def inputs_of(self, index: int) -> set[int]:
+        """The input tiles that a tile of inputs alone reads."""
+        node = self.nodes[index]
+        if self.types[index].kind != "tile":
+            return set()
+        return {index} if node.op == "input" else set().union(*(self.inputs_of(a) for a in node.args))
+
+    def untransposed(self, operand: int) -> int:
+        node = self.nodes[operand]
+        return node.args[0] if node.op == "transpose" else operand
+
+    def ready(self, index: int, use: str) -> int:
+        """The step that computes a tile which must leave it; ProgramError if none can."""
+        home, after = self.home[index], self.after[index]
+        if home < 0:
+            raise self.fail("homeless", f"{use} has no GEMM to ride on: a tile is computed in the epilogue of a gemm "
+                            "whose result it uses, or whose epilogue loads all that it reads anyway", index)
+        if after >= home:
+            raise self.fail("pending", f"{use} needs a reduction over whole rows of a step that is not done until "
+                            "all of its tiles are: a row scale commutes with the next matmul, so write "
+                            "gemm(t, w) * per_row(scale) instead of gemm(t * per_row(scale), w)", index)
+        return home
+
+    def cut(self) -> Steps:
+        self.place()
+        for name, index in self.program.outputs.items():
+            if self.types[index].kind == "tile":
+                self.store(index, f"output {name!r}")
+            else:
+                self.finish(index)
+        for step in self.steps:
+            for operand in self.nodes[step.gemm].args:
+                self.operand(operand)
+        for index, node in enumerate(self.nodes):
+            if node.op in REDUCTIONS:
+                home = self.ready(node.args[0], f"the argument of {node.op}")
+                self.steps[home].reductions.append(index)
+        # Later steps first: what they read back, earlier ones must store.
+        for step in reversed(self.steps):
+            self.collect(step)
+        if not self.steps:
+            raise ProgramError("homeless", "the kernel calls gemm nowhere: there is no epilogue to fuse into")
+        finishes = {k: tuple(sorted(v)) for k, v in self.finishes.items()}
+        return Steps(tuple(self.steps), finishes, self.width, self.types)
+
+    def operand(self, index: int) -> None:
+        source = self.untransposed(index)
+        if self.nodes[source].op != "input":
+            self.store(source, "this operand of gemm")
+
+    def store(self, index: int, use: str) -> None:
+        step = self.steps[self.ready(index, use)]
+        if index not in step.stores:
+            step.stores.append(index)
+
+    def finish(self, index: int) -> None:
+        """A vector that something outside the vector kernels reads must be stored."""
+        if self.nodes[index].op == "input":
+            return
+        stage = self.finishes.setdefault(self.after[index], [])
+        if index not in stage:
+            stage.append(index)
+
+    def collect(self, step: GemmStep) -> None:
+        """Everything the epilogue computes, walking back from what it stores and reduces."""
+        seen: set[int] = set()
+        roots = sorted(step.stores) + [self.nodes[r].args[0] for r in step.reductions]
+        step.stores.sort()
+        step.body = []
+        for root in roots:
+            self.visit(root, step, seen)
+
+    def visit(self, index: int, step: GemmStep, seen: set[int]) -> None:
+        if index in seen:
+            return
+        seen.add(index)
+        node, kind = self.nodes[index], self.types[index].kind
+        if kind in ("row", "column"):
+            if self.after[index] >= step.index:
+                self.ready(index, "a row scale")  # pragma: no cover - ready() of the root comes first
+            self.spread(index, step, seen)
+            return
+        if kind == "scalar":
+            if node.op != "constant":
+                step.scalars.append(index)
+            return
+        self.check_width(index, step)
+        stored = self.home[index] >= 0 and self.after[index] < self.home[index] < step.index
+        if node.op == "input" or stored:
+            if stored:
+                self.store(index, "this tile")
+            step.loads.append(index)
+            return
+        if node.op != "gemm":
+            for argument in node.args:
+                self.visit(argument, step, seen)
+        step.body.append(index)
+
+    def spread(self, index: int, step: GemmStep, seen: set[int]) -> None:
+        """A row or column: a spread vector is loaded, arithmetic over such is done in place."""
+        node = self.nodes[index]
+        if node.op in ("per_row", "per_column"):
+            self.finish(node.args[0])
+            if node.op == "per_column":
+                self.check_width(index, step, axis=0)
+            step.vectors.append(index)
+            return
+        for argument in node.args:
+            self.visit(argument, step, seen)
+        step.body.append(index)
+
+    def check_width(self, index: int, step: GemmStep, axis: int = 1) -> None:
+        rows, columns = self.types[step.gemm].shape
+        own = self.types[index].shape
+        ratio = own[axis].ratio(columns)
+        if axis == 1 and own[0] != rows or ratio not in WIDTHS:
+            raise self.fail("width", f"a tile {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: tiles "
+                            "there have its rows, and half, once or twice its columns", index)
+        if axis == 0 and ratio != 1:
+            raise self.fail("width", f"per_column of {own[0]} values in the epilogue of a gemm with {columns} columns: "
+                            "a vector spread over columns has the gemm's own length", index)
+        self.width[index] = ratio
+
+
+def cut(program: Program, lines: list[int | None] | None = None) -> Steps:
+    """The steps of a checked program; ProgramError (with the line, if known) where none exist."""
+    return _Cutter(program, lines).cut()
+
+
+def materialised(steps: Steps, nodes: tuple[Node, ...]) -> set[int]:
+    """Tile nodes that are read again after rounding: operands of later GEMMs and tiles read back."""
+    read = {i for s in steps.gemms for i in s.loads if nodes[i].op != "input"}
+    for step in steps.gemms:
+        for operand in nodes[step.gemm].args:
+            source = nodes[operand].args[0] if nodes[operand].op == "transpose" else operand
+            if nodes[source].op != "input":
+                read.add(source)
+    return read

@@ -1,0 +1,124 @@
+"""Symbolic sizes: integer polynomials over a spec's dims, such as ``M``, ``2*F`` or ``H*W + 1``.
+
+Kinds of values come from these, never from numbers that happen to be equal: a tile of ``[M, 2*F]``
+is twice as wide as one of ``[M, F]`` whatever M and F are. Standard library only: the jail imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
+Monomial = tuple[str, ...]
+
+
+class Dim:
+    """An integer polynomial, kept as sorted (monomial, coefficient) pairs; immutable and hashable."""
+
+    __slots__ = ("terms",)
+
+    def __init__(self, terms: Mapping[Monomial, int]):
+        self.terms: tuple[tuple[Monomial, int], ...] = tuple(
+            sorted((m, c) for m, c in terms.items() if c)
+        )
+
+    @classmethod
+    def parse(cls, text: str | int) -> Dim:
+        """``"2*F"`` -> Dim. Raises ValueError naming what is not an integer polynomial."""
+        if isinstance(text, int) and not isinstance(text, bool):
+            return cls({(): text})
+        if not isinstance(text, str) or len(text) > 200:
+            raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F")
+        try:
+            return _build(ast.parse(text, mode="eval").body)
+        except (SyntaxError, RecursionError):
+            raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F") from None
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for monomial, _ in self.terms for name in monomial)
+
+    def __call__(self, sizes: Mapping[str, int]) -> int:
+        """The value at given sizes; KeyError for a dim that has none."""
+        total = 0
+        for monomial, coefficient in self.terms:
+            for name in monomial:
+                coefficient *= sizes[name]
+            total += coefficient
+        return total
+
+    def ratio(self, other: Dim) -> Fraction | None:
+        """q such that self == q * other for every size, or None."""
+        if not self.terms or len(self.terms) != len(other.terms):
+            return None
+        quotients = {
+            (Fraction(a, b) if m == n else None)
+            for (m, a), (n, b) in zip(self.terms, other.terms, strict=True)
+        }
+        return quotients.pop() if len(quotients) == 1 else None
+
+    def scaled(self, factor: Fraction) -> Dim:
+        """factor * self; ValueError where that is not an integer polynomial."""
+        terms = {m: c * factor for m, c in self.terms}
+        if any(c.denominator != 1 for c in terms.values()):
+            raise ValueError(f"{self} is not divisible by {factor.denominator}")
+        return Dim({m: int(c) for m, c in terms.items()})
+
+    def __add__(self, other: Dim) -> Dim:
+        terms = dict(self.terms)
+        for monomial, coefficient in other.terms:
+            terms[monomial] = terms.get(monomial, 0) + coefficient
+        return Dim(terms)
+
+    def __mul__(self, other: Dim) -> Dim:
+        terms: dict[Monomial, int] = {}
+        for m, a in self.terms:
+            for n, b in other.terms:
+                key = tuple(sorted(m + n))
+                terms[key] = terms.get(key, 0) + a * b
+        return Dim(terms)
+
+    def __neg__(self) -> Dim:
+        return Dim({m: -c for m, c in self.terms})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Dim) and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return hash(self.terms)
+
+    def __str__(self) -> str:
+        if not self.terms:
+            return "0"
+        parts = []
+        for monomial, coefficient in self.terms:
+            factors = list(monomial)
+            if coefficient != 1 or not factors:
+                factors.insert(0, str(coefficient))
+            parts.append("*".join(factors))
+        return " + ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Dim({self})"
+
+
+def _build(node: ast.expr) -> Dim:
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return Dim({(): value})
+        case ast.Name(id=name) if NAME.fullmatch(name):
+            return Dim({(name,): 1})
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _build(left) + _build(right)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _build(left) + -_build(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _build(left) * _build(right)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_build(operand)
+    raise ValueError(
+        f"{ast.unparse(node)!r} is no integer polynomial: dims and integers with + - * only"
+    )

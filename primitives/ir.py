@@ -1,0 +1,340 @@
+"""Programs: a kernel as data, a flat typed graph that serialises to JSON.
+
+A node is an operation over earlier nodes; its type follows from theirs by the operation's rule, so
+a program from anywhere is checked by building it again. Where the graph is cut into steps is
+derived too (``primitives.cut``). Standard library only: the jail imports this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from primitives.dims import Dim
+
+DTYPES = ("bf16", "fp16", "fp32")
+VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+MAX_NODES = 512
+MAX_BYTES = 1 << 20
+FORMAT = 1
+
+
+class ProgramError(Exception):
+    """A program or kernel file that is wrong: a reason code, words for its author, a line if known."""
+
+    def __init__(self, code: str, message: str, line: int | None = None):
+        super().__init__(message)
+        self.code, self.message, self.line = code, message, line
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A tensor outside the kernel: symbolic shape and dtype (bf16, fp16 or fp32)."""
+
+    shape: tuple[Dim, ...]
+    dtype: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": [str(d) for d in self.shape], "dtype": self.dtype}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorType:
+        return cls(tuple(Dim.parse(d) for d in data["shape"]), str(data["dtype"]))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a kernel must match, and all that a tracer sees of a spec."""
+
+    name: str
+    dims: tuple[str, ...]
+    inputs: dict[str, TensorType]
+    outputs: dict[str, TensorType]
+    constants: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "dims": list(self.dims),
+            "inputs": {k: t.to_json() for k, t in self.inputs.items()},
+            "outputs": {k: t.to_json() for k, t in self.outputs.items()},
+            "constants": {k: v.hex() for k, v in self.constants.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Signature:
+        """Rebuild and check; ProgramError for anything a spec could not have said."""
+        try:
+            signature = cls(
+                str(data["name"]),
+                tuple(str(d) for d in data["dims"]),
+                {str(k): TensorType.from_json(t) for k, t in data["inputs"].items()},
+                {str(k): TensorType.from_json(t) for k, t in data["outputs"].items()},
+                {str(k): float.fromhex(v) for k, v in data["constants"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ProgramError("signature", f"the program's signature is malformed: {error}") from None
+        signature._check()
+        return signature
+
+    def _check(self) -> None:
+        tensors = [*self.inputs.items(), *self.outputs.items()]
+        names = [n for n, _ in tensors] + list(self.constants) + [self.name]
+        unknown = {n for _, t in tensors for d in t.shape for n in d.names} - set(self.dims)
+        bad = (
+            next((f"name {n!r}" for n in names if not VALUE_NAME.fullmatch(n)), None)
+            or next((f"dim {n!r}" for n in sorted(unknown)), None)
+            or next((f"dtype {t.dtype!r}" for _, t in tensors if t.dtype not in DTYPES), None)
+            or next((f"rank of {n!r}" for n, t in tensors if len(t.shape) not in (1, 2)), None)
+            or next((f"constant {n!r}" for n, v in self.constants.items() if not math.isfinite(v)), None)
+        )
+        if bad:
+            raise ProgramError("signature", f"the program's signature has an unusable {bad}")
+
+
+Kind = Literal["tile", "operand", "vector", "row", "column", "scalar"]
+
+
+@dataclass(frozen=True)
+class Type:
+    """What a node is: a tile [M, N], a gemm operand x.mT, a vector [M], a vector spread over a tile
+    by per_row (``row``) or per_column (``column``), or a scalar."""
+
+    kind: Kind
+    shape: tuple[Dim, ...] = ()
+
+    def __str__(self) -> str:
+        size = ", ".join(map(str, self.shape))
+        spread = {"row": f"per_row of [{size}]", "column": f"per_column of [{size}]", "scalar": "a scalar"}
+        return spread.get(self.kind, f"{self.kind} [{size}]")
+
+
+Attribute = str | float | None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: its name, the nodes it reads, and for leaves what they name."""
+
+    op: str
+    args: tuple[int, ...] = ()
+    attribute: Attribute = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation's meanings: the typing rule, PyTorch, and the text of its CuTeDSL.
+
+    ``torch`` takes (torch, *values) and gives a value. ``cute`` is a template over fp32 register
+    values ``{0}``, ``{1}``; ``fast`` one that may round coarser, used where only a 16-bit output
+    can see it. ``None`` where lowering treats the operation itself.
+    """
+
+    name: str
+    infer: Callable[[tuple[Type, ...], Attribute], Type]
+    torch: Callable[..., Any] | None = None
+    cute: str | None = None
+    fast: str | None = None
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def register(operation: Operation) -> Operation:
+    """Add to the vocabulary; a name stands for one thing only."""
+    if operation.name in OPERATIONS:
+        raise ValueError(f"operation {operation.name!r} is defined twice")
+    OPERATIONS[operation.name] = operation
+    return operation
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints."""
+
+    tile_m: int = 128
+    tile_n: int = 128
+    pingpong: bool = True
+    cluster_m: int = 2
+    cluster_n: int = 1
+    swizzle: int = 8
+    evict_loads: bool = False
+    evict_stores: bool = False
+
+    def to_json(self) -> dict[str, int | bool]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schedule:
+        """ProgramError for an unknown field, a wrong type or a tile the mainloop has not."""
+        known = {f.name: type(f.default) for f in fields(cls)}
+        for name, value in data.items():
+            if name not in known or type(value) is not known[name]:
+                raise ProgramError("schedule", f"schedule field {name!r} = {value!r}; known: {', '.join(known)}")
+        schedule = cls(**data)
+        if (schedule.tile_m, schedule.tile_n, schedule.pingpong) not in TILES:
+            raise ProgramError("schedule", f"no tile {schedule.tile_m}x{schedule.tile_n} with "
+                               f"pingpong={schedule.pingpong}; known: {sorted(TILES)}")
+        if (schedule.cluster_m, schedule.cluster_n) not in CLUSTERS or schedule.swizzle not in SWIZZLES:
+            raise ProgramError("schedule", f"cluster must be one of {CLUSTERS}, swizzle one of {SWIZZLES}")
+        return schedule
+
+
+# What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.
+TILES = frozenset(
+    [(256, n, False) for n in (128, 160, 192, 208)]
+    + [(128, n, False) for n in (224, 256)]
+    + [(128, n, True) for n in (128, 160, 192, 208)]
+    + [(192, 128, True)]
+)
+CLUSTERS = ((1, 1), (1, 2), (2, 1))
+SWIZZLES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel: signature, nodes in topological order, outputs by name, an optional schedule a step."""
+
+    signature: Signature
+    nodes: tuple[Node, ...]
+    outputs: dict[str, int]
+    schedule: dict[int, Schedule] = field(default_factory=dict)
+
+    def types(self) -> tuple[Type, ...]:
+        """Each node's type; ProgramError where an operation does not apply to its arguments."""
+        known: list[Type] = []
+        for index, node in enumerate(self.nodes):
+            operation = OPERATIONS.get(node.op)
+            if operation is None:
+                raise ProgramError("operation", f"node {index}: there is no operation {node.op!r}")
+            if any(not 0 <= a < index for a in node.args):
+                raise ProgramError("graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read")
+            if node.op == "input":
+                known.append(_input_type(self.signature, node))
+            else:
+                known.append(operation.infer(tuple(known[a] for a in node.args), node.attribute))
+        return tuple(known)
+
+    def check(self) -> Program:
+        """Types, outputs and bounds; returns itself. Raises ProgramError."""
+        if len(self.nodes) > MAX_NODES:
+            raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
+        types = self.types()
+        for index, node in enumerate(self.nodes):
+            if node.op == "dim" and not Dim.parse(str(node.attribute)).names <= set(self.signature.dims):
+                raise ProgramError("dim", f"node {index}: {node.attribute!r} has dims that the spec does not declare")
+        check_output_names(self.outputs, self.signature)
+        for name, index in self.outputs.items():
+            if not 0 <= index < len(types):
+                raise ProgramError("graph", f"output {name!r} names node {index}, which is not there")
+            expected = self.signature.outputs[name]
+            got = types[index]
+            if got.kind not in ("tile", "vector") or got.shape != expected.shape:
+                want = "tile" if len(expected.shape) == 2 else "vector"
+                raise ProgramError("output_shape", f"output {name!r} is {got}, but the spec says "
+                                   f"{want} [{', '.join(map(str, expected.shape))}]")
+        return self
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal programs give equal bytes."""
+        data = {
+            "format": FORMAT,
+            "signature": self.signature.to_json(),
+            "nodes": [[n.op, list(n.args), _encode(n.attribute)] for n in self.nodes],
+            "outputs": dict(sorted(self.outputs.items())),
+            "schedule": {str(k): s.to_json() for k, s in sorted(self.schedule.items())},
+        }
+        return json.dumps(data, sort_keys=True, separators=(",", ":")) + "\n"
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str, signature: Signature | None = None) -> Program:
+        """Read hostile JSON: bounded, enumerated, typed again. It must carry ``signature`` if given."""
+        if len(text.encode("utf-8", "replace")) > MAX_BYTES:
+            raise ProgramError("size", f"a program of more than {MAX_BYTES} bytes")
+        data = _load(text)
+        if not isinstance(data, dict) or set(data) != {"format", "signature", "nodes", "outputs", "schedule"}:
+            raise ProgramError("json", "a program has exactly format, signature, nodes, outputs, schedule")
+        if type(data["format"]) is not int or data["format"] != FORMAT:
+            raise ProgramError("format", f"format {data['format']!r}; this version reads {FORMAT}: trace it again")
+        own = Signature.from_json(data["signature"])
+        if signature is not None and own.to_json() != signature.to_json():
+            raise ProgramError("signature", f"the program was made for another version of spec {own.name!r}: "
+                               "trace it again")
+        if not isinstance(data["nodes"], list) or len(data["nodes"]) > MAX_NODES:
+            raise ProgramError("size", f"a program is a list of at most {MAX_NODES} nodes")
+        nodes = tuple(_node(i, raw) for i, raw in enumerate(data["nodes"]))
+        return cls(own, nodes, _outputs(data["outputs"]), _schedules(data["schedule"])).check()
+
+
+def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
+    """ProgramError naming the missing and extra outputs."""
+    missing = sorted(signature.outputs.keys() - given.keys())
+    extra = sorted(given.keys() - signature.outputs.keys())
+    if missing or extra:
+        said = [f"missing {', '.join(missing)}" if missing else "", f"extra {', '.join(extra)}" if extra else ""]
+        raise ProgramError("outputs", f"the kernel must return exactly {', '.join(signature.outputs)}: "
+                           f"{'; '.join(s for s in said if s)}")
+
+
+def _input_type(signature: Signature, node: Node) -> Type:
+    tensor = signature.inputs.get(node.attribute) if isinstance(node.attribute, str) else None
+    if tensor is None or node.args:
+        raise ProgramError("input", f"{node.attribute!r} is no input; the spec has {', '.join(signature.inputs)}")
+    return Type("tile" if len(tensor.shape) == 2 else "vector", tensor.shape)
+
+
+def _encode(attribute: Attribute) -> str | list[str] | None:
+    return ["float", attribute.hex()] if isinstance(attribute, float) else attribute
+
+
+def _load(text: str) -> Any:
+    def refuse(value: str) -> None:
+        raise ValueError(f"non-finite number {value}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({k for k, _ in pairs}) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ProgramError("json", f"the program is no valid JSON: {error}") from None
+
+
+def _node(index: int, raw: Any) -> Node:
+    try:
+        op, args, attribute = raw
+        if isinstance(attribute, list):
+            tag, value = attribute
+            attribute = float.fromhex(value)
+            if tag != "float" or not math.isfinite(attribute):
+                raise ValueError(f"constant {value!r} is not finite")
+        if not isinstance(op, str) or not (attribute is None or isinstance(attribute, str | float)):
+            raise ValueError(f"operation {op!r} with attribute {attribute!r}")
+        if not isinstance(args, list) or any(type(a) is not int for a in args):
+            raise ValueError(f"arguments {args!r}")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProgramError("json", f"node {index} is malformed: {error}") from None
+    return Node(op, tuple(args), attribute)
+
+
+def _outputs(raw: Any) -> dict[str, int]:
+    if not isinstance(raw, dict) or any(type(v) is not int for v in raw.values()):
+        raise ProgramError("json", "outputs must map names to node numbers")
+    return raw
+
+
+def _schedules(raw: Any) -> dict[int, Schedule]:
+    if not isinstance(raw, dict) or any(not k.isdecimal() or not isinstance(v, dict) for k, v in raw.items()):
+        raise ProgramError("json", "schedule must map step numbers to fields")
+    return {int(k): Schedule.from_json(v) for k, v in raw.items()}

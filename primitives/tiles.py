@@ -1,0 +1,86 @@
+"""Family 3, tiles: the GEMM whose accumulator they ride on, its operands, and paired widths.
+
+Tiles are loaded where an expression reads an input or an earlier step's tile, and stored where they
+are returned or become a later gemm's operand: there is no load or store to write.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from primitives.trace import Tensor, apply
+
+
+def _transpose(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile"]:
+        raise ProgramError("arguments", f".mT is of a matrix, not of {', '.join(map(str, types)) or 'nothing'}")
+    return Type("operand", (types[0].shape[1], types[0].shape[0]))
+
+
+def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if len(types) != 2 or any(t.kind not in ("tile", "operand") for t in types):
+        raise ProgramError("arguments", f"gemm takes two matrices, not {', '.join(map(str, types))}")
+    (m, k), (k2, n) = types[0].shape, types[1].shape
+    if k != k2:
+        raise ProgramError("shapes", f"gemm of [{m}, {k}] and [{k2}, {n}]: the inner sizes {k} and {k2} differ; "
+                           "a weight stored [N, K] is used as w.mT")
+    return Type("tile", (m, n))
+
+
+def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile"]:
+        raise ProgramError("arguments", f"pairs takes one tile, not {', '.join(map(str, types)) or 'nothing'}")
+    rows, columns = types[0].shape
+    try:
+        return Type("tile", (rows, columns.scaled(Fraction(1, 2))))
+    except ValueError:
+        raise ProgramError("width", f"pairs of {types[0]}: {columns} columns are not even for every size; the spec "
+                           "must say 2*F, say") from None
+
+
+def _join(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile", "tile"] or types[0] != types[1]:
+        raise ProgramError("arguments", f"join takes two tiles of one shape, not {', '.join(map(str, types))}")
+    rows, columns = types[0].shape
+    return Type("tile", (rows, columns.scaled(Fraction(2))))
+
+
+def _interleave(torch: Any, a: Any, b: Any) -> Any:
+    return torch.stack((a, b), dim=-1).flatten(-2)
+
+
+register(Operation("transpose", _transpose, lambda torch, a: a.mT))
+register(Operation("gemm", _gemm))
+register(Operation("even", _half, lambda torch, a: a[:, 0::2]))
+register(Operation("odd", _half, lambda torch, a: a[:, 1::2]))
+register(Operation("join", _join, _interleave))
+
+
+def gemm(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product of ``a`` [M, K] and ``b`` [K, N], accumulated in fp32: the tile [M, N] that an
+    epilogue works on. Starts a step.
+
+    ``a`` and ``b`` are inputs, transposes ``x.mT`` of such, or tiles of an earlier step (which are
+    then stored once, rounded to the other operand's dtype). Both have one 16-bit dtype.
+    ``z = gemm(x, w.mT)`` with ``w`` [N, K]
+    """
+    return apply("gemm", a, b)
+
+
+def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Take adjacent columns apart: a tile [M, 2F] gives (even columns, odd columns), each [M, F].
+
+    Both lanes of a pair live in one thread's registers, so this costs nothing.
+    ``gate, up = pairs(z)``
+    """
+    return apply("even", t), apply("odd", t)
+
+
+def join(even: Tensor, odd: Tensor) -> Tensor:
+    """Interleave two tiles [M, F] back into one [M, 2F]: the inverse of pairs.
+
+    ``dz = join(dgate, dup)``
+    """
+    return apply("join", even, odd)

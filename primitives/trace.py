@@ -1,0 +1,312 @@
+"""Tracing: running a kernel file on symbolic tensors writes down a Program and computes nothing.
+
+Standard library only: the jail imports this module. ``trace_source`` executes the file's code, so
+untrusted source is traced by ``verifier.jail``, never here directly.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from primitives.cut import cut
+from primitives.dims import Dim
+from primitives.ir import (
+    OPERATIONS,
+    Attribute,
+    Node,
+    Program,
+    ProgramError,
+    Signature,
+    Type,
+    check_output_names,
+)
+
+FILENAME = "<kernel>"
+BUILTINS = ("dict", "enumerate", "float", "int", "len", "list", "range", "reversed", "tuple", "zip")
+
+
+class Kernel:
+    """A function marked by ``@kernel``: what a kernel file defines exactly one of."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Mark the one function of a kernel file: its parameters are the spec's inputs and constants by
+    name, and it returns a dict of the spec's outputs."""
+    return Kernel(function)
+
+
+class Trace:
+    """The graph under construction; equal operations over equal arguments are one node."""
+
+    def __init__(self, signature: Signature):
+        self.signature = signature
+        self.nodes: list[Node] = []
+        self.types: list[Type] = []
+        self.lines: list[int | None] = []
+        self._known: dict[Node, int] = {}
+
+    def add(self, node: Node) -> int:
+        if node in self._known:
+            return self._known[node]
+        if node.op == "input":
+            tensor = self.signature.inputs[str(node.attribute)]
+            kind = Type("tile" if len(tensor.shape) == 2 else "vector", tensor.shape)
+        else:
+            kind = OPERATIONS[node.op].infer(tuple(self.types[a] for a in node.args), node.attribute)
+        self.nodes.append(node)
+        self.types.append(kind)
+        self.lines.append(_kernel_line())
+        self._known[node] = len(self.nodes) - 1
+        return self._known[node]
+
+
+_current: Trace | None = None
+
+
+def _kernel_line() -> int | None:
+    """The line of the kernel file being executed, from the innermost of its frames."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == FILENAME:
+            return int(frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def _tracing(trace: Trace) -> Iterator[None]:
+    global _current
+    _current = trace
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def apply(op: str, *args: Any, attribute: Attribute = None) -> Tensor:
+    """Add an operation over tensors and Python numbers to the graph being traced."""
+    if _current is None:
+        raise ProgramError("trace", f"{op}() was called outside a @kernel function")
+    indices = tuple(lift(a, op)._index for a in args)
+    return Tensor(_current.add(Node(op, indices, attribute)))
+
+
+def lift(value: Any, op: str) -> Tensor:
+    """A tensor as it is; a finite Python number as a constant."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool | int | float):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ProgramError("constant", f"{op}: constants must be finite")
+        return apply("constant", attribute=number)
+    raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
+
+
+class Tensor:
+    """A value that a kernel computes: a tile, a vector, a scalar, or a spread vector."""
+
+    __slots__ = ("_index",)
+    __hash__ = None  # type: ignore[assignment]  # == traces a comparison, so tensors are no keys
+
+    def __init__(self, index: int):
+        self._index = index
+
+    @property
+    def _type(self) -> Type:
+        if _current is None:
+            raise ProgramError("trace", "a traced value was used after its kernel had returned")
+        return _current.types[self._index]
+
+    @property
+    def mT(self) -> Tensor:
+        """The transpose, for use as an operand of gemm."""
+        return apply("transpose", self)
+
+    @property
+    def rows(self) -> Tensor:
+        """The number of rows of a tile, as a scalar."""
+        return self._extent(0, "rows")
+
+    @property
+    def columns(self) -> Tensor:
+        """The number of columns of a tile, as a scalar."""
+        return self._extent(1, "columns")
+
+    def _extent(self, axis: int, name: str) -> Tensor:
+        if self._type.kind != "tile":
+            raise ProgramError("argument", f".{name} is a tile's; this is {self._type}")
+        return apply("dim", attribute=str(self._type.shape[axis]))
+
+    def __bool__(self) -> bool:
+        raise ProgramError("control_flow", "a traced value has no truth value: choose per element with "
+                           "where(condition, a, b), or maximum(a, b) and minimum(a, b)")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ProgramError("argument", "a traced value cannot be unpacked or iterated; pairs(t) gives two tiles")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ProgramError("argument", "a traced value cannot be indexed: pairs(t) takes adjacent columns apart")
+
+    def __neg__(self) -> Tensor:
+        return apply("negative", self)
+
+    def __pos__(self) -> Tensor:
+        return self
+
+    def __pow__(self, exponent: Any) -> Tensor:
+        if exponent == 2:
+            return self * self
+        raise ProgramError("argument", "only ** 2 is there: write products, sqrt(t) or exp(log(t) * p)")
+
+
+def _binary(op: str) -> tuple[Callable[[Any, Any], Tensor], Callable[[Any, Any], Tensor]]:
+    def forward(self: Tensor, other: Any) -> Tensor:
+        return apply(op, self, other)
+
+    def reflected(self: Tensor, other: Any) -> Tensor:
+        return apply(op, other, self)
+
+    return forward, reflected
+
+
+for _name, _op in (("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("truediv", "divide")):
+    _forward, _reflected = _binary(_op)
+    setattr(Tensor, f"__{_name}__", _forward)
+    setattr(Tensor, f"__r{_name}__", _reflected)
+for _name, _op in (("gt", "greater"), ("ge", "greater_equal"), ("lt", "less"), ("le", "less_equal")):
+    setattr(Tensor, f"__{_name}__", _binary(_op)[0])
+for _name in ("eq", "ne", "matmul", "mod", "floordiv", "and", "or"):
+
+    def _refuse(self: Tensor, other: Any, _name: str = _name) -> Tensor:
+        raise ProgramError("argument", f"__{_name}__ is not in the vocabulary: gemm multiplies matrices, "
+                           "comparisons are < <= > >=")
+
+    setattr(Tensor, f"__{_name}__", _refuse)
+
+
+def trace_source(source: str, signature: Signature) -> Program:
+    """Execute a kernel file's code and trace its kernel against ``signature``.
+
+    Raises ProgramError with a line of the file for whatever is wrong with it. The code runs with a
+    handful of builtins and no import machinery; names come from ``primitives.__all__``.
+    """
+    trace = Trace(signature)
+    try:
+        function = _load(source)
+        with _tracing(trace):
+            outputs = _call(function, trace)
+            indices = {name: _output(name, value) for name, value in outputs.items()}
+            program = _canonical(trace, indices)
+    except ProgramError as error:
+        if error.line is None:
+            error.line = _line_of(error)
+        raise
+    except RecursionError:
+        raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
+    except (TypeError, ValueError, NameError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+        raise ProgramError("python", f"{type(error).__name__}: {error}", _line_of(error)) from None
+    return program
+
+
+def _line_of(error: BaseException) -> int | None:
+    line, traceback = None, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == FILENAME:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+def _load(source: str) -> Callable[..., Any]:
+    try:
+        tree = ast.parse(source, FILENAME)
+    except SyntaxError as error:
+        raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
+    namespace: dict[str, Any] = {"__builtins__": {name: getattr(builtins, name) for name in BUILTINS}}
+    imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "primitives"]
+    for statement in imports:
+        namespace.update(_imported(statement))
+    tree.body = [n for n in tree.body if n not in imports]
+    exec(compile(tree, FILENAME, "exec"), namespace)  # jailed: see the module's docstring
+    kernels = [v for v in namespace.values() if isinstance(v, Kernel)]
+    if len(kernels) != 1:
+        raise ProgramError("kernel", f"a kernel file has exactly one @kernel function; this has {len(kernels)}")
+    return kernels[0].function
+
+
+def _imported(statement: ast.ImportFrom) -> dict[str, Any]:
+    vocabulary = sys.modules["primitives"]
+    for alias in statement.names:
+        if alias.name not in vocabulary.__all__:
+            raise ProgramError("vocabulary", f"primitives has no {alias.name!r}; it has "
+                               f"{', '.join(vocabulary.__all__)}", statement.lineno)
+    return {alias.asname or alias.name: getattr(vocabulary, alias.name) for alias in statement.names}
+
+
+def _call(function: Callable[..., Any], trace: Trace) -> dict[str, Any]:
+    signature = trace.signature
+    code = function.__code__
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    expected = [*signature.inputs, *signature.constants]
+    if sorted(given) != sorted(expected):
+        wrong = [n for n in given if n not in expected]
+        missing = [n for n in expected if n not in given]
+        said = [f"unknown {', '.join(wrong)}" if wrong else "", f"missing {', '.join(missing)}" if missing else ""]
+        raise ProgramError("parameters", f"the kernel's parameters must be {', '.join(expected)}: "
+                           f"{'; '.join(s for s in said if s)}", code.co_firstlineno)
+    values: dict[str, Any] = {n: Tensor(trace.add(Node("input", (), n))) for n in signature.inputs}
+    outputs = function(**values, **signature.constants)
+    if not isinstance(outputs, dict) or not all(isinstance(k, str) for k in outputs):
+        raise ProgramError("outputs", "the kernel must return a dict of outputs by name", code.co_firstlineno)
+    check_output_names(outputs, signature)
+    return outputs
+
+
+def _output(name: str, value: Any) -> int:
+    if not isinstance(value, Tensor):
+        raise ProgramError("outputs", f"output {name!r} is {type(value).__name__}, not a tile or vector")
+    return value._index
+
+
+def _canonical(trace: Trace, outputs: dict[str, int]) -> Program:
+    """Only what outputs reach, numbered depth first from them: names and order of lines leave no mark."""
+    order: dict[int, int] = {}
+    for root in (outputs[name] for name in sorted(outputs)):
+        stack = [(root, False)]
+        while stack:
+            index, done = stack.pop()
+            if index in order:
+                continue
+            if done:
+                order[index] = len(order)
+            else:
+                stack.append((index, True))
+                stack.extend((a, False) for a in reversed(trace.nodes[index].args))
+    nodes = tuple(
+        Node(n.op, tuple(order[a] for a in n.args), n.attribute) for n in (trace.nodes[i] for i in order)
+    )
+    lines = [trace.lines[i] for i in order]
+    program = Program(trace.signature, nodes, {k: order[v] for k, v in outputs.items()}).check()
+    cut(program, lines)
+    return program
+
+
+def dim_attribute(attribute: Attribute) -> Dim:
+    """A ``dim`` node's polynomial; ProgramError where it is none."""
+    try:
+        return Dim.parse(attribute if isinstance(attribute, str) else "?")
+    except ValueError as error:
+        raise ProgramError("dim", str(error)) from None

@@ -1,0 +1,64 @@
+"""Family 2, vectors and scalars: one value a row or a column, spread over tiles; sizes and literals.
+
+Arithmetic between vectors happens between steps, in one small generated kernel a step.
+"""
+
+from __future__ import annotations
+
+from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from primitives.trace import Tensor, apply, dim_attribute
+
+
+def _vector(name: str, types: tuple[Type, ...]) -> Type:
+    if [t.kind for t in types] != ["vector"]:
+        raise ProgramError("arguments", f"{name} takes one vector, not {', '.join(map(str, types)) or 'nothing'}")
+    return types[0]
+
+
+def _row(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    return Type("row", _vector("per_row", types).shape)
+
+
+def _column(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    return Type("column", _vector("per_column", types).shape)
+
+
+def _leaf(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if types or not isinstance(attribute, float):
+        raise ProgramError("arguments", "a constant is one finite number")
+    return Type("scalar")
+
+
+def _dim(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if types:
+        raise ProgramError("arguments", "a dim reads no other node")
+    dim_attribute(attribute)
+    return Type("scalar")
+
+
+def _no_rule(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    raise ProgramError("arguments", "an input's type comes from the signature")
+
+
+register(Operation("input", _no_rule))
+register(Operation("constant", _leaf))
+register(Operation("dim", _dim))
+register(Operation("per_row", _row, lambda torch, v: v[:, None]))
+register(Operation("per_column", _column, lambda torch, v: v[None, :]))
+
+
+def per_row(v: Tensor) -> Tensor:
+    """Spread a vector [M] over a tile [M, N]: one value a row.
+
+    The vector must be final before the tile's step runs: an input, or made from reductions of an
+    *earlier* gemm. Paper: the deferred row scale. ``z = gemm(hg, w) * per_row(rstd)``
+    """
+    return apply("per_row", v)
+
+
+def per_column(v: Tensor) -> Tensor:
+    """Spread a vector [N] over a tile [M, N]: one value a column, such as a norm's weight or a bias.
+
+    ``hg = h * per_column(gamma)``
+    """
+    return apply("per_column", v)
