@@ -26,13 +26,15 @@ SCHEMA = 1
 _APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
 
 _TABLES = f"""
+PRAGMA journal_mode = OFF;
 PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {SCHEMA};
 PRAGMA synchronous = FULL;
 BEGIN;
 CREATE TABLE header (json TEXT NOT NULL);
 CREATE TABLE events (
-    seq INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, payload TEXT NOT NULL, time TEXT NOT NULL
+    seq INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, kind TEXT NOT NULL,
+    payload TEXT NOT NULL, time TEXT NOT NULL
 );
 COMMIT;
 """
@@ -54,7 +56,7 @@ class Event:
 
 
 class Journal:
-    """One run's journal, open for this process alone. Use `create` or `open`; close it, or use it in a `with`."""
+    """One run's journal, open for this process alone; `create` or `open` one, and close it."""
 
     def __init__(self, path: Path, lock: FileLock, connection: sqlite3.Connection):
         self.path = path
@@ -64,7 +66,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, header: dict[str, Any]) -> Journal:
-        """A new journal. Raises JournalError where one exists or the file cannot be written."""
+        """A new journal; makes the directory. Raises JournalError where one exists or cannot be written."""
         with ExitStack() as undo:
             lock = _lock(path)
             undo.callback(lock.release)
@@ -74,7 +76,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """An existing journal. Raises JournalError if it is missing, damaged, of another schema, or in use."""
+        """An existing journal. Raises JournalError if it is missing, damaged, in use or of another schema."""
         if not path.is_file():
             raise JournalError(f"{path}: there is no journal; check the run's name, or start a new run")
         with ExitStack() as undo:
@@ -84,13 +86,14 @@ class Journal:
 
     @classmethod
     def _open_locked(cls, path: Path, lock: FileLock, undo: ExitStack) -> Journal:
-        # mode=rw: never create a file here; autocommit: an INSERT is its own transaction, on disk when it returns
         with _explained(path):
-            connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None)
+            # never create a file here; autocommit: an INSERT is its own transaction, on disk when it returns
+            uri = f"{path.absolute().as_uri()}?mode=rw"
+            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
             undo.callback(connection.close)
+            _check(path, connection)  # first: the next line would convert a stranger's file
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
-            _check(path, connection)
         journal = cls(path, lock, connection)
         undo.pop_all()
         return journal
@@ -105,7 +108,8 @@ class Journal:
         rows = self._rows("SELECT kind, payload FROM events WHERE key = ?", key)
         if not rows:
             text = json.dumps(produce())
-            self._rows("INSERT INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)", key, kind, text, _now())
+            statement = "INSERT INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)"
+            self._rows(statement, key, kind, text, _now())
             return self._load(text)
         recorded, text = rows[0]
         if recorded != kind:
@@ -151,7 +155,7 @@ class Journal:
 
 
 def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """Header and events of a journal's export. Raises JournalError naming the file and the line that is wrong."""
+    """Header and events of a journal's export. Raises JournalError naming file and line of what is wrong."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -159,7 +163,8 @@ def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
     first, *rest = [(number, line) for number, line in enumerate(lines, 1) if line.strip()] or [(1, b"")]
     header = _parse(path, *first, {"coda_agent_journal": int, "header": dict})
     if header["coda_agent_journal"] != SCHEMA:
-        raise JournalError(f"{path}:{first[0]}: schema {header['coda_agent_journal']}, not {SCHEMA}; export it anew")
+        found = header["coda_agent_journal"]
+        raise JournalError(f"{path}:{first[0]}: schema {found}, this version reads {SCHEMA}; export it anew")
     return header["header"], [Event(**_parse(path, number, line, _EVENT)) for number, line in rest]
 
 
@@ -188,7 +193,8 @@ def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dic
     except ValueError as error:  # UnicodeDecodeError too
         raise JournalError(f"{path}:{number}: not a line of JSON ({error}); export the run again") from None
     if not isinstance(data, dict) or data.keys() != fields.keys():
-        raise JournalError(f"{path}:{number}: an object with {', '.join(fields)} is needed; export the run again")
+        wanted = ", ".join(fields)
+        raise JournalError(f"{path}:{number}: needs an object with just {wanted}; export the run again")
     for name, kind in fields.items():
         if type(data[name]) is not kind:
             raise JournalError(f"{path}:{number}: {name!r} must be {kind.__name__}, not {data[name]!r}")
@@ -199,11 +205,13 @@ def _lock(path: Path) -> FileLock:
     """Held by the one process that has the journal open; the kernel drops it when that process dies."""
     lock = FileLock(path.with_name(path.name + ".lock"), thread_local=False)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise JournalError(f"run {path} is in use by another process; wait or stop it") from None
     except OSError as error:
-        raise JournalError(f"{path}: {error.strerror}; choose a directory that exists and can be written") from error
+        remedy = "choose a directory that can be made and written"
+        raise JournalError(f"{path}: {error.strerror}; {remedy}") from error
     return lock
 
 
@@ -212,7 +220,8 @@ def _refuse_leftovers(path: Path) -> None:
         raise JournalError(f"{path}: this run exists; resume it, or choose another name")
     wal = path.with_name(path.name + "-wal")
     if wal.exists():  # SQLite would replay another journal's pages into the new one
-        raise JournalError(f"{wal}: left over from a journal that was removed; remove it too, or choose another name")
+        remedy = "remove it too, or choose another name"
+        raise JournalError(f"{wal}: left over from a journal that was removed; {remedy}")
 
 
 def _write_empty(path: Path, header: dict[str, Any]) -> None:
@@ -220,10 +229,13 @@ def _write_empty(path: Path, header: dict[str, Any]) -> None:
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
     text = json.dumps(header)
-    with _explained(path), closing(sqlite3.connect(draft, isolation_level=None)) as connection:
-        connection.executescript(_TABLES)
-        connection.execute("INSERT INTO header VALUES (?)", (text,))
-    draft.replace(path)
+    try:
+        with _explained(path), closing(sqlite3.connect(draft, isolation_level=None)) as connection:
+            connection.executescript(_TABLES)
+            connection.execute("INSERT INTO header VALUES (?)", (text,))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     _sync_directory(path.parent)
 
 
@@ -237,7 +249,7 @@ def _check(path: Path, connection: sqlite3.Connection) -> None:
         raise JournalError(f"{path}: an SQLite file, but no journal of coda-agent; check the run's name")
     if schema != SCHEMA:
         raise JournalError(
-            f"{path}: written by schema {schema}, this version reads {SCHEMA}; use the coda-agent that wrote it"
+            f"{path}: of schema {schema}, this version reads {SCHEMA}; use the coda-agent that wrote it"
         )
     if health != "ok":
         raise JournalError(f"{path}: damaged ({health}); {_DAMAGED}")
@@ -248,6 +260,8 @@ def _explained(path: Path) -> Iterator[None]:
     """SQLite's errors as JournalError, with a remedy."""
     try:
         yield
+    except sqlite3.ProgrammingError:  # our own bug
+        raise
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
             remedy = "free space on that disk and resume; what was committed is safe"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
+MAX_TERMS = 16  # hostile programs carry sizes too
 Monomial = tuple[str, ...]
 
 
@@ -30,7 +31,7 @@ class Dim:
         """``"2*F"`` -> Dim. Raises ValueError naming what is not an integer polynomial."""
         if isinstance(text, int) and not isinstance(text, bool):
             return cls({(): text})
-        if not isinstance(text, str) or len(text) > 200:
+        if not isinstance(text, str) or len(text) > 80:
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F")
         try:
             return _build(ast.parse(text, mode="eval").body)
@@ -78,6 +79,8 @@ class Dim:
         for m, a in self.terms:
             for n, b in other.terms:
                 key = tuple(sorted(m + n))
+                if len(terms) > MAX_TERMS or len(key) > MAX_TERMS:
+                    raise ValueError(f"a size of more than {MAX_TERMS} terms or factors")
                 terms[key] = terms.get(key, 0) + a * b
         return Dim(terms)
 

@@ -7,7 +7,6 @@ derived too (``primitives.cut``). Standard library only: the jail imports this m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -253,6 +252,8 @@ class Program:
 
     @property
     def hash(self) -> str:
+        import hashlib  # costs the jail 2 ms, and it takes no hash
+
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @classmethod
@@ -265,14 +266,15 @@ class Program:
             raise ProgramError("json", "a program has exactly format, signature, nodes, outputs, schedule")
         if type(data["format"]) is not int or data["format"] != FORMAT:
             raise ProgramError("format", f"format {data['format']!r}; this version reads {FORMAT}: trace it again")
-        own = Signature.from_json(data["signature"])
-        if signature is not None and own.to_json() != signature.to_json():
-            raise ProgramError("signature", f"the program was made for another version of spec {own.name!r}: "
+        if signature is None:
+            signature = Signature.from_json(data["signature"])
+        elif data["signature"] != signature.to_json():
+            raise ProgramError("signature", f"the program was made for another version of spec {signature.name!r}: "
                                "trace it again")
         if not isinstance(data["nodes"], list) or len(data["nodes"]) > MAX_NODES:
             raise ProgramError("size", f"a program is a list of at most {MAX_NODES} nodes")
         nodes = tuple(_node(i, raw) for i, raw in enumerate(data["nodes"]))
-        return cls(own, nodes, _outputs(data["outputs"]), _schedules(data["schedule"])).check()
+        return cls(signature, nodes, _outputs(data["outputs"]), _schedules(data["schedule"])).check()
 
 
 def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:

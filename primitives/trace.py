@@ -168,7 +168,7 @@ class Tensor:
 
     def __pow__(self, exponent: Any) -> Tensor:
         if exponent == 2:
-            return self * self
+            return apply("multiply", self, self)
         raise ProgramError("argument", "only ** 2 is there: write products, sqrt(t) or exp(log(t) * p)")
 
 

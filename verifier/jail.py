@@ -30,7 +30,9 @@ from verifier.sandbox import CPU_SECONDS
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"
 # -I -S: no environment, no user or installed packages; our own root comes last, so it hides no module.
-BOOT = "import sys; sys.path.append(sys.argv[1]); from verifier.jail_child import main; main()"
+# A child lives for milliseconds: collecting garbage would be a twentieth of them.
+BOOT = "import gc, sys; gc.disable(); sys.path.append(sys.argv[1]); import verifier.jail_child as j; j.main()"
+_CODE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -58,7 +60,7 @@ def trace(
     """
     size = len(source.encode("utf-8", "surrogatepass"))
     if size > MAX_SOURCE_BYTES:
-        return _reject("too_large", f"the file has {size} bytes; at most {MAX_SOURCE_BYTES} are read: shorten it")
+        return _reject("too_large", f"the file has {size} bytes of at most {MAX_SOURCE_BYTES}: shorten it")
     request = {"source": source, "signature": signature.to_json(), "parent": os.getpid(), "weak": weak}
     start = time.monotonic()
     ending = _converse(json.dumps(request).encode(), wall_seconds)
@@ -67,7 +69,8 @@ def trace(
     if not weak and not {"seccomp", "landlock"} & set(layers):
         raise JailUnavailable(
             "this system offers neither seccomp nor Landlock to confine a kernel's tracing: allow one "
-            "(in Docker: the default seccomp profile, Linux 5.13 or later), or pass weak=True for sources you trust"
+            "(Linux 5.13 or later; in a container, a runtime that lets its processes set a seccomp filter), "
+            "or pass weak=True for sources you trust"
         )
     result = _judge(answer, ending, wall_seconds, signature)
     if isinstance(result, Rejected):
@@ -159,10 +162,10 @@ def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str
 
 def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signature) -> Program | Rejected:
     if ending.flooded:
-        return _reject("too_large", f"tracing wrote over {MAX_OUTPUT_BYTES} bytes; a program is a small graph")
+        return _reject("too_large", f"the result is over {MAX_OUTPUT_BYTES} bytes: trace fewer operations")
     if ending.late or ending.status == -signal.SIGXCPU:
         limit = f"{wall_seconds:g} s" if ending.late else f"{CPU_SECONDS} s of CPU"
-        return _reject("timeout", f"tracing took over {limit}: shorten loops and recursion, they run as Python")
+        return _reject("timeout", f"tracing took over {limit}: loops and calls run as Python, so use fewer")
     if ending.status != 0 or not answer.endswith(b"\n"):
         return _reject("crashed", f"the tracing process died ({_death(ending.status)}) before its result")
     record = _record(answer)
@@ -171,7 +174,7 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
             case {"program": str(text)} if len(record) == 1:
                 return Program.from_json(text, signature)
             case {"error": {"code": str(code), "message": str(message), "line": int() | None as line}}:
-                if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", code):
+                if _CODE.fullmatch(code) and (line is None or 0 < line <= MAX_SOURCE_BYTES):
                     return _reject(code, _printable(message), line)
     except ProgramError as error:
         return _reject(error.code, _printable(error.message), error.line)

@@ -47,7 +47,7 @@ def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
         return _failure(error.code, error.message, error.line)
     except MemoryError:
         limit = f"{sandbox.MEMORY_BYTES >> 20} MB"
-        return _failure("memory", f"tracing this kernel takes more than {limit}: it should build a small graph", None)
+        return _failure("memory", f"tracing takes over {limit}: a kernel builds a small graph, no data", None)
 
 
 def _detach() -> int:

@@ -32,7 +32,8 @@ def apply(parent: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     layers: list[str] = []
     missing: list[str] = []
-    for name, layer in (("parent_death", partial(die_with, parent)), *LAYERS):
+    first: tuple[str, Callable[[], None]] = ("parent_death", partial(die_with, parent))
+    for name, layer in (first, *LAYERS):
         try:
             layer()
         except (OSError, ValueError):  # setrlimit says ValueError
@@ -43,7 +44,7 @@ def apply(parent: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent ends, whatever ends it."""
+    """Be killed when the parent (its thread that started us) ends, whatever ends it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it ended before its death could reach us
@@ -72,7 +73,9 @@ def limit_resources() -> None:
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
+        # At the hard limit the kernel sends SIGKILL, which says nothing; at the soft one SIGXCPU.
+        spare = 1 if kind == resource.RLIMIT_CPU and limit != hard else 0
+        resource.setrlimit(kind, (limit, limit + spare))
 
 
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # the same number on every architecture
@@ -163,11 +166,13 @@ LAYERS: tuple[tuple[str, Callable[[], None]], ...] = (
 
 
 def _prctl(option: int, argument: int, address: int = 0) -> None:
-    _called("prctl", option, ctypes.c_ulong(argument), ctypes.c_ulong(address), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    words = [ctypes.c_ulong(word) for word in (argument, address, 0, 0)]  # it reads all, each a full word
+    _called("prctl", option, *words)
 
 
 def _syscall(number: int, *arguments: int | bytes | None) -> int:
-    return _called("syscall", ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
+    words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return _called("syscall", ctypes.c_long(number), *words)
 
 
 def _called(function: str, *arguments: object) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 MIN_ROUNDS = 8
 RESAMPLES = 2000
-TRIM = 0.1  # of the rounds, at each end: a host hiccup must not decide
+TRIM = 0.2  # of the rounds, at each end (Yuen's choice): a few host hiccups must not decide
 
 
 @dataclass(frozen=True)

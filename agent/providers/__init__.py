@@ -11,7 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
-__all__ = ["PROVIDERS", "Message", "OnText", "Provider", "ProviderError", "Turn", "Usage", "make", "user_turns"]
+__all__ = [
+    "PROVIDERS",
+    "Message",
+    "OnText",
+    "Provider",
+    "ProviderError",
+    "Turn",
+    "Usage",
+    "make",
+    "turn_number",
+]
 
 OnText = Callable[[str], None]
 
@@ -33,7 +43,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens as the provider bills them: `input_tokens` excludes what was read from or written to its cache."""
+    """Tokens as they are billed; `input_tokens` leaves out what the cache gave or took."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -87,7 +97,7 @@ class Provider(Protocol):
     def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
         """The turn that follows `messages`.
 
-        `system` is the prompt's stable prefix, the same text in every call of a run, so that it can be cached.
+        `system` is the prompt's stable prefix, the same in every call of a run, so that it can be cached.
         `on_text` receives text as it arrives, for a person to watch; only the returned turn counts.
         Raises ProviderError when there is no whole answer.
         """
@@ -95,7 +105,7 @@ class Provider(Protocol):
 
 
 class ProviderError(Exception):
-    """No answer. `retryable`: asking the same again later may succeed. `usage`: what the attempt cost all the same."""
+    """No answer. `retryable`: asking the same again later may succeed; `usage`: what it cost all the same."""
 
     def __init__(self, message: str, remedy: str, *, retryable: bool = False, usage: Usage | None = None):
         super().__init__(f"{message}; {remedy}")
@@ -105,15 +115,15 @@ class ProviderError(Exception):
         self.usage = usage or Usage()
 
 
-def user_turns(messages: Sequence[Message]) -> int:
-    """Which turn of the conversation is asked for, from 1: what names a handoff's files and a replay's answer."""
+def turn_number(messages: Sequence[Message]) -> int:
+    """Which turn of the conversation is asked for, from 1: it names a handoff's files, a replay's answer."""
     return sum(message.role == "user" for message in messages)
 
 
 def make(name: str, **options: Any) -> Provider:
     """The provider called `name`; `options` are the keyword arguments of its class.
 
-    Raises ProviderError for an unknown name, for a package that is not installed, or from the provider itself.
+    Raises ProviderError for an unknown name, a package that is not installed, or what the provider refuses.
     """
     if name not in PROVIDERS:
         raise ProviderError(f"provider {name!r} is unknown", f"use one of {', '.join(sorted(PROVIDERS))}")
@@ -124,5 +134,6 @@ def make(name: str, **options: Any) -> Provider:
         missing = error.name or ""
         if missing.partition(".")[0] == "agent":  # our own bug
             raise
-        raise ProviderError(f"provider {name!r} needs the package {missing!r}", f"pip install {missing}") from error
+        remedy = f"pip install {missing}"
+        raise ProviderError(f"provider {name!r} needs the package {missing!r}", remedy) from error
     return provider(**options)

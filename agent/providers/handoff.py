@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agent.journal import write_atomic
-from agent.providers import Message, OnText, ProviderError, Turn, Usage, user_turns
+from agent.providers import Message, OnText, ProviderError, Turn, Usage, turn_number
 
 
 class Handoff:
     """Prompts and answers as files in `directory`, which is made where it is missing.
 
-    `author` names whoever answers, for the reports. `time_limit` bounds the wait for one answer, `settle` is how
-    long an answer must have stood still, `poll` how often to look; all in seconds.
+    `author` names whoever answers, for the reports. `time_limit` bounds the wait for one answer, `settle` is
+    how long an answer must have stood still, `poll` how often to look; all in seconds.
     """
 
     name = "handoff"
@@ -42,18 +42,20 @@ class Handoff:
     def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
         """The content of the answer file; usage is unknown and counts as zero.
 
-        An answer that is already there is used without writing its prompt again. Raises ProviderError on the time
-        limit (retryable), a `stop` file, or files that cannot be used; KeyboardInterrupt passes after a word.
+        An answer that is already there is used without writing its prompt again. Raises ProviderError on the
+        time limit (retryable), a `stop` file, or files that cannot be used; KeyboardInterrupt passes after a
+        word to `on_text`.
         """
         say = on_text or (lambda text: None)
-        number = user_turns(messages)
+        number = turn_number(messages)
         prompt, answer = self._directory / f"prompt-{number}.md", self._directory / f"answer-{number}.md"
         try:
             self._put(prompt, answer, _render(number, system, messages))
             say(f"prompt {prompt} awaits its answer in {answer}\n")
             text = self._wait(answer)
         except OSError as error:
-            raise ProviderError(f"handoff: {error}", "give a directory that can be read and written") from error
+            remedy = "give a directory that can be read and written"
+            raise ProviderError(f"handoff: {error}", remedy) from error
         except KeyboardInterrupt:
             say(f"interrupted; {prompt} stays, and a resumed run goes on waiting for {answer}\n")
             raise
@@ -107,7 +109,8 @@ def _read(answer: Path) -> str:
     try:
         text = answer.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ProviderError(f"{answer} is not UTF-8: {error}", "save it as UTF-8 and resume the run") from error
+        remedy = "save it as UTF-8 and resume the run"
+        raise ProviderError(f"{answer} is not UTF-8: {error}", remedy) from error
     return text if text.strip() else ""
 
 
@@ -116,7 +119,7 @@ def _render(number: int, system: str, messages: Sequence[Message]) -> str:
     parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(messages, 1)]
     name = f"answer-{number}.md"
     parts.append(
-        f"<!-- how to answer -->\n\nWrite your next message, and nothing else, to `{name}` in this directory: "
-        f"write it to another name first and rename it to `{name}` when it is whole."
+        f"<!-- how to answer -->\n\nWrite your next message, and nothing else, to `{name}` in this directory:"
+        f" write it to another name first and rename it to `{name}` when it is whole."
     )
     return "\n\n".join(parts) + "\n"

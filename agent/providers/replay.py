@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agent.journal import Event, JournalError, read_export
-from agent.providers import Message, OnText, ProviderError, Turn, user_turns
+from agent.providers import Message, OnText, ProviderError, Turn, turn_number
 
 
 class Replay:
@@ -32,15 +32,16 @@ class Replay:
         try:
             return Turn.from_json(event.payload)
         except ValueError as error:
-            raise ProviderError(f"{self._path}: event {event.seq}: {error}", "export the run again") from error
+            message = f"{self._path}: event {event.seq}: {error}"
+            raise ProviderError(message, "export the run again") from error
 
     def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
         """The recorded turn. Raises ProviderError when the run asks for more than was recorded."""
-        number = user_turns(messages)
+        number = turn_number(messages)
         if not 1 <= number <= len(self._turns):
             raise ProviderError(
                 f"{self._path} records {len(self._turns)} answers, and the run asks for number {number}",
-                "a verdict now differs from the recorded run's; look at the last report, or record the run anew",
+                "a verdict differs from the recorded run's: look at the last report, or record the run anew",
             )
         turn = self._turns[number - 1]
         if on_text:

@@ -1,0 +1,280 @@
+"""Compiling lowered modules: kernels to call, and cubins with a resource report.
+
+QuACK's object cache (QUACK_CACHE_DIR) keeps compiled kernels; its keys hold the lowered module's and
+class's names, which hold the hash of the text. The resource report needs no GPU: it compiles for
+sm_90a in a child process and reads the cubin. ``python -m primitives.compile`` is that child.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from primitives.ir import Program, Schedule
+from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
+
+HOPPER = (9, 0)
+# One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
+PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
+
+
+class CompileError(Exception):
+    """The compiler refused a lowered module: its words, shortened."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel needs of an SM: per thread registers, stack and spilled loads and
+    stores; bytes of shared memory a CTA; and whether it uses Hopper's instructions."""
+
+    kernel: str
+    schedule: dict[str, int | bool] | None
+    registers: int
+    stack: int
+    shared: int
+    spill_loads: int
+    spill_stores: int
+    hgmma: int
+    tma_loads: int
+    tma_stores: int
+    seconds: float
+
+
+def cache_dir() -> Path:
+    """Where lowered texts, reports and tunings are kept: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
+    return Path(os.environ.get("CODA_AGENT_CACHE") or Path.home() / ".cache" / "coda-agent")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write so that a reader, or a crash, never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def load_module(lowered: Lowered) -> ModuleType:
+    """Import a lowered text from its content-addressed file."""
+    if lowered.module in sys.modules:
+        return sys.modules[lowered.module]
+    path = cache_dir() / "lowered" / f"{lowered.module}.py"
+    if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
+        write_atomic(path, lowered.text)
+    spec = importlib.util.spec_from_file_location(lowered.module, path)
+    assert spec is not None and spec.loader is not None  # a path always gives both
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[lowered.module] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[lowered.module]
+        raise
+    return module
+
+
+def _cute_dtype(argument: Argument) -> Any:
+    import cutlass
+
+    if argument.packed:
+        return cutlass.Float32
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[argument.dtype]
+
+
+def _resource_key(argument: Argument) -> tuple[str, Any]:
+    """What QuACK's compile wants to know of a resource's argument (its ``host_arg_key``)."""
+    dtype = _cute_dtype(argument)
+    key = {
+        "load": (dtype, "n"), "store": (dtype, "n"), "row": (dtype, 1), "column": (dtype, 1),
+        "partial": (dtype, 3), "scalar": ("immediate", dtype),
+    }[argument.role]
+    return argument.name, key
+
+
+def compile_gemm(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, *, a_major: str = "k", b_contiguous: str = "last",
+    cached: bool = True,
+) -> Callable[..., Any]:
+    """Compile a step for one schedule. Tensors cross as [M, K], and [K, N] or (``b_transposed``) [N, K]."""
+    import cutlass
+    from quack.gemm_runtime.host import _compile_gemm_epi
+    from quack.gemm_runtime.identity import static_gemm_class_ref
+
+    operand = cutlass.BFloat16 if kernel.dtype == "bf16" else cutlass.Float16
+    compile_it = _compile_gemm_epi if cached else _compile_gemm_epi.__wrapped__
+    b_major = {("last", True): "k", ("last", False): "n", ("first", True): "n", ("first", False): "k"}
+    return compile_it(  # type: ignore[no-any-return]
+        static_gemm_class_ref(getattr(load_module(lowered), kernel.name)),
+        HOPPER,
+        operand,
+        operand,
+        _cute_dtype(kernel.d) if kernel.d else None,
+        _cute_dtype(kernel.c) if kernel.c else None,
+        a_major,
+        b_major[b_contiguous, kernel.b_transposed],
+        "n" if kernel.d else None,
+        "n" if kernel.c else None,
+        (schedule.tile_m, schedule.tile_n),
+        (schedule.cluster_m, schedule.cluster_n, 1),
+        schedule.pingpong,
+        True,  # persistent
+        False,  # statically scheduled
+        False,
+        False,
+        False,  # unbatched
+        not kernel.b_transposed,
+        tuple(sorted(_resource_key(a) for a in kernel.arguments)),
+        post_init_attrs=(("evict_loads", schedule.evict_loads), ("evict_stores", schedule.evict_stores)),
+    )
+
+
+def compile_vector(lowered: Lowered, kernel: VectorKernel, *, cached: bool = True) -> Callable[..., Any]:
+    """Compile the kernel for vectors between steps."""
+    load_module(lowered)
+    compile_it = _cached_vector() if cached else _compile_vector
+    return compile_it(lowered.module, kernel.name, tuple((a.role, a.dtype) for a in kernel.arguments))
+
+
+def _cached_vector() -> Callable[..., Any]:
+    global _vector_cache
+    if _vector_cache is None:
+        from quack.cache import jit_cache
+
+        _vector_cache = jit_cache(_compile_vector)
+    return _vector_cache
+
+
+_vector_cache: Callable[..., Any] | None = None
+
+
+def _compile_vector(module: str, name: str, arguments: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+    import cutlass
+    import cutlass.cute as cute
+    from quack.compile_utils import make_fake_stream, make_fake_tensor
+
+    dtypes = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
+    rows = cute.sym_int()
+    fakes: list[Any] = []
+    for role, dtype in arguments:
+        if role == "scalar":
+            fakes.append(cutlass.Float32(1.0))
+        elif role == "partial":
+            fakes.append(make_fake_tensor(dtypes[dtype], (cute.sym_int(), rows, cute.sym_int())))
+        else:
+            fakes.append(make_fake_tensor(dtypes[dtype], (rows,)))
+    made = getattr(sys.modules[module], name)()
+    return cute.compile(made, *fakes, make_fake_stream(), options="--enable-tvm-ffi")  # type: ignore[no-any-return]
+
+
+def report(program: Program, schedules: Iterable[Schedule] = PROBES) -> tuple[Resources, ...]:
+    """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins.
+
+    Runs in a child process (a compiler can crash) and is kept by content. Raises CompileError.
+    """
+    lowered = lower(program)
+    schedules = tuple(schedules)
+    key = json.dumps([lowered.hash, [s.to_json() for s in schedules]], sort_keys=True)
+    path = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    if not path.exists():
+        request = json.dumps({"program": program.to_json(), "schedules": [s.to_json() for s in schedules]})
+        write_atomic(path, _run_child(request))
+    return tuple(Resources(**r) for r in json.loads(path.read_text(encoding="utf-8")))
+
+
+COMPILE_SECONDS = 300
+
+
+def _run_child(request: str) -> str:
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("CUTE_DSL_", "QUACK_"))},
+        "QUACK_ARCH": "90",
+        "CUTE_DSL_ARCH": "sm_90a",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+    with tempfile.TemporaryDirectory(prefix="coda-compile-") as scratch:
+        environment |= {"CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "primitives.compile", scratch], input=request, env=environment,
+                capture_output=True, text=True, timeout=COMPILE_SECONDS, start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s") from None
+    if done.returncode != 0:
+        raise CompileError(_shorten(done.stderr) or f"the compiler died with status {done.returncode}")
+    return done.stdout.splitlines()[-1]
+
+
+def _shorten(words: str, limit: int = 1500) -> str:
+    """The end of a compiler's output, where its reason stands."""
+    lines = [line for line in words.splitlines() if line.strip() and "Warning" not in line]
+    return "\n".join(lines)[-limit:]
+
+
+def _child(scratch: Path) -> None:
+    request = json.load(sys.stdin)
+    lowered = lower(Program.from_json(request["program"]))
+    found: list[Resources] = []
+    for gemm in lowered.gemms:
+        for raw in request["schedules"]:
+            schedule = Schedule.from_json(raw)
+            found.append(_measured(scratch, gemm.name, raw, lambda g=gemm, s=schedule: compile_gemm(
+                lowered, g, s, cached=False)))
+    for vector in lowered.vectors:
+        found.append(_measured(scratch, vector.name, None, lambda v=vector: compile_vector(lowered, v, cached=False)))
+    print(json.dumps([asdict(r) for r in found]))
+
+
+def _measured(scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any]) -> Resources:
+    start = time.monotonic()
+    build()
+    seconds = time.monotonic() - start
+    (cubin,) = scratch.rglob("*.cubin")
+    found = inspect_cubin(cubin, name, schedule, seconds)
+    cubin.unlink()  # the next configuration's has the same name
+    return found
+
+
+def inspect_cubin(cubin: Path, name: str, schedule: dict[str, Any] | None, seconds: float) -> Resources:
+    """Read registers and memory with cuobjdump and count instructions in the SASS."""
+    usage = _tool("cuobjdump", "-res-usage", str(cubin))
+    found = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", usage))
+    sass = _tool("nvdisasm", "-c", str(cubin))
+
+    def count(mnemonic: str) -> int:
+        return len(re.findall(rf"\b{mnemonic}\b", sass))
+
+    return Resources(
+        name, schedule, int(found["REG"]), int(found["STACK"]), int(found["SHARED"]),
+        count("LDL"), count("STL"), count("HGMMA"), count("UTMALDG"), count("UTMASTG"), round(seconds, 2),
+    )
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """A CUDA binary tool: the triton package carries them where no toolkit is installed."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]))

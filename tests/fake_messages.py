@@ -1,0 +1,180 @@
+"""A Messages API on loopback that does as told, request by request: answers, errors, broken streams."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+MODEL = "claude-fake-1"
+USAGE = {
+    "input_tokens": 11,
+    "cache_creation_input_tokens": 300,
+    "cache_read_input_tokens": 4000,
+    "output_tokens": 1,
+}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append(json.loads(body))
+        self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
+        self.server.script.pop(0)(self)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def start(self, status: int, kind: str, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+
+    def start_stream(self) -> None:
+        self.start(200, "text/event-stream", Transfer_Encoding="chunked")
+        self.end_headers()
+
+    def chunk(self, text: str) -> None:
+        data = text.encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+    def event(self, event: str, **fields: Any) -> None:
+        self.chunk(f"event: {event}\ndata: {json.dumps({'type': event, **fields})}\n\n")
+
+    def begin(self, text: str) -> None:
+        """A stream up to the middle of its only text block."""
+        message: dict[str, Any] = {
+            "id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": USAGE,
+        }  # fmt: skip
+        self.start_stream()
+        self.event("message_start", message=message)
+        self.event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        self.event("ping")
+        for part in text.split(" "):
+            self.event("content_block_delta", index=0, delta={"type": "text_delta", "text": part + " "})
+
+    def end_cleanly(self) -> None:
+        self.wfile.write(b"0\r\n\r\n")
+
+    def cut(self) -> None:
+        self.close_connection = True
+
+
+Reply = Callable[[_Handler], None]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    script: list[Reply]
+    requests: list[dict[str, Any]]
+    headers: list[dict[str, str]]
+    over: threading.Event
+
+
+class FakeMessages:
+    """Serves `script`, a reply a request, while the `with` lasts; `requests` and `headers` are what came."""
+
+    def __init__(self, *script: Reply):
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.script, self._server.requests, self._server.headers = list(script), [], []
+        self._server.over = threading.Event()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.script, self.requests, self.headers = (
+            self._server.script, self._server.requests, self._server.headers
+        )  # fmt: skip
+
+    def __enter__(self) -> FakeMessages:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.over.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def answer(text: str, stop_reason: str = "end_turn", output_tokens: int = 7, **details: Any) -> Reply:
+    """A whole answer, streamed a word at a time."""
+
+    def reply(handler: _Handler) -> None:
+        handler.begin(text)
+        handler.event("content_block_stop", index=0)
+        delta = {"stop_reason": stop_reason, "stop_sequence": None, **details}
+        handler.event("message_delta", delta=delta, usage={"output_tokens": output_tokens})
+        handler.event("message_stop")
+        handler.end_cleanly()
+
+    return reply
+
+
+def status(code: int, kind: str, message: str = "no", **headers: str) -> Reply:
+    """An error before any stream; in header names `_` stands for `-`."""
+
+    def reply(handler: _Handler) -> None:
+        body = json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
+        handler.start(code, "application/json", Content_Length=str(len(body)), **headers)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return reply
+
+
+def error_in_stream(kind: str) -> Reply:
+    """A stream of status 200 that turns into an error."""
+
+    def reply(handler: _Handler) -> None:
+        handler.begin("half an")
+        handler.event("error", error={"type": kind, "message": "told in the stream"})
+        handler.end_cleanly()
+
+    return reply
+
+
+def cut_off(handler: _Handler) -> None:
+    """The connection breaks in the middle."""
+    handler.begin("half an")
+    handler.cut()
+
+
+def ends_early(handler: _Handler) -> None:
+    """The response ends in good order, the message does not."""
+    handler.begin("half an")
+    handler.end_cleanly()
+
+
+def stalls(handler: _Handler) -> None:
+    """Silence in the middle, until the server goes."""
+    handler.begin("half an")
+    handler.server.over.wait(30)
+    handler.cut()
+
+
+def not_json(handler: _Handler) -> None:
+    """An event whose data is cut off."""
+    handler.begin("half an")
+    handler.chunk('event: content_block_delta\ndata: {"type": "content_block_de\n\n')
+    handler.end_cleanly()
+
+
+def out_of_order(handler: _Handler) -> None:
+    """A delta for a block that never began."""
+    handler.begin("half an")
+    handler.event("content_block_delta", index=5, delta={"type": "text_delta", "text": "?"})
+    handler.end_cleanly()
+
+
+def a_web_page(handler: _Handler) -> None:
+    """Status 200 from something else, such as a captive portal."""
+    handler.start(200, "text/html", Content_Length="13")
+    handler.end_headers()
+    handler.wfile.write(b"<html></html>")

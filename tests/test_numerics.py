@@ -1,0 +1,395 @@
+"""The error gate against independent truths: honest kernels pass at any size, each cheat fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from verifier import numerics, reference
+from verifier.numerics import FAMILIES, compare, draw, mutants, weak_spots
+from verifier.spec import Spec, Tolerance, load
+
+ROOT = Path(__file__).parent.parent
+NORM, SWIGLU, BACKWARD = "gemm_residual_partial_rmsnorm", "gemm_rmsnorm_swiglu", "gemm_swiglu_bwd"
+SPECS = {name: load(ROOT / "specs" / f"{name}.yaml") for name in (NORM, SWIGLU, BACKWARD)}
+Outputs = dict[str, Tensor]
+Gemm = Callable[[Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def at(spec: Spec, m: int, k: int, n: int) -> dict[str, int]:
+    """Sizes in the order in which all three specs declare them: rows, inner or model width, columns."""
+    return dict(zip(spec.dims, (m, k, n), strict=True))
+
+
+def tensor_core(a: Tensor, b: Tensor) -> Tensor:
+    """fp32 accumulation, 16 of K at a time, in order."""
+    total = torch.zeros(a.shape[0], b.shape[1])
+    for k in range(0, a.shape[1], 16):
+        total += a[:, k : k + 16].float() @ b[k : k + 16].float()
+    return total
+
+
+def bf16_partials(a: Tensor, b: Tensor) -> Tensor:
+    """A cheat: partial sums over K kept in bf16."""
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+    for k in range(0, a.shape[1], 64):
+        total += (a[:, k : k + 64].float() @ b[k : k + 64].float()).bfloat16()
+    return total.float()
+
+
+def without_first(a: Tensor, b: Tensor) -> Tensor:
+    """A cheat: one element of K dropped."""
+    return tensor_core(a[:, 1:], b[1:])
+
+
+def fp8_operands(a: Tensor, b: Tensor) -> Tensor:
+    return tensor_core(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn))
+
+
+def sums(t: Tensor) -> Tensor:
+    """Row sums over tiles of 128 columns, the partials added one by one, as a generated kernel would."""
+    total = torch.zeros(t.shape[0])
+    for tile in t.split(128, 1):
+        partial = torch.zeros(t.shape[0])
+        for column in tile.unbind(1):
+            partial += column
+        total += partial
+    return total
+
+
+def kernel(name: str, i: Outputs, gemm: Gemm = tensor_core) -> Outputs:
+    """What an honest kernel computes, without the references: fp32 inside, each output rounded once."""
+    f = {key: value.float() for key, value in i.items()}
+    if name == NORM:
+        h = f["x"] + gemm(i["y"], i["w"].mT)
+        rstd = 1 / torch.sqrt(sums(h * h) * (1 / h.shape[1]) + 1e-6)
+        return {"h": h.bfloat16(), "hg": (f["gamma"] * h).bfloat16(), "rstd": rstd}
+    if name == SWIGLU:
+        z = f["rstd"][:, None] * gemm(i["x"], i["w"].mT)
+        gate, up = z.unflatten(1, (-1, 2)).unbind(-1)
+        return {"preact": z.bfloat16(), "act": (gate * up / (1 + torch.exp(-gate))).bfloat16()}
+    d = gemm(i["dy"], i["w_down"])
+    gate, up = f["z"].unflatten(1, (-1, 2)).unbind(-1)
+    sig = 0.5 + 0.5 * torch.tanh(0.5 * gate)
+    act = gate * sig
+    dgate, dup = d * up * (sig + act * (1 - sig)), d * act
+    dz = torch.stack((dgate, dup), 2).reshape(f["z"].shape)
+    return {"dz": dz.bfloat16(), "act": (act * up).bfloat16(), "s": sums(dgate * gate + dup * up)}
+
+
+class Bench:
+    """A spec at given sizes with its inputs, truth and yardstick."""
+
+    def __init__(self, name: str, sizes: dict[str, int], seed: int = 0, family: str = "normal"):
+        self.spec, self.sizes = SPECS[name], sizes
+        self.inputs = draw(self.spec, sizes, seed, family=family)
+        self.truth = reference.oracle(self.spec, self.inputs, sizes)
+        self.yard = reference.yardstick(self.spec, self.inputs, sizes)
+
+    def faults(self, got: Outputs) -> dict[str, str]:
+        """The reasons of the outputs that fail."""
+        return {e.name: e.reason for e in compare(self.spec, got, self.truth, self.yard) if not e.passed}
+
+
+@pytest.fixture(scope="module")
+def benches():
+    return {name: Bench(name, at(spec, 300, 512, 264)) for name, spec in SPECS.items()}
+
+
+# --- truth ------------------------------------------------------------------------------------------
+
+
+def test_norm_is_what_the_layers_compute():
+    b = Bench(NORM, at(SPECS[NORM], 40, 24, 56))
+    i = {k: v.double() for k, v in b.inputs.items()}
+    h = i["x"] + torch.nn.functional.linear(i["y"], i["w"])
+    torch.testing.assert_close(b.truth["h"], h, rtol=1e-12, atol=1e-12)
+    normed = torch.nn.functional.rms_norm(h, (56,), i["gamma"], eps=1e-6)
+    torch.testing.assert_close(b.truth["hg"] * b.truth["rstd"][:, None], normed, rtol=1e-12, atol=1e-12)
+
+
+def test_swiglu_is_that_of_separate_projections():
+    b = Bench(SWIGLU, at(SPECS[SWIGLU], 40, 24, 56))
+    i = {k: v.double() for k, v in b.inputs.items()}
+    x = i["x"] * i["rstd"][:, None]  # the scale before the product, not after it
+    gate, up = x @ i["w"][0::2].mT, x @ i["w"][1::2].mT
+    torch.testing.assert_close(b.truth["act"], silu(gate) * up, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(b.truth["preact"][:, 1::2], up, rtol=1e-12, atol=1e-12)
+
+
+def test_backward_is_autograd():
+    b = Bench(BACKWARD, at(SPECS[BACKWARD], 40, 24, 56))
+    i = {k: v.double() for k, v in b.inputs.items()}
+    z = i["z"].requires_grad_()
+    act = silu(z[:, 0::2]) * z[:, 1::2]
+    torch.nn.functional.linear(act, i["w_down"]).backward(i["dy"])
+    torch.testing.assert_close(b.truth["dz"], z.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(b.truth["act"], act.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(b.truth["s"], (z * z.grad).sum(1).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_blocks_change_nothing(name, monkeypatch):
+    sizes = at(SPECS[name], 300, 40, 56)
+    whole = Bench(name, sizes)
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 1)
+    assert reference._rows(SPECS[name], sizes)[1] == 128
+    blocked = Bench(name, sizes)
+    for key in whole.truth:
+        torch.testing.assert_close(blocked.truth[key], whole.truth[key], rtol=1e-13, atol=1e-13)
+    assert not whole.faults(blocked.yard)
+
+
+def test_matmul_operands_are_rounded_and_other_values_are_not():
+    text = "h = (y * 1.01) @ w.mT + x\nhg = linear(y * 1.01, w) * gamma\nrstd = (y * 1.01).sum(-1)"
+    spec = SPECS[NORM].model_copy(update={"reference": text})
+    sizes = at(spec, 20, 64, 30)
+    i = draw(spec, sizes, 5)
+    f = {k: v.float() for k, v in i.items()}
+    product = (f["y"] * 1.01).bfloat16().double() @ f["w"].double().mT
+    for got in (reference.fp32(spec, i, sizes), reference.yardstick(spec, i, sizes)):
+        rtol = 1e-5 if got["h"].dtype == torch.float32 else 2**-8
+        close = {"rtol": rtol, "atol": 2e-5}
+        torch.testing.assert_close(got["h"].double(), product + i["x"].double(), **close)
+        torch.testing.assert_close(got["hg"].double(), product * i["gamma"].double(), **close)
+        torch.testing.assert_close(got["rstd"].double(), 1.01 * i["y"].double().sum(-1), rtol=1e-5, atol=1e-5)
+    assert reference.yardstick(spec, i, sizes)["h"].dtype == torch.bfloat16
+
+
+def test_what_is_drawn():
+    spec, sizes = SPECS[NORM], at(SPECS[NORM], 300, 256, 128)
+    first, again, other = draw(spec, sizes, 1), draw(spec, sizes, 1), draw(spec, sizes, 2)
+    assert all(torch.equal(first[k], again[k]) and not torch.equal(first[k], other[k]) for k in first)
+    assert first["y"].dtype == torch.bfloat16 and first["y"].shape == (300, 256)
+    assert first["w"].double().std().item() == pytest.approx(1 / 16, rel=0.02)
+    assert first["y"].double().std().item() == pytest.approx(1, rel=0.02)
+    assert not torch.equal(first["y"][:, :128], first["x"])  # an input has a stream of its own
+    assert 0.5 <= first["gamma"].min() < first["gamma"].max() <= 1.5
+    assert draw(spec, sizes, 1, family="positive")["y"].min() >= 0
+    assert draw(spec, sizes, 1, family="tiny")["y"].double().std().item() == pytest.approx(2**-10, rel=0.02)
+    with pytest.raises(ValueError, match="family 'huge' is unknown; use one of normal"):
+        draw(spec, sizes, 1, family="huge")
+
+
+# --- honest kernels ---------------------------------------------------------------------------------
+
+SIZES = [(1, 16, 8), (3, 16, 8), (64, 64, 80), (129, 128, 136), (200, 40, 72), (256, 512, 384)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("mkn", SIZES)
+def test_honest_kernels_pass(name, mkn):
+    for seed in range(3):
+        for family in FAMILIES:
+            bench = Bench(name, at(SPECS[name], *mkn), seed, family)
+            assert bench.faults(kernel(name, bench.inputs)) == {}, (seed, family)
+
+
+def test_independent_rounding_of_the_same_quality_passes():
+    """Errors as large as the yardstick's but unrelated to them, as where operands are rounded elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    for m, n in [(8, 8), (64, 80), (128, 8), (300, 400)]:
+        for _ in range(20):
+            bench = Bench(NORM, at(SPECS[NORM], m, 16, n), seed=7)
+            truth = torch.randn(m, n, generator=generator, dtype=torch.float64)
+            other = truth * (1 + 2**-9 * (torch.rand(m, n, generator=generator, dtype=torch.float64) - 0.5))
+            bench.truth["h"], bench.yard["h"] = truth, truth.bfloat16()
+            got = truth + (other - truth) * ((bench.yard["h"] - truth).norm() / (other - truth).norm())
+            stats, tiles = numerics._measure(got, truth, bench.yard["h"], torch.bfloat16)
+            tile, excess, _ = numerics._worst_tile(stats, tiles, 4)
+            slack = 1 + 4 / math.sqrt(m * n)
+            assert excess < 1.5 and stats.ratio(stats.e_max, stats.r_max) < 2 * slack
+            assert abs(stats.slope - 1) < 2e-4 + 4 * stats.slope_error
+
+
+# --- cheats -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("gemm", [bf16_partials, without_first, fp8_operands])
+def test_poor_matmuls_fail(benches, name, gemm):
+    bench = benches[name]
+    assert set(bench.faults(kernel(name, bench.inputs))) == set()
+    faults = bench.faults(kernel(name, bench.inputs, gemm))
+    spared = {"act"} if name == BACKWARD else set()  # recomputed from z, without a matmul
+    assert set(faults) == set(bench.truth) - spared
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_small_factor_fails_and_is_named(benches, name):
+    bench, got = benches[name], kernel(name, benches[name].inputs)
+    for key, value in got.items():
+        faults = bench.faults({**got, key: (bench.truth[key] * 1.002).to(value.dtype)})
+        assert list(faults) == [key]
+        assert f"output {key!r}" in faults[key] and "looks like a factor of 1.002" in faults[key]
+
+
+def test_a_factor_that_only_the_slope_sees(benches):
+    bench, got = benches[SWIGLU], kernel(SWIGLU, benches[SWIGLU].inputs)
+    got["preact"] = (bench.truth["preact"] * 1.0006).bfloat16()
+    (error,) = [e for e in compare(bench.spec, got, bench.truth, bench.yard) if not e.passed]
+    assert error.rms_ratio < 1.25 and error.slope == pytest.approx(1.0006, abs=1e-4)
+    assert "slope" in error.reason
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_wrong_place_fails(benches, name):
+    bench, got = benches[name], kernel(name, benches[name].inputs)
+    for key, value in got.items():
+        zeros, tail, row = torch.zeros_like(value), value.clone(), value.clone()
+        tail[256:], row[5] = 0, value[6]
+        for wrong in (zeros, tail, row):
+            assert list(bench.faults({**got, key: wrong})) == [key]
+        assert "zero where the truth is not" in bench.faults({**got, key: zeros})[key]
+        assert "rows 256 to 299" in bench.faults({**got, key: tail})[key]
+        if value.dim() == 2:
+            column = value.clone()
+            column[:, 131] = value[:, 132]
+            assert "columns 128 to 255" in bench.faults({**got, key: column})[key]
+
+
+def test_similar_outputs_swapped_fail(benches):
+    got = kernel(NORM, benches[NORM].inputs)
+    assert set(benches[NORM].faults({**got, "h": got["hg"], "hg": got["h"]})) == {"h", "hg"}
+    got = kernel(BACKWARD, benches[BACKWARD].inputs)
+    swapped = got["dz"].unflatten(1, (-1, 2)).flip(-1).flatten(1)
+    assert set(benches[BACKWARD].faults({**got, "dz": swapped})) == {"dz"}
+
+
+def test_a_single_element_counts(benches):
+    bench, got = benches[SWIGLU], kernel(SWIGLU, benches[SWIGLU].inputs)
+    got["act"][7, 200] += 0.25
+    assert "worst element" in bench.faults(got)["act"]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_nothing_non_finite_passes(benches, value):
+    bench, got = benches[NORM], kernel(NORM, benches[NORM].inputs)
+    got["hg"][130, 7] = value
+    assert "1 non-finite or wrongly finite values, the first at row 130, column 7" in bench.faults(got)["hg"]
+    got["rstd"][9] = value
+    assert set(bench.faults(got)) == {"hg", "rstd"}
+
+
+def test_infinite_truth_is_expected_and_overflow_excused():
+    truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    truth[0, 0], truth[0, 1], truth[0, 2] = math.inf, math.nan, 1e300
+    honest = truth.bfloat16()
+    stats, _ = numerics._measure(honest, truth, honest, torch.bfloat16)
+    assert stats.wrong == 0 and stats.e2 == stats.r2 > 0
+    honest[0, 0] = 3.0
+    stats, _ = numerics._measure(honest, truth, honest, torch.bfloat16)
+    assert stats.wrong == 1 and stats.first_wrong == (0, 0)
+
+
+def test_rounding_before_a_row_sum_fails(benches):
+    bench, got = benches[NORM], kernel(NORM, benches[NORM].inputs)
+    rstd = torch.rsqrt(got["h"].double().square().mean(-1) + 1e-6).float()
+    assert set(bench.faults({**got, "rstd": rstd})) == {"rstd"}
+
+
+def test_a_missing_eps_fails_on_tiny_inputs_only():
+    for family in FAMILIES:
+        bench = Bench(NORM, at(SPECS[NORM], 200, 128, 256), family=family)
+        got = kernel(NORM, bench.inputs)
+        rstd = torch.rsqrt(bench.truth["h"].square().mean(-1)).float()
+        assert set(bench.faults({**got, "rstd": rstd})) == ({"rstd"} if family == "tiny" else set())
+
+
+# --- the gate itself --------------------------------------------------------------------------------
+
+
+def test_chunks_change_nothing(benches, monkeypatch):
+    bench, got = benches[BACKWARD], kernel(BACKWARD, benches[BACKWARD].inputs, bf16_partials)
+    whole = compare(bench.spec, got, bench.truth, bench.yard)
+    monkeypatch.setattr(numerics, "CHUNK", 1)  # 128 rows at a time
+    for a, b in zip(whole, compare(bench.spec, got, bench.truth, bench.yard), strict=True):
+        assert a.reason == b.reason and a.passed == b.passed
+        assert a.tile_ratio == pytest.approx(b.tile_ratio) and a.slope == pytest.approx(b.slope, abs=1e-12)
+
+
+def test_ratios_against_plain_arithmetic(benches):
+    bench, got = benches[SWIGLU], kernel(SWIGLU, benches[SWIGLU].inputs, bf16_partials)
+    error = compare(bench.spec, got, bench.truth, bench.yard)[0]
+    t = bench.truth["preact"]
+    e, r = got["preact"].double() - t, bench.yard["preact"].double() - t
+    tiles = [
+        (e[i : i + 128, j : j + 128].norm() / r[i : i + 128, j : j + 128].norm()).item()
+        for i in range(0, t.shape[0], 128)
+        for j in range(0, t.shape[1], 128)
+    ]
+    assert error.rms_ratio == pytest.approx((e.norm() / r.norm()).item())
+    assert error.element_ratio == pytest.approx((e.abs().max() / r.abs().max()).item())
+    assert any(error.tile_ratio == pytest.approx(tile) for tile in tiles)
+    assert error.slope == pytest.approx(((got["preact"].double() * t).sum() / (t * t).sum()).item())
+
+
+def test_an_exact_yardstick_leaves_room_for_fp32():
+    truth = torch.arange(1.0, 4097).double().reshape(64, 64)
+    exact = truth.float()
+    near = exact * (1 + 2**-23)
+    stats, tiles = numerics._measure(near, truth, exact, torch.float32)
+    assert stats.r2 == 0
+    assert stats.ratio(math.sqrt(stats.e2 / stats.count), 0.0) < 4
+    far, _ = numerics._measure(exact * 1.00001, truth, exact, torch.float32)
+    assert far.ratio(math.sqrt(far.e2 / far.count), 0.0) > 100
+
+
+def test_zero_truth_wants_zeros():
+    zero = torch.zeros(8, 8)
+    stats, _ = numerics._measure(zero, zero.double(), zero, torch.float32)
+    assert stats.ratio(stats.e_max, stats.r_max) == 0 and stats.slope == 1
+    stats, _ = numerics._measure(zero + 1e-20, zero.double(), zero, torch.float32)
+    assert stats.ratio(stats.e_max, stats.r_max) > 1e20
+
+
+def test_tolerance_widens_the_limits(benches):
+    bench = benches[SWIGLU]
+    got = kernel(SWIGLU, bench.inputs, bf16_partials)
+    wide = bench.spec.model_copy(update={"tolerance": Tolerance(factor=8.0, reason="for this test")})
+    strict, lenient = (compare(spec, got, bench.truth, bench.yard) for spec in (bench.spec, wide))
+    assert not any(e.passed for e in strict) and all("RMS" not in e.reason for e in lenient)
+
+
+def test_a_wrong_dtype_is_our_bug(benches):
+    bench, got = benches[NORM], kernel(NORM, benches[NORM].inputs)
+    with pytest.raises(ValueError, match="output 'h' is torch.float32"):
+        compare(bench.spec, {**got, "h": got["h"].float()}, bench.truth, bench.yard)
+
+
+# --- specs fit to judge by --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("mkn", [(200, 96, 136), (64, 64, 80)])
+def test_no_mutant_survives(name, mkn):
+    assert weak_spots(SPECS[name], at(SPECS[name], *mkn)) == []
+
+
+def test_mutants_are_many_and_differ():
+    texts = {(m.name, m.text) for m in mutants(SPECS[NORM])}
+    assert len(texts) == 3 * 4 + 2 * 3
+    assert any(m.name == "'(h * h).mean(-1) + eps' without its second term" for m in mutants(SPECS[NORM]))
+    assert any("h = y @ w.mT - x" in m.text for m in mutants(SPECS[NORM]))
+
+
+def test_a_weak_spec_is_found_out():
+    weak = SPECS[NORM].model_copy(update={"reference": SPECS[NORM].reference.replace("+ eps", "+ eps ** 3")})
+    assert weak_spots(weak, at(weak, 64, 64, 80)) == [
+        "'(h * h).mean(-1) + eps ** 3' without its second term",
+        "'(h * h).mean(-1) + eps ** 3' with its sign flipped",
+    ]

@@ -1,0 +1,413 @@
+"""Providers against what really happens: a server that misbehaves on loopback, files, recordings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_messages as fake
+import pytest
+from fake_messages import FakeMessages, Reply
+
+from agent.journal import Journal
+from agent.providers import Message, Provider, ProviderError, Turn, Usage, make
+
+KEY = "sk-ant-secret-0123456789"
+ASK = [Message("user", "write a kernel")]
+TALK = [*ASK, Message("assistant", "def k(): ..."), Message("user", "line 3 is wrong")]
+USAGE = Usage(11, 7, 4000, 300)
+HALF = Usage(11, 1, 4000, 300)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "CODA_AGENT_MODEL", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+def claude(server: FakeMessages, **options: Any) -> Provider:
+    defaults = {"api_key": KEY, "base_url": server.url, "backoff": 0.01, "retries": 2, "timeout": 5.0}
+    return make("anthropic", **{**defaults, **options})
+
+
+def ask(*script: Reply, **options: Any) -> tuple[Turn | ProviderError, FakeMessages, str]:
+    """One turn against a scripted server: the turn or the error, the server, the text that was streamed."""
+    streamed: list[str] = []
+    result: Turn | ProviderError
+    with FakeMessages(*script) as server:
+        try:
+            result = claude(server, **options).next_turn("SYSTEM", ASK, on_text=streamed.append)
+        except ProviderError as error:
+            result = error
+    return result, server, "".join(streamed)
+
+
+def refused(result: Turn | ProviderError) -> ProviderError:
+    assert isinstance(result, ProviderError), result
+    return result
+
+
+# the types and the registry
+
+
+def test_usage_adds_up() -> None:
+    assert Usage(1, 2, 3, 4) + Usage(10, 20, 30, 40) == Usage(11, 22, 33, 44)
+
+
+def test_a_turn_survives_json() -> None:
+    turn = Turn("text", Usage(1, 2, 3, 4), "someone via handoff", "end_turn")
+    assert Turn.from_json(turn.to_json()) == turn
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"author": "a", "stop_reason": "s"}, "'text'"),
+        ({"text": "t", "author": 3, "stop_reason": "s"}, "'author'"),
+        ({"text": "t", "author": "a", "stop_reason": "s", "usage": {"tokens": 1}}, "'usage'"),
+        ({"text": "t", "author": "a", "stop_reason": "s", "usage": 5}, "'usage'"),
+    ],
+)
+def test_a_damaged_answer_names_its_field(data: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Turn.from_json(data)
+
+
+def test_an_unknown_provider_lists_the_known() -> None:
+    with pytest.raises(ProviderError, match="'gpt' is unknown; use one of anthropic, handoff, replay"):
+        make("gpt")
+
+
+def test_no_sdk_is_imported_before_its_use() -> None:
+    heavy = "{'anthropic', 'torch', 'httpx2', 'pydantic', 'rich'}"
+    code = f"import sys, agent.providers, agent.journal; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "agent.providers.anthropic", raising=False)
+    monkeypatch.setitem(sys.modules, "anthropic", None)
+    with pytest.raises(ProviderError, match="pip install anthropic"):
+        make("anthropic", api_key=KEY)
+
+
+# anthropic
+
+
+def test_a_whole_answer() -> None:
+    result, server, streamed = ask(fake.answer("here it is"))
+    assert result == Turn("here it is ", USAGE, "claude-fake-1 via anthropic", "end_turn")
+    assert streamed == "here it is "
+    assert len(server.requests) == 1
+
+
+def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_AGENT_MODEL", "claude-of-the-environment")
+    with FakeMessages(fake.answer("a"), fake.answer("b")) as server:
+        claude(server, max_tokens=123, effort="high").next_turn("SYSTEM", TALK)
+        claude(server, model="claude-given", thinking=False).next_turn("SYSTEM", TALK)
+    first, second = server.requests
+    assert first["model"] == "claude-of-the-environment"
+    assert first["system"] == [{"type": "text", "text": "SYSTEM", "cache_control": {"type": "ephemeral"}}]
+    assert first["messages"] == [{"role": m.role, "content": m.text} for m in TALK]
+    assert (first["max_tokens"], first["thinking"]) == (123, {"type": "adaptive"})
+    assert first["output_config"] == {"effort": "high"}
+    assert first["stream"] is True
+    assert second["model"] == "claude-given"
+    assert "thinking" not in second and "output_config" not in second
+
+
+def test_the_default_model_is_one_the_sdk_knows() -> None:
+    from typing import get_args
+
+    from anthropic.types.model import Model
+
+    from agent.providers.anthropic import DEFAULT_MODEL
+
+    assert DEFAULT_MODEL in get_args(get_args(Model)[0])
+
+
+PASSING = {
+    "429": (fake.status(429, "rate_limit_error", retry_after="3600"), Usage()),
+    "429, date": (fake.status(429, "rate_limit_error", retry_after="Fri, 01 Jan 2100 00:00:00 GMT"), Usage()),
+    "429, nonsense": (fake.status(429, "rate_limit_error", retry_after="nan"), Usage()),
+    "500": (fake.status(500, "api_error"), Usage()),
+    "529": (fake.status(529, "overloaded_error"), Usage()),
+    "overload in the stream": (fake.error_in_stream("overloaded_error"), HALF),
+    "cut off": (fake.cut_off, HALF),
+    "clean early end": (fake.ends_early, HALF),
+    "no JSON": (fake.not_json, HALF),
+    "out of order": (fake.out_of_order, HALF),
+    "a web page": (fake.a_web_page, Usage()),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_fault_that_passes_is_tried_again(name: str) -> None:
+    fault, cost = PASSING[name]
+    began = time.monotonic()
+    result, server, streamed = ask(fault, fake.answer("here it is"), max_retry_after=0.05)
+    assert time.monotonic() - began < 2
+    assert isinstance(result, Turn)
+    assert (result.text, result.usage) == ("here it is ", cost + USAGE)  # no half of the broken attempt
+    assert len(server.requests) == 2
+    assert "asking again" in streamed
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_fault_that_stays_is_given_up(name: str) -> None:
+    fault, cost = PASSING[name]
+    result, server, _ = ask(fault, fault, fault, fault, max_retry_after=0.02)
+    assert refused(result).retryable
+    assert "3 attempts" in str(result)
+    assert len(server.requests) == 3
+    assert refused(result).usage == cost + cost + cost
+
+
+def test_retry_after_is_obeyed_up_to_the_cap() -> None:
+    began = time.monotonic()
+    ask(fake.status(429, "rate_limit_error", retry_after="0.4"), fake.answer("a"), max_retry_after=60.0)
+    assert 0.4 <= time.monotonic() - began < 2
+    began = time.monotonic()
+    ask(fake.status(529, "overloaded_error", retry_after_ms="300"), fake.answer("a"), max_retry_after=60.0)
+    assert 0.3 <= time.monotonic() - began < 2
+    began = time.monotonic()  # no wish is no leave to hammer the server
+    ask(fake.status(429, "rate_limit_error", retry_after="0"), fake.answer("a"), backoff=0.3)
+    assert 0.2 <= time.monotonic() - began < 2
+
+
+def test_a_stall_ends_at_the_timeout() -> None:
+    began = time.monotonic()
+    result, _, _ = ask(fake.stalls, timeout=0.3, retries=0)
+    assert 0.3 <= time.monotonic() - began < 3
+    assert refused(result).retryable and "ReadTimeout" in str(result)
+
+
+def test_no_server_is_a_fault_of_the_line() -> None:
+    with FakeMessages() as server:
+        pass
+    with pytest.raises(ProviderError, match="no connection: ConnectError") as caught:
+        claude(server, retries=1).next_turn("SYSTEM", ASK)
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("fault", "remedy"),
+    [
+        (fake.answer("half", "max_tokens"), "raise --max-tokens"),
+        (fake.answer("no", "refusal"), "hints"),
+        (fake.answer("no", "model_context_window_exceeded"), "fewer rounds"),
+        (fake.answer("no", "tool_use"), "--model"),
+        (fake.answer(""), "no text"),
+        (fake.status(400, "invalid_request_error"), "--effort"),
+        (fake.status(401, "authentication_error"), "ANTHROPIC_API_KEY"),
+        (fake.status(404, "not_found_error"), "CODA_AGENT_MODEL"),
+        (fake.status(429, "rate_limit_error", x_should_retry="false"), "message"),
+        (fake.error_in_stream("invalid_request_error"), "message"),
+    ],
+)
+def test_what_trying_again_cannot_mend(fault: Reply, remedy: str) -> None:
+    result, server, _ = ask(fault)
+    assert not refused(result).retryable
+    assert remedy in str(result)
+    assert len(server.requests) == 1
+
+
+def test_a_refused_answer_counts_what_it_cost() -> None:
+    result, _, _ = ask(fake.answer("half", "max_tokens", output_tokens=99))
+    assert refused(result).usage == Usage(11, 99, 4000, 300)
+
+
+def test_a_refusal_says_why() -> None:
+    details = {"type": "refusal", "category": "cyber", "explanation": "it looked like an exploit"}
+    result, _, _ = ask(fake.answer("no", "refusal", stop_details=details))
+    assert "it looked like an exploit" in str(result)
+
+
+def test_no_key() -> None:
+    with pytest.raises(ProviderError, match="no API key; set ANTHROPIC_API_KEY"):
+        make("anthropic")
+
+
+def test_the_key_is_in_no_error() -> None:
+    echo = fake.status(401, "authentication_error", f"key {KEY} is wrong")
+    result, server, _ = ask(echo)
+    assert KEY in server.headers[0].get("authorization", "") + server.headers[0].get("x-api-key", "")
+    assert "[key] is wrong" in str(result)
+    assert KEY not in "".join(traceback.format_exception(refused(result)))
+    _, _, streamed = ask(fake.status(500, "api_error", f"key {KEY}"), fake.answer("a"))
+    assert "[key]" in streamed and KEY not in streamed
+
+
+@pytest.mark.parametrize("key", [KEY + "\nX: y", KEY + "é", "a b" + KEY])
+def test_a_key_that_cannot_be_sent_is_not_quoted(key: str) -> None:
+    with pytest.raises(ProviderError, match="characters that no key has") as caught:
+        make("anthropic", api_key=key)
+    assert KEY not in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_of_the_listener_is_not_taken_for_the_servers() -> None:
+    def fails(text: str) -> None:
+        raise ValueError("the terminal is gone")
+
+    with FakeMessages(fake.answer("a")) as server, pytest.raises(ValueError, match="gone"):
+        claude(server).next_turn("SYSTEM", ASK, on_text=fails)
+
+
+# handoff
+
+
+def hand(directory: Path, **options: Any) -> Provider:
+    return make("handoff", **{"directory": directory, "author": "Ada", "settle": 0.1, "poll": 0.02, **options})
+
+
+def in_background(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 5
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.01)
+
+
+def test_handoff_answered_by_a_rename(tmp_path: Path) -> None:
+    def author() -> None:
+        wait_for(tmp_path / "prompt-2.md")
+        (tmp_path / "draft").write_text("the answer\n")
+        (tmp_path / "draft").rename(tmp_path / "answer-2.md")
+
+    told: list[str] = []
+    in_background(author)
+    turn = hand(tmp_path, time_limit=5).next_turn("SYSTEM", TALK, on_text=told.append)
+    assert turn == Turn("the answer\n", Usage(), "Ada via handoff", "end_turn")
+    prompt = (tmp_path / "prompt-2.md").read_text()
+    places = [prompt.index(part) for part in ("SYSTEM", *(m.text for m in TALK), "answer-2.md")]
+    assert places == sorted(places)
+    assert len(told) == 1 and "prompt-2.md" in told[0] and "answer-2.md" in told[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["answer-2.md", "prompt-2.md"]
+
+
+def test_handoff_waits_for_a_slow_writer(tmp_path: Path) -> None:
+    def author() -> None:
+        with (tmp_path / "answer-1.md").open("w") as file:
+            for part, pause in (("", 0.1), ("  \n", 0.5), ("one ", 0.1), ("two ", 0.1), ("three", 0)):
+                file.write(part)
+                file.flush()
+                time.sleep(pause)
+
+    in_background(author)
+    assert hand(tmp_path, time_limit=5, settle=0.3).next_turn("S", ASK).text == "  \none two three"
+
+
+def test_handoff_gives_up_at_its_limit(tmp_path: Path) -> None:
+    with pytest.raises(ProviderError, match=r"answer-1.md did not come within 0.1 s") as caught:
+        hand(tmp_path / "new", time_limit=0.1).next_turn("S", ASK)
+    assert caught.value.retryable
+    assert (tmp_path / "new" / "prompt-1.md").exists()
+
+
+def test_handoff_stops_when_told(tmp_path: Path) -> None:
+    def person() -> None:
+        wait_for(tmp_path / "prompt-1.md")
+        (tmp_path / "stop").touch()
+
+    in_background(person)
+    with pytest.raises(ProviderError, match="stopped by .*stop; remove that file") as caught:
+        hand(tmp_path, time_limit=5).next_turn("S", ASK)
+    assert not caught.value.retryable
+
+
+def test_handoff_says_a_word_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    told: list[str] = []
+    provider = hand(tmp_path)
+    monkeypatch.setattr("agent.providers.handoff.time.sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        provider.next_turn("S", ASK, on_text=told.append)
+    assert "interrupted" in told[-1] and "prompt-1.md" in told[-1]
+
+
+def test_handoff_resumes_with_the_answer_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(ProviderError):
+        hand(tmp_path, time_limit=0.0).next_turn("S", ASK)
+    prompt = tmp_path / "prompt-1.md"
+    before = prompt.stat()
+    (tmp_path / "answer-1.md").write_text("late")
+    assert hand(tmp_path, time_limit=5).next_turn("S", ASK).text == "late"
+    assert (prompt.stat().st_ino, prompt.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_handoff_refuses_the_answer_to_another_prompt(tmp_path: Path) -> None:
+    (tmp_path / "answer-1.md").write_text("for another run")
+    (tmp_path / "prompt-1.md").write_text("another prompt")
+    with pytest.raises(ProviderError, match="answers another prompt"):
+        hand(tmp_path).next_turn("S", ASK)
+
+
+def test_handoff_names_what_it_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "answer-1.md").write_bytes(b"caf\xe9")
+    with pytest.raises(ProviderError, match="answer-1.md is not UTF-8"):
+        hand(tmp_path).next_turn("S", ASK)
+    with pytest.raises(ProviderError, match="give a directory"):
+        hand(tmp_path / "answer-1.md").next_turn("S", ASK)
+
+
+# replay
+
+
+TURNS = [
+    Turn("first", Usage(1, 2, 3, 4), "claude-x via anthropic", "end_turn"),
+    Turn("second", Usage(), "Ada via handoff", "end_turn"),
+]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    with Journal.create(tmp_path / "run.db", {"spec": "s"}) as journal:
+        for number, turn in enumerate(TURNS):
+            journal.once(f"answer/{number}", "answer", turn.to_json)
+            journal.once(f"report/{number}", "report", lambda: {"status": "rejected"})
+        journal.export(tmp_path / "run.jsonl")
+    return tmp_path / "run.jsonl"
+
+
+def test_replay_plays_a_run_back(recording: Path) -> None:
+    player, told = make("replay", path=recording), list[str]()
+    assert [player.next_turn("S", messages, on_text=told.append) for messages in (ASK, TALK)] == TURNS
+    assert told == ["first", "second"]
+
+
+def test_replay_goes_on_in_a_resumed_run(recording: Path) -> None:
+    assert make("replay", path=recording).next_turn("S", TALK) == TURNS[1]
+
+
+def test_replay_runs_out(recording: Path) -> None:
+    more = [*TALK, Message("assistant", "x"), Message("user", "y")]
+    with pytest.raises(ProviderError, match="records 2 answers, and the run asks for number 3; .*record"):
+        make("replay", path=recording).next_turn("S", more)
+
+
+def test_replay_refuses_what_is_no_recording(recording: Path, tmp_path: Path) -> None:
+    with pytest.raises(ProviderError, match="missing.jsonl"):
+        make("replay", path=tmp_path / "missing.jsonl")
+    lines = recording.read_text().splitlines(keepends=True)
+    recording.write_text(lines[0])
+    with pytest.raises(ProviderError, match="records no answer"):
+        make("replay", path=recording)
+    recording.write_text(lines[0] + lines[1].replace('"author"', '"writer"'))
+    with pytest.raises(ProviderError, match="event 1: .*'author'"):
+        make("replay", path=recording)

@@ -1,0 +1,284 @@
+"""Specs load, solve and hash as they should, and every kind of mistake gives one message with its line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from primitives.dims import Dim
+from verifier import reference
+from verifier.spec import BadReference, Spec, SpecError, load
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
+
+GOOD = """\
+name: scaled
+summary: A matmul, scaled.
+dims: {M: rows, K: inner, N: columns}
+inputs:
+  a: {shape: [M, K], dtype: bf16}
+  b: {shape: [2*N, K], dtype: fp16, init: {normal: {std: K**-0.5}}}
+  scale: {shape: [M], dtype: fp32, init: {uniform: [0.5, 1.5]}}
+  old: {shape: [M, 2*N], dtype: bf16}
+constants: {eps: 1e-6}
+outputs:
+  c: {shape: [M, 2*N], dtype: bf16, updates: old}
+  r: {shape: [M], dtype: fp32}
+static: [K]
+reference: |
+  # a comment
+  c = (a @ b.mT) * scale[:, None] + old
+  r = rsqrt((c * c).mean(-1) + eps)
+cases:
+  - {name: small, M: 8, K: 16, N: 4}
+  - name: large
+    M: 64
+    K: 16
+    N: 12
+    bench: false
+accept: {speedup: 1.1}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes scaled.yaml, the good spec with ``old`` replaced by ``new``, and gives its relative path."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(old: str = "", new: str = "") -> Path:
+        assert old in GOOD
+        path = Path("scaled.yaml")
+        path.write_text(GOOD.replace(old, new, 1) if old else GOOD)
+        return path
+
+    return write
+
+
+def fails(path: Path, check: bool = True) -> str:
+    with pytest.raises(SpecError) as caught:
+        load(path, check=check)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_specs_load(name):
+    spec = load(ROOT / "specs" / f"{name}.yaml")
+    assert spec.name == name
+    assert {case.name for case in spec.cases} >= {"1B", "7B", "70B", "ragged"}
+    assert all(case.sizes["M"] == 16384 for case in spec.cases if case.bench)
+    assert reference.row_dim(spec) == ("M", False)
+
+
+def test_parts_of_a_good_spec(write):
+    spec = load(write())
+    assert spec.inputs["b"].shape == (Dim.parse("2*N"), Dim.parse("K"))
+    assert spec.inputs["b"].init.normal.at({"K": 16}) == 0.25
+    assert spec.inputs["a"].init.normal.at({"K": 16}) == 1.0
+    assert spec.inputs["scale"].init.uniform == (0.5, 1.5)
+    assert spec.outputs["c"].updates == "old" and spec.static == ("K",)
+    assert spec.case("large").sizes == {"M": 64, "K": 16, "N": 12} and not spec.case("large").bench
+    assert spec.accept.speedup == 1.1 and spec.constants == {"eps": 1e-6}
+
+
+def test_signature_survives_json(write):
+    signature = load(write()).signature()
+    assert type(signature).from_json(signature.to_json()) == signature
+    assert signature.outputs["c"].dtype == "bf16" and signature.dims == ("M", "K", "N")
+
+
+def test_loading_without_check_needs_no_torch(write):
+    code = (
+        "import sys; from verifier.spec import load; load({!r}, check=False); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code.format(str(write()))]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("accept:", "acept:", 25, "unknown key 'acept'; did you mean 'accept'?"),
+        ("dtype: bf16, updates", "dtyp: bf16, updates", 11, "unknown key 'dtyp'; did you mean 'dtype'?"),
+        ("fp16", "bfloat", 6, "dtype 'bfloat' is unknown; use one of bf16, fp16, fp32"),
+        ("2*N, K]", "2*L, K]", 6, "dim 'L' is not declared; use one of K, M, N"),
+        ("2*N, K]", "N/2, K]", 6, "'N / 2' is no integer polynomial"),
+        ("2*N, K]", "1.5, K]", 6, "1.5 is no size"),
+        ("2*N, K]", "N-9, K]", 6, "is -5 in case 'small'; it must be positive"),
+        ("  scale:", "  a:", 7, 'duplicate key "a"; keep one of the two'),
+        ("dtype: fp16, init", "dtype: fp16, dtype: bf16, init", 6, 'duplicate key "dtype"'),
+        ("summary: A matmul, scaled.\n", "", 1, "summary is missing"),
+        (", dtype: fp32}\nstatic", "}\nstatic", 12, "outputs.r.dtype is missing"),
+        ("summary: A matmul, scaled.", "summary: 3", 2, "summary is 3; it must be text"),
+        ("[M, K]", "M", 5, "shape is 'M'; it must be a list"),
+        ("{speedup: 1.1}", "fast", 25, "accept is 'fast'; it must be a mapping"),
+        ("speedup: 1.1", "speedup: quick", 25, "speedup is 'quick'; it must be a number"),
+        ("speedup: 1.1", "speedup: 0", 25, "speedup 0.0 must be positive"),
+        ("bench: false", "bench: no", 24, "bench is 'no'; it must be true or false"),
+        (", K: 16, N: 4", ", N: 4", 19, "case 'small' gives no size for K"),
+        ("    N: 12", "    N: 0", 23, "case 'large': N is 0; it must be a positive integer"),
+        ("    N: 12", "    N: 12.0", 23, "case 'large': N is 12.0; it must be a positive integer"),
+        ("    N: 12", "    N: true", 23, "case 'large': N is True; it must be a positive integer"),
+        ("    bench: false", "    bnech: false", 24, "unknown key 'bnech'; did you mean 'bench'?"),
+        ("name: large", "name: small", 20, "case 'small' is there twice"),
+        ("columns}", "columns, H: heads}", 3, "dim 'H' follows from no input's shape"),
+        ("dims: {M", "dims: {name: x, M", 3, "dim 'name' is no name for a size"),
+        ("scale: {shape", "Scale: {shape", 7, "'Scale' is no name for a value"),
+        ("eps: 1e-6", "lambda: 1e-6", 9, "'lambda' is no name for a value"),
+        ("eps: 1e-6", "a: 1e-6", 9, "'a' is already among the inputs"),
+        ("eps: 1e-6", "eps: .inf", 9, "constant eps is inf; it must be finite"),
+        ("eps: 1e-6", "eps: small", 9, "eps is 'small'; it must be a number"),
+        ("static: [K]", "static: [Q]", 13, "static dim 'Q' is not declared"),
+        ("updates: old", "updates: odl", 11, "updates 'odl' is no input; did you mean 'old'?"),
+        ("updates: old", "updates: a", 11, "c is bf16 [M, 2*N] but updates a, bf16 [M, K]"),
+        ("std: K**-0.5", "std: Q**-0.5", 6, "dim 'Q' is not declared"),
+        ("std: K**-0.5", "std: K - 16", 6, "is 0.0; it must be positive"),
+        ("std: K**-0.5", "std: sqrt(K)", 6, "'sqrt(K)' is no arithmetic"),
+        ("uniform: [0.5, 1.5]", "uniform: [1.5, 0.5]", 7, "must be finite, low then high"),
+        ("uniform: [0.5, 1.5]", "unifrom: [0.5, 1.5]", 7, "unknown key 'unifrom'; did you mean 'uniform'?"),
+        ("accept: {", "tolerance: {factor: 2, reason: ' '}\naccept: {", 25, "a tolerance needs its reason"),
+        ("accept: {", "tolerance: {factor: .nan, reason: x}\naccept: {", 25, "nan must be between 1 and 10"),
+        ("  c = (a @", "  c = (a @@", 16, "reference: invalid syntax"),
+        ("  # a comment", "  import os", 15, "needs no import"),
+        ("  r = rsqrt", "  q = rsqrt", 14, "reference never assigns output 'r'; add a line 'r = ...'"),
+        ("cases:\n", "cases: []\nother:\n", 19, "unknown key 'other'"),
+        ("dims: {M", "dims: {M: [", 3, "this is no YAML mapping"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(write, old, new, line, words):
+    message = fails(write(old, new), check=False)
+    assert message.startswith(f"scaled.yaml:{line}: "), message
+    assert words in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("rsqrt(", "rsqt(", 17, "name 'rsqt' is not defined; did you mean 'rsqrt'?"),
+        ("scale[:, None]", "scal[:, None]", 16, "name 'scal' is not defined; did you mean 'scale'?"),
+        ("b.mT", "b", 16, "mat1 and mat2 shapes cannot be multiplied"),
+        ("* scale[:, None]", "* scale", 16, "must match the size of tensor b"),
+        (".mean(-1)", ".mean()", 14, "output 'r' has shape [], declared [M] = [6]"),
+        ("rsqrt((c * c).mean(-1) + eps)", "3.0", 14, "output 'r' is float; it must be a floating"),
+        ("(c * c)", "(c.cc)", 17, "no attribute 'cc'"),
+        ("accept: {", "baseline: |\n  c = a\n  r = scale\naccept: {", 25, "baseline: output 'c' has shape"),
+    ],
+)
+def test_a_reference_is_tried(write, old, new, line, words):
+    path = write(old, new)
+    assert isinstance(load(path, check=False), Spec)
+    message = fails(path)
+    assert message.startswith(f"scaled.yaml:{line}: "), message
+    assert words in message
+
+
+def test_files_that_are_no_spec(write):
+    path = write()
+    assert fails(Path("scaledd.yaml")).endswith("no such file; did you mean scaled.yaml? . has scaled")
+    assert fails(Path("zzzzzz.yaml")).endswith("there is no such file; . has scaled")
+    assert "Is a directory" in fails(Path("."))
+    for text, words in [
+        ("", "is a mapping with keys"),
+        ("- 1\n", "is a mapping with keys"),
+        ("\0", "no YAML"),
+    ]:
+        path.write_text(text)
+        assert fails(path).startswith("scaled.yaml:1: ") and words in fails(path)
+    path.write_bytes(b"name: \xff")
+    assert "no UTF-8 text: byte 6 is 0xff" in fails(path)
+
+
+def test_every_shape_agrees_with_what_it_solves(write):
+    spec = load(write())
+    shapes = {"a": (8, 16), "b": (24, 16), "scale": (8,), "old": (8, 24)}
+    assert spec.solve(shapes) == {"M": 8, "K": 16, "N": 12}
+    with pytest.raises(ValueError, match=r"input 'b', axis 0: no positive N makes 2\*N = 25"):
+        spec.solve(shapes | {"b": (25, 16)})
+    with pytest.raises(ValueError, match=r"input 'old' has shape \(8, 22\)"):
+        spec.solve(shapes | {"old": (8, 22)})
+    with pytest.raises(ValueError, match="input 'scale' has 2 axes"):
+        spec.solve(shapes | {"scale": (8, 1)})
+
+
+def test_dims_solve_through_one_another(write):
+    path = write("[2*N, K]", "[N*K + N, K]")
+    shapes = {"a": (8, 16), "b": (51, 16), "scale": (8,), "old": (8, 6)}
+    assert load(path, check=False).solve(shapes) == {"M": 8, "K": 16, "N": 3}
+    squared = load(write("[2*N, K]", "[N*N, K]"), check=False)  # N from old; b is only checked
+    assert squared.solve(shapes | {"b": (9, 16)}) == {"M": 8, "K": 16, "N": 3}
+    path.write_text(GOOD.replace("2*N", "N*N"))
+    assert "dim 'N' follows from no input's shape" in fails(path, check=False)
+
+
+def test_the_hash_sees_meaning_alone(write):
+    first = load(write()).hash
+    same = [
+        ("  # a comment", "  # another"),
+        ("(a @ b.mT) * scale", "((a@b.mT))  *  scale"),
+        ("A matmul, scaled.", "Other words."),
+        ("M: rows, K: inner", "K: innermost, M: rows"),
+        ("accept:", "hints: try harder\naccept:"),
+    ]
+    other = [
+        ("eps: 1e-6", "eps: 2e-6"),
+        ("* scale", "/ scale"),
+        ("M: 64", "M: 65"),
+        ("fp16", "bf16"),
+        ("speedup: 1.1", "speedup: 1.2"),
+        ("[0.5, 1.5]", "[0.5, 1.25]"),
+        (", updates: old", ""),
+        ("accept:", "tolerance: {factor: 2, reason: fp8}\naccept:"),
+    ]
+    assert [load(write(*edit), check=False).hash == first for edit in same] == [True] * len(same)
+    hashes = {load(write(*edit), check=False).hash for edit in other}
+    assert len(hashes) == len(other) and first not in hashes
+
+
+def spec_of(reference_text: str, outputs: str, write) -> Spec:
+    path = write()
+    head, tail = GOOD.split("outputs:\n")[0], GOOD[GOOD.index("cases:") :]
+    text = "\n  ".join(reference_text.splitlines())
+    path.write_text(f"{head}outputs:\n  {outputs}\nreference: |\n  {text}\n{tail}")
+    return load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "outputs", "expected"),
+    [
+        ("c = a @ b.mT", "c: {shape: [M, 2*N], dtype: bf16}", ("M", False)),
+        ("c = old.mT @ a", "c: {shape: [2*N, K], dtype: fp32}", ("M", False)),
+        ("c = a.sum(0) / M", "c: {shape: [K], dtype: fp32}", ("M", True)),
+        ("c = a.reshape(M, 1, K).sum(1)", "c: {shape: [M, K], dtype: fp32}", ("M", False)),
+        ("c = a - a.mean(0)", "c: {shape: [M, K], dtype: fp32}", None),
+        ("c = a.cumsum(0)", "c: {shape: [M, K], dtype: fp32}", None),
+    ],
+)
+def test_blocks_only_where_they_give_the_same(write, monkeypatch, text, outputs, expected):
+    spec = spec_of(text, outputs, write)
+    assert reference.row_dim(spec) == expected
+    sizes = {"M": 300, "K": 7, "N": 5}
+    inputs = {
+        name: torch.randn([d(sizes) for d in t.shape], generator=torch.Generator().manual_seed(3)).to(
+            reference.DTYPES[t.dtype]
+        )
+        for name, t in spec.inputs.items()
+    }
+    whole, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 1)  # three blocks of rows: 128, 128, 44
+    assert (reference._rows(spec, sizes) is None) == (expected is None)
+    blocked = reference.oracle(spec, inputs, sizes)["c"]
+    torch.testing.assert_close(blocked, whole["c"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reference.yardstick(spec, inputs, sizes)["c"], yard["c"])
+
+
+def test_a_reference_of_a_spec_made_in_python_is_checked(write):
+    spec = load(write())
+    broken = spec.model_copy(update={"reference": "c = a\nr = scale"})
+    with pytest.raises(BadReference, match="output 'c' has shape"):
+        reference.check_reference(broken)

@@ -1,0 +1,375 @@
+"""Scheduling on a simulated clock, statistics on known distributions, baselines against eager PyTorch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from verifier.baselines import BASELINES, arm, compiled, eager, formulation, matmul
+from verifier.spec import Spec
+from verifier.statistics import ratio, student_quantile
+from verifier.timing import Arm, host_time, measure, record_conditions
+
+
+@dataclass
+class SimulatedClock:
+    """A device whose time passes only in ``work`` and ``flush``; it logs what it is asked."""
+
+    time: float = 0.0
+    log: list[str] = field(default_factory=list)
+    regions: list[list[float]] = field(default_factory=list)
+    drift: float = 0.0  # relative slow-down a second
+
+    def now(self) -> float:
+        return self.time
+
+    def flush(self) -> None:
+        self.log.append("flush")
+        self.time += 0.01
+
+    def start(self) -> int:
+        self.log.append("start")
+        self.regions.append([self.time])
+        return len(self.regions) - 1
+
+    def stop(self, mark: int) -> None:
+        self.log.append("stop")
+        self.regions[mark].append(self.time)
+
+    def elapsed(self) -> tuple[float, ...]:
+        self.log.append("wait")
+        seconds = tuple(end - begin for begin, end in self.regions)
+        self.regions.clear()
+        return seconds
+
+    def work(self, name: str, seconds: Callable[[], float]) -> Arm:
+        def call() -> None:
+            self.log.append(name)
+            self.time += seconds() * (1 + self.drift * self.time)
+
+        return Arm(name, call)
+
+
+def run(clock: SimulatedClock, *, arms: int = 3, **options: object) -> list[list[str]]:
+    """The log of a measurement, split at the waits: one list a round, the last 30 after the warm-up."""
+    measure([clock.work(n, lambda: 0.1) for n in "abc"[:arms]], clock=clock, **options)  # type: ignore[arg-type]
+    text = " ".join(clock.log).split("wait")
+    assert text.pop() == ""
+    return [part.split() for part in text]
+
+
+def arms_of(rounds: list[list[str]]) -> list[list[str]]:
+    return [[word for word in r if word in "abc"] for r in rounds]
+
+
+def test_every_round_runs_every_arm_once_inside_one_region() -> None:
+    clock = SimulatedClock()
+    for words in run(clock)[-30:]:
+        assert sorted(w for w in words if w in "abc") == ["a", "b", "c"]
+        for i in range(0, len(words), 4):
+            assert words[i : i + 2] == ["flush", "start"]
+            assert words[i + 3] == "stop"
+
+
+def test_warm_measurement_never_flushes() -> None:
+    clock = SimulatedClock()
+    run(clock, cold=False)
+    assert "flush" not in clock.log and clock.log.count("start") == clock.log.count("stop") > 90
+
+
+def test_order_varies_and_follows_the_seed_alone() -> None:
+    first = arms_of(run(SimulatedClock())[-30:])
+    longer_warm_up = arms_of(run(SimulatedClock(), warmup_seconds=5.0)[-30:])
+    other = arms_of(run(SimulatedClock(), seed=1)[-30:])
+    assert first == longer_warm_up != other
+    assert {r[0] for r in first} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (2.0, 8)])
+def test_warm_up_lasts_as_long_as_asked_after_the_first_round(seconds: float, rounds: int) -> None:
+    # A round takes 3 * (0.1 + 0.01) s: seven of them are the first to reach 2 s, after one that compiles.
+    assert len(run(SimulatedClock(), warmup_seconds=seconds)) == rounds + 30
+
+
+def test_a_slow_first_call_is_neither_measured_nor_counted_as_warm_up() -> None:
+    clock, calls = SimulatedClock(), iter([60.0])
+    samples = measure([clock.work("a", lambda: next(calls, 0.1))], clock=clock, warmup_seconds=1.0)
+    assert max(samples["a"].seconds) == pytest.approx(0.1)
+    assert clock.log.count("a") > 30 + 5
+
+
+def test_samples_belong_to_their_arms_and_leave_the_flush_out() -> None:
+    clock = SimulatedClock()
+    heard: list[int] = []
+    arms = [clock.work("fast", lambda: 0.1), clock.work("slow", lambda: 0.3)]
+    samples = measure(arms, rounds=9, clock=clock, on_round=heard.append)
+    assert list(samples) == ["fast", "slow"] and heard == list(range(1, 10))
+    assert samples["fast"].seconds == pytest.approx([0.1] * 9)
+    assert samples["slow"].median == pytest.approx(0.3)
+
+
+def test_interleaving_cancels_drift() -> None:
+    noise = random.Random(5)
+    clock = SimulatedClock(drift=0.03)  # 20% slower at the end than at the start
+    arms = [
+        clock.work("a", lambda: 0.102 * noise.gauss(1, 0.002)),
+        clock.work("b", lambda: 0.1 * noise.gauss(1, 0.002)),
+    ]
+    samples = measure(arms, clock=clock, warmup_seconds=0.0, cold=False)
+    assert samples["a"].seconds[-1] / samples["a"].seconds[0] > 1.1
+    low, high = ratio(samples["a"].seconds, samples["b"].seconds).student
+    assert 1.015 < low < 1.02 < high < 1.025
+
+
+def test_misuse_is_named() -> None:
+    clock = SimulatedClock()
+    twice = [clock.work("a", lambda: 0.1)] * 2
+    with pytest.raises(ValueError, match="no arms"):
+        measure([], clock=clock)
+    with pytest.raises(ValueError, match="share a name"):
+        measure(twice, clock=clock)
+    with pytest.raises(ValueError, match="0 rounds"):
+        measure(twice[:1], rounds=0, clock=clock)
+
+
+def test_host_time_waits_outside_its_region() -> None:
+    waits = 0
+
+    def wait() -> None:
+        nonlocal waits
+        waits += 1
+        sum(range(300_000))  # some milliseconds; they must not be counted
+
+    assert host_time(lambda: None, 5, synchronize=wait) < 1e-4
+    assert waits >= 5
+
+
+def test_conditions_without_a_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    conditions = record_conditions()
+    assert conditions["torch"] == torch.__version__ and "unavailable" in conditions["gpu"]
+
+
+# Statistics ---------------------------------------------------------------------------------------
+
+
+def noisy(generator: random.Random, seconds: float, n: int = 30) -> list[float]:
+    """Kernel times as seen on a GPU: 0.5% spread, and now and then a hiccup of half the time more."""
+    return [
+        seconds * generator.gauss(1, 0.005) * (1.5 if generator.random() < 0.03 else 1) for _ in range(n)
+    ]
+
+
+def test_intervals_cover_equal_arms_and_are_not_vacuous() -> None:
+    generator = random.Random(11)
+    found = [ratio(noisy(generator, 5e-4), noisy(generator, 5e-4)) for _ in range(60)]
+    for covered in (
+        sum(i.low <= 1 <= i.high for i in found),
+        sum(i.bootstrap[0] <= 1 <= i.bootstrap[1] for i in found),
+        sum(i.student[0] <= 1 <= i.student[1] for i in found),
+    ):
+        assert covered >= 52  # of 60 at 95%: fewer has a chance of 0.3 percent
+    assert sum(i.student[0] <= 1 <= i.student[1] for i in found) < 60
+    assert sum(i.high - i.low for i in found) / 60 < 0.015
+
+
+def test_a_planted_two_percent_is_found() -> None:
+    generator = random.Random(12)
+    found = [ratio(noisy(generator, 5.1e-4), noisy(generator, 5e-4)) for _ in range(20)]
+    assert sum(i.low > 1 for i in found) >= 19
+    assert sum(i.low <= 1.02 <= i.high for i in found) >= 17
+
+
+def test_outliers_do_not_decide() -> None:
+    generator = random.Random(13)
+    a, b = ([5e-4 * generator.gauss(1, 0.003) for _ in range(30)] for _ in range(2))
+    clean = ratio(a, b)
+    a[3], a[7], a[20], b[11] = 5e-3, 4e-3, 1e-3, 9e-3
+    dirty = ratio(a, b)
+    assert dirty.estimate == pytest.approx(clean.estimate, rel=0.002)
+    assert dirty.high - dirty.low < 2.5 * (clean.high - clean.low)
+
+
+def test_pairing_uses_what_rounds_share() -> None:
+    generator = random.Random(14)
+    weather = [math.exp(generator.gauss(0, 0.1)) for _ in range(30)]
+    a, b = ([w * generator.gauss(1, 0.002) for w in weather] for _ in range(2))
+    low, high = ratio(a, b).student
+    assert low < 1 < high and high - low < 0.004
+
+
+def test_ratio_is_reproducible_exact_and_serialises() -> None:
+    a, b = noisy(random.Random(1), 3.0), noisy(random.Random(2), 2.0)
+    assert ratio(a, b) == ratio(a, b)
+    exact = ratio([3.0] * 10, [2.0] * 10)
+    written = exact.to_dict()
+    assert written.pop("confidence") == 0.95
+    assert written.pop("bootstrap") == written.pop("student") == pytest.approx((1.5, 1.5))
+    assert written == pytest.approx({"estimate": 1.5, "low": 1.5, "high": 1.5})
+    interval = ratio(a, b)
+    assert interval.low == min(interval.bootstrap[0], interval.student[0])
+    wide = ratio(a, b, confidence=0.999)
+    assert wide.low < interval.low and wide.high > interval.high
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "t"),
+    [(0.95, 1, 12.7062), (0.95, 2, 4.3027), (0.90, 5, 2.0150), (0.99, 10, 3.1693), (0.95, 29, 2.0452)],
+)
+def test_student_quantile_agrees_with_printed_tables(confidence: float, freedom: int, t: float) -> None:
+    assert student_quantile(confidence, freedom) == pytest.approx(t, abs=6e-5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        ([1.0] * 10, [1.0] * 9, "pairs rounds"),
+        ([1.0] * 7, [1.0] * 7, "at least 8"),
+        ([1.0] * 9 + [0.0], [1.0] * 10, "finite and positive"),
+        ([1.0] * 9 + [math.nan], [1.0] * 10, "finite and positive"),
+    ],
+)
+def test_samples_that_give_no_ratio(a: list[float], b: list[float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ratio(a, b)
+
+
+# Baselines ----------------------------------------------------------------------------------------
+
+
+SPEC = {
+    "name": "tiny",
+    "summary": "A row scale, SwiGLU and a row statistic.",
+    "dims": {"M": "rows", "D": "depth", "F": "columns"},
+    "inputs": {
+        "x": {"shape": ("M", "D"), "dtype": "bf16"},
+        "w": {"shape": ("2*F", "D"), "dtype": "bf16"},
+        "rstd": {"shape": ("M",), "dtype": "fp32"},
+    },
+    "outputs": {
+        "preact": {"shape": ("M", "2*F"), "dtype": "bf16"},
+        "act": {"shape": ("M", "F"), "dtype": "bf16"},
+        "s": {"shape": ("M",), "dtype": "fp32"},
+    },
+    "constants": {"eps": 1e-6},
+    "reference": (
+        "preact = (x @ w.mT) * rstd[:, None]\n"
+        "act = silu(preact[:, 0::2]) * preact[:, 1::2]\n"
+        "s = rsqrt((act * act).sum(-1) / F + eps)\n"
+    ),
+    "cases": ({"name": "tiny", "M": 24, "D": 32, "F": 16},),
+}
+
+
+def tiny(**changes: object) -> Spec:
+    return Spec.model_validate({**SPEC, **changes})
+
+
+SIZES = {"M": 24, "D": 32, "F": 16}
+ONLY_S = {"s": {"shape": ("M",), "dtype": "fp32"}}
+
+
+@pytest.fixture
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 32, generator=generator).to(torch.bfloat16) for n in (24, 32))
+    return {"x": x, "w": w / 6, "rstd": torch.rand(24, generator=generator) + 0.5}
+
+
+def by_hand(x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tiny spec as a user would write it in bf16."""
+    preact = torch.mm(x, w.t()) * rstd.unsqueeze(1)
+    gate, up = preact[:, 0::2], preact[:, 1::2]
+    act = gate * torch.sigmoid(gate) * up
+    s = 1 / torch.sqrt(act.square().mean(-1) + 1e-6)
+    return {"preact": preact.bfloat16(), "act": act.bfloat16(), "s": s}
+
+
+def test_eager_is_the_formulation_by_hand(inputs: dict[str, torch.Tensor]) -> None:
+    out = eager(tiny(), inputs, SIZES)()
+    for name, want in by_hand(**inputs).items():
+        assert out[name].dtype == want.dtype
+        torch.testing.assert_close(out[name], want)
+
+
+def test_compiled_gives_the_same_numbers(inputs: dict[str, torch.Tensor]) -> None:
+    out = compiled(tiny(), inputs, SIZES, backend="aot_eager")()  # inductor takes 25 s on a CPU
+    for name, want in eager(tiny(), inputs, SIZES)().items():
+        assert out[name].dtype == want.dtype
+        torch.testing.assert_close(out[name], want)
+
+
+def test_compiled_is_one_graph_of_the_inputs_dtypes_with_the_casts_inside(
+    inputs: dict[str, torch.Tensor],
+) -> None:
+    text: list[str] = []
+
+    def spy(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Callable[..., object]:
+        text.append(graph.code)
+        assert sorted(str(t.dtype) for t in example) == ["torch.bfloat16", "torch.bfloat16", "torch.float32"]
+        return graph.forward
+
+    call = compiled(tiny(), inputs, SIZES, backend=spy)  # type: ignore[arg-type]
+    call()
+    call()
+    assert len(text) == 1 and text[0].count("bfloat16") == 2
+
+
+def test_max_autotune_copies_no_inputs_into_graphs(
+    inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, object] = {}
+
+    def spy(function: Callable[..., object], **options: object) -> Callable[..., object]:
+        asked.update(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", spy)
+    arm("torch.compile max-autotune", tiny(), inputs, SIZES)
+    assert asked["mode"] == "max-autotune-no-cudagraphs"
+    assert asked["fullgraph"] is True and asked["dynamic"] is False
+
+
+def test_baseline_replaces_reference(inputs: dict[str, torch.Tensor]) -> None:
+    spec = tiny(baseline="preact = x @ w.mT\nact = preact[:, :F]\ns = rstd * 2")
+    out = eager(spec, inputs, SIZES)()
+    torch.testing.assert_close(out["s"], inputs["rstd"] * 2)
+
+
+def test_sizes_are_those_given(inputs: dict[str, torch.Tensor]) -> None:
+    spec = tiny(outputs=ONLY_S, reference="s = rstd * F")
+    small, large = (formulation(spec, SIZES | {"F": f}) for f in (2, 3))
+    tensors = list(inputs.values())
+    torch.testing.assert_close(small(*tensors)["s"] * 1.5, large(*tensors)["s"])
+
+
+def test_many_sizes_compile_in_one_process(inputs: dict[str, torch.Tensor]) -> None:
+    spec = tiny(outputs=ONLY_S, reference="s = rstd * F")
+    for f in range(2, 14):  # torch.compile stops after eight results for one function
+        out = compiled(spec, inputs, SIZES | {"F": f}, backend="eager")()
+        torch.testing.assert_close(out["s"], inputs["rstd"] * f)
+
+
+def test_matmul_takes_the_formulation_s_own_operands(inputs: dict[str, torch.Tensor]) -> None:
+    call = matmul(tiny(), inputs, SIZES)
+    (product,) = call()
+    torch.testing.assert_close(product, inputs["x"] @ inputs["w"].mT)
+    again = call()
+    assert again[0] is product  # preallocated
+
+
+def test_baseline_mistakes_are_named(inputs: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match="input w"):
+        eager(tiny(), {k: inputs[k] for k in ("x", "rstd")}, SIZES)
+    with pytest.raises(ValueError, match="no matmul"):
+        matmul(tiny(outputs=ONLY_S, reference="s = rstd + 1"), inputs, SIZES)
+    with pytest.raises(ValueError, match="'reduce-overhead' is unknown"):
+        compiled(tiny(), inputs, SIZES, mode="reduce-overhead")
+    with pytest.raises(ValueError, match="torch.compile"):
+        arm("fastest", tiny(), inputs, SIZES)
+    assert "cuBLAS matmul" in BASELINES

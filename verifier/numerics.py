@@ -1,0 +1,372 @@
+"""Inputs, the error gate, and whether a spec is strong enough to judge by.
+
+The gate compares a candidate's error with the yardstick's, which is what any kernel must lose; see
+``compare``. ``mutants`` are wrong versions of a spec's reference that the gate must catch.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from verifier import reference
+from verifier.reference import DTYPES, Sizes, Tensors
+from verifier.spec import Spec, TensorSpec
+
+TILE = 128
+CHUNK = 1 << 25  # elements compared at once: about 2 GB of fp64 temporaries
+FLOOR = 2.0**-24  # half an fp32 ulp: as a share of the RMS truth, the least a yardstick may be said to lose
+
+#: How inputs may be drawn. "normal" is the spec's own init. "positive" takes magnitudes, so that sums grow
+#: with K and a low-precision accumulator stalls. "tiny" scales normal inputs by 2**-10: only there does
+#: an eps of 1e-6 matter. A uniform init is a range the operator relies on, and stays.
+FAMILIES = ("normal", "positive", "tiny")
+
+
+def draw(
+    spec: Spec, sizes: Sizes, seed: int, device: str | torch.device = "cpu", family: str = "normal"
+) -> dict[str, Tensor]:
+    """Inputs by name, in the spec's shapes and dtypes, on ``device``.
+
+    A seed and an input's name fix its values on one kind of device (a GPU draws other ones than a CPU).
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES)}")
+    return {name: _draw(t, name, sizes, seed, device, family) for name, t in spec.inputs.items()}
+
+
+def _draw(
+    tensor: TensorSpec, name: str, sizes: Sizes, seed: int, device: str | torch.device, family: str
+) -> Tensor:
+    stream = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "little")
+    generator = torch.Generator(device).manual_seed(stream)
+    values = torch.empty([d(sizes) for d in tensor.shape], device=device)
+    if tensor.init.uniform:
+        values.uniform_(*tensor.init.uniform, generator=generator)
+    elif tensor.init.normal:
+        values.normal_(std=tensor.init.normal.at(sizes), generator=generator)
+        if family == "positive":
+            values.abs_()
+        elif family == "tiny":
+            values.mul_(2.0**-10)
+    return values.to(DTYPES[tensor.dtype])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the error gate allows: ratios to the yardstick's error, and the slope's distance from 1."""
+
+    rms: float = 1.25
+    tile: float = 1.5
+    element: float = 2.0
+    slope: float = 2e-4
+    fp32_rms: float = 4.0
+    fp32_tile: float = 6.0
+    fp32_element: float = 8.0
+    deviations: float = 4.0  # slack for a statistic over few elements, in its standard deviations
+
+    def ratios(self, dtype: str) -> tuple[float, float, float]:
+        """(RMS, worst tile, worst element) for an output of this dtype."""
+        if dtype == "fp32":
+            return self.fp32_rms, self.fp32_tile, self.fp32_element
+        return self.rms, self.tile, self.element
+
+
+class OutputError(BaseModel):
+    """How one output did: its ratios to the yardstick's error, its slope on the truth, and what is off."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    rms_ratio: float
+    tile_ratio: float
+    element_ratio: float
+    slope: float
+    passed: bool
+    reason: str = ""
+
+
+def compare(
+    spec: Spec, got: Tensors, truth: Tensors, yard: Tensors, limits: Limits | None = None
+) -> list[OutputError]:
+    """The error gate: one entry an output, in the spec's order; ``reason`` is for the kernel's author.
+
+    got: the candidate's outputs, truth: ``reference.oracle``'s, yard: ``reference.yardstick``'s, all on
+    one device. Per output, as ratios of the candidate's error to the yardstick's: RMS error; RMS error of
+    the worst 128x128 tile against that same tile's; largest error against the largest. 16-bit outputs
+    also: the slope of the output regressed on the truth. Never allowed: a non-finite value where the
+    truth is finite and the output's dtype can hold it.
+
+    Limits are those of ``Limits``, widened by the spec's tolerance, and by slack for small samples: a
+    ratio of two independent RMS errors over n elements scatters by about 1/sqrt(n), so it is given 1 +
+    4/sqrt(n) (n of the output; for a tile, of that tile); the slope gets 4 of its own standard errors,
+    sum(e^2 t^2)^0.5 / sum(t^2), from the yardstick's errors e. At a full tile that is 3%, at benchmark
+    sizes nothing. Yardstick errors count as no smaller than half an fp32 ulp of the truth's RMS: one
+    that is exactly zero would forbid any other order of summation.
+    """
+    limits = limits or Limits()
+    return [_judge(spec, name, got[name], truth[name], yard[name], limits) for name in spec.outputs]
+
+
+@dataclass
+class _Stats:
+    """Sums over one output that the gate decides by; e is the candidate's error, r the yardstick's."""
+
+    count: int
+    e2: float = 0.0
+    r2: float = 0.0
+    t2: float = 0.0
+    g2: float = 0.0
+    gt: float = 0.0
+    r2t2: float = 0.0
+    e_max: float = 0.0
+    r_max: float = 0.0
+    wrong: int = 0
+    first_wrong: tuple[int, int] = (0, 0)
+    zeros: int = 0
+
+    @property
+    def floor(self) -> float:
+        return max(FLOOR * math.sqrt(self.t2 / self.count), 2.0**-149)
+
+    @property
+    def slope(self) -> float:
+        return self.gt / self.t2 if self.t2 else 1.0
+
+    @property
+    def slope_error(self) -> float:
+        """The slope's standard error, were the errors the yardstick's."""
+        return math.sqrt(self.r2t2) / self.t2 if self.t2 else 0.0
+
+    def ratio(self, error: float, yard: float) -> float:
+        return error / max(yard, self.floor)
+
+
+@dataclass
+class _Tiles:
+    """Per 128x128 tile: sums of squared errors and the number of elements."""
+
+    e2: Tensor
+    r2: Tensor
+    count: Tensor
+
+
+def _judge(spec: Spec, name: str, got: Tensor, truth: Tensor, yard: Tensor, limits: Limits) -> OutputError:
+    declared = spec.outputs[name].dtype
+    if got.shape != truth.shape or got.dtype != DTYPES[declared]:
+        wanted = f"{DTYPES[declared]} {list(truth.shape)}"
+        raise ValueError(f"output {name!r} is {got.dtype} {list(got.shape)}; it must be {wanted}")
+    stats, tiles = _measure(_matrix(got), _matrix(truth), _matrix(yard), DTYPES[declared])
+    factor = spec.tolerance.factor if spec.tolerance else 1.0
+    rms_limit, tile_limit, element_limit = (factor * limit for limit in limits.ratios(declared))
+    slack = 1 + limits.deviations / math.sqrt(stats.count)
+    rms = stats.ratio(math.sqrt(stats.e2 / stats.count), math.sqrt(stats.r2 / stats.count))
+    element = stats.ratio(stats.e_max, stats.r_max)
+    tile, excess, at = _worst_tile(stats, tiles, limits.deviations)
+    slope_limit = limits.slope + limits.deviations * stats.slope_error
+    faults = []
+    if stats.wrong:
+        place = "row {}, column {}".format(*stats.first_wrong)
+        faults.append(f"{stats.wrong} non-finite or wrongly finite values, the first at {place}")
+    if rms > rms_limit * slack:
+        faults.append(f"RMS error {rms:.3g}x the least a kernel must lose (limit {rms_limit * slack:.3g})")
+    if excess > tile_limit:
+        faults.append(f"worst tile, {_span(at, truth)}: {tile:.3g}x (limit {tile_limit * tile / excess:.3g})")
+    if element > element_limit * slack:
+        faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
+    if declared != "fp32" and abs(stats.slope - 1) > slope_limit:
+        faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
+    reason = f"output {name!r}: {'; '.join(faults)}{_hint(stats, rms, tile)}" if faults else ""
+    return OutputError(
+        name=name,
+        rms_ratio=rms,
+        tile_ratio=tile,
+        element_ratio=element,
+        slope=stats.slope,
+        passed=not faults,
+        reason=reason,
+    )
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """Rows by all else: the view in which tiles and places are counted."""
+    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+
+
+def _measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tuple[_Stats, _Tiles]:
+    stats = _Stats(count=truth.numel())
+    rows = max(TILE, CHUNK // truth.shape[1] // TILE * TILE)
+    parts = [
+        _accumulate(stats, i, got[i : i + rows], truth[i : i + rows], yard[i : i + rows], dtype)
+        for i in range(0, truth.shape[0], rows)
+    ]
+    e2, r2, count = (torch.cat(column) for column in zip(*parts, strict=True))
+    return stats, _Tiles(e2, r2, count)
+
+
+def _accumulate(
+    stats: _Stats, start: int, got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add one block of rows to ``stats``; its tiles' sums of e^2 and r^2, and their element counts."""
+    t = truth.double()
+    holds = t.to(dtype).isfinite()  # what overflows the dtype may do so in a kernel too
+    ok = got.isfinite()
+    same_infinity = (got == t) | (got.isnan() & t.isnan())
+    wrong = (holds & ~ok) | (~t.isfinite() & ~same_infinity)
+    if count := int(wrong.sum()):
+        if not stats.wrong:
+            row, column = divmod(int(wrong.flatten().int().argmax()), truth.shape[1])
+            stats.first_wrong = (start + row, column)
+        stats.wrong += count
+    usable = holds & ok & yard.isfinite()
+    t = t.where(usable, 0.0)
+    g = got.double().where(usable, 0.0)
+    stats.zeros += int(((g == 0) & (t != 0)).sum())
+    stats.g2 += float(g.square().sum())
+    stats.gt += float((g * t).sum())
+    e = g.sub_(t)
+    stats.e_max = max(stats.e_max, float(e.abs().max()))
+    e2 = e.square_()
+    r = yard.double().where(usable, 0.0).sub_(t)
+    stats.r_max = max(stats.r_max, float(r.abs().max()))
+    r2, t2 = r.square_(), t.square_()
+    stats.e2 += float(e2.sum())
+    stats.r2 += float(r2.sum())
+    stats.t2 += float(t2.sum())
+    tiles = _tile_sums(e2), _tile_sums(r2), _tile_sums(torch.ones_like(usable, dtype=torch.float32))
+    stats.r2t2 += float(r2.mul_(t2).sum())
+    return tiles
+
+
+def _tile_sums(values: Tensor) -> Tensor:
+    """[R, C] -> sums over 128x128 tiles, the ragged ones at the edges included."""
+    rows, columns = values.shape
+    down = torch.nn.functional.pad(values, (0, 0, 0, -rows % TILE)).unflatten(0, (-1, TILE)).sum(1)
+    return torch.nn.functional.pad(down, (0, -columns % TILE)).unflatten(1, (-1, TILE)).sum(2).double()
+
+
+def _worst_tile(stats: _Stats, tiles: _Tiles, deviations: float) -> tuple[float, float, tuple[int, int]]:
+    """The ratio of the tile worst for its size, that ratio over its slack, and the tile's row and column."""
+    yard = (tiles.r2 / tiles.count).sqrt().clamp_min(stats.floor)
+    ratio = (tiles.e2 / tiles.count).sqrt() / yard
+    excess = ratio / (1 + deviations / tiles.count.sqrt())
+    row, column = divmod(int(excess.argmax()), excess.shape[1])
+    return float(ratio[row, column]), float(excess[row, column]), (row, column)
+
+
+def _span(tile: tuple[int, int], truth: Tensor) -> str:
+    shape = _matrix(truth).shape
+    (a, b), (c, d) = ((i * TILE, min((i + 1) * TILE, n)) for i, n in zip(tile, shape, strict=True))
+    rows = f"rows {a} to {b - 1}"
+    return f"{rows}, columns {c} to {d - 1}" if truth.dim() > 1 else rows
+
+
+def _hint(stats: _Stats, rms: float, tile: float) -> str:
+    """What the numbers look like, where they look like something."""
+    unexplained = max(stats.g2 - stats.slope * stats.gt, 0)  # squares left once the slope is taken out
+    residual = stats.ratio(math.sqrt(unexplained / stats.count), math.sqrt(stats.r2 / stats.count))
+    hint = ""
+    if stats.zeros > stats.count // 1000:
+        share = f"{stats.zeros} of {stats.count} values"
+        hint = f"{share} are zero where the truth is not: is a tile never stored?"
+    elif abs(stats.slope - 1) > 1e-4 and residual < 1.5:
+        hint = f"looks like a factor of {stats.slope:.4g}"
+    elif tile > 4 * rms:
+        hint = "the error sits in few tiles: look at edges and indices"
+    elif 1.2 < rms < 16:
+        hint = "looks like a value rounded, or summed, in too low a precision on its way"
+    elif stats.slope < 0.5:
+        hint = "hardly follows the truth: look at signs, transposes and which output is which"
+    return f"; {hint}" if hint else ""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong version of a reference: its text, and what happens to its outputs afterwards."""
+
+    name: str
+    text: str
+    after: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+
+
+def mutants(spec: Spec) -> Iterator[Mutant]:
+    """Wrong versions of the reference, each by one plausible slip, that a spec's gate must catch.
+
+    An output zeroed, off by a factor of 1.002, negated, or left unwritten in its last 128 rows; a term of
+    a sum dropped; a sum's sign flipped.
+    """
+    text = ast.unparse(ast.parse(spec.reference))
+    for name in spec.outputs:
+        yield Mutant(f"{name} zeroed", f"{text}\n{name} = zeros_like({name})")
+        yield Mutant(f"{name} times 1.002", f"{text}\n{name} = 1.002 * {name}")
+        yield Mutant(f"{name} negated", f"{text}\n{name} = -{name}")
+        yield Mutant(f"{name} without its last rows", text, _without_last_rows(name))
+    for index, node in enumerate(_sums(ast.parse(text))):
+        shown = ast.unparse(node)
+        other = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
+        flipped = ast.BinOp(left=node.left, op=other, right=node.right)
+        for slip, new in (("first", node.right), ("second", node.left)):
+            yield Mutant(f"{shown!r} without its {slip} term", _replaced(text, index, new))
+        yield Mutant(f"{shown!r} with its sign flipped", _replaced(text, index, flipped))
+
+
+def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
+    """Names of the mutants that the gate lets through at these sizes, whatever the family of inputs.
+
+    Empty for a spec that is fit to judge by. Small sizes on a CPU will do.
+    """
+    left = list(mutants(spec))
+    for family in FAMILIES:
+        inputs = draw(spec, sizes, seed, family=family)
+        truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
+        left = [mutant for mutant in left if _passes(spec, mutant, inputs, sizes, truth, yard)]
+    return [mutant.name for mutant in left]
+
+
+def _passes(spec: Spec, mutant: Mutant, inputs: Tensors, sizes: Sizes, truth: Tensors, yard: Tensors) -> bool:
+    try:
+        got = mutant.after(reference.yardstick(spec, inputs, sizes, mutant.text))
+    except reference.MISTAKES:  # kinds or shapes no longer fit, which no kernel could hide
+        return False
+    if any(got[name].shape != truth[name].shape for name in truth):
+        return False
+    return all(error.passed for error in compare(spec, got, truth, yard))
+
+
+def _without_last_rows(name: str) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    def skip(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rows = _matrix(outputs[name]).shape[0]
+        kept = outputs[name].clone().reshape(rows, -1)
+        kept[(rows - 1) // TILE * TILE :] = 0
+        return {**outputs, name: kept.reshape(outputs[name].shape)}
+
+    return skip
+
+
+def _sums(tree: ast.AST) -> list[ast.BinOp]:
+    """Additions and subtractions of values, in a fixed order; those in an index are not values."""
+    inside = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}
+    return [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub) and id(n) not in inside
+    ]
+
+
+def _replaced(text: str, index: int, new: ast.expr) -> str:
+    tree = ast.parse(text)
+    target = _sums(tree)[index]
+
+    class Swap(ast.NodeTransformer):
+        def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+            return copy.deepcopy(new) if node is target else self.generic_visit(node)
+
+    return ast.unparse(ast.fix_missing_locations(Swap().visit(tree)))

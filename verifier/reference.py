@@ -1,0 +1,339 @@
+"""Running a spec's reference: truth in fp64, the yardstick in fp32, and the check at load time.
+
+A reference is the spec owner's text, so it is trusted; its names are checked so that a typing error has
+a line. Large cases run in blocks of rows, where a trial at tiny sizes shows that blocks give the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from difflib import get_close_matches
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from primitives.dims import Dim
+from verifier.spec import BadReference, OutputSpec, Spec, TensorSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take
+TEMPORARIES = 6  # a guess: how many times all of a block's tensors together a reference keeps alive
+TEXT = "<reference>"
+
+Tensors = Mapping[str, Tensor]
+Sizes = Mapping[str, int]
+Function = Callable[..., dict[str, Tensor]]
+
+_BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
+# What torch raises for a reference that is wrong; running it at tiny sizes gives no other reason for these.
+MISTAKES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NameError, ArithmeticError)
+
+
+class RowDim(NamedTuple):
+    """A dim along which a reference may be cut; ``whole``: as a number in its text it stays the full size."""
+
+    name: str
+    whole: bool
+
+
+def function(spec: Spec, text: str | None = None) -> Function:
+    """``text`` (the reference unless given) as a function of inputs, dims and constants, all by keyword.
+
+    Returns the outputs by name. It has no casts and no side effects; ``torch.compile`` takes it.
+    """
+    arguments = (*spec.inputs, *spec.dims, *spec.constants)
+    return _compiled(text or spec.reference, arguments, tuple(spec.outputs))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) -> Function:
+    result = ", ".join(f"{name!r}: {name}" for name in outputs)
+    shell = ast.parse(f"def reference(*, {', '.join(arguments)}):\n    return {{{result}}}")
+    head = shell.body[0]
+    if isinstance(head, ast.FunctionDef):
+        head.body = [*ast.parse(text).body, *head.body]
+    scope = dict(_scope())
+    exec(compile(shell, TEXT, "exec"), scope)
+    compiled: Function = scope["reference"]
+    return compiled
+
+
+@functools.cache
+def _scope() -> dict[str, Any]:
+    """What a reference may name: torch's and torch.nn.functional's functions, and a few builtins."""
+    scope: dict[str, Any] = {"torch": torch}
+    for module in (torch, torch.nn.functional):  # the latter's signatures are the friendlier ones
+        names = (n for n in dir(module) if not n.startswith("_"))
+        scope |= {n: f for n in names if callable(f := getattr(module, n))}
+    return scope | {n: getattr(builtins, n) for n in _BUILTINS}  # torch.range is not the one meant
+
+
+def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
+    """The reference (or another ``text``) on these tensors as they are: outputs by name, nothing cast."""
+    dims = {dim: sizes[dim] for dim in spec.dims}
+    tensors = {name: inputs[name] for name in spec.inputs}
+    return function(spec, text)(**tensors, **dims, **spec.constants)
+
+
+def oracle(spec: Spec, inputs: Tensors, sizes: Sizes) -> dict[str, Tensor]:
+    """Truth: the reference in fp64, in blocks of rows. Outputs are fp64."""
+    outputs = dict.fromkeys(spec.outputs, torch.float64)
+    return _evaluate(spec, inputs, sizes, torch.float64, outputs)
+
+
+def fp32(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
+    """The reference in fp32, on fp32-output matmuls of operands in the inputs' 16-bit dtype. Outputs fp32."""
+    outputs = dict.fromkeys(spec.outputs, torch.float32)
+    with _rounded_operands(spec):
+        return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
+
+
+def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
+    """What any kernel must lose: as ``fp32``, and each output rounded once to its dtype."""
+    outputs = {name: DTYPES[output.dtype] for name, output in spec.outputs.items()}
+    with _rounded_operands(spec):
+        return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
+
+
+def row_dim(spec: Spec) -> RowDim | None:
+    """The dim along which the reference may run in blocks, or None.
+
+    It leads every tensor that has it. Whether blocks give the same is not read off the text but tried,
+    at tiny sizes: outputs that have the dim are put together, the others are summed over blocks.
+    """
+    tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
+    sizes, inputs = trial(spec)
+    for name in dict.fromkeys(n for t in tensors for n in spec.dims if _leads(t, n)):
+        inner = {n for t in tensors for d in (t.shape[1:] if _leads(t, name) else t.shape) for n in d.names}
+        if name in inner:
+            continue
+        for whole in (False, True):
+            if _blocks_agree(spec, inputs, sizes, RowDim(name, whole)):
+                return RowDim(name, whole)
+    return None
+
+
+def _leads(tensor: TensorSpec | OutputSpec, name: str) -> bool:
+    return bool(tensor.shape) and tensor.shape[0] == Dim.parse(name)
+
+
+def _blocks_agree(spec: Spec, inputs: Tensors, sizes: Sizes, row: RowDim) -> bool:
+    dtypes = dict.fromkeys(spec.outputs, torch.float64)
+    truth = _whole(spec, inputs, sizes, torch.float64, dtypes)
+    try:
+        blocked = _in_blocks(spec, inputs, sizes, row, 2, torch.float64, dtypes)
+    except MISTAKES:
+        return False
+    return all(
+        blocked[name].shape == value.shape and torch.allclose(blocked[name], value, rtol=1e-9, equal_nan=True)
+        for name, value in truth.items()
+    )
+
+
+def trial(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Tiny sizes, even and distinct so that no mistake hides in equal numbers, and fp64 inputs there."""
+    primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
+    sizes = {dim: 2 * prime for dim, prime in zip(spec.dims, primes, strict=False)}
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        name: torch.rand([d(sizes) for d in t.shape], generator=generator, dtype=torch.float64) + 0.5
+        for name, t in spec.inputs.items()
+    }
+    return sizes, inputs
+
+
+def check_reference(spec: Spec) -> None:
+    """Run reference and baseline at tiny sizes; BadReference for the first name, shape or output amiss."""
+    sizes, inputs = trial(spec)
+    for key in ("reference", "baseline"):
+        text = getattr(spec, key)
+        if text is None:
+            continue
+        try:
+            _check_defined(spec, text)
+            outputs = _attempt(spec, inputs, sizes, text)
+            for name in spec.outputs:
+                _check_output(spec, name, outputs[name], sizes)
+        except BadReference as error:
+            raise BadReference(f"{key}: {error.message}", error.line, key) from None
+
+
+def _check_defined(spec: Spec, text: str) -> None:
+    names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    own = {*spec.inputs, *spec.dims, *spec.constants, *stored}
+    for node in names:
+        if node.id not in own and node.id not in _scope():
+            close = get_close_matches(node.id, sorted(own), n=1) or get_close_matches(node.id, _scope(), n=1)
+            remedy = f"did you mean {close[0]!r}?" if close else "declare it, or use torch's names"
+            raise BadReference(f"name {node.id!r} is not defined; {remedy}", node.lineno)
+
+
+def _attempt(spec: Spec, inputs: Tensors, sizes: Sizes, text: str) -> dict[str, Tensor]:
+    try:
+        return run(spec, inputs, sizes, text)
+    except MISTAKES as error:
+        line = _text_line(error.__traceback__)
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
+        reason = str(error).splitlines()[0]
+        raise BadReference(f"{reason} (tried with {shapes}, where {_assignments(sizes)})", line) from None
+
+
+def _check_output(spec: Spec, name: str, value: object, sizes: Sizes) -> None:
+    declared = spec.outputs[name]
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise BadReference(f"output {name!r} is {kind}; it must be a floating-point tensor")
+    expected = [d(sizes) for d in declared.shape]
+    if list(value.shape) != expected:
+        symbols = ", ".join(map(str, declared.shape))
+        message = f"output {name!r} has shape {list(value.shape)}, declared [{symbols}] = {expected}"
+        raise BadReference(f"{message} with {_assignments(sizes)}")
+
+
+def _assignments(sizes: Sizes) -> str:
+    return ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+
+
+def _text_line(traceback: TracebackType | None) -> int | None:
+    line = None
+    while traceback:
+        if traceback.tb_frame.f_code.co_filename == TEXT:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+def _evaluate(
+    spec: Spec,
+    inputs: Tensors,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+    text: str | None = None,
+) -> dict[str, Tensor]:
+    # No inference mode: there, linear and matmul would reach the dispatch mode before they are taken apart.
+    with torch.inference_mode(False), torch.no_grad(), _exact_fp32():
+        rows = _rows(spec, sizes)
+        if rows is None:
+            return _whole(spec, inputs, sizes, dtype, dtypes, text)
+        return _in_blocks(spec, inputs, sizes, rows[0], rows[1], dtype, dtypes, text)
+
+
+def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
+    """Where to cut and how many rows a block takes; None where all fits in one or nothing can be cut."""
+    tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
+    elements = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
+    if elements * 8 * TEMPORARIES <= BLOCK_BYTES or (row := row_dim(spec)) is None:
+        return None
+    leading = [t for t in tensors if _leads(t, row.name)]
+    per_row = sum(torch.Size([d(sizes) for d in t.shape[1:]]).numel() for t in leading)
+    fit = BLOCK_BYTES // (8 * TEMPORARIES * per_row)
+    return row, max(128, fit // 128 * 128)
+
+
+def _whole(
+    spec: Spec,
+    inputs: Tensors,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+    text: str | None = None,
+) -> dict[str, Tensor]:
+    outputs = run(spec, {name: t.to(dtype) for name, t in inputs.items()}, sizes, text)
+    return {name: value.to(dtypes[name], copy=True) for name, value in outputs.items()}
+
+
+def _in_blocks(
+    spec: Spec,
+    inputs: Tensors,
+    sizes: Sizes,
+    row: RowDim,
+    rows: int,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+    text: str | None = None,
+) -> dict[str, Tensor]:
+    cut = {name for name, t in spec.inputs.items() if _leads(t, row.name)}
+    common = {name: t.to(dtype) for name, t in inputs.items() if name not in cut}
+    device = next(iter(inputs.values())).device
+    result: dict[str, Tensor] = {}
+    for name, output in spec.outputs.items():
+        kept = dtypes[name] if _leads(output, row.name) else dtype  # sums are rounded once, at the end
+        result[name] = torch.zeros([d(sizes) for d in output.shape], dtype=kept, device=device)
+
+    def block(start: int, stop: int) -> None:  # its own frame, so that temporaries die with it
+        part = {name: inputs[name][start:stop].to(dtype) for name in cut}
+        seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
+        for name, value in run(spec, {**common, **part}, seen, text).items():
+            if _leads(spec.outputs[name], row.name):
+                result[name][start:stop] = value
+            else:
+                result[name] += value
+
+    total = sizes[row.name]
+    for start in range(0, total, rows):
+        block(start, min(start + rows, total))
+    return {name: value.to(dtypes[name]) for name, value in result.items()}
+
+
+@contextmanager
+def _exact_fp32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _rounded_operands(spec: Spec) -> AbstractContextManager[object]:
+    """Matmul operands in the 16-bit dtype of the inputs, the coarser where both occur."""
+    present = {t.dtype for t in spec.inputs.values()}
+    narrow = next((DTYPES[d] for d in ("bf16", "fp16") if d in present), None)
+    return _RoundedOperands(narrow) if narrow else nullcontext()
+
+
+_aten = torch.ops.aten
+# For each matmul: where its two operands stand, and the plain product in it.
+_PRODUCTS: dict[Any, tuple[int, Callable[..., Tensor]]] = {
+    _aten.mm.default: (0, torch.mm),
+    _aten.bmm.default: (0, torch.bmm),
+    _aten.mv.default: (0, torch.mv),
+    _aten.dot.default: (0, torch.dot),
+    _aten.addmm.default: (1, torch.mm),
+    _aten.baddbmm.default: (1, torch.bmm),
+    _aten.addmv.default: (1, torch.mv),
+}
+
+
+class _RoundedOperands(TorchDispatchMode):
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS:
+            return func(*args, **kwargs)
+        at, multiply = _PRODUCTS[func]
+        product = self._product(multiply, args[at], args[at + 1])
+        if at:
+            return kwargs.get("beta", 1) * args[0] + kwargs.get("alpha", 1) * product
+        return product
+
+    def _product(self, multiply: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.to(self.dtype), b.to(self.dtype)
+        if a.is_cuda and multiply in (torch.mm, torch.bmm):
+            # The tensor cores' own fp32 accumulation, which loses more than fp32 fused multiply-adds do.
+            return multiply(a, b, out_dtype=torch.float32)
+        return multiply(a.float(), b.float())

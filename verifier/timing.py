@@ -1,0 +1,260 @@
+"""Interleaved cold-cache measurement of several arms on one GPU, and the conditions it ran under.
+
+Every round runs every arm once in a random order, so that clocks, temperature and neighbours meet all
+arms alike; ``verifier.statistics.ratio`` then compares round by round. No clock is ever changed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A contestant. ``call`` launches its work on the current CUDA stream and does not wait for it."""
+
+    name: str
+    call: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds of one arm, in the order of the rounds: sample i of every arm is from round i."""
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+
+class Clock(Protocol):
+    """What ``measure`` needs of a device: ``CudaClock`` on a GPU, a simulated one in tests."""
+
+    def now(self) -> float:
+        """Host seconds, for the length of the warm-up."""
+
+    def flush(self) -> None:
+        """Enqueue the eviction of everything from the L2."""
+
+    def start(self) -> int:
+        """Mark the start of a timed region; the host may enqueue its work before the device gets there."""
+
+    def stop(self, mark: int) -> None:
+        """Mark its end."""
+
+    def elapsed(self) -> tuple[float, ...]:
+        """Wait for the device; seconds of every region since the last call, in the order of their starts."""
+
+
+def measure(
+    arms: Sequence[Arm],
+    *,
+    rounds: int = 30,
+    warmup_seconds: float = 2.0,
+    cold: bool = True,
+    seed: int = 0,
+    clock: Clock | None = None,
+    on_round: Callable[[int], None] | None = None,
+) -> dict[str, Samples]:
+    """Seconds of every arm in every round, by name.
+
+    ``cold`` flushes the L2 before each timed call, outside the timed region. ``seed`` fixes the order
+    of the arms in every round. ``on_round`` hears the number of rounds done. The warm-up runs whole
+    rounds and drops them: once for what compiles on its first call, then ``warmup_seconds`` more.
+    Raises ValueError for no arms, names that repeat, or no rounds.
+    """
+    _check(arms, rounds)
+    clock = CudaClock() if clock is None else clock
+    _warm_up(arms, warmup_seconds, cold, clock)
+    order = random.Random(seed)
+    table = []
+    for done in range(1, rounds + 1):
+        table.append(_round(order.sample(arms, len(arms)), cold, clock))
+        if on_round is not None:
+            on_round(done)
+    return {arm.name: Samples(arm.name, tuple(row[arm.name] for row in table)) for arm in arms}
+
+
+def _check(arms: Sequence[Arm], rounds: int) -> None:
+    names = [arm.name for arm in arms]
+    if not names:
+        raise ValueError("there are no arms to measure")
+    if len(set(names)) < len(names):
+        raise ValueError(f"arms {', '.join(names)}: two share a name, and samples are kept by name")
+    if rounds < 1:
+        raise ValueError(f"{rounds} rounds measure nothing; use at least 1, and 30 for an interval")
+
+
+def _warm_up(arms: Sequence[Arm], seconds: float, cold: bool, clock: Clock) -> None:
+    _round(arms, cold, clock)  # compiles: its time must not count as heating
+    begin = clock.now()
+    turn = 0
+    while clock.now() - begin < seconds:
+        turn = (turn + 1) % len(arms)
+        _round([*arms[turn:], *arms[:turn]], cold, clock)
+
+
+def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> dict[str, float]:
+    for arm in arms:
+        if cold:
+            clock.flush()
+        mark = clock.start()
+        arm.call()
+        clock.stop(mark)
+    return {arm.name: seconds for arm, seconds in zip(arms, clock.elapsed(), strict=True)}
+
+
+class CudaClock:
+    """CUDA events on the current stream of the current device.
+
+    Each region is preceded by a spin on the device, long enough that the host has enqueued the whole
+    region before the device enters it: launch latency is the host's and is measured by ``host_time``.
+    """
+
+    MIN_HEAD_START = 100e-6
+    MAX_HEAD_START = 5e-3  # a first call that compiles must not idle the GPU for as long
+    FLUSH_BYTES = 256 << 20  # as triton's do_bench; at least twice the L2, whatever its size
+    CYCLES_PER_SECOND = 2e9  # above any boost clock so far, so a spin is never too short
+
+    def __init__(self) -> None:
+        import torch
+
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        size = max(self.FLUSH_BYTES, 2 * properties.L2_cache_size)
+        self._scratch = torch.empty(size // 4, dtype=torch.int32, device="cuda")
+        self._regions: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._entered: list[float] = []
+        self._head_start = self.MIN_HEAD_START
+        self._longest = 0.0  # host seconds to enqueue a region, since the last wait
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def flush(self) -> None:
+        self._scratch.fill_(1)  # a kernel's writes; a memset might take another path
+
+    def start(self) -> int:
+        import torch
+
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._regions.append((begin, end))
+        torch.cuda._sleep(int(self._head_start * self.CYCLES_PER_SECOND))
+        self._entered.append(time.perf_counter())
+        begin.record()
+        return len(self._regions) - 1
+
+    def stop(self, mark: int) -> None:
+        self._regions[mark][1].record()
+        self._longest = max(self._longest, time.perf_counter() - self._entered[mark])
+
+    def elapsed(self) -> tuple[float, ...]:
+        import torch
+
+        torch.cuda.synchronize()
+        seconds = tuple(begin.elapsed_time(end) * 1e-3 for begin, end in self._regions)
+        self._regions.clear()
+        self._entered.clear()
+        self._head_start = min(max(self.MIN_HEAD_START, 2 * self._longest), self.MAX_HEAD_START)
+        self._longest = 0.0
+        return seconds
+
+
+def host_time(
+    call: Callable[[], object], n: int = 200, *, synchronize: Callable[[], object] | None = None
+) -> float:
+    """Seconds the host spends in ``call``: the median of ``n``, the device drained between calls.
+
+    With small inputs it is what a launch costs; a full launch queue would measure the device.
+    """
+    if n < 1:
+        raise ValueError(f"{n} calls give no median; use at least 1")
+    if synchronize is None:
+        import torch
+
+        synchronize = torch.cuda.synchronize
+    call()
+    costs = []
+    for _ in range(n):
+        synchronize()
+        begin = time.perf_counter()
+        call()
+        costs.append(time.perf_counter() - begin)
+    synchronize()
+    return median(costs)
+
+
+def record_conditions() -> dict[str, Any]:
+    """What the current device is and how it is doing, for a report: versions, name, clocks in MHz,
+    power in W, temperature in degrees C, throttle reasons. What cannot be read says why."""
+    import torch
+
+    conditions: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if not torch.cuda.is_available():
+        return conditions | {"gpu": "unavailable: torch sees no CUDA device"}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    conditions |= {"gpu": properties.name, "multiprocessors": properties.multi_processor_count}
+    return conditions | _management(str(properties.uuid))
+
+
+def _management(uuid: str) -> dict[str, Any]:
+    """What NVML says of the GPU with this UUID: its own numbering ignores CUDA_VISIBLE_DEVICES."""
+    try:
+        import pynvml
+    except ImportError:
+        return {"nvml": "unavailable: pynvml is not installed; pip install nvidia-ml-py"}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return {"nvml": f"unavailable: {error}"}
+    try:
+        return _readings(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    except pynvml.NVMLError as error:
+        return {"nvml": f"unavailable: GPU-{uuid}: {error}"}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _readings(nvml: Any, handle: Any) -> dict[str, Any]:
+    sensors: dict[str, Callable[[], Any]] = {
+        "driver": nvml.nvmlSystemGetDriverVersion,
+        "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "sm_mhz_max": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+        "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "throttle": lambda: _throttle(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+    }
+    found: dict[str, Any] = {}
+    for name, read in sensors.items():
+        try:
+            found[name] = read()
+        except nvml.NVMLError as error:  # a container or a virtual GPU may withhold single sensors
+            found[name] = f"unavailable: {error}"
+    return found
+
+
+_THROTTLE = {
+    "idle": "nvmlClocksThrottleReasonGpuIdle",
+    "application clocks": "nvmlClocksThrottleReasonApplicationsClocksSetting",
+    "software power cap": "nvmlClocksThrottleReasonSwPowerCap",
+    "hardware slowdown": "nvmlClocksThrottleReasonHwSlowdown",
+    "sync boost": "nvmlClocksThrottleReasonSyncBoost",
+    "software thermal": "nvmlClocksThrottleReasonSwThermalSlowdown",
+    "hardware thermal": "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+}
+
+
+def _throttle(nvml: Any, mask: int) -> list[str]:
+    return [name for name, constant in _THROTTLE.items() if mask & getattr(nvml, constant)]
