@@ -252,7 +252,7 @@ def _check(path: Path, connection: sqlite3.Connection) -> None:
             f"{path}: of schema {schema}, this version reads {SCHEMA}; use the coda-agent that wrote it"
         )
     if health != "ok":
-        raise JournalError(f"{path}: damaged ({health}); {_DAMAGED}")
+        raise JournalError(f"{path}: damaged ({' '.join(health.split())}); {_DAMAGED}")
 
 
 @contextmanager

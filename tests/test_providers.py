@@ -266,7 +266,8 @@ def test_an_error_of_the_listener_is_not_taken_for_the_servers() -> None:
 
 
 def hand(directory: Path, **options: Any) -> Provider:
-    return make("handoff", **{"directory": directory, "author": "Ada", "settle": 0.1, "poll": 0.02, **options})
+    defaults = {"directory": directory, "author": "Ada", "settle": 0.1, "poll": 0.02}
+    return make("handoff", **{**defaults, **options})
 
 
 def in_background(act: Callable[[], None]) -> threading.Thread:

@@ -99,11 +99,12 @@ def compare(
 ) -> list[OutputError]:
     """The error gate: one entry an output, in the spec's order; ``reason`` is for the kernel's author.
 
-    got: the candidate's outputs, truth: ``reference.oracle``'s, yard: ``reference.yardstick``'s, all on
-    one device. Per output, as ratios of the candidate's error to the yardstick's: RMS error; RMS error of
-    the worst 128x128 tile against that same tile's; largest error against the largest. 16-bit outputs
-    also: the slope of the output regressed on the truth. Never allowed: a non-finite value where the
-    truth is finite and the output's dtype can hold it.
+    got: the candidate's outputs, truth: ``reference.oracle``'s, yard: ``reference.yardstick``'s, all
+    computed on one kind of device: tensor cores lose more in fp32 than a CPU's sums. Per output, as
+    ratios of the candidate's error to the yardstick's: RMS error; RMS error of the worst 128x128 tile
+    against that same tile's; largest error against the largest. 16-bit outputs also: the slope of the
+    output regressed on the truth. Never allowed: a non-finite value where the truth is finite and the
+    output's dtype can hold it.
 
     Limits are those of ``Limits``, widened by the spec's tolerance, and by slack for small samples: a
     ratio of two independent RMS errors over n elements scatters by about 1/sqrt(n), so it is given 1 +

@@ -1,18 +1,75 @@
-"""What verifying one kernel says: ``Accepted | Checked | Rejected``, told apart by ``status``."""
+"""What verifying one kernel says: ``Accepted | Checked | Rejected``, told apart by ``status``.
+
+Each carries only the fields its status can have. Times are milliseconds, ratios are other over
+candidate (above 1: the candidate is faster), intervals are at the stated confidence.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Gate(_Record):
+    """A gate that was passed: how long it took, its figures, and what it found but does not reject."""
+
+    gate: str
+    seconds: float
+    figures: dict[str, Any] = Field(default_factory=dict)
+    findings: tuple[str, ...] = ()
+
+
+class Identity(_Record):
+    """What the evidence is for: SHA-256 of spec, program and lowered text, and versions of packages."""
+
+    spec: str
+    spec_hash: str
+    program_hash: str
+    lowered_hash: str
+    versions: dict[str, str]
+
+
+class Ratio(_Record):
+    """A ratio with its confidence interval, from paired interleaved rounds."""
+
+    estimate: float
+    low: float
+    high: float
+    confidence: float = 0.95
+
+
+class Timing(_Record):
+    """One measured case: schedules by step, the median of each arm, and its ratio to the candidate."""
+
+    case: str
+    sizes: dict[str, int]
+    schedules: dict[str, dict[str, Any]]
+    milliseconds: dict[str, float]
+    ratios: dict[str, Ratio]
+    roofline_milliseconds: float
+    host_microseconds: float
+    tuning_seconds: float
+    rounds: int
+    samples: dict[str, tuple[float, ...]]
+
+
+class Authorship(_Record):
+    """Who wrote the kernel, through which provider, in how many attempts."""
+
+    author: str
+    attempts: int
+    run: str
+
+
 class Rejected(_Record):
-    """A candidate that failed a gate: the reason for the author, and the evidence."""
+    """A candidate that failed a gate: the reason for the author, the evidence, and the gates before."""
 
     status: Literal["rejected"] = "rejected"
     gate: str
@@ -20,3 +77,56 @@ class Rejected(_Record):
     message: str
     line: int | None = None
     evidence: dict[str, Any] = Field(default_factory=dict)
+    gates: tuple[Gate, ...] = ()
+
+
+class Checked(_Record):
+    """All gates passed that this machine can run; nothing was measured."""
+
+    status: Literal["checked"] = "checked"
+    identity: Identity
+    gates: tuple[Gate, ...]
+    unmeasured: str
+
+
+class Measured(_Record):
+    """What the gates on a GPU found; with a ``Checked`` it makes an ``Accepted``."""
+
+    status: Literal["measured"] = "measured"
+    identity: Identity
+    gates: tuple[Gate, ...]
+    timings: tuple[Timing, ...]
+    conditions: dict[str, Any]
+    seeds: dict[str, int]
+    date: str
+
+
+class Accepted(_Record):
+    """All gates passed, on a GPU too: correct, and faster than the spec demands on every case."""
+
+    status: Literal["accepted"] = "accepted"
+    identity: Identity
+    gates: tuple[Gate, ...]
+    timings: tuple[Timing, ...]
+    conditions: dict[str, Any]
+    seeds: dict[str, int]
+    date: str
+    authorship: Authorship | None = None
+
+
+Report = Annotated[Accepted | Checked | Rejected, Field(discriminator="status")]
+REPORT: TypeAdapter[Accepted | Checked | Rejected] = TypeAdapter(Report)
+MEASUREMENT: TypeAdapter[Measured | Rejected] = TypeAdapter(
+    Annotated[Measured | Rejected, Field(discriminator="status")]
+)
+
+
+def accepted(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
+    """Join what a machine without a GPU checked and what one with a GPU measured, of one identity.
+
+    ValueError if they speak of different things.
+    """
+    if checked.identity.model_dump(exclude={"versions"}) != measured.identity.model_dump(exclude={"versions"}):
+        raise ValueError("the measurement is of another spec, program or lowered text than what was checked")
+    fields = measured.model_dump(exclude={"status", "gates"})
+    return Accepted(**fields, gates=checked.gates + measured.gates, authorship=authorship)

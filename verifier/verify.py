@@ -1,0 +1,212 @@
+"""The gates in order, cheapest first: source -> Accepted | Checked | Rejected.
+
+``check`` is what any machine can do; ``verifier.measure`` is what needs a GPU.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from primitives.ir import Program, ProgramError
+from primitives.lower import PACKAGES, lower
+from verifier import jail
+from verifier.report import Accepted, Checked, Gate, Identity, Measured, Rejected
+from verifier.spec import Spec
+
+Progress = Callable[[str, str], None]  # (gate, "started" or words on how it ended)
+UNMEASURED = "checked, not benchmarked: no CUDA device"
+
+
+class Verdict(NamedTuple):
+    """A report, and the program it is about once there is one."""
+
+    report: Accepted | Checked | Rejected
+    program: Program | None
+
+
+class Failed(Exception):
+    """Leaves a gate with the reason; ``Gates`` turns it into a Rejected with the gates before."""
+
+    def __init__(self, code: str, message: str, line: int | None = None, **evidence: Any):
+        super().__init__(message)
+        self.code, self.message, self.line, self.evidence = code, message, line, evidence
+
+
+@dataclass
+class Gates:
+    """Runs gates one after another, times them and keeps what they say."""
+
+    progress: Progress
+    passed: list[Gate] = field(default_factory=list)
+
+    @contextmanager
+    def gate(self, name: str) -> Iterator[dict[str, Any]]:
+        """Within: put figures into the dict (``findings`` apart), or raise Failed."""
+        self.progress(name, "started")
+        start = time.monotonic()
+        figures: dict[str, Any] = {}
+        try:
+            yield figures
+        except Failed as failed:
+            self.progress(name, f"rejected: {failed.code}")
+            raise _Stop(self.rejected(name, failed)) from None
+        findings = tuple(figures.pop("findings", ()))
+        gate = Gate(gate=name, seconds=round(time.monotonic() - start, 3), figures=figures, findings=findings)
+        self.passed.append(gate)
+        self.progress(name, "passed")
+
+    def rejected(self, name: str, failed: Failed) -> Rejected:
+        return Rejected(gate=name, code=failed.code, message=failed.message, line=failed.line,
+                        evidence=failed.evidence, gates=tuple(self.passed))
+
+
+class _Stop(Exception):
+    def __init__(self, rejected: Rejected):
+        self.rejected = rejected
+
+
+def _silent(gate: str, words: str) -> None:
+    pass
+
+
+def identity(spec: Spec, program: Program) -> Identity:
+    """The hashes and versions that evidence about this program is bound to."""
+    packages = (*PACKAGES, "torch", "triton", "apache-tvm-ffi")
+    return Identity(
+        spec=spec.name,
+        spec_hash=spec.hash,
+        program_hash=program.hash,
+        lowered_hash=lower(program).hash,
+        versions={name: version(name) for name in packages},
+    )
+
+
+def check(spec: Spec, source: str, *, weak_jail: bool = False, progress: Progress = _silent) -> Verdict:
+    """Trace in the jail, then contract, interpreter and a compile for sm_90a: no GPU needed."""
+    gates = Gates(progress)
+    try:
+        with gates.gate("trace") as figures:
+            program = _trace(spec, source, weak_jail, figures)
+        return Verdict(_check_program(spec, program, gates), program)
+    except _Stop as stop:
+        return Verdict(stop.rejected, None)
+
+
+def check_program(spec: Spec, program: Program, *, progress: Progress = _silent) -> Checked | Rejected:
+    """The gates after the jail, for a program that was traced before."""
+    try:
+        return _check_program(spec, program, Gates(progress))
+    except _Stop as stop:
+        return stop.rejected
+
+
+def verify(
+    spec: Spec, source: str, *, gpu: bool, weak_jail: bool = False, progress: Progress = _silent, **options: Any
+) -> Verdict:
+    """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``."""
+    report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
+    if program is None or not gpu or not isinstance(report, Checked):
+        return Verdict(report, program)
+    from verifier.measure import measure
+    from verifier.report import accepted
+
+    found = measure(spec, program, progress=progress, **options)
+    if isinstance(found, Measured):
+        return Verdict(accepted(report, found, None), program)
+    return Verdict(found.model_copy(update={"gates": report.gates + found.gates}), program)
+
+
+def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) -> Program:
+    traced = jail.trace(source, spec.signature(), weak=weak_jail)
+    if isinstance(traced, Rejected):
+        raise Failed(traced.code, traced.message, traced.line, **traced.evidence)
+    figures |= {
+        "milliseconds": round(traced.seconds * 1000, 1),
+        "layers": list(traced.layers),
+        "nodes": len(traced.program.nodes),
+    }
+    if traced.missing:
+        figures["findings"] = [f"the jail lacks {', '.join(traced.missing)} on this machine"]
+    return traced.program
+
+
+def _check_program(spec: Spec, program: Program, gates: Gates) -> Checked:
+    with gates.gate("contract") as figures:
+        _contract(spec, program, figures)
+    with gates.gate("interpret") as figures:
+        _interpret(spec, program, figures)
+    with gates.gate("compile") as figures:
+        _compile(program, figures)
+    return Checked(identity=identity(spec, program), gates=tuple(gates.passed), unmeasured=UNMEASURED)
+
+
+def _contract(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
+    """Names and shapes were checked with the types; here what the hardware demands of them."""
+    from primitives.launch import alignment_errors
+
+    try:
+        lowered = lower(program)
+    except ProgramError as error:
+        raise Failed(error.code, error.message, error.line) from None
+    for case in spec.cases:
+        errors = alignment_errors(program, case.sizes)
+        if errors:
+            raise Failed("alignment", f"case {case.name}: {'; '.join(errors)}")
+    figures |= {"steps": len(lowered.gemms), "vector_kernels": len(lowered.vectors)}
+
+
+def small_sizes(spec: Spec) -> list[dict[str, int]]:
+    """Sizes that the interpreter runs in a blink, all dims apart so that swapped axes show; the second
+    set is smaller than a tile and no multiple of one."""
+    return [
+        {dim: 264 + 40 * i for i, dim in enumerate(spec.dims)},
+        {dim: 72 + 16 * ((3 * i) % 5) for i, dim in enumerate(spec.dims)},
+    ]
+
+
+def _interpret(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
+    from primitives.interpret import interpret
+    from verifier import numerics, reference
+
+    worst: dict[str, float] = {}
+    for sizes in small_sizes(spec):
+        for family in numerics.FAMILIES:
+            inputs = numerics.draw(spec, sizes, secrets.randbits(48), family=family)
+            truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
+            errors = numerics.compare(spec, interpret(program, inputs), truth, yard)
+            judge(errors, f"in the interpreter, inputs {family!r}, sizes {sizes}")
+            for error in errors:
+                worst[error.name] = max(worst.get(error.name, 0.0), round(error.rms_ratio, 3))
+    figures["worst_rms_ratio"] = worst
+
+
+def judge(errors: list[Any], where: str) -> None:
+    """Raise Failed with the words for the author if an output is out of the error gate."""
+    bad = [e for e in errors if not e.passed]
+    if bad:
+        raise Failed("numerics", f"{where}: " + "; ".join(e.reason for e in bad),
+                     outputs=[e.model_dump() for e in errors])
+
+
+def _compile(program: Program, figures: dict[str, Any]) -> None:
+    from primitives.compile import CompileError, report
+
+    try:
+        resources = report(program)
+    except CompileError as error:
+        raise Failed("compiler", f"the lowered kernel does not compile for sm_90a: {error}") from None
+    figures["kernels"] = [
+        {k: getattr(r, k) for k in ("kernel", "registers", "stack", "spill_loads", "spill_stores", "hgmma")}
+        | {"tile": f"{r.schedule['tile_m']}x{r.schedule['tile_n']}" if r.schedule else None,
+           "pingpong": bool(r.schedule["pingpong"]) if r.schedule else None}
+        for r in resources
+    ]
+    figures["findings"] = [
+        f"{r.kernel} spills {r.spill_loads} loads and {r.spill_stores} stores" for r in resources if r.spill_loads
+    ]
