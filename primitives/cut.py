@@ -39,7 +39,7 @@ class Steps:
 
     gemms: tuple[GemmStep, ...]
     finishes: dict[int, tuple[int, ...]]
-    width: dict[int, Fraction]  # of each tile node, relative to its step's N
+    width: dict[tuple[int, int], Fraction]  # of a tile by (step, node), relative to that step's N
     types: tuple[Type, ...]
 
 
@@ -47,21 +47,54 @@ class _Cutter:
     def __init__(self, program: Program, lines: list[int | None] | None):
         self.program, self.nodes, self.types = program, program.nodes, program.types()
         self.lines = lines or [None] * len(self.nodes)
-        gemms = [i for i, n in enumerate(self.nodes) if n.op == "gemm"]
+        gemms = self.gemms_in_order()
         self.steps = [GemmStep(k, g) for k, g in enumerate(gemms)]
         self.step_of = {g: k for k, g in enumerate(gemms)}
         self.home: list[int] = []  # of tiles: the step of the accumulator they need, -1 for none
         self.after: list[int] = []  # the step whose reductions must be final first, -1 for none
         self.finishes: dict[int, list[int]] = {}
-        self.width: dict[int, Fraction] = {}
+        self.width: dict[tuple[int, int], Fraction] = {}
 
     def fail(self, code: str, message: str, index: int) -> ProgramError:
         return ProgramError(code, message, self.lines[index])
 
+    def gemms_in_order(self) -> list[int]:
+        """GEMMs after those that their operands need, and where possible after those whose reductions
+        their epilogue spreads, whatever the order of independent ones in the program."""
+        needs, wishes = self.dependencies()
+        order: dict[int, None] = {}
+        while len(order) < len(needs):
+            free = [g for g in needs if g not in order and needs[g] <= order.keys()]
+            order[next((g for g in free if wishes[g] <= order.keys()), free[0])] = None
+        return list(order)
+
+    def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """By GEMM: the GEMMs that its operands need, and those whose sums meet its accumulator alone."""
+        needs: dict[int, set[int]] = {}
+        wishes: dict[int, set[int]] = {}
+        tiles: list[set[int]] = []  # by node: the accumulators it reads,
+        sums: list[set[int]] = []  # and the GEMMs whose reductions it reads
+        for index, node in enumerate(self.nodes):
+            read = set().union(*(tiles[a] for a in node.args))
+            summed = set().union(*(sums[a] for a in node.args))
+            if node.op == "gemm":
+                needs[index] = (read | summed).union(*(needs[g] for g in read | summed))
+                wishes[index] = set()
+                read, summed = {index}, set()
+            elif node.op in REDUCTIONS:
+                read, summed = set(), read | summed
+            elif len(read) == 1:
+                (home,) = read
+                wishes[home] |= {g for g in summed if g != home and home not in needs[g]}
+            tiles.append(read)
+            sums.append(summed)
+        return needs, wishes
+
     def place(self) -> None:
         """Homes, in node order. A tile of inputs alone that must leave its step rides along with the
         first GEMM that loads all of those inputs anyway."""
-        loaded = self.loaded()
+        reads = self.inputs_read()
+        loaded = self.loaded(reads)
         roots = self.roots()
         for index, node in enumerate(self.nodes):
             home = max((self.home[a] for a in node.args), default=-1)
@@ -73,8 +106,7 @@ class _Cutter:
             elif self.types[index].kind != "tile":
                 home = -1
             elif home < 0 and index in roots:
-                reads = self.inputs_of(index)
-                home = next((k for k in range(after + 1, roots[index]) if reads <= loaded[k]), -1)
+                home = next((k for k in range(after + 1, roots[index]) if reads[index] <= loaded[k]), -1)
             self.home.append(home)
             self.after.append(after)
 
@@ -84,10 +116,11 @@ class _Cutter:
         found |= {i: len(self.steps) for i in self.program.outputs.values()}
         for step in self.steps:
             for operand in self.nodes[step.gemm].args:
-                found[self.untransposed(operand)] = step.index
+                source = self.untransposed(operand)
+                found[source] = min(step.index, found.get(source, step.index))
         return {i: k for i, k in found.items() if self.nodes[i].op != "input"}
 
-    def loaded(self) -> list[set[int]]:
+    def loaded(self, reads: list[set[int]]) -> list[set[int]]:
         """The input tiles that each step's accumulator meets."""
         found: list[set[int]] = [set() for _ in self.steps]
         last = [-1] * len(self.nodes)
@@ -99,15 +132,18 @@ class _Cutter:
                 if last[index] >= 0:
                     for argument in node.args:
                         if last[argument] < 0:
-                            found[last[index]] |= self.inputs_of(argument)
+                            found[last[index]] |= reads[argument]
         return found
 
-    def inputs_of(self, index: int) -> set[int]:
-        """The input tiles that a tile of inputs alone reads."""
-        node = self.nodes[index]
-        if self.types[index].kind != "tile":
-            return set()
-        return {index} if node.op == "input" else set().union(*(self.inputs_of(a) for a in node.args))
+    def inputs_read(self) -> list[set[int]]:
+        """By node: the input tiles that it reads through tiles; a gemm's operands do not count."""
+        found: list[set[int]] = []
+        for index, node in enumerate(self.nodes):
+            if self.types[index].kind != "tile" or node.op == "gemm":
+                found.append(set())
+            else:
+                found.append({index} if node.op == "input" else set().union(*(found[a] for a in node.args)))
+        return found
 
     def untransposed(self, operand: int) -> int:
         node = self.nodes[operand]
@@ -126,6 +162,7 @@ class _Cutter:
         return home
 
     def cut(self) -> Steps:
+        self.check_outputs()
         self.place()
         for name, index in self.program.outputs.items():
             if self.types[index].kind == "tile":
@@ -147,6 +184,19 @@ class _Cutter:
         finishes = {k: tuple(sorted(v)) for k, v in self.finishes.items()}
         return Steps(tuple(self.steps), finishes, self.width, self.types)
 
+    def check_outputs(self) -> None:
+        """Each output is written once, by a kernel: it is a value of its own."""
+        seen: dict[int, str] = {}
+        for name, index in sorted(self.program.outputs.items()):
+            node = self.nodes[index]
+            if node.op == "input":
+                raise self.fail("outputs", f"output {name!r} is the input {node.attribute!r} itself: leave copying to "
+                                "the caller", index)
+            if index in seen:
+                raise self.fail("outputs", f"outputs {seen[index]!r} and {name!r} are one value: return it once and let "
+                                "the spec declare one output", index)
+            seen[index] = name
+
     def operand(self, index: int) -> None:
         source = self.untransposed(index)
         if self.nodes[source].op != "input":
@@ -166,52 +216,39 @@ class _Cutter:
             stage.append(index)
 
     def collect(self, step: GemmStep) -> None:
-        """Everything the epilogue computes, walking back from what it stores and reduces."""
-        seen: set[int] = set()
-        roots = sorted(step.stores) + [self.nodes[r].args[0] for r in step.reductions]
+        """Everything the epilogue computes or loads, walking back from what it stores and reduces."""
+        wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
         step.stores.sort()
-        step.body = []
-        for root in roots:
-            self.visit(root, step, seen)
+        for index in range(max(wanted, default=-1), -1, -1):
+            if index in wanted:
+                wanted.update(self.visit(index, step))
+        for nodes in (step.loads, step.vectors, step.scalars, step.body):
+            nodes.reverse()
 
-    def visit(self, index: int, step: GemmStep, seen: set[int]) -> None:
-        if index in seen:
-            return
-        seen.add(index)
+    def visit(self, index: int, step: GemmStep) -> tuple[int, ...]:
+        """Say how a step comes by a value: loaded, or computed from those returned."""
         node, kind = self.nodes[index], self.types[index].kind
-        if kind in ("row", "column"):
-            if self.after[index] >= step.index:
-                self.ready(index, "a row scale")  # pragma: no cover - ready() of the root comes first
-            self.spread(index, step, seen)
-            return
-        if kind == "scalar":
-            if node.op != "constant":
-                step.scalars.append(index)
-            return
-        self.check_width(index, step)
-        stored = self.home[index] >= 0 and self.after[index] < self.home[index] < step.index
-        if node.op == "input" or stored:
-            if stored:
-                self.store(index, "this tile")
-            step.loads.append(index)
-            return
-        if node.op != "gemm":
-            for argument in node.args:
-                self.visit(argument, step, seen)
-        step.body.append(index)
-
-    def spread(self, index: int, step: GemmStep, seen: set[int]) -> None:
-        """A row or column: a spread vector is loaded, arithmetic over such is done in place."""
-        node = self.nodes[index]
+        if node.op == "constant":
+            return ()
+        if node.op == "dim":
+            step.scalars.append(index)
+            return ()
         if node.op in ("per_row", "per_column"):
             self.finish(node.args[0])
             if node.op == "per_column":
                 self.check_width(index, step, axis=0)
             step.vectors.append(index)
-            return
-        for argument in node.args:
-            self.visit(argument, step, seen)
+            return ()
+        if kind == "tile":
+            self.check_width(index, step)
+            stored = self.home[index] >= 0 and self.after[index] < self.home[index] < step.index
+            if stored:
+                self.store(index, "this tile")
+            if stored or node.op == "input":
+                step.loads.append(index)
+                return ()
         step.body.append(index)
+        return () if node.op == "gemm" else node.args
 
     def check_width(self, index: int, step: GemmStep, axis: int = 1) -> None:
         rows, columns = self.types[step.gemm].shape
@@ -223,7 +260,7 @@ class _Cutter:
         if axis == 0 and ratio != 1:
             raise self.fail("width", f"per_column of {own[0]} values in the epilogue of a gemm with {columns} columns: "
                             "a vector spread over columns has the gemm's own length", index)
-        self.width[index] = ratio
+        self.width[step.index, index] = ratio
 
 
 def cut(program: Program, lines: list[int | None] | None = None) -> Steps:

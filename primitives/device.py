@@ -14,8 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
-from quack.activation import sigmoid, tanh as tanh_fast  # noqa: F401  (part of the lowered vocabulary)
+from quack.activation import sigmoid  # noqa: F401  (part of the lowered vocabulary)
 from quack.activation import sigmoid_tanh as sigmoid_fast  # noqa: F401
+from quack.activation import tanh as tanh_fast
 from quack.cute_dsl_utils import mlir_namedtuple
 from quack.epilogue.mixin import ComposableEpiMixin
 from quack.epilogue.ops import ColVecReduce
@@ -75,6 +76,8 @@ class RowSum(ColVecReduce):
 
 def choose(condition: Any, a: Any, b: Any) -> Any:
     """``a`` where ``condition`` holds, else ``b``: a select, no branch."""
+    if isinstance(condition, bool):  # of two literals
+        return Float32(a if condition else b)
     return cutlass.select_(condition, Float32(a), Float32(b))
 
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 MAX_TERMS = 16  # hostile programs carry sizes too
+MAX_SIZE = 1 << 63
 Monomial = tuple[str, ...]
 
 
@@ -29,7 +30,7 @@ class Dim:
     @classmethod
     def parse(cls, text: str | int) -> Dim:
         """``"2*F"`` -> Dim. Raises ValueError naming what is not an integer polynomial."""
-        if isinstance(text, int) and not isinstance(text, bool):
+        if isinstance(text, int) and not isinstance(text, bool) and abs(text) < MAX_SIZE:
             return cls({(): text})
         if not isinstance(text, str) or len(text) > 80:
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F")

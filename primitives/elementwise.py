@@ -113,10 +113,7 @@ def less_equal(a, b):
     """``a <= b``: 1 where it holds, 0 elsewhere."""
 
 
-@elementwise(
-    torch=lambda torch, c, a, b: torch.where(_tensor(torch, c) != 0, a, b),
-    cute="choose({0} != 0.0, {1}, {2})",
-)
+@elementwise(torch=lambda torch, c, a, b: torch.where(c != 0, a, b), cute="choose({0} != 0.0, {1}, {2})")
 def where(condition, a, b):
     """Per element ``a`` where the comparison ``condition`` holds, else ``b``. Both are computed.
 
@@ -124,12 +121,12 @@ def where(condition, a, b):
     """
 
 
-@elementwise(torch=lambda torch, a, b: torch.maximum(*_pair(torch, a, b)), cute="cute.arch.fmax({0}, {1})")
+@elementwise(torch=lambda torch, a, b: torch.maximum(a, b), cute="cute.arch.fmax({0}, {1})")
 def maximum(a, b):
     """The larger of ``a`` and ``b`` per element. ``maximum(t, 0)`` is ReLU."""
 
 
-@elementwise(torch=lambda torch, a, b: torch.minimum(*_pair(torch, a, b)), cute="(-cute.arch.fmax(-{0}, -{1}))")
+@elementwise(torch=lambda torch, a, b: torch.minimum(a, b), cute="(-cute.arch.fmax(-{0}, -{1}))")
 def minimum(a, b):
     """The smaller of ``a`` and ``b`` per element."""
 
@@ -151,7 +148,7 @@ def sqrt(a):
 
 @elementwise(torch=lambda torch, a: torch.rsqrt(a), cute="cute.math.rsqrt({0}, fastmath=True)")
 def rsqrt(a):
-    """``1 / sqrt(a)``, by the hardware's rsqrt: about 2 ulp. ``rstd = rsqrt(row_sums(h * h) / h.columns + eps)``"""
+    """``1 / sqrt(a)``, by the hardware's rsqrt: about 2 ulp."""
 
 
 @elementwise(torch=lambda torch, a: torch.tanh(a), cute="tanh({0})", fast="tanh_fast({0})")
@@ -161,22 +158,11 @@ def tanh(a):
 
 @elementwise(torch=lambda torch, a: torch.sigmoid(a), cute="sigmoid({0})", fast="sigmoid_fast({0})")
 def sigmoid(a):
-    """``1 / (1 + exp(-a))``. Use it once and reuse the value: ``silu(a) = a * sigmoid(a)``, and the
-    derivative of silu is ``s * (1 + a * (1 - s))`` with ``s = sigmoid(a)``."""
+    """``1 / (1 + exp(-a))``. Two special-function instructions: compute it once and reuse the value."""
 
 
 @elementwise(
     torch=lambda torch, a: a * torch.sigmoid(a), cute="({0} * sigmoid({0}))", fast="({0} * sigmoid_fast({0}))"
 )
 def silu(a):
-    """``a * sigmoid(a)``, the activation of SwiGLU: ``act = silu(gate) * up``."""
-
-
-def _tensor(torch: Any, value: Any) -> Any:
-    return value if torch.is_tensor(value) else torch.tensor(value)
-
-
-def _pair(torch: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    """Tensors of one dtype: torch.maximum takes no Python numbers."""
-    like = a if torch.is_tensor(a) else b
-    return tuple(v if torch.is_tensor(v) else torch.full_like(like, v) for v in (a, b))  # type: ignore[return-value]
+    """``a * sigmoid(a)``, also called swish."""

@@ -7,11 +7,11 @@ leave their step, once, in the dtype they are stored in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from primitives.cut import cut, materialised
+from primitives.cut import GemmStep, cut, materialised
 from primitives.dims import Dim
-from primitives.ir import OPERATIONS, Program, Signature
+from primitives.ir import OPERATIONS, Node, Program, Signature
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +29,9 @@ def solve_sizes(signature: Signature, shapes: Mapping[str, tuple[int, ...]]) -> 
     sizes: dict[str, int] = {}
     for name, tensor in signature.inputs.items():
         for dim, extent in zip(tensor.shape, shapes[name], strict=True):
-            if str(dim) in signature.dims:
-                sizes.setdefault(str(dim), extent)
+            _solve_multiple(dim, extent, sizes)
     for name, tensor in signature.inputs.items():
         for dim, extent in zip(tensor.shape, shapes[name], strict=True):
-            _solve_multiple(dim, extent, sizes)
             if dim(sizes) != extent:
                 raise ValueError(f"input {name!r} is {tuple(shapes[name])}, but its shape "
                                  f"[{', '.join(map(str, tensor.shape))}] would be {[d(sizes) for d in tensor.shape]}")
@@ -41,7 +39,7 @@ def solve_sizes(signature: Signature, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _solve_multiple(dim: Dim, extent: int, sizes: dict[str, int]) -> None:
-    """A dim that occurs only as a multiple, such as 2*F."""
+    """A dim that occurs alone, or as a multiple such as 2*F."""
     if len(dim.terms) == 1 and len(dim.terms[0][0]) == 1:
         (monomial, coefficient) = dim.terms[0]
         sizes.setdefault(monomial[0], extent // coefficient)
@@ -76,40 +74,82 @@ def interpret(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str,
 
     Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ValueError if shapes do not fit.
     """
-    import torch
-
-    signature = program.signature
-    sizes = solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
-    rounds = store_dtypes(program)
-    read_back = materialised(cut(program), program.nodes)
-    values: list[Any] = []
-    for index, node in enumerate(program.nodes):
-        arguments = [values[a] for a in node.args]
-        value: Any
-        if node.op == "input":
-            value = inputs[str(node.attribute)].float()
-        elif node.op == "constant":
-            value = node.attribute
-        elif node.op == "dim":
-            value = float(Dim.parse(str(node.attribute))(sizes))
-        elif node.op == "gemm":
-            rounded = [_round(program, values, a, rounds, read_back) for a in node.args]
-            value = rounded[0] @ rounded[1]
-        else:
-            meaning = OPERATIONS[node.op].torch
-            assert meaning is not None  # every other operation has one
-            value = meaning(torch, *arguments)
-        values.append(value)
-    return {
-        name: values[index].to(torch_dtype(signature.outputs[name].dtype))
-        for name, index in program.outputs.items()
-    }
+    run = _Run(program, inputs)
+    run.finish(-1)
+    for step in run.steps.gemms:
+        run.epilogue(step)
+        run.finish(step.index)
+    return {name: run.memory[index] for name, index in program.outputs.items()}
 
 
-def _round(program: Program, values: list[Any], operand: int, rounds: dict[int, str], read_back: set[int]) -> Any:
-    node = program.nodes[operand]
-    source = node.args[0] if node.op == "transpose" else operand
-    value = values[source]
-    if source in read_back:
-        value = value.to(torch_dtype(rounds[source])).float()
-    return value.mT if node.op == "transpose" else value
+class _Run:
+    """Steps in order. ``memory`` holds what lies there, in its dtype: a later step reads it rounded."""
+
+    def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor]):
+        self.nodes, self.steps, self.dtypes = program.nodes, cut(program), store_dtypes(program)
+        self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()})
+        self.device = next(iter(inputs.values())).device
+        self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(self.nodes) if n.op == "input"}
+        self.sums: dict[int, torch.Tensor] = {}
+        self.scalars: dict[int, torch.Tensor] = {}
+        for index, node in enumerate(self.nodes):
+            if self.steps.types[index].kind == "scalar":
+                self.scalars[index] = self.scalar(node)
+
+    def scalar(self, node: Node) -> torch.Tensor:
+        import torch
+
+        if node.op == "constant":
+            return torch.tensor(node.attribute, dtype=torch.float32, device=self.device)
+        if node.op == "dim":
+            extent = Dim.parse(str(node.attribute))(self.sizes)
+            return torch.tensor(extent, dtype=torch.float32, device=self.device)
+        return self.compute(node, self.scalars)
+
+    @staticmethod
+    def compute(node: Node, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        meaning = OPERATIONS[node.op].torch
+        assert meaning is not None  # inputs, constants, dims and gemms are treated apart
+        result: torch.Tensor = meaning(torch, *(values[a] for a in node.args))
+        return result
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        self.memory[index] = value.to(torch_dtype(self.dtypes.get(index, "fp32")))
+
+    def epilogue(self, step: GemmStep) -> None:
+        """One GEMM and all that rides on it, unrounded until it is stored."""
+        values = dict(self.scalars)
+        for index in step.loads:
+            values[index] = self.memory[index].float()
+        for index in step.vectors:
+            vector = self.nodes[index].args[0]
+            values[index] = self.compute(self.nodes[index], {vector: self.memory[vector].float()})
+        for index in step.body:
+            node = self.nodes[index]
+            if node.op == "gemm":
+                a, b = (self.operand(i) for i in node.args)
+                values[index] = a @ b
+            else:
+                values[index] = self.compute(node, values)
+        for index in step.stores:
+            self.write(index, values[index])
+        for index in step.reductions:
+            self.sums[index] = self.compute(self.nodes[index], values)
+
+    def operand(self, index: int) -> torch.Tensor:
+        node = self.nodes[index]
+        return self.memory[node.args[0]].float().mT if node.op == "transpose" else self.memory[index].float()
+
+    def finish(self, stage: int) -> None:
+        """The vectors that are stored once step ``stage`` is done."""
+        wanted = self.steps.finishes.get(stage, ())
+        values = self.scalars | self.sums
+        values |= {i: t.float() for i, t in self.memory.items() if t.ndim == 1}
+        for index, node in enumerate(self.nodes[: max(wanted, default=-1) + 1]):
+            known = index in values or self.steps.types[index].kind != "vector"
+            if not known and all(a in values for a in node.args):
+                values[index] = self.compute(node, values)
+        for index in wanted:
+            self.write(index, values[index])

@@ -18,6 +18,7 @@ from primitives.dims import Dim
 
 DTYPES = ("bf16", "fp16", "fp32")
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
 MAX_BYTES = 1 << 20
 FORMAT = 1
@@ -142,6 +143,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
+LEAVES = ("input", "constant", "dim")
 
 
 def register(operation: Operation) -> Operation:
@@ -213,6 +215,8 @@ class Program:
                 raise ProgramError("operation", f"node {index}: there is no operation {node.op!r}")
             if any(not 0 <= a < index for a in node.args):
                 raise ProgramError("graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read")
+            if node.attribute is not None and node.op not in LEAVES:
+                raise ProgramError("arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}")
             if node.op == "input":
                 known.append(_input_type(self.signature, node))
             else:
@@ -228,6 +232,8 @@ class Program:
             if node.op == "dim" and not Dim.parse(str(node.attribute)).names <= set(self.signature.dims):
                 raise ProgramError("dim", f"node {index}: {node.attribute!r} has dims that the spec does not declare")
         check_output_names(self.outputs, self.signature)
+        if any(step > sum(n.op == "gemm" for n in self.nodes) - 1 for step in self.schedule):
+            raise ProgramError("schedule", f"schedules for steps {sorted(self.schedule)}, but a step is a gemm, from 0")
         for name, index in self.outputs.items():
             if not 0 <= index < len(types):
                 raise ProgramError("graph", f"output {name!r} names node {index}, which is not there")
@@ -237,7 +243,16 @@ class Program:
                 want = "tile" if len(expected.shape) == 2 else "vector"
                 raise ProgramError("output_shape", f"output {name!r} is {got}, but the spec says "
                                    f"{want} [{', '.join(map(str, expected.shape))}]")
+        self._check_use()
         return self
+
+    def _check_use(self) -> None:
+        """Every node serves an output: a dead gemm would be a step that nothing asked for."""
+        used = set(self.outputs.values())
+        for index in range(len(self.nodes) - 1, -1, -1):
+            if index not in used:
+                raise ProgramError("graph", f"node {index} ({self.nodes[index].op}) serves no output")
+            used.update(self.nodes[index].args)
 
     def to_json(self) -> str:
         """Canonical JSON: equal programs give equal bytes."""
@@ -261,7 +276,13 @@ class Program:
         """Read hostile JSON: bounded, enumerated, typed again. It must carry ``signature`` if given."""
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
             raise ProgramError("size", f"a program of more than {MAX_BYTES} bytes")
-        data = _load(text)
+        try:
+            return cls._from_data(_load(text), signature)
+        except RecursionError:
+            raise ProgramError("json", "the program's JSON is nested too deeply") from None
+
+    @classmethod
+    def _from_data(cls, data: Any, signature: Signature | None) -> Program:
         if not isinstance(data, dict) or set(data) != {"format", "signature", "nodes", "outputs", "schedule"}:
             raise ProgramError("json", "a program has exactly format, signature, nodes, outputs, schedule")
         if type(data["format"]) is not int or data["format"] != FORMAT:
@@ -321,8 +342,10 @@ def _node(index: int, raw: Any) -> Node:
             attribute = float.fromhex(value)
             if tag != "float" or not math.isfinite(attribute):
                 raise ValueError(f"constant {value!r} is not finite")
-        if not isinstance(op, str) or not (attribute is None or isinstance(attribute, str | float)):
-            raise ValueError(f"operation {op!r} with attribute {attribute!r}")
+        elif not (attribute is None or isinstance(attribute, str)):
+            raise ValueError(f"attribute {attribute!r}: a number is written as ['float', hexadecimal]")
+        if not isinstance(op, str):
+            raise ValueError(f"operation {op!r}")
         if not isinstance(args, list) or any(type(a) is not int for a in args):
             raise ValueError(f"arguments {args!r}")
     except (TypeError, ValueError, OverflowError) as error:
@@ -337,6 +360,6 @@ def _outputs(raw: Any) -> dict[str, int]:
 
 
 def _schedules(raw: Any) -> dict[int, Schedule]:
-    if not isinstance(raw, dict) or any(not k.isdecimal() or not isinstance(v, dict) for k, v in raw.items()):
+    if not isinstance(raw, dict) or any(not STEP.fullmatch(k) or not isinstance(v, dict) for k, v in raw.items()):
         raise ProgramError("json", "schedule must map step numbers to fields")
     return {int(k): Schedule.from_json(v) for k, v in raw.items()}

@@ -84,7 +84,8 @@ class Lowered:
 def lower(program: Program) -> Lowered:
     """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would."""
     steps = cut(program)
-    writers = [_StepWriter(program, steps, step) for step in steps.gemms]
+    stored = store_dtypes(program)
+    writers = [_StepWriter(program, steps, step, stored) for step in steps.gemms]
     finishes = [
         _FinishWriter(program, steps, stage, nodes)
         for stage, members in sorted(steps.finishes.items())
@@ -143,12 +144,15 @@ class _Writer:
             raise ValueError(f"operation {operation.name} has no CuTeDSL text of its own")
         return template.format(*values)
 
+    def constant(self, index: int) -> float:
+        return float(str(self.nodes[index].attribute))
+
     def input_dtype(self, index: int) -> str:
         return self.program.signature.inputs[str(self.nodes[index].attribute)].dtype
 
     def vector_dtype(self, index: int) -> str:
-        """Vectors in memory keep their input's dtype; computed ones are fp32."""
-        return self.input_dtype(index) if self.nodes[index].op == "input" else "fp32"
+        """Vectors in memory keep their input's or output's dtype; further ones are fp32."""
+        return self.input_dtype(index) if self.nodes[index].op == "input" else self.output_dtype(index)
 
     def output_dtype(self, index: int) -> str:
         for name, node in self.program.outputs.items():
@@ -158,11 +162,11 @@ class _Writer:
 
 
 class _StepWriter(_Writer):
-    def __init__(self, program: Program, steps: Steps, step: GemmStep):
+    def __init__(self, program: Program, steps: Steps, step: GemmStep, stored_dtype: dict[int, str]):
         super().__init__(program, steps)
-        self.step = step
-        self.stored_dtype = store_dtypes(program)
+        self.step, self.stored_dtype = step, stored_dtype
         self.exact = self.exact_nodes()
+        self.past_edge = self.values_past_edge()
         self.loads = [self.load(i) for i in step.loads]
         self.stores = [self.store(i) for i in step.stores]
         # The mainloop's own operand and output take the widest: they size its epilogue tile.
@@ -171,7 +175,7 @@ class _StepWriter(_Writer):
         self.d = max(wide, key=lambda a: self.width(a.node), default=None)
 
     def width(self, index: int) -> Fraction:
-        return self.steps.width[index]
+        return self.steps.width[self.step.index, index]
 
     def load(self, index: int) -> Argument:
         width = self.width(index)
@@ -227,33 +231,33 @@ class _StepWriter(_Writer):
             found.append((Argument(f"p{index}", "partial", index, "fp32"), f'RowSum("p{index}", masked={masked})'))
         return found
 
-    def vanishes(self, index: int) -> bool:
-        """Whether a tile is certainly zero past a ragged edge, where accumulator and loads are zero."""
+    def values_past_edge(self) -> dict[int, float | None]:
+        """What each value is past a ragged edge, where accumulator and loads are zero; None if unknown."""
+        known: dict[int, float | None] = dict.fromkeys(self.step.loads, 0.0)
+        for index in self.step.body:
+            node = self.nodes[index]
+            arguments = [self.constant(a) if self.nodes[a].op == "constant" else known.get(a) for a in node.args]
+            if node.op == "gemm":
+                known[index] = 0.0
+            elif node.op in ("even", "odd", "join"):
+                known[index] = arguments[0] if len(set(arguments)) == 1 else None
+            else:
+                known[index] = self.evaluated(node.op, arguments)
+        return known
+
+    @staticmethod
+    def evaluated(op: str, arguments: list[float | None]) -> float | None:
+        """An operation on numbers. A spread vector holds anything past the edge: that is None."""
         import torch
 
-        known: dict[int, float | None] = {}
+        meaning = OPERATIONS[op].torch
+        if None in arguments or meaning is None:
+            return None
+        return float(meaning(torch, *(torch.tensor(a) for a in arguments)))
 
-        def value(i: int) -> float | None:
-            if i not in known:
-                known[i] = compute(i)
-            return known[i]
-
-        def compute(i: int) -> float | None:
-            node = self.nodes[i]
-            if node.op == "constant":
-                return float(str(node.attribute))
-            if node.op == "gemm" or i in self.step.loads:
-                return 0.0
-            if node.op in ("even", "odd", "join"):
-                parts = {value(a) for a in node.args}
-                return parts.pop() if len(parts) == 1 else None
-            arguments = [value(a) for a in node.args]
-            meaning = OPERATIONS[node.op].torch
-            if not arguments or None in arguments or meaning is None:
-                return None  # spread vectors hold anything past the edge
-            return float(meaning(torch, *(torch.tensor(a, dtype=torch.float64) for a in arguments)))
-
-        return value(index) == 0.0
+    def vanishes(self, index: int) -> bool:
+        """Whether a tile is certainly zero past a ragged edge."""
+        return self.past_edge.get(index) == 0.0
 
     def kernel(self) -> GemmKernel:
         a, b = (self.nodes[i] for i in self.nodes[self.step.gemm].args)
@@ -352,6 +356,8 @@ class _StepWriter(_Writer):
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
             parts = [a[k] if len(a) > 1 else a[0] for a in arguments]
+            if self.steps.types[index].kind == "scalar":
+                parts = [f"Float32({p})" for p in parts]  # never an operation on Python numbers alone
             yield f"n{index}_{k} = {self.expression(index, parts, index in self.exact)}"
 
     def value(self, index: int, values: dict[int, list[str]]) -> list[str]:
@@ -359,7 +365,7 @@ class _StepWriter(_Writer):
         if index in values:
             return values[index]
         if node.op == "constant":
-            return [_literal(float(str(node.attribute)))]
+            return [_literal(self.constant(index))]
         if node.op == "dim":
             return [f"s{index}"]
         if node.op == "per_row":
@@ -404,19 +410,16 @@ class _FinishWriter(_Writer):
         node = self.nodes[index]
         if index in self.order or any(a.node == index for a in self.arguments) or node.op == "constant":
             return
-        if node.op in REDUCTIONS and self.home(index) == self.stage:
+        if node.op == "input" or (index in self.stored and index not in self.roots):
+            self.arguments.append(Argument(f"v{index}", "vector", index, self.vector_dtype(index)))
+        elif node.op in REDUCTIONS:  # of this step or an earlier one: partials stay in the workspace
             self.arguments.append(Argument(f"p{index}", "partial", index, "fp32"))
         elif node.op == "dim":
             self.arguments.append(Argument(f"s{index}", "scalar", index, "fp32"))
-        elif node.op == "input" or (index in self.stored and index not in self.roots):
-            self.arguments.append(Argument(f"v{index}", "vector", index, self.vector_dtype(index)))
         else:
             for argument in node.args:
                 self.visit(argument)
             self.order.append(index)
-
-    def home(self, reduction: int) -> int:
-        return next(s.index for s in self.steps.gemms if reduction in s.reductions)
 
     @property
     def name(self) -> str:
@@ -463,4 +466,4 @@ class _FinishWriter(_Writer):
 
     def value(self, index: int) -> str:
         node = self.nodes[index]
-        return f"Float32({_literal(float(str(node.attribute)))})" if node.op == "constant" else f"n{index}"
+        return f"Float32({_literal(self.constant(index))})" if node.op == "constant" else f"n{index}"

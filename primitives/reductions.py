@@ -24,6 +24,6 @@ def row_sums(t: Tensor) -> Tensor:
 
     It sees the unrounded values. It is final only after its step: use it in vector arithmetic, as an
     output, or spread with per_row in a *later* gemm's epilogue. Cost: N / tile_n partials a row.
-    Paper: the partial reduction of RMSNorm. ``rstd = rsqrt(row_sums(h * h) / h.columns + eps)``
+    Paper: partial reductions. ``mean = row_sums(t) / t.columns``
     """
     return apply("row_sums", t)

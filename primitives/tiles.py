@@ -64,7 +64,7 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
 
     ``a`` and ``b`` are inputs, transposes ``x.mT`` of such, or tiles of an earlier step (which are
     then stored once, rounded to the other operand's dtype). Both have one 16-bit dtype.
-    ``z = gemm(x, w.mT)`` with ``w`` [N, K]
+    ``t = gemm(x, w.mT)`` with ``w`` [N, K]
     """
     return apply("gemm", a, b)
 
@@ -73,7 +73,7 @@ def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
     """Take adjacent columns apart: a tile [M, 2F] gives (even columns, odd columns), each [M, F].
 
     Both lanes of a pair live in one thread's registers, so this costs nothing.
-    ``gate, up = pairs(z)``
+    ``left, right = pairs(t)``
     """
     return apply("even", t), apply("odd", t)
 
@@ -81,6 +81,6 @@ def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
 def join(even: Tensor, odd: Tensor) -> Tensor:
     """Interleave two tiles [M, F] back into one [M, 2F]: the inverse of pairs.
 
-    ``dz = join(dgate, dup)``
+    ``t = join(left, right)``
     """
     return apply("join", even, odd)

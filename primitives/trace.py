@@ -109,9 +109,7 @@ def lift(value: Any, op: str) -> Tensor:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if not math.isfinite(number):
-            raise ProgramError("constant", f"{op}: constants must be finite")
-        return apply("constant", attribute=number)
+        return apply("constant", attribute=number + 0.0)  # no -0.0: it equals 0.0, and whichever came first would stay
     raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
 
 
@@ -204,19 +202,24 @@ def trace_source(source: str, signature: Signature) -> Program:
     handful of builtins and no import machinery; names come from ``primitives.__all__``.
     """
     trace = Trace(signature)
+    start: int | None = None
     try:
         function = _load(source)
+        start = function.__code__.co_firstlineno
         with _tracing(trace):
             outputs = _call(function, trace)
             indices = {name: _output(name, value) for name, value in outputs.items()}
             program = _canonical(trace, indices)
     except ProgramError as error:
         if error.line is None:
-            error.line = _line_of(error)
+            error.line = _line_of(error) or start
         raise
     except RecursionError:
         raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
-    except (TypeError, ValueError, NameError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+    except SyntaxError as error:  # of what parses and does not compile, such as a return outside of a function
+        raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
+    except (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError,
+            TypeError, ValueError) as error:
         raise ProgramError("python", f"{type(error).__name__}: {error}", _line_of(error)) from None
     return program
 
@@ -233,8 +236,8 @@ def _line_of(error: BaseException) -> int | None:
 def _load(source: str) -> Callable[..., Any]:
     try:
         tree = ast.parse(source, FILENAME)
-    except SyntaxError as error:
-        raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
+    except MemoryError:
+        raise ProgramError("syntax", "syntax error: an expression is nested too deeply") from None
     namespace: dict[str, Any] = {"__builtins__": {name: getattr(builtins, name) for name in BUILTINS}}
     imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "primitives"]
     for statement in imports:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from primitives.ir import Attribute, Operation, ProgramError, Type, register
 from primitives.trace import Tensor, apply, dim_attribute
 
+LARGEST = (2 - 2**-23) * 2.0**127  # of fp32, in which registers compute
+
 
 def _vector(name: str, types: tuple[Type, ...]) -> Type:
     if [t.kind for t in types] != ["vector"]:
@@ -25,7 +27,9 @@ def _column(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 def _leaf(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if types or not isinstance(attribute, float):
-        raise ProgramError("arguments", "a constant is one finite number")
+        raise ProgramError("arguments", "a constant is one number")
+    if not abs(attribute) <= LARGEST:
+        raise ProgramError("constant", f"constant {attribute!r} is not finite in fp32")
     return Type("scalar")
 
 
@@ -51,14 +55,14 @@ def per_row(v: Tensor) -> Tensor:
     """Spread a vector [M] over a tile [M, N]: one value a row.
 
     The vector must be final before the tile's step runs: an input, or made from reductions of an
-    *earlier* gemm. Paper: the deferred row scale. ``z = gemm(hg, w) * per_row(rstd)``
+    *earlier* gemm. Paper: the deferred row scale. ``scaled = gemm(t, w) * per_row(scale)``
     """
     return apply("per_row", v)
 
 
 def per_column(v: Tensor) -> Tensor:
-    """Spread a vector [N] over a tile [M, N]: one value a column, such as a norm's weight or a bias.
+    """Spread a vector [N] over a tile [M, N]: one value a column, such as a bias.
 
-    ``hg = h * per_column(gamma)``
+    N is the gemm's own number of columns. ``biased = t + per_column(bias)``
     """
     return apply("per_column", v)

@@ -89,6 +89,15 @@ class Checked(_Record):
     unmeasured: str
 
 
+class CaseResult(_Record):
+    """What the GPU gates found on one case: kept apart, so that a measurement can go on."""
+
+    case: str
+    gates: tuple[Gate, ...]
+    timing: Timing | None
+    seeds: dict[str, int]
+
+
 class Measured(_Record):
     """What the gates on a GPU found; with a ``Checked`` it makes an ``Accepted``."""
 

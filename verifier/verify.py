@@ -43,12 +43,13 @@ class Gates:
     """Runs gates one after another, times them and keeps what they say."""
 
     progress: Progress
+    case: str = ""
     passed: list[Gate] = field(default_factory=list)
 
     @contextmanager
     def gate(self, name: str) -> Iterator[dict[str, Any]]:
         """Within: put figures into the dict (``findings`` apart), or raise Failed."""
-        self.progress(name, "started")
+        self.progress(name, f"case {self.case}" if self.case else "started")
         start = time.monotonic()
         figures: dict[str, Any] = {}
         try:

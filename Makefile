@@ -1,0 +1,111 @@
+# Makes .venv once, and runs what is in it. `make` alone lists what there is.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.PHONY: help env generate named test lint
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+READY := .venv/ready
+
+define HELP
+make generate SPEC=specs/NAME.yaml [ARGS=...]   write and verify a kernel for a spec
+make test [ARGS=...]                            run the tests
+make lint                                       ruff, mypy, import-linter
+make env                                        only make .venv, which the others do by themselves
+PYTHON=/path/to/python3.12 chooses the Python (3.11 or newer) that .venv is made with.
+endef
+export HELP
+
+help:
+	@echo "$$HELP"
+
+env: $(READY)
+
+generate: named $(READY)
+	@$(BIN)/coda-agent generate "$(SPEC)" $(ARGS)
+
+named:
+	@[[ -n "$(SPEC)" ]] || { echo "no spec given; use: make generate SPEC=specs/NAME.yaml" >&2; exit 2; }
+
+# Nothing may reach the user's home: QuACK and Triton keep their caches there, or in /tmp, unless told.
+test: export CODA_AGENT_CACHE := $(CURDIR)/.cache/coda-agent
+test: export QUACK_CACHE_DIR := $(CURDIR)/.cache/quack
+test: export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+test: $(READY)
+	@$(BIN)/python -m pytest -q -n 2 --durations 10 $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo
+
+# A PyTorch with CUDA that $(PYTHON) already has is kept: it suits the machine's driver, and weighs gigabytes.
+# Otherwise PyTorch comes from PyPI where there is an NVIDIA GPU, and is a CPU build where there is none.
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+define CUDA_TORCH
+import os
+try:
+    import torch
+except ImportError:
+    raise SystemExit
+if torch.version.cuda:
+    print(torch.__version__, os.path.dirname(os.path.dirname(torch.__file__)))
+endef
+export CUDA_TORCH
+
+define INSTALLED
+from importlib.metadata import version
+import torch
+build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+print(f"coda-agent: ready, with PyTorch {torch.__version__} ({build}) and QuACK {version('quack-kernels')}")
+endef
+export INSTALLED
+
+$(READY): pyproject.toml constraints.txt
+	@say() { echo "coda-agent: $$*"; }
+	fail() { say "$$*" >&2; exit 1; }
+	pip() { $(BIN)/python -m pip --disable-pip-version-check --no-input -qq "$$@"; }
+	command -v "$(PYTHON)" >/dev/null || fail "$(PYTHON) is not found; install Python 3.11 or newer, or: make PYTHON=/path/to/it"
+	found=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    fail "$(PYTHON) is Python $$found, and 3.11 or newer is needed: make PYTHON=/path/to/python3.12"
+	"$(PYTHON)" -c 'import ensurepip' 2>/dev/null || \
+	    fail "$(PYTHON) has no ensurepip, so it cannot make .venv; on Debian or Ubuntu: sudo apt install python$$found-venv"
+
+	read -r kept beside <<< "$$("$(PYTHON)" -c "$$CUDA_TORCH" 2>/dev/null)" || true
+	if ! [[ -e $@ ]]; then
+	    say "making .venv with Python $$found; this first run takes a few minutes"
+	    "$(PYTHON)" -m venv --clear $${kept:+--system-site-packages} .venv
+	    # A virtual environment's own packages are not system ones, so show .venv the way to that PyTorch.
+	    if [[ -n "$$kept" ]]; then
+	        echo "import site; site.addsitedir('$$beside')" > "$$($(BIN)/python -c \
+	            'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-$$found.pth"
+	    fi
+	fi
+
+	constraints=constraints.txt
+	torch=$$(sed -n 's/^torch==//p' constraints.txt)
+	if [[ -n "$$kept" ]]; then
+	    say "keeping PyTorch $$kept of $(PYTHON)"
+	    constraints=.venv/constraints.txt
+	elif nvidia-smi -L >/dev/null 2>&1; then
+	    say "installing PyTorch $$torch with CUDA from PyPI: there is an NVIDIA GPU"
+	    constraints=.venv/constraints.txt
+	    pip install "torch==$$torch"
+	else
+	    say "installing the CPU build of PyTorch $$torch: there is no NVIDIA GPU"
+	    # Some networks do not reach the CPU wheels' index, but have that build on the index pip is set up with.
+	    pip install --no-deps --timeout 15 --retries 1 --extra-index-url $(CPU_WHEELS) "torch==$$torch+cpu" \
+	        2>/dev/null || pip install --no-deps "torch==$$torch"
+	fi
+	grep -vE '^(torch|triton|cuda-[a-z]+)==' constraints.txt > .venv/constraints.txt
+
+	say "installing the other packages in the versions of constraints.txt"
+	pip install -c $$constraints -e '.[test]'
+	$(BIN)/python -c "$$INSTALLED"
+	touch $@

@@ -1,0 +1,87 @@
+"""Accepting: a kernel that passed every gate goes to generated_kernels/, with its evidence; git commit.
+
+Four files a kernel: NAME.py as authored, NAME.program.json (what launch loads), NAME.cutedsl.py (the text
+that ran) and NAME.report.json. The run that made it is kept for replay.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from agent.journal import Journal, write_atomic
+from agent.loop import Outcome
+from primitives.lower import lower
+from verifier.report import Accepted, Authorship
+
+ROOT = Path(__file__).parent.parent
+KERNELS = ROOT / "generated_kernels"
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+class AcceptError(Exception):
+    """A kernel that cannot be accepted, or a commit that git refused: what to do instead."""
+
+
+def files(name: str, directory: Path = KERNELS) -> list[Path]:
+    """The four files of a kernel."""
+    return [directory / f"{name}.{suffix}" for suffix in ("py", "program.json", "cutedsl.py", "report.json")]
+
+
+def accept(outcome: Outcome, journal: Journal, directory: Path = KERNELS, recordings: Path = RECORDINGS) -> list[Path]:
+    """Write an accepted kernel's files and its run's recording; the report last, for it vouches for
+    the others. Raises AcceptError for anything but an accepted kernel, or where writing fails."""
+    report, program = outcome.report, outcome.program
+    if not isinstance(report, Accepted) or program is None:
+        raise AcceptError(f"run {outcome.authorship.run} is {report.status}, not accepted: "
+                          "only a kernel measured on an H100 and found faster can be accepted")
+    name = report.identity.spec
+    lowered = lower(program)
+    if lowered.hash != report.identity.lowered_hash or program.hash != report.identity.program_hash:
+        raise AcceptError(f"{name}: the evidence is for another lowering (other versions?): measure again")
+    report = report.model_copy(update={"authorship": outcome.authorship})
+    source, text, cutedsl, evidence = files(name, directory)
+    recording = recordings / f"{name}.jsonl"
+    try:
+        evidence.unlink(missing_ok=True)
+        write_atomic(source, outcome.source)
+        write_atomic(text, program.to_json())
+        write_atomic(cutedsl, lowered.text)
+        recordings.mkdir(parents=True, exist_ok=True)
+        journal.export(recording)
+        write_atomic(evidence, report.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise AcceptError(f"{error.filename}: {error.strerror}; make room and accept again") from None
+    return [source, text, cutedsl, evidence, recording]
+
+
+def message(report: Accepted, authorship: Authorship) -> str:
+    """The commit message: what was accepted, by whom, with the figures."""
+    lines = [
+        f"Accept {report.identity.spec}", "",
+        f"Author: {authorship.author}, {authorship.attempts} attempt(s), run {authorship.run}",
+        f"Device: {report.conditions.get('gpu', 'unknown')}, {report.date}", "",
+    ]
+    for t in report.timings:
+        ratios = ", ".join(f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items())
+        lines.append(f"{t.case}: {t.milliseconds['candidate']:.3f} ms; {ratios}")
+    return "\n".join(lines) + "\n"
+
+
+def commit(paths: list[Path], words: str) -> str:
+    """Commit exactly these files; the new commit's hash. Raises AcceptError with git's words."""
+    names = [str(p) for p in paths]
+    _git("add", "--", *names)
+    _git("commit", "--quiet", "-m", words, "--", *names)
+    return _git("rev-parse", "--short", "HEAD").strip()
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise AcceptError("git is not installed: the files are written, commit them yourself") from None
+    if done.returncode != 0:
+        raise AcceptError(f"git {arguments[0]} failed: {(done.stderr or done.stdout).strip()}; "
+                          "the files are written, commit them yourself")
+    return done.stdout

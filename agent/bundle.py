@@ -1,0 +1,199 @@
+"""Two machines: pack checked kernels for an H100 elsewhere, measure there, carry the runs on here.
+
+A bundle is one JSON file of programs, specs, expected hashes and known tunings; a result is another.
+Candidate source does not travel: the measuring machine only ever sees programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agent import runs
+from agent.journal import write_atomic
+from primitives.ir import Program, ProgramError
+from primitives.lower import lower
+from verifier.report import MEASUREMENT, REPORT, CaseResult, Checked, Identity, Measured, Rejected
+from verifier.spec import Spec, load
+from verifier.verify import Progress, identity
+
+FORMAT = 1
+T = TypeVar("T", bound=BaseModel)
+
+
+class BundleError(Exception):
+    """A bundle or result that cannot be used: which file, what is wrong, what to do."""
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Entry(_File):
+    """A checked kernel that awaits measurement."""
+
+    run: str
+    attempt: int
+    spec_text: str
+    program: str
+    identity: Identity
+
+
+class Bundle(_File):
+    coda_agent_bundle: int = FORMAT
+    entries: tuple[Entry, ...]
+
+
+class Result(_File):
+    """One entry's measurement."""
+
+    run: str
+    attempt: int
+    identity: Identity
+    measurement: dict[str, Any]
+
+
+class Results(_File):
+    coda_agent_results: int = FORMAT
+    results: tuple[Result, ...]
+
+
+def pack(names: Sequence[str], path: Path) -> Bundle:
+    """Write the runs' last checked kernels to ``path``. BundleError if one awaits no measurement."""
+    bundle = Bundle(entries=tuple(_entry(name) for name in names))
+    _write(path, bundle)
+    return bundle
+
+
+def _entry(name: str) -> Entry:
+    run = runs.reopen(name)
+    try:
+        events = {e.key: e.payload for e in run.journal.events()}
+        reports = sorted(int(k.partition("/")[2]) for k in events if k.startswith("report/"))
+        last = events[f"report/{reports[-1]}"] if reports else None
+        report = REPORT.validate_python(last["report"]) if last else None
+        if not isinstance(report, Checked) or f"measurement/{reports[-1]}" in events:
+            raise BundleError(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
+        assert last is not None  # a report was validated from it
+        return Entry(run=run.name, attempt=reports[-1], spec_text=run.text, program=last["program"],
+                     identity=report.identity)
+    finally:
+        run.journal.close()
+
+
+@dataclass
+class _Cases:
+    """Finished cases of one entry, each written whole."""
+
+    directory: Path
+
+    def load(self, case: str) -> CaseResult | None:
+        path = self.directory / f"{case}.json"
+        return CaseResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def save(self, result: CaseResult) -> None:
+        write_atomic(self.directory / f"{result.case}.json", result.model_dump_json())
+
+
+def measure(
+    path: Path, out: Path, *, progress: Callable[[str], Progress], arms: Sequence[str], rounds: int
+) -> Results:
+    """Measure every entry of a bundle on this machine's GPU and write ``out``. Cases that were finished
+    before, in ``out``.partial, are not measured again. BundleError for a bundle of other versions."""
+    from verifier.measure import measure as measure_program
+
+    bundle = _read(path, Bundle)
+    checked = [_verified(path, entry) for entry in bundle.entries]
+    results = []
+    for entry, (spec, program) in zip(bundle.entries, checked, strict=True):
+        kept = _Cases(out.with_name(out.name + ".partial") / f"{entry.identity.lowered_hash[:16]}-{len(arms)}-{rounds}")
+        found = measure_program(spec, program, arms=arms, rounds=rounds, progress=progress(entry.run), keep=kept)
+        results.append(Result(run=entry.run, attempt=entry.attempt, identity=identity(spec, program),
+                              measurement=found.model_dump(mode="json")))
+    done = Results(results=tuple(results))
+    _write(out, done)
+    return done
+
+
+def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:
+    """Lower again here and compare with what was checked there."""
+    spec = _spec(path, entry)
+    try:
+        program = Program.from_json(entry.program, spec.signature())
+        hashes = (spec.hash, program.hash, lower(program).hash)
+    except ProgramError as error:
+        raise BundleError(f"{path}: run {entry.run}: its program is refused: {error.message}") from None
+    expected = (entry.identity.spec_hash, entry.identity.program_hash, entry.identity.lowered_hash)
+    for what, here, there in zip(("spec", "program", "lowered text"), hashes, expected, strict=True):
+        if here != there:
+            raise BundleError(f"{path}: run {entry.run}: the {what} differs from what was checked "
+                              f"({here[:12]} here, {there[:12]} there): install the versions it was made with "
+                              f"({', '.join(f'{k} {v}' for k, v in entry.identity.versions.items())})")
+    return spec, program
+
+
+def _spec(path: Path, entry: Entry) -> Spec:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / f"{path.stem}.yaml"
+        file.write_text(entry.spec_text, encoding="utf-8")
+        return load(file)
+
+
+def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
+    """Put the measurements of a result file into their runs' journals; again does nothing.
+
+    BundleError for a result of another kernel than the run's.
+    """
+    taken = []
+    for result in _read(path, Results).results:
+        try:
+            measurement = MEASUREMENT.validate_python(result.measurement)
+        except ValidationError as error:
+            raise BundleError(f"{path}: run {result.run}: {error.error_count()} errors, the first: "
+                              f"{error.errors()[0]['msg']}; measure again") from None
+        run = runs.reopen(result.run)
+        try:
+            recorded = next((e.payload for e in run.journal.events() if e.key == f"report/{result.attempt}"), None)
+            report = REPORT.validate_python(recorded["report"]) if recorded else None
+            if not isinstance(report, Checked) or not _same(report.identity, result.identity):
+                raise BundleError(f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
+                                  "another kernel than this run's: bundle the run again")
+            run.journal.once(f"measurement/{result.attempt}", "measurement", lambda r=result: r.measurement)
+        finally:
+            run.journal.close()
+        taken.append((run.name, measurement))
+    return taken
+
+
+def _same(a: Identity, b: Identity) -> bool:
+    return a.model_dump(exclude={"versions"}) == b.model_dump(exclude={"versions"})
+
+
+def _write(path: Path, content: BaseModel) -> None:
+    try:
+        write_atomic(path, content.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise BundleError(f"{path}: {error.strerror}; give a place that can be written") from None
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BundleError(f"{path}: {error.strerror}; give a file that bundle or measure wrote") from None
+    try:
+        found = kind.model_validate(json.loads(text))
+    except ValueError as error:
+        raise BundleError(f"{path}: this is no {kind.__name__.lower()} file of coda-agent: "
+                          f"{str(error).splitlines()[0]}") from None
+    version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
+    if version != FORMAT:
+        raise BundleError(f"{path}: format {version}, this version reads {FORMAT}: make it again")
+    return found

@@ -1,0 +1,427 @@
+"""The coda-agent command. Heavy imports stay inside the commands, so that --help is quick.
+
+Exit status: 0 accepted, or checked where no GPU was asked for; 1 rejected; 2 wrong usage, spec or file;
+3 what was asked for is not here; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from agent.loop import Outcome
+    from agent.runs import Run
+    from verifier.report import Accepted, Checked, Rejected
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Let a language model author CODA kernels for H100, and decide without trusting it whether they are "
+    "right and fast.",
+)
+
+OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+class ProviderName(str, Enum):
+    auto = "auto"
+    anthropic = "anthropic"
+    handoff = "handoff"
+    replay = "replay"
+
+
+class Absent(Exception):
+    """Something that was asked for is not on this machine: what, and how to get it."""
+
+
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file.")]
+Gpu = Annotated[bool | None, typer.Option("--gpu/--no-gpu", help="Demand a GPU, or do without. Default: use one "
+                                          "if there is one.")]
+WeakJail = Annotated[bool, typer.Option("--weak-jail", help="Trace although this machine has neither seccomp nor "
+                                        "Landlock.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
+MaxAutotune = Annotated[bool, typer.Option("--max-autotune", help="Measure torch.compile's max-autotune too.")]
+Quack = Annotated[bool, typer.Option("--quack", help="Measure QuACK's own epilogue too, tuned in the same space.")]
+Rounds = Annotated[int, typer.Option(min=8, help="Interleaved rounds of a measurement.")]
+
+
+@app.command()
+def generate(
+    spec: SpecPath,
+    provider: Annotated[ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded "
+                                                   "run.")] = ProviderName.auto,
+    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most.")] = 6,
+    model: Annotated[str | None, typer.Option(help="Model of the anthropic provider.")] = None,
+    author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author",
+    directory: Annotated[Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds that a handoff waits for one answer.")] = 3600.0,
+    gpu: Gpu = None,
+    weak_jail: WeakJail = False,
+    max_autotune: MaxAutotune = False,
+    quack: Quack = False,
+    rounds: Rounds = 30,
+    as_json: Json = False,
+) -> None:
+    """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
+    from agent import runs
+
+    chosen = _choose(provider, spec)
+    options = {
+        "provider": chosen, "attempts": attempts, "model": model, "author": author, "weak_jail": weak_jail,
+        "directory": str(directory) if directory else None, "time_limit": time_limit,
+    }
+    _need_gpu(gpu)
+    run = runs.start(spec, options)
+    _go(run, gpu, _arms(max_autotune, quack), rounds, as_json)
+
+
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    gpu: Gpu = None,
+    max_autotune: MaxAutotune = False,
+    quack: Quack = False,
+    rounds: Rounds = 30,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run that was cut off, or whose measurement was imported."""
+    from agent import runs
+
+    _need_gpu(gpu)
+    _go(runs.reopen(run), gpu, _arms(max_autotune, quack), rounds, as_json)
+
+
+@app.command()
+def verify(
+    kernel: Annotated[Path, typer.Argument(metavar="KERNEL", help="A kernel file.")],
+    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
+    gpu: Gpu = None,
+    weak_jail: WeakJail = False,
+    max_autotune: MaxAutotune = False,
+    quack: Quack = False,
+    rounds: Rounds = 30,
+    as_json: Json = False,
+) -> None:
+    """Run every gate on a kernel file that this machine can run."""
+    from agent import render
+    from verifier.spec import load
+    from verifier.verify import verify as run_gates
+
+    loaded = load(spec or _spec_of(kernel))
+    source = _source(kernel)
+    with render.Watch(_console(as_json)) as watch:
+        report, _ = run_gates(loaded, source, gpu=_use_gpu(gpu), weak_jail=weak_jail, progress=watch.gate,
+                              **_measuring(gpu, _arms(max_autotune, quack), rounds))
+    _finish(report, as_json)
+
+
+@app.command()
+def bundle(
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs that await measurement.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.")] = Path("bundle.json"),
+) -> None:
+    """Pack checked kernels for an H100 elsewhere."""
+    from agent.bundle import pack
+
+    made = pack(run, out)
+    typer.echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
+
+
+@app.command()
+def measure(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="What bundle wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
+    max_autotune: MaxAutotune = False,
+    quack: Quack = False,
+    rounds: Rounds = 30,
+) -> None:
+    """Measure a bundle on this machine's H100; a second call goes on where the first was cut off."""
+    from agent import bundle as bundles
+    from agent import render
+
+    _need_gpu(True)
+    with render.Watch(_console(False)) as watch:
+        done = bundles.measure(
+            path, out, progress=lambda name: lambda gate, words: watch.gate(gate, words),
+            arms=_arms(max_autotune, quack), rounds=rounds,
+        )
+    worst = OK
+    for result in done.results:
+        status = result.measurement["status"]
+        typer.echo(f"{result.run}: {status}" + _why(result.measurement))
+        worst = max(worst, OK if status == "measured" else REJECTED)
+    typer.echo(f"{out}. At home: coda-agent import {out}")
+    raise typer.Exit(worst)
+
+
+@app.command("import")
+def import_results(path: Annotated[Path, typer.Argument(metavar="RESULTS", help="What measure wrote.")]) -> None:
+    """Carry runs on with measurements made elsewhere."""
+    from agent.bundle import take
+
+    for name, found in take(path):
+        if found.status == "measured":
+            typer.echo(f"{name}: measured. Look at it: coda-agent review {name}")
+        else:
+            typer.echo(f"{name}: rejected at {found.gate}: {found.code}. Feed back: coda-agent resume {name}")
+
+
+@app.command()
+def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
+    """Show a run's last kernel with its report."""
+    outcome = _standing(run)
+    if not as_json:
+        from rich.syntax import Syntax
+
+        console = _console(False)
+        console.print(Syntax(outcome.source, "python"))
+        a = outcome.authorship
+        console.print(f"written by {a.author} in {a.attempts} attempt(s), run {a.run}")
+    _finish(outcome.report, as_json)
+
+
+@app.command()
+def accept(
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    commit: Annotated[bool, typer.Option("--commit", help="Commit the files, with the figures.")] = False,
+) -> None:
+    """Put an accepted kernel and its evidence into generated_kernels/."""
+    from agent import accept as accepting
+    from agent import runs
+
+    outcome = _standing(run)
+    opened = runs.reopen(run)
+    try:
+        paths = accepting.accept(outcome, opened.journal)
+    finally:
+        opened.journal.close()
+    for path in paths:
+        typer.echo(str(path))
+    if commit:
+        words = accepting.message(outcome.report, outcome.authorship)  # type: ignore[arg-type]
+        typer.echo(f"committed {accepting.commit(paths, words)}")
+
+
+@app.command()
+def prompt(spec: SpecPath) -> None:
+    """Print what an author of SPEC is given."""
+    from agent.prompt import assemble
+    from verifier.spec import load
+
+    typer.echo(str(assemble(load(spec, check=False), spec.read_text(encoding="utf-8"))))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what works on this machine, and what to do about the rest."""
+    from agent import doctor as doctors
+
+    findings = doctors.check()
+    if as_json:
+        typer.echo(json.dumps(doctors.as_dict(findings), indent=1))
+    else:
+        _console(False).print(doctors.table(findings))
+    raise typer.Exit(OK if all(f.status != "broken" for f in findings) else ABSENT)
+
+
+def _choose(provider: ProviderName, spec: Path) -> str:
+    """auto: a key authors, a recording replays."""
+    import os
+
+    from agent.accept import RECORDINGS
+
+    recorded = (RECORDINGS / f"{spec.stem}.jsonl").is_file()
+    if provider is ProviderName.auto:
+        if os.environ.get("ANTHROPIC_API_KEY"):
+            return "anthropic"
+        if recorded or not spec.is_file():  # a missing spec gets its own words
+            return "replay"
+        raise Absent(f"no ANTHROPIC_API_KEY, and no recorded run of {spec.stem} to replay; set the key, or answer "
+                     "yourself with --provider handoff")
+    if provider is ProviderName.replay and spec.is_file() and not recorded:
+        raise Absent(f"{RECORDINGS}: no recorded run of {spec.stem}; author one first")
+    return provider.value
+
+
+def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json: bool) -> None:
+    """Author until the end, and say how it ended."""
+    from agent import render
+
+    console = _console(as_json)
+    console.print(f"run {run.name}, provider {run.journal.header['provider']}")
+    try:
+        with render.Watch(console) as watch:
+            outcome = _author(run, watch, _measurer(gpu, arms, rounds, watch))
+    finally:
+        run.journal.close()
+    if not as_json:
+        a, u = outcome.authorship, outcome.usage
+        console.print(f"written by {a.author} in {a.attempts} attempt(s); tokens {u.input_tokens} in, "
+                      f"{u.output_tokens} out, {u.cache_read_tokens} from the cache")
+    _finish(outcome.report, as_json, run.name)
+
+
+def _author(run: Run, watch: Any, measurer: Any) -> Outcome:
+    from agent.loop import Loop
+
+    header = run.journal.header
+    loop = Loop(run.journal, run.spec, run.text, _provider(run), watch, header["attempts"], measurer,
+                header["weak_jail"])
+    return loop.run()
+
+
+def _provider(run: Run) -> Any:
+    from agent import providers
+    from agent.accept import RECORDINGS
+
+    header = run.journal.header
+    options: dict[str, Any] = {
+        "anthropic": {"model": header["model"]},
+        "handoff": {"directory": Path(header["directory"] or run.directory / "handoff"), "author": header["author"],
+                    "time_limit": header["time_limit"]},
+        "replay": {"path": RECORDINGS / f"{run.spec.name}.jsonl"},
+    }[header["provider"]]
+    return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
+
+
+def _standing(name: str) -> Outcome:
+    """How a run stands, from its journal alone: nothing is asked for or measured."""
+    from agent import runs
+    from agent.loop import standing
+
+    run = runs.reopen(name)
+    try:
+        outcome = standing(run.journal, run.spec)
+    finally:
+        run.journal.close()
+    if outcome is None:
+        raise Absent(f"run {run.name} has no verified kernel yet: coda-agent resume {run.name}")
+    return outcome
+
+
+def _measurer(gpu: bool | None, arms: tuple[str, ...], rounds: int, watch: Any) -> Any:
+    if not _use_gpu(gpu):
+        return None
+    from verifier.measure import measure as run_gates
+
+    return lambda spec, program: run_gates(spec, program, arms=arms, rounds=rounds, progress=watch.gate)
+
+
+def _arms(max_autotune: bool, quack: bool) -> tuple[str, ...]:
+    extra = [("torch.compile max-autotune", max_autotune), ("QuACK library", quack)]
+    return ("torch.compile", "cuBLAS matmul", *(name for name, wanted in extra if wanted))
+
+
+def _measuring(gpu: bool | None, arms: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    return {"arms": arms, "rounds": rounds} if _use_gpu(gpu) else {}
+
+
+def _need_gpu(gpu: bool | None) -> None:
+    if gpu and not _use_gpu(None):
+        raise Absent("no CUDA device here; leave out --gpu, or take a bundle to a machine with an H100")
+
+
+def _use_gpu(gpu: bool | None) -> bool:
+    if gpu is False:
+        return False
+    import torch
+
+    there = torch.cuda.is_available()
+    if gpu and not there:
+        _need_gpu_missing()
+    return there
+
+
+def _need_gpu_missing() -> None:
+    raise Absent("no CUDA device here; leave out --gpu, or take a bundle to a machine with an H100")
+
+
+def _spec_of(kernel: Path) -> Path:
+    return Path("specs") / f"{kernel.name.partition('.')[0]}.yaml"
+
+
+def _source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise typer.BadParameter(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path}: cannot be read as text: {error}") from None
+
+
+def _why(measurement: dict[str, Any]) -> str:
+    return f" at {measurement['gate']}: {measurement['message']}" if measurement["status"] == "rejected" else ""
+
+
+def _console(quiet: bool) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=quiet, soft_wrap=False)
+
+
+def _finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") -> None:
+    from agent import render
+
+    if as_json:
+        typer.echo(report.model_dump_json(indent=1))
+    else:
+        console = _console(False)
+        render.show(console, report)
+        if run and report.status == "accepted":
+            console.print(f"next: coda-agent review {run}; coda-agent accept {run} --commit")
+        if run and report.status == "checked":
+            console.print(f"to measure it on an H100 elsewhere: coda-agent bundle {run}")
+    raise typer.Exit(REJECTED if report.status == "rejected" else OK)
+
+
+def main() -> None:
+    """Run the command; turn what can go wrong into one clear message and an exit status."""
+    import click
+
+    try:
+        status = app(standalone_mode=False)
+    except click.exceptions.Abort:
+        status = INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        status = USAGE
+    except KeyboardInterrupt:
+        typer.echo("interrupted: coda-agent resume goes on", err=True)
+        status = INTERRUPTED
+    except Absent as error:
+        typer.echo(f"coda-agent: {error}", err=True)
+        status = ABSENT
+    except Exception as error:
+        status = _explained(error)
+    sys.exit(status or OK)
+
+
+def _explained(error: Exception) -> int:
+    """The exit status of an error that has words for the user; any other is our bug and goes on."""
+    from agent.accept import AcceptError
+    from agent.bundle import BundleError
+    from agent.journal import JournalError
+    from agent.providers import ProviderError
+    from agent.tips import TipsError
+    from verifier.jail import JailUnavailable
+    from verifier.spec import SpecError
+
+    if isinstance(error, SpecError | BundleError | TipsError):
+        status = USAGE
+    elif isinstance(error, AcceptError):
+        status = REJECTED
+    elif isinstance(error, JournalError | ProviderError | JailUnavailable | OSError):
+        status = ABSENT
+    else:
+        raise error
+    typer.echo(f"coda-agent: {error}", err=True)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What a person sees of a run: live gates and answers, and tables of figures at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from verifier.report import GATES, Accepted, Checked, Gate, Rejected, Timing
+
+STYLE = {"accepted": "bold green", "checked": "bold cyan", "rejected": "bold red"}
+
+
+class Watch:
+    """A listener of the loop: a live view on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self._live: Live | None = None
+        self._states: dict[str, str] = {}
+        self._title = ""
+        self._words = ""
+
+    def __enter__(self) -> Watch:
+        if self.console.is_terminal:
+            self._live = Live(self._view(), console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def attempt(self, number: int, limit: int) -> None:
+        self._states, self._title, self._words = {}, f"attempt {number} of at most {limit}", ""
+        if not self._live:
+            self.console.print(self._title)
+        self._update()
+
+    def text(self, words: str) -> None:
+        self._words = (self._words + words)[-400:]
+        if not self._live and words.endswith("\n"):
+            self.console.print(Text("  " + words.strip(), style="dim"))
+        self._update()
+
+    def gate(self, name: str, words: str) -> None:
+        self._states[name] = words
+        if not self._live and words == "passed" or words.startswith("rejected"):
+            self.console.print(Text(f"  {name:10} {words}"))
+        self._update()
+
+    def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
+        self.console.print(Text(f"attempt {number}: {report.status}", style=STYLE[report.status]))
+        if isinstance(report, Rejected):
+            self.console.print(Text(f"  {report.gate}/{report.code}: {report.message}"))
+
+    def _view(self) -> Group:
+        rows: list[Any] = [Text(self._title, style="bold")]
+        if self._words and not self._states:
+            rows.append(Text(self._words.strip().splitlines()[-1][-100:], style="dim"))
+        for name in GATES:
+            words = self._states.get(name)
+            if words == "passed":
+                rows.append(Text(f"  ✓ {name}", style="green"))
+            elif words and words.startswith("rejected"):
+                rows.append(Text(f"  ✗ {name} {words}", style="red"))
+            elif words:
+                rows.append(Spinner("dots", Text(f" {name} {'' if words == 'started' else words}")))
+        return Group(*rows)
+
+    def _update(self) -> None:
+        if self._live:
+            self._live.update(self._view())
+
+
+def gates(report: Accepted | Checked | Rejected) -> Table:
+    """Every gate with its time and its figures."""
+    table = Table(title="Gates", title_justify="left")
+    for heading in ("gate", "result", "seconds", "figures"):
+        table.add_column(heading, justify="right" if heading == "seconds" else "left")
+    for gate in report.gates:
+        table.add_row(gate.gate, "[green]passed", f"{gate.seconds:.2f}", figures(gate))
+    if isinstance(report, Rejected):
+        table.add_row(report.gate, "[red]rejected", "", report.code)
+    passed = {g.gate for g in report.gates}
+    if isinstance(report, Checked):
+        for name in GATES:
+            if name not in passed:
+                table.add_row(name, "[dim]not run", "", "[dim]needs a CUDA device")
+    return table
+
+
+def figures(gate: Gate) -> str:
+    """A gate's figures in a line or two."""
+    f = gate.figures
+    words = {
+        "trace": lambda: f"{f['nodes']} nodes; jailed {f['milliseconds']:.0f} ms: {', '.join(f['layers'])}",
+        "contract": lambda: f"{f['steps']} step(s), {f['vector_kernels']} vector kernel(s)",
+        "interpret": lambda: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]),
+        "compile": lambda: "; ".join(_kernel(k) for k in f["kernels"]),
+        "numerics": lambda: "RMS error / yardstick: " + "; ".join(
+            f"{case}: " + _pairs({n: e["rms_ratio"] for n, e in got["outputs"].items()}) for case, got in f.items()
+        ),
+        "stability": lambda: f"repeats bitwise equal, guards and inputs untouched: {', '.join(f)}",
+        "benchmark": lambda: "see timings",
+        "decision": lambda: _pairs({c: r["low"] for c, r in f["speedup"].items()})
+        + f" (lower bounds) over {f['baseline']}, must exceed {f['threshold']}",
+    }[gate.gate]()
+    return "\n".join([words, *(f"[yellow]{finding}" for finding in gate.findings)])
+
+
+def _pairs(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
+
+
+def _kernel(kernel: dict[str, Any]) -> str:
+    shape = f"{kernel['tile']} {'pingpong' if kernel['pingpong'] else 'cooperative'}" if kernel["tile"] else "vectors"
+    return f"{shape}: {kernel['registers']} registers, {kernel['spill_loads']} spills, {kernel['hgmma']} HGMMA"
+
+
+def timings(rows: tuple[Timing, ...]) -> Table:
+    """Measured cases: the candidate's time and each arm's ratio to it, with intervals."""
+    table = Table(title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left")
+    for heading in ("case", "candidate ms", "roofline ms", "host us"):
+        table.add_column(heading, justify="right" if heading != "case" else "left")
+    arms = list(rows[0].ratios) if rows else []
+    for arm in arms:
+        table.add_column(arm, justify="right")
+    for t in rows:
+        cells = [f"{t.ratios[a].estimate:.3f} [{t.ratios[a].low:.3f}, {t.ratios[a].high:.3f}]" for a in arms]
+        table.add_row(t.case, f"{t.milliseconds['candidate']:.3f}", f"{t.roofline_milliseconds:.3f}",
+                      f"{t.host_microseconds:.1f}", *cells)
+    return table
+
+
+def summary(report: Accepted | Checked | Rejected) -> Text:
+    """The verdict in one line."""
+    if isinstance(report, Accepted):
+        return Text(f"accepted: {report.identity.spec}, program {report.identity.program_hash[:12]}", "bold green")
+    if isinstance(report, Checked):
+        return Text(f"{report.unmeasured} ({report.identity.spec}, program {report.identity.program_hash[:12]})",
+                    "bold cyan")
+    return Text(f"rejected at {report.gate}: {report.code}", "bold red")
+
+
+def show(console: Console, report: Accepted | Checked | Rejected) -> None:
+    """The whole of a report."""
+    console.print(gates(report))
+    if isinstance(report, Accepted):
+        console.print(timings(report.timings))
+    if isinstance(report, Rejected):
+        place = f"line {report.line}: " if report.line else ""
+        console.print(Text(f"{place}{report.message}"))
+    console.print(summary(report))

@@ -1,0 +1,77 @@
+"""Runs on disk: ``runs/NAME/`` holds a journal, the spec as it was, and a handoff's files."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from agent.journal import Journal, JournalError, write_atomic
+from verifier.spec import Spec, load
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
+
+
+def runs_dir() -> Path:
+    """Where runs live: CODA_AGENT_RUNS or ./runs."""
+    return Path(os.environ.get("CODA_AGENT_RUNS") or "runs")
+
+
+@dataclass
+class Run:
+    """A run that is open in this process: its journal is locked until ``journal.close()``."""
+
+    name: str
+    journal: Journal
+    spec: Spec
+    text: str
+
+    @property
+    def directory(self) -> Path:
+        return runs_dir() / self.name
+
+
+def start(path: Path, options: dict[str, Any]) -> Run:
+    """A new run of the spec at ``path``. Raises SpecError before anything is written."""
+    spec = load(path)
+    text = path.read_text(encoding="utf-8")
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        name = f"{spec.name}-{stamp}{suffix}"
+        if not (runs_dir() / name).exists():
+            break
+    header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
+    journal = Journal.create(runs_dir() / name / "journal.db", header)
+    try:
+        write_atomic(runs_dir() / name / "spec.yaml", text)
+    except OSError as error:
+        journal.close()
+        raise JournalError(f"{runs_dir() / name}: {error.strerror}; make room or set CODA_AGENT_RUNS") from None
+    return Run(name, journal, spec, text)
+
+
+def reopen(name: str) -> Run:
+    """An existing run, with the spec as it was then. Raises JournalError for one that is not there."""
+    name = Path(name).name
+    if not NAME.fullmatch(name) or not (runs_dir() / name).is_dir():
+        known = ", ".join(names()[-5:]) or "none"
+        raise JournalError(f"{runs_dir()}: there is no run {name!r}; the latest are: {known}")
+    journal = Journal.open(runs_dir() / name / "journal.db")
+    path = runs_dir() / name / "spec.yaml"
+    try:
+        spec, text = load(path), path.read_text(encoding="utf-8")
+    except BaseException:
+        journal.close()
+        raise
+    return Run(name, journal, spec, text)
+
+
+def names() -> list[str]:
+    """All runs, oldest first."""
+    if not runs_dir().is_dir():
+        return []
+    found = [p for p in runs_dir().iterdir() if (p / "journal.db").is_file()]
+    return [p.name for p in sorted(found, key=lambda p: (p.stat().st_ctime, p.name))]
