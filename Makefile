@@ -59,10 +59,14 @@ endef
 export CUDA_TORCH
 
 define INSTALLED
+import sys
 from importlib.metadata import version
 import torch
-build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-print(f"coda-agent: ready, with PyTorch {torch.__version__} ({build}) and QuACK {version('quack-kernels')}")
+build = "CUDA" if torch.version.cuda else "CPU"
+print(f"coda-agent: ready, with PyTorch {torch.__version__} ({build} build) and QuACK {version('quack-kernels')}")
+if build != sys.argv[1]:
+    print(f"coda-agent: a {sys.argv[1]} build was expected: what pip is set up with has none. To choose one,",
+          "install PyTorch for PYTHON, remove .venv and try again", file=sys.stderr)
 endef
 export INSTALLED
 
@@ -88,17 +92,17 @@ $(READY): pyproject.toml constraints.txt
 	    fi
 	fi
 
-	constraints=constraints.txt
+	constraints=constraints.txt build=CPU
 	torch=$$(sed -n 's/^torch==//p' constraints.txt)
 	if [[ -n "$$kept" ]]; then
 	    say "keeping PyTorch $$kept of $(PYTHON)"
-	    constraints=.venv/constraints.txt
+	    constraints=.venv/constraints.txt build=CUDA
 	elif nvidia-smi -L >/dev/null 2>&1; then
-	    say "installing PyTorch $$torch with CUDA from PyPI: there is an NVIDIA GPU"
-	    constraints=.venv/constraints.txt
+	    say "installing PyTorch $$torch with CUDA from PyPI, for the NVIDIA GPU here"
+	    constraints=.venv/constraints.txt build=CUDA
 	    pip install "torch==$$torch"
 	else
-	    say "installing the CPU build of PyTorch $$torch: there is no NVIDIA GPU"
+	    say "installing the CPU build of PyTorch $$torch: no NVIDIA GPU here"
 	    # Some networks do not reach the CPU wheels' index, but have that build on the index pip is set up with.
 	    pip install --no-deps --timeout 15 --retries 1 --extra-index-url $(CPU_WHEELS) "torch==$$torch+cpu" \
 	        2>/dev/null || pip install --no-deps "torch==$$torch"
@@ -107,5 +111,5 @@ $(READY): pyproject.toml constraints.txt
 
 	say "installing the other packages in the versions of constraints.txt"
 	pip install -c $$constraints -e '.[test]'
-	$(BIN)/python -c "$$INSTALLED"
+	$(BIN)/python -c "$$INSTALLED" $$build
 	touch $@

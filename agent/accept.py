@@ -9,8 +9,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from agent.journal import Journal, write_atomic
+from agent.journal import Journal
 from agent.loop import Outcome
+from primitives.files import write_atomic
 from primitives.lower import lower
 from verifier.report import Accepted, Authorship
 
@@ -28,13 +29,17 @@ def files(name: str, directory: Path = KERNELS) -> list[Path]:
     return [directory / f"{name}.{suffix}" for suffix in ("py", "program.json", "cutedsl.py", "report.json")]
 
 
-def accept(outcome: Outcome, journal: Journal, directory: Path = KERNELS, recordings: Path = RECORDINGS) -> list[Path]:
+def accept(
+    outcome: Outcome, journal: Journal, directory: Path = KERNELS, recordings: Path = RECORDINGS
+) -> list[Path]:
     """Write an accepted kernel's files and its run's recording; the report last, for it vouches for
     the others. Raises AcceptError for anything but an accepted kernel, or where writing fails."""
     report, program = outcome.report, outcome.program
     if not isinstance(report, Accepted) or program is None:
-        raise AcceptError(f"run {outcome.authorship.run} is {report.status}, not accepted: "
-                          "only a kernel measured on an H100 and found faster can be accepted")
+        raise AcceptError(
+            f"run {outcome.authorship.run} is {report.status}, not accepted: "
+            "only a kernel measured on an H100 and found faster can be accepted"
+        )
     name = report.identity.spec
     lowered = lower(program)
     if lowered.hash != report.identity.lowered_hash or program.hash != report.identity.program_hash:
@@ -58,12 +63,16 @@ def accept(outcome: Outcome, journal: Journal, directory: Path = KERNELS, record
 def message(report: Accepted, authorship: Authorship) -> str:
     """The commit message: what was accepted, by whom, with the figures."""
     lines = [
-        f"Accept {report.identity.spec}", "",
+        f"Accept {report.identity.spec}",
+        "",
         f"Author: {authorship.author}, {authorship.attempts} attempt(s), run {authorship.run}",
-        f"Device: {report.conditions.get('gpu', 'unknown')}, {report.date}", "",
+        f"Device: {report.conditions.get('gpu', 'unknown')}, {report.date}",
+        "",
     ]
     for t in report.timings:
-        ratios = ", ".join(f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items())
+        ratios = ", ".join(
+            f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items()
+        )
         lines.append(f"{t.case}: {t.milliseconds['candidate']:.3f} ms; {ratios}")
     return "\n".join(lines) + "\n"
 
@@ -78,10 +87,14 @@ def commit(paths: list[Path], words: str) -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         raise AcceptError("git is not installed: the files are written, commit them yourself") from None
     if done.returncode != 0:
-        raise AcceptError(f"git {arguments[0]} failed: {(done.stderr or done.stdout).strip()}; "
-                          "the files are written, commit them yourself")
+        raise AcceptError(
+            f"git {arguments[0]} failed: {(done.stderr or done.stdout).strip()}; "
+            "the files are written, commit them yourself"
+        )
     return done.stdout

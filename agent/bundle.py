@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent import runs
-from agent.journal import write_atomic
+from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError
 from primitives.lower import lower
 from verifier.report import MEASUREMENT, REPORT, CaseResult, Checked, Identity, Measured, Rejected
@@ -80,8 +80,13 @@ def _entry(name: str) -> Entry:
         if not isinstance(report, Checked) or f"measurement/{reports[-1]}" in events:
             raise BundleError(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
         assert last is not None  # a report was validated from it
-        return Entry(run=run.name, attempt=reports[-1], spec_text=run.text, program=last["program"],
-                     identity=report.identity)
+        return Entry(
+            run=run.name,
+            attempt=reports[-1],
+            spec_text=run.text,
+            program=last["program"],
+            identity=report.identity,
+        )
     finally:
         run.journal.close()
 
@@ -111,10 +116,20 @@ def measure(
     checked = [_verified(path, entry) for entry in bundle.entries]
     results = []
     for entry, (spec, program) in zip(bundle.entries, checked, strict=True):
-        kept = _Cases(out.with_name(out.name + ".partial") / f"{entry.identity.lowered_hash[:16]}-{len(arms)}-{rounds}")
-        found = measure_program(spec, program, arms=arms, rounds=rounds, progress=progress(entry.run), keep=kept)
-        results.append(Result(run=entry.run, attempt=entry.attempt, identity=identity(spec, program),
-                              measurement=found.model_dump(mode="json")))
+        kept = _Cases(
+            out.with_name(out.name + ".partial") / f"{entry.identity.lowered_hash[:16]}-{len(arms)}-{rounds}"
+        )
+        found = measure_program(
+            spec, program, arms=arms, rounds=rounds, progress=progress(entry.run), keep=kept
+        )
+        results.append(
+            Result(
+                run=entry.run,
+                attempt=entry.attempt,
+                identity=identity(spec, program),
+                measurement=found.model_dump(mode="json"),
+            )
+        )
     done = Results(results=tuple(results))
     _write(out, done)
     return done
@@ -131,9 +146,11 @@ def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:
     expected = (entry.identity.spec_hash, entry.identity.program_hash, entry.identity.lowered_hash)
     for what, here, there in zip(("spec", "program", "lowered text"), hashes, expected, strict=True):
         if here != there:
-            raise BundleError(f"{path}: run {entry.run}: the {what} differs from what was checked "
-                              f"({here[:12]} here, {there[:12]} there): install the versions it was made with "
-                              f"({', '.join(f'{k} {v}' for k, v in entry.identity.versions.items())})")
+            raise BundleError(
+                f"{path}: run {entry.run}: the {what} differs from what was checked "
+                f"({here[:12]} here, {there[:12]} there): install the versions it was made with "
+                f"({', '.join(f'{k} {v}' for k, v in entry.identity.versions.items())})"
+            )
     return spec, program
 
 
@@ -156,15 +173,21 @@ def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
         try:
             measurement = MEASUREMENT.validate_python(result.measurement)
         except ValidationError as error:
-            raise BundleError(f"{path}: run {result.run}: {error.error_count()} errors, the first: "
-                              f"{error.errors()[0]['msg']}; measure again") from None
+            raise BundleError(
+                f"{path}: run {result.run}: {error.error_count()} errors, the first: "
+                f"{error.errors()[0]['msg']}; measure again"
+            ) from None
         run = runs.reopen(result.run)
         try:
-            recorded = next((e.payload for e in run.journal.events() if e.key == f"report/{result.attempt}"), None)
+            recorded = next(
+                (e.payload for e in run.journal.events() if e.key == f"report/{result.attempt}"), None
+            )
             report = REPORT.validate_python(recorded["report"]) if recorded else None
             if not isinstance(report, Checked) or not _same(report.identity, result.identity):
-                raise BundleError(f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
-                                  "another kernel than this run's: bundle the run again")
+                raise BundleError(
+                    f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
+                    "another kernel than this run's: bundle the run again"
+                )
             run.journal.once(f"measurement/{result.attempt}", "measurement", lambda r=result: r.measurement)
         finally:
             run.journal.close()
@@ -191,8 +214,9 @@ def _read(path: Path, kind: type[T]) -> T:
     try:
         found = kind.model_validate(json.loads(text))
     except ValueError as error:
-        raise BundleError(f"{path}: this is no {kind.__name__.lower()} file of coda-agent: "
-                          f"{str(error).splitlines()[0]}") from None
+        raise BundleError(
+            f"{path}: this is no {kind.__name__.lower()} file of coda-agent: {str(error).splitlines()[0]}"
+        ) from None
     version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
     if version != FORMAT:
         raise BundleError(f"{path}: format {version}, this version reads {FORMAT}: make it again")

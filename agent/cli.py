@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from verifier.report import Accepted, Checked, Rejected
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Let a language model author CODA kernels for H100, and decide without trusting it whether they are "
     "right and fast.",
 )
@@ -40,25 +43,35 @@ class Absent(Exception):
 
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file.")]
-Gpu = Annotated[bool | None, typer.Option("--gpu/--no-gpu", help="Demand a GPU, or do without. Default: use one "
-                                          "if there is one.")]
-WeakJail = Annotated[bool, typer.Option("--weak-jail", help="Trace although this machine has neither seccomp nor "
-                                        "Landlock.")]
+Gpu = Annotated[
+    bool | None,
+    typer.Option("--gpu/--no-gpu", help="Demand a GPU, or do without. Default: use one if there is one."),
+]
+WeakJail = Annotated[
+    bool, typer.Option("--weak-jail", help="Trace although this machine has neither seccomp nor Landlock.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
-MaxAutotune = Annotated[bool, typer.Option("--max-autotune", help="Measure torch.compile's max-autotune too.")]
-Quack = Annotated[bool, typer.Option("--quack", help="Measure QuACK's own epilogue too, tuned in the same space.")]
+MaxAutotune = Annotated[
+    bool, typer.Option("--max-autotune", help="Measure torch.compile's max-autotune too.")
+]
+Quack = Annotated[
+    bool, typer.Option("--quack", help="Measure QuACK's own epilogue too, tuned in the same space.")
+]
 Rounds = Annotated[int, typer.Option(min=8, help="Interleaved rounds of a measurement.")]
 
 
 @app.command()
 def generate(
     spec: SpecPath,
-    provider: Annotated[ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded "
-                                                   "run.")] = ProviderName.auto,
+    provider: Annotated[
+        ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded run.")
+    ] = ProviderName.auto,
     attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most.")] = 6,
     model: Annotated[str | None, typer.Option(help="Model of the anthropic provider.")] = None,
     author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author",
-    directory: Annotated[Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds that a handoff waits for one answer.")] = 3600.0,
     gpu: Gpu = None,
     weak_jail: WeakJail = False,
@@ -72,8 +85,13 @@ def generate(
 
     chosen = _choose(provider, spec)
     options = {
-        "provider": chosen, "attempts": attempts, "model": model, "author": author, "weak_jail": weak_jail,
-        "directory": str(directory) if directory else None, "time_limit": time_limit,
+        "provider": chosen,
+        "attempts": attempts,
+        "model": model,
+        "author": author,
+        "weak_jail": weak_jail,
+        "directory": str(directory) if directory else None,
+        "time_limit": time_limit,
     }
     _need_gpu(gpu)
     run = runs.start(spec, options)
@@ -115,8 +133,14 @@ def verify(
     loaded = load(spec or _spec_of(kernel))
     source = _source(kernel)
     with render.Watch(_console(as_json)) as watch:
-        report, _ = run_gates(loaded, source, gpu=_use_gpu(gpu), weak_jail=weak_jail, progress=watch.gate,
-                              **_measuring(gpu, _arms(max_autotune, quack), rounds))
+        report, _ = run_gates(
+            loaded,
+            source,
+            gpu=_use_gpu(gpu),
+            weak_jail=weak_jail,
+            progress=watch.gate,
+            **_measuring(gpu, _arms(max_autotune, quack), rounds),
+        )
     _finish(report, as_json)
 
 
@@ -147,8 +171,11 @@ def measure(
     _need_gpu(True)
     with render.Watch(_console(False)) as watch:
         done = bundles.measure(
-            path, out, progress=lambda name: lambda gate, words: watch.gate(gate, words),
-            arms=_arms(max_autotune, quack), rounds=rounds,
+            path,
+            out,
+            progress=lambda name: lambda gate, words: watch.gate(gate, words),
+            arms=_arms(max_autotune, quack),
+            rounds=rounds,
         )
     worst = OK
     for result in done.results:
@@ -160,7 +187,9 @@ def measure(
 
 
 @app.command("import")
-def import_results(path: Annotated[Path, typer.Argument(metavar="RESULTS", help="What measure wrote.")]) -> None:
+def import_results(
+    path: Annotated[Path, typer.Argument(metavar="RESULTS", help="What measure wrote.")],
+) -> None:
     """Carry runs on with measurements made elsewhere."""
     from agent.bundle import take
 
@@ -241,8 +270,10 @@ def _choose(provider: ProviderName, spec: Path) -> str:
             return "anthropic"
         if recorded or not spec.is_file():  # a missing spec gets its own words
             return "replay"
-        raise Absent(f"no ANTHROPIC_API_KEY, and no recorded run of {spec.stem} to replay; set the key, or answer "
-                     "yourself with --provider handoff")
+        raise Absent(
+            f"no ANTHROPIC_API_KEY, and no recorded run of {spec.stem} to replay; set the key, or answer "
+            "yourself with --provider handoff"
+        )
     if provider is ProviderName.replay and spec.is_file() and not recorded:
         raise Absent(f"{RECORDINGS}: no recorded run of {spec.stem}; author one first")
     return provider.value
@@ -261,8 +292,10 @@ def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json:
         run.journal.close()
     if not as_json:
         a, u = outcome.authorship, outcome.usage
-        console.print(f"written by {a.author} in {a.attempts} attempt(s); tokens {u.input_tokens} in, "
-                      f"{u.output_tokens} out, {u.cache_read_tokens} from the cache")
+        console.print(
+            f"written by {a.author} in {a.attempts} attempt(s); tokens {u.input_tokens} in, "
+            f"{u.output_tokens} out, {u.cache_read_tokens} from the cache"
+        )
     _finish(outcome.report, as_json, run.name)
 
 
@@ -270,8 +303,16 @@ def _author(run: Run, watch: Any, measurer: Any) -> Outcome:
     from agent.loop import Loop
 
     header = run.journal.header
-    loop = Loop(run.journal, run.spec, run.text, _provider(run), watch, header["attempts"], measurer,
-                header["weak_jail"])
+    loop = Loop(
+        run.journal,
+        run.spec,
+        run.text,
+        _provider(run),
+        watch,
+        header["attempts"],
+        measurer,
+        header["weak_jail"],
+    )
     return loop.run()
 
 
@@ -282,8 +323,11 @@ def _provider(run: Run) -> Any:
     header = run.journal.header
     options: dict[str, Any] = {
         "anthropic": {"model": header["model"]},
-        "handoff": {"directory": Path(header["directory"] or run.directory / "handoff"), "author": header["author"],
-                    "time_limit": header["time_limit"]},
+        "handoff": {
+            "directory": Path(header["directory"] or run.directory / "handoff"),
+            "author": header["author"],
+            "time_limit": header["time_limit"],
+        },
         "replay": {"path": RECORDINGS / f"{run.spec.name}.jsonl"},
     }[header["provider"]]
     return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
@@ -355,7 +399,9 @@ def _source(path: Path) -> str:
 
 
 def _why(measurement: dict[str, Any]) -> str:
-    return f" at {measurement['gate']}: {measurement['message']}" if measurement["status"] == "rejected" else ""
+    return (
+        f" at {measurement['gate']}: {measurement['message']}" if measurement["status"] == "rejected" else ""
+    )
 
 
 def _console(quiet: bool) -> Any:

@@ -69,22 +69,22 @@ def healthy(findings: Sequence[Finding]) -> bool:
     return all(f.status != "broken" for f in findings)
 
 
-def render(findings: Sequence[Finding]) -> Table:
+def table(findings: Sequence[Finding]) -> Table:
     """A row a finding, its remedy below its detail."""
     from rich.table import Table
     from rich.text import Text
 
     styles = {"ok": "green", "missing": "yellow", "broken": "bold red"}
-    table = Table(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    made = Table(show_header=False)
+    made.add_column(no_wrap=True)
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
     for f in findings:
         words = Text(f.detail)
         if f.remedy:
             words.append(f"\n{f.remedy}", style="italic")
-        table.add_row(Text(f.name), Text(f.status, style=styles[f.status]), words)
-    return table
+        made.add_row(Text(f.name), Text(f.status, style=styles[f.status]), words)
+    return made
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
@@ -93,7 +93,7 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
     if version >= PYTHON:
         return Finding("python", "ok", f"{said} at {sys.executable}")
     wanted = ".".join(map(str, PYTHON))
-    return Finding("python", "broken", f"{said}, too old", f"use Python {wanted} or later in a virtual environment")
+    return Finding("python", "broken", f"{said}, too old", f"use Python {wanted} or later")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def torch_build() -> Finding:
     except ModuleNotFoundError as error:
         return Finding("torch build", "missing", str(error), "pip install torch")
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-        return Finding("torch build", "broken", f"does not import: {error}", "pip install --force-reinstall torch")
+        remedy = "pip install --force-reinstall torch"
+        return Finding("torch build", "broken", f"does not import: {error}", remedy)
     cuda = torch.version.cuda
     use = f"CUDA {cuda}" if cuda else "CPU only: kernels can be checked and compiled, not measured"
     return Finding("torch build", "ok", f"{torch.__version__}, {use}")
@@ -203,7 +204,7 @@ def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding
     detail = f"{gpu}, driver {driver}, capability {capability[0]}.{capability[1]}"
     if capability == HOPPER:
         return Finding("CUDA device", "ok", detail)
-    return Finding("CUDA device", "missing", f"{detail}: kernels are compiled for 9.0 (sm_90a) alone", ELSEWHERE)
+    return Finding("CUDA device", "missing", f"{detail}: kernels need 9.0 (Hopper)", ELSEWHERE)
 
 
 def _driver() -> tuple[str, str]:
@@ -273,10 +274,14 @@ def jail() -> Finding:
     try:
         traced = real.trace(_TINY, _tiny_signature())
     except real.JailUnavailable as error:
-        return Finding("jail", "broken", *str(error).split(": ", 1))
+        return Finding("jail", "broken", str(error), "use a Linux, 5.13 or later, with Landlock or seccomp")
     if isinstance(traced, Rejected):
-        return Finding("jail", "broken", f"it refused an honest kernel ({traced.code}): {traced.message}",
-                       "report this with the output of coda-agent doctor --json")
+        return Finding(
+            "jail",
+            "broken",
+            f"it refused an honest kernel ({traced.code}): {traced.message}",
+            "report this with the output of coda-agent doctor --json",
+        )
     lacks = f"; this system lacks {', '.join(traced.missing)}" if traced.missing else ""
     return Finding("jail", "ok", f"{', '.join(traced.layers)}{lacks}; {traced.seconds * 1e3:.0f} ms a trace")
 
@@ -303,12 +308,20 @@ def cache() -> Finding:
             file.write(b"doctor")
         free = shutil.disk_usage(path).free
     except OSError as error:
-        return Finding("cache", "broken", f"cannot write to {path}: {error.strerror or error}",
-                       "set CODA_AGENT_CACHE to a directory that you can write to")
+        return Finding(
+            "cache",
+            "broken",
+            f"cannot write to {path}: {error.strerror or error}",
+            "set CODA_AGENT_CACHE to a directory that you can write to",
+        )
     room = f"{free / (1 << 30):.1f} GiB free"
     if free < FREE_BYTES:
-        return Finding("cache", "broken", f"{path}: only {room}",
-                       f"free {FREE_BYTES >> 30} GiB there, or set CODA_AGENT_CACHE to a larger disk")
+        return Finding(
+            "cache",
+            "broken",
+            f"{path}: only {room}",
+            f"free {FREE_BYTES >> 30} GiB there, or set CODA_AGENT_CACHE to a larger disk",
+        )
     return Finding("cache", "ok", f"{path}, {room}")
 
 
@@ -327,5 +340,9 @@ def key() -> Finding:
     """Whether the anthropic provider has a key; what it is, nobody is told."""
     if os.environ.get("ANTHROPIC_API_KEY", "").strip():
         return Finding("anthropic key", "ok", "ANTHROPIC_API_KEY is set")
-    return Finding("anthropic key", "missing", "ANTHROPIC_API_KEY is not set",
-                   "set ANTHROPIC_API_KEY, or use --provider handoff, which needs none")
+    return Finding(
+        "anthropic key",
+        "missing",
+        "ANTHROPIC_API_KEY is not set",
+        "set ANTHROPIC_API_KEY, or use --provider handoff, which needs none",
+    )

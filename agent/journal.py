@@ -8,7 +8,6 @@ where it was, without asking (and paying) for an answer twice. Only a step that 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -20,7 +19,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-__all__ = ["Event", "Journal", "JournalError", "read_export", "write_atomic"]
+from primitives.files import sync_directory, write_atomic
+
+__all__ = ["Event", "Journal", "JournalError", "read_export"]
 
 SCHEMA = 1
 _APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
@@ -168,20 +169,6 @@ def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
     return header["header"], [Event(**_parse(path, number, line, _EVENT)) for number, line in rest]
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a UTF-8 file that other processes see whole or not at all, and that survives a power cut."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    _sync_directory(path.parent)
-
-
 _EVENT: dict[str, type] = {"seq": int, "key": str, "kind": str, "payload": dict, "time": str}
 _DAMAGED = "restore it from a copy, or start a new run"
 
@@ -236,7 +223,7 @@ def _write_empty(path: Path, header: dict[str, Any]) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def _check(path: Path, connection: sqlite3.Connection) -> None:
@@ -270,15 +257,6 @@ def _explained(path: Path) -> Iterator[None]:
         else:
             remedy = _DAMAGED
         raise JournalError(f"{path}: {error}; {remedy}") from error
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename in `directory` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _now() -> str:

@@ -99,7 +99,8 @@ class Loop:
 
     def _answer(self, number: int, system: str, messages: list[Message]) -> Turn:
         payload = self.journal.once(
-            f"answer/{number}", "answer",
+            f"answer/{number}",
+            "answer",
             lambda: self.provider.next_turn(system, messages, on_text=self.listener.text).to_json(),
         )
         return Turn.from_json(payload)
@@ -129,12 +130,16 @@ class Loop:
         if measure is None:
             return _recorded(self.journal, number)
         payload = self.journal.once(
-            f"measurement/{number}", "measurement", lambda: measure(self.spec, program).model_dump(mode="json")
+            f"measurement/{number}",
+            "measurement",
+            lambda: measure(self.spec, program).model_dump(mode="json"),
         )
         return MEASUREMENT.validate_python(payload)
 
 
-def joined(report: Accepted | Checked | Rejected, found: Measured | Rejected | None) -> Accepted | Checked | Rejected:
+def joined(
+    report: Accepted | Checked | Rejected, found: Measured | Rejected | None
+) -> Accepted | Checked | Rejected:
     """What was checked, with what was measured of it, if anything was."""
     if found is None or not isinstance(report, Checked):
         return report
@@ -160,7 +165,9 @@ def standing(journal: Journal, spec: Spec) -> Outcome | None:
 
 def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rejected, Program | None]:
     text = payload["program"]
-    return REPORT.validate_python(payload["report"]), Program.from_json(text, spec.signature()) if text else None
+    return REPORT.validate_python(payload["report"]), Program.from_json(
+        text, spec.signature()
+    ) if text else None
 
 
 def _recorded(journal: Journal, number: int) -> Measured | Rejected | None:

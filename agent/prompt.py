@@ -84,7 +84,9 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
     useful = [tip for tip in known if tip.spec != spec.name]
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     if useful:
-        parts.append("# Tips learned from earlier attempts\n\n" + "\n".join(f"- {tip.lesson}" for tip in useful))
+        parts.append(
+            "# Tips learned from earlier attempts\n\n" + "\n".join(f"- {tip.lesson}" for tip in useful)
+        )
     return Prompt("\n\n".join(part.strip() for part in parts), task(spec, text))
 
 
@@ -113,7 +115,9 @@ def examples(exclude: str = "") -> str:
     for path in sorted(EXAMPLES.glob("*.yaml")):
         if path.stem != exclude:
             kernel = path.with_suffix(".py").read_text(encoding="utf-8")
-            pages.append(f"```yaml\n{path.read_text(encoding='utf-8').strip()}\n```\n\n```python\n{kernel.strip()}\n```")
+            pages.append(
+                f"```yaml\n{path.read_text(encoding='utf-8').strip()}\n```\n\n```python\n{kernel.strip()}\n```"
+            )
     return "\n\n".join(pages)
 
 

@@ -103,13 +103,19 @@ def figures(gate: Gate) -> str:
         "contract": lambda: f"{f['steps']} step(s), {f['vector_kernels']} vector kernel(s)",
         "interpret": lambda: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]),
         "compile": lambda: "; ".join(_kernel(k) for k in f["kernels"]),
-        "numerics": lambda: "RMS error / yardstick: " + "; ".join(
-            f"{case}: " + _pairs({n: e["rms_ratio"] for n, e in got["outputs"].items()}) for case, got in f.items()
+        "numerics": lambda: (
+            "RMS error / yardstick: "
+            + "; ".join(
+                f"{case}: " + _pairs({n: e["rms_ratio"] for n, e in got["outputs"].items()})
+                for case, got in f.items()
+            )
         ),
         "stability": lambda: f"repeats bitwise equal, guards and inputs untouched: {', '.join(f)}",
         "benchmark": lambda: "see timings",
-        "decision": lambda: _pairs({c: r["low"] for c, r in f["speedup"].items()})
-        + f" (lower bounds) over {f['baseline']}, must exceed {f['threshold']}",
+        "decision": lambda: (
+            _pairs({c: r["low"] for c, r in f["speedup"].items()})
+            + f" (lower bounds) over {f['baseline']}, must exceed {f['threshold']}"
+        ),
     }[gate.gate]()
     return "\n".join([words, *(f"[yellow]{finding}" for finding in gate.findings)])
 
@@ -119,13 +125,21 @@ def _pairs(values: dict[str, float]) -> str:
 
 
 def _kernel(kernel: dict[str, Any]) -> str:
-    shape = f"{kernel['tile']} {'pingpong' if kernel['pingpong'] else 'cooperative'}" if kernel["tile"] else "vectors"
-    return f"{shape}: {kernel['registers']} registers, {kernel['spill_loads']} spills, {kernel['hgmma']} HGMMA"
+    shape = (
+        f"{kernel['tile']} {'pingpong' if kernel['pingpong'] else 'cooperative'}"
+        if kernel["tile"]
+        else "vectors"
+    )
+    return (
+        f"{shape}: {kernel['registers']} registers, {kernel['spill_loads']} spills, {kernel['hgmma']} HGMMA"
+    )
 
 
 def timings(rows: tuple[Timing, ...]) -> Table:
     """Measured cases: the candidate's time and each arm's ratio to it, with intervals."""
-    table = Table(title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left")
+    table = Table(
+        title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left"
+    )
     for heading in ("case", "candidate ms", "roofline ms", "host us"):
         table.add_column(heading, justify="right" if heading != "case" else "left")
     arms = list(rows[0].ratios) if rows else []
@@ -133,18 +147,27 @@ def timings(rows: tuple[Timing, ...]) -> Table:
         table.add_column(arm, justify="right")
     for t in rows:
         cells = [f"{t.ratios[a].estimate:.3f} [{t.ratios[a].low:.3f}, {t.ratios[a].high:.3f}]" for a in arms]
-        table.add_row(t.case, f"{t.milliseconds['candidate']:.3f}", f"{t.roofline_milliseconds:.3f}",
-                      f"{t.host_microseconds:.1f}", *cells)
+        table.add_row(
+            t.case,
+            f"{t.milliseconds['candidate']:.3f}",
+            f"{t.roofline_milliseconds:.3f}",
+            f"{t.host_microseconds:.1f}",
+            *cells,
+        )
     return table
 
 
 def summary(report: Accepted | Checked | Rejected) -> Text:
     """The verdict in one line."""
     if isinstance(report, Accepted):
-        return Text(f"accepted: {report.identity.spec}, program {report.identity.program_hash[:12]}", "bold green")
+        return Text(
+            f"accepted: {report.identity.spec}, program {report.identity.program_hash[:12]}", "bold green"
+        )
     if isinstance(report, Checked):
-        return Text(f"{report.unmeasured} ({report.identity.spec}, program {report.identity.program_hash[:12]})",
-                    "bold cyan")
+        return Text(
+            f"{report.unmeasured} ({report.identity.spec}, program {report.identity.program_hash[:12]})",
+            "bold cyan",
+        )
     return Text(f"rejected at {report.gate}: {report.code}", "bold red")
 
 

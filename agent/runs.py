@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from agent.journal import Journal, JournalError, write_atomic
+from agent.journal import Journal, JournalError
+from primitives.files import write_atomic
 from verifier.spec import Spec, load
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
@@ -49,7 +50,9 @@ def start(path: Path, options: dict[str, Any]) -> Run:
         write_atomic(runs_dir() / name / "spec.yaml", text)
     except OSError as error:
         journal.close()
-        raise JournalError(f"{runs_dir() / name}: {error.strerror}; make room or set CODA_AGENT_RUNS") from None
+        raise JournalError(
+            f"{runs_dir() / name}: {error.strerror}; make room or set CODA_AGENT_RUNS"
+        ) from None
     return Run(name, journal, spec, text)
 
 

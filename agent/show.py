@@ -100,12 +100,14 @@ class _Writer:
         loads += [Line("load", self.memory[i], self.tensor(i)) for i in step.vectors]
         known = {i: self.memory[i] for i in (*step.roots, *step.vectors)}
         known |= {p: f"sum({self.memory[~p]})" for p in step.partials if p not in step.roots}
-        lines = self.computed([*step.body, *(p for p in step.partials if p in step.roots)], step.roots,
-                              step.roots, known)
+        lines = self.computed(
+            [*step.body, *(p for p in step.partials if p in step.roots)], step.roots, step.roots, known
+        )
         return StepText(step.stage, "vector", f"vectors [{length}] {after}", tuple(loads + lines))
 
-    def computed(self, body: Iterable[int], roots: Iterable[int], stores: Iterable[int],
-                 known: dict[int, str]) -> list[Line]:
+    def computed(
+        self, body: Iterable[int], roots: Iterable[int], stores: Iterable[int], known: dict[int, str]
+    ) -> list[Line]:
         """Lines for what is stored and what is used more than once; ``known`` gains the latter's names."""
         body, stored = sorted(body), set(stores)
         uses = [a for i in body for a in self.nodes[i].args] + list(roots)
@@ -212,8 +214,12 @@ def floors(program: Program, sizes: Cases | None, machine: Machine = H100) -> di
 
 
 def as_dict(
-    program: Program, *, spec_name: str | None = None, resources: Sequence[Resources] | None = None,
-    sizes: Cases | None = None, cutedsl: bool = False,
+    program: Program,
+    *,
+    spec_name: str | None = None,
+    resources: Sequence[Resources] | None = None,
+    sizes: Cases | None = None,
+    cutedsl: bool = False,
 ) -> dict[str, Any]:
     """Everything that ``render`` shows, for ``--json``. ProgramError if ``cutedsl`` cannot be lowered."""
     return {
@@ -234,8 +240,12 @@ def _lowered(program: Program) -> str:
 
 
 def render(
-    program: Program, *, spec_name: str | None = None, resources: Sequence[Resources] | None = None,
-    sizes: Cases | None = None, cutedsl: bool = False,
+    program: Program,
+    *,
+    spec_name: str | None = None,
+    resources: Sequence[Resources] | None = None,
+    sizes: Cases | None = None,
+    cutedsl: bool = False,
 ) -> Group:
     """Steps; where given, resources and the roofline of each case; on request the CuTeDSL text."""
     from rich.console import Group
@@ -243,7 +253,7 @@ def render(
 
     parts: list[RenderableType] = [
         Text.assemble((spec_name or program.signature.name, "bold"), f"  program {program.hash[:12]}"),
-        Text("a name is a value in fp32 registers; its store rounds, the other lines of its step do not", style="dim"),
+        Text("a name is a value in fp32 registers; its store rounds, other lines do not", style="dim"),
     ]
     parts += [step_table(step) for step in steps(program)]
     parts += tables(resources, floors(program, sizes))
@@ -277,8 +287,8 @@ def tables(resources: Sequence[Resources] | None, rooflines: Mapping[str, Roofli
 
 def resource_table(resources: Sequence[Resources]) -> Table:
     """One row a compiled kernel and configuration; spills, and a GEMM without HGMMA, stand out."""
-    table = _table("resources, compiled for sm_90a", ["kernel", "schedule"],
-                   ["registers", "stack B", "static shared B", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"])
+    numbers = ["registers", "stack B", "static shared B", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
+    table = _table("resources, compiled for sm_90a", ["kernel", "schedule"], numbers)
     for r in resources:
         spilled = f"{r.spill_loads}/{r.spill_stores}"
         idle = r.schedule is not None and not r.hgmma
@@ -300,18 +310,33 @@ def _schedule(schedule: Mapping[str, int | bool] | None) -> str:
 def roofline_table(rooflines: Mapping[str, Roofline]) -> Table:
     """Per case and kernel: work, what it takes at the machine's ceilings, and which of the two binds."""
     machine = next(iter(rooflines.values())).machine
-    title = (f"roofline, {machine.name}: {machine.tensor.value / 1e12:.1f} T{machine.tensor.unit}, "
-             f"{machine.memory.value / 1e12:.2f} T{machine.memory.unit}; epilogue arithmetic not counted")
-    table = _table(title, ["case", "kernel"],
-                   ["GFLOP", "read MB", "written MB", "compute us", "memory us", "floor us"])
+    title = (
+        f"roofline, {machine.name}: {machine.tensor.value / 1e12:.1f} T{machine.tensor.unit}, "
+        f"{machine.memory.value / 1e12:.2f} T{machine.memory.unit}; epilogue arithmetic not counted"
+    )
+    table = _table(
+        title, ["case", "kernel"], ["GFLOP", "read MB", "written MB", "compute us", "memory us", "floor us"]
+    )
     table.add_column("binds")
     for case, found in rooflines.items():
         label = f"{case} ({', '.join(f'{k} {v}' for k, v in found.sizes.items())})"
         for position, floor in enumerate(found.steps):
-            table.add_row(label if position == 0 else "", _kernel(floor), *_figures([floor]),
-                          f"{floor.seconds * 1e6:.1f}", floor.binds)
-        table.add_row("", "all", *_figures(found.steps), f"{found.seconds * 1e6:.1f}", found.binds,
-                      style="bold", end_section=True)
+            table.add_row(
+                label if position == 0 else "",
+                _kernel(floor),
+                *_figures([floor]),
+                f"{floor.seconds * 1e6:.1f}",
+                floor.binds,
+            )
+        table.add_row(
+            "",
+            "all",
+            *_figures(found.steps),
+            f"{found.seconds * 1e6:.1f}",
+            found.binds,
+            style="bold",
+            end_section=True,
+        )
     return table
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
 
@@ -57,20 +58,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("CODA_AGENT_CACHE") or Path.home() / ".cache" / "coda-agent")
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write so that a reader, or a crash, never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
 def load_module(lowered: Lowered) -> ModuleType:
     """Import a lowered text from its content-addressed file."""
     if lowered.module in sys.modules:
@@ -102,14 +89,23 @@ def _resource_key(argument: Argument) -> tuple[str, Any]:
     """What QuACK's compile wants to know of a resource's argument (its ``host_arg_key``)."""
     dtype = _cute_dtype(argument)
     key = {
-        "load": (dtype, "n"), "store": (dtype, "n"), "row": (dtype, 1), "column": (dtype, 1),
-        "partial": (dtype, 3), "scalar": ("immediate", dtype),
+        "load": (dtype, "n"),
+        "store": (dtype, "n"),
+        "row": (dtype, 1),
+        "column": (dtype, 1),
+        "partial": (dtype, 3),
+        "scalar": ("immediate", dtype),
     }[argument.role]
     return argument.name, key
 
 
 def compile_gemm(
-    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, *, a_major: str = "k", b_contiguous: str = "last",
+    lowered: Lowered,
+    kernel: GemmKernel,
+    schedule: Schedule,
+    *,
+    a_major: str = "k",
+    b_contiguous: str = "last",
     cached: bool = True,
 ) -> Callable[..., Any]:
     """Compile a step for one schedule. Tensors cross as [M, K], and [K, N] or (``b_transposed``) [N, K]."""
@@ -212,8 +208,13 @@ def _run_child(request: str) -> str:
         environment |= {"CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "primitives.compile", scratch], input=request, env=environment,
-                capture_output=True, text=True, timeout=COMPILE_SECONDS, start_new_session=True,
+                [sys.executable, "-m", "primitives.compile", scratch],
+                input=request,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_SECONDS,
+                start_new_session=True,
             )
         except subprocess.TimeoutExpired:
             raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s") from None
@@ -235,14 +236,24 @@ def _child(scratch: Path) -> None:
     for gemm in lowered.gemms:
         for raw in request["schedules"]:
             schedule = Schedule.from_json(raw)
-            found.append(_measured(scratch, gemm.name, raw, lambda g=gemm, s=schedule: compile_gemm(
-                lowered, g, s, cached=False)))
+            found.append(
+                _measured(
+                    scratch,
+                    gemm.name,
+                    raw,
+                    lambda g=gemm, s=schedule: compile_gemm(lowered, g, s, cached=False),
+                )
+            )
     for vector in lowered.vectors:
-        found.append(_measured(scratch, vector.name, None, lambda v=vector: compile_vector(lowered, v, cached=False)))
+        found.append(
+            _measured(scratch, vector.name, None, lambda v=vector: compile_vector(lowered, v, cached=False))
+        )
     print(json.dumps([asdict(r) for r in found]))
 
 
-def _measured(scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any]) -> Resources:
+def _measured(
+    scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any]
+) -> Resources:
     start = time.monotonic()
     build()
     seconds = time.monotonic() - start
@@ -262,8 +273,17 @@ def inspect_cubin(cubin: Path, name: str, schedule: dict[str, Any] | None, secon
         return len(re.findall(rf"\b{mnemonic}\b", sass))
 
     return Resources(
-        name, schedule, int(found["REG"]), int(found["STACK"]), int(found["SHARED"]),
-        count("LDL"), count("STL"), count("HGMMA"), count("UTMALDG"), count("UTMASTG"), round(seconds, 2),
+        name,
+        schedule,
+        int(found["REG"]),
+        int(found["STACK"]),
+        int(found["SHARED"]),
+        count("LDL"),
+        count("STL"),
+        count("HGMMA"),
+        count("UTMALDG"),
+        count("UTMASTG"),
+        round(seconds, 2),
     )
 
 

@@ -30,7 +30,9 @@ class Dim:
     @classmethod
     def parse(cls, text: str | int) -> Dim:
         """``"2*F"`` -> Dim. Raises ValueError naming what is not an integer polynomial."""
-        if isinstance(text, int) and not isinstance(text, bool) and abs(text) < MAX_SIZE:
+        if isinstance(text, int) and not isinstance(text, bool):
+            if abs(text) >= MAX_SIZE:
+                raise ValueError("a number of 2**63 or more is no size")
             return cls({(): text})
         if not isinstance(text, str) or len(text) > 80:
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F")

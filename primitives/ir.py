@@ -276,13 +276,7 @@ class Program:
         """Read hostile JSON: bounded, enumerated, typed again. It must carry ``signature`` if given."""
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
             raise ProgramError("size", f"a program of more than {MAX_BYTES} bytes")
-        try:
-            return cls._from_data(_load(text), signature)
-        except RecursionError:
-            raise ProgramError("json", "the program's JSON is nested too deeply") from None
-
-    @classmethod
-    def _from_data(cls, data: Any, signature: Signature | None) -> Program:
+        data = _load(text)
         if not isinstance(data, dict) or set(data) != {"format", "signature", "nodes", "outputs", "schedule"}:
             raise ProgramError("json", "a program has exactly format, signature, nodes, outputs, schedule")
         if type(data["format"]) is not int or data["format"] != FORMAT:

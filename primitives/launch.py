@@ -55,7 +55,9 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[s
         if tensor.ndim != len(declared.shape):
             raise LaunchError(f"input {name!r} has {tensor.ndim} dims; the spec says {len(declared.shape)}")
         if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
-            raise LaunchError(f"input {name!r} must be contiguous and {ALIGNMENT}-byte aligned: call .contiguous()")
+            raise LaunchError(
+                f"input {name!r} must be contiguous and {ALIGNMENT}-byte aligned: call .contiguous()"
+            )
     try:
         sizes = solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
     except ValueError as error:
@@ -84,8 +86,13 @@ class Plan:
     One stream at a time: the workspace is shared between calls.
     """
 
-    def __init__(self, program: Program, sizes: Mapping[str, int], schedules: Mapping[int, Schedule],
-                 device: torch.device | str = "cuda"):
+    def __init__(
+        self,
+        program: Program,
+        sizes: Mapping[str, int],
+        schedules: Mapping[int, Schedule],
+        device: torch.device | str = "cuda",
+    ):
         import torch
 
         self.program, self.sizes, self.device = program, dict(sizes), torch.device(device)
@@ -176,8 +183,10 @@ class Plan:
         read_d = self._reader(kernel.d) if kernel.d else None
         scalars = {a.name for a in kernel.arguments if a.role == "scalar"}
         if scalars:
-            order = [self._immediate(r) if f in scalars and r else r
-                     for f, r in zip(made._fields, order, strict=True)]
+            order = [
+                self._immediate(r) if f in scalars and r else r
+                for f, r in zip(made._fields, order, strict=True)
+            ]
 
         def call(tensors: dict[int, Any]) -> None:
             a = read_a(tensors)
@@ -187,7 +196,10 @@ class Plan:
                 read_d(tensors) if read_d else None,
                 read_c(tensors) if read_c else None,
                 made._make([r(tensors) if r else None for r in order]),
-                scheduler, varlen, None, None,
+                scheduler,
+                varlen,
+                None,
+                None,
             )
 
         return call
@@ -218,7 +230,9 @@ class Plan:
         import torch
 
         return {
-            name: torch.empty([d(self.sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=self.device)
+            name: torch.empty(
+                [d(self.sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=self.device
+            )
             for name, t in self.program.signature.outputs.items()
         }
 
@@ -236,7 +250,9 @@ class Plan:
         return outputs
 
 
-def plan(program: Program, inputs: Mapping[str, torch.Tensor], schedules: Mapping[int, Schedule] | None = None) -> Plan:
+def plan(
+    program: Program, inputs: Mapping[str, torch.Tensor], schedules: Mapping[int, Schedule] | None = None
+) -> Plan:
     """A plan for tensors like ``inputs``: with given schedules, the author's, or tuned ones.
 
     LaunchError for inputs that cannot be launched on.

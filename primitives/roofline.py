@@ -1,4 +1,4 @@
-"""Roofline: Program x sizes -> FLOPs, compulsory bytes, and the time that no schedule of it can beat.
+"""Roofline: Program x sizes -> FLOPs, compulsory bytes, and the time below which no schedule gets.
 
 FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is left out: it runs on other pipes, beside the
 tensor cores, so counting it could only lift the floor above what is possible. Bytes are compulsory
@@ -9,7 +9,7 @@ steps is written by one and read by the other. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from primitives.cut import REDUCTIONS, GemmStep, Steps, cut
@@ -32,18 +32,16 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation."""
+    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``cache``: the L2."""
 
     name: str
     tensor: Ceiling
     memory: Ceiling
+    cache: Ceiling
     multiprocessors: Ceiling
 
     def to_dict(self) -> dict[str, Any]:
-        ceilings = {"tensor": self.tensor, "memory": self.memory, "multiprocessors": self.multiprocessors}
-        return {"name": self.name} | {
-            key: {"value": c.value, "unit": c.unit, "source": c.source} for key, c in ceilings.items()
-        }
+        return asdict(self)
 
 
 # Datasheet peaks, not sustained rates: a floor that a cool chip could beat would be none.
@@ -51,6 +49,7 @@ H100 = Machine(
     "H100 SXM",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
     Ceiling(3.35e12, "B/s", "NVIDIA H100 datasheet, SXM: 3.35 TB/s of HBM3"),
+    Ceiling(50 * 2**20, "B", "NVIDIA H100 architecture whitepaper, SXM5: 50 MB of L2"),
     Ceiling(132, "SMs", "NVIDIA H100 architecture whitepaper, SXM5"),
 )
 
@@ -169,8 +168,9 @@ class StepFloor:
 class Roofline:
     """Every kernel of a program at given sizes, in the order they run; totals are sums over them.
 
-    ``seconds`` assumes that nothing stays in the L2 from one kernel to the next: an intermediate of a
-    few MB may be read back faster.
+    ``seconds`` takes every tensor through memory. The L2 can spare a part of that: what one kernel leaves
+    there the next may read, and the last results may be there still when the clock stops. ``limit`` allows
+    for both, so a measured time below it, from a cold L2, is wrong.
     """
 
     machine: Machine
@@ -190,6 +190,16 @@ class Roofline:
         return sum(s.seconds for s in self.steps)
 
     @property
+    def limit(self) -> float:
+        """Seconds for the matmuls alone, or for fetching inputs and writing what the L2 cannot hold."""
+        read = {name: size for s in self.steps for name, size in s.reads.items()}
+        written = {name: size for s in self.steps for name, size in s.writes.items()}
+        fetched = sum(size for name, size in read.items() if name not in written)
+        left = sum(size for name, size in written.items() if name not in read)
+        moved = fetched + max(0.0, left - self.machine.cache.value)
+        return max(sum(s.compute_seconds for s in self.steps), moved / self.machine.memory.value)
+
+    @property
     def binds(self) -> Literal["compute", "memory"]:
         """The term behind most of ``seconds``."""
         compute = sum(s.seconds for s in self.steps if s.binds == "compute")
@@ -198,7 +208,7 @@ class Roofline:
     def to_dict(self) -> dict[str, Any]:
         return {
             "machine": self.machine.to_dict(), "sizes": dict(self.sizes), "flops": self.flops,
-            "bytes": self.bytes, "seconds": self.seconds, "binds": self.binds,
+            "bytes": self.bytes, "seconds": self.seconds, "limit": self.limit, "binds": self.binds,
             "steps": [s.to_dict() for s in self.steps],
         }  # fmt: skip
 
@@ -211,8 +221,10 @@ def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = H100
     wrong = {d: sizes.get(d) for d in program.signature.dims if sizes.get(d, 0) < 1}
     if wrong:
         said = ", ".join(f"{d} is {'missing' if v is None else v}" for d, v in wrong.items())
-        raise ValueError(f"sizes of {program.signature.name}: {said}; give each of "
-                         f"{', '.join(program.signature.dims)} a positive integer")
+        raise ValueError(
+            f"sizes of {program.signature.name}: {said}; give each of "
+            f"{', '.join(program.signature.dims)} a positive integer"
+        )
     own = {d: sizes[d] for d in program.signature.dims}
     return Roofline(machine, own, _Counter(program, own, machine).steps())
 
@@ -264,10 +276,17 @@ class _Counter:
         reads = {~p for p in step.partials} | set(step.vectors)
         return self.floor(step.stage, "vector", 0, reads, set(step.roots))
 
-    def floor(self, step: int, kind: Literal["gemm", "vector"], flops: int, reads: set[int],
-              writes: set[int]) -> StepFloor:
+    def floor(
+        self, step: int, kind: Literal["gemm", "vector"], flops: int, reads: set[int], writes: set[int]
+    ) -> StepFloor:
         read, written = self.sized(reads), self.sized(writes)
         total = sum(read.values()) + sum(written.values())
-        return StepFloor(step, kind, flops, read, written, flops / self.machine.tensor.value,
-                         total / self.machine.memory.value)
-
+        return StepFloor(
+            step,
+            kind,
+            flops,
+            read,
+            written,
+            flops / self.machine.tensor.value,
+            total / self.machine.memory.value,
+        )

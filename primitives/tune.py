@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primitives.compile import cache_dir, compile_gemm, compile_vector, write_atomic
+from primitives.compile import cache_dir, compile_gemm, compile_vector
+from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule
 from primitives.lower import GemmKernel, Lowered, lower
 
@@ -34,7 +36,10 @@ def candidates(kernel: GemmKernel) -> list[Schedule]:
     """First stage: tiles that the step's stores allow, on clusters of two."""
     tiles = sorted(t for t in TILES if not kernel.half or t[1] % 32 == 0)
     return [
-        Schedule(m, n, pingpong, *cluster) for m, n, pingpong in tiles for cluster in CLUSTERS if cluster != (1, 1)
+        Schedule(m, n, pingpong, *cluster)
+        for m, n, pingpong in tiles
+        for cluster in CLUSTERS
+        if cluster != (1, 1)
     ]
 
 
@@ -45,12 +50,17 @@ def refinements(best: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
         hints = [(False, False), (False, True)]
     return [
         replace(s, swizzle=swizzle, evict_loads=loads, evict_stores=stores)
-        for s in best for loads, stores in hints for swizzle in SWIZZLES if swizzle > 1
+        for s in best
+        for loads, stores in hints
+        for swizzle in SWIZZLES
+        if swizzle > 1
     ]
 
 
 def tuned(
-    program: Program, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int],
+    program: Program,
+    inputs: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[int, Schedule]:
     """The fastest schedule for each step: from the cache, or measured now (seconds to minutes)."""
@@ -65,8 +75,16 @@ def tuned(
     for kernel in lowered.gemms:
         default = {g.step: Schedule() for g in lowered.gemms} | chosen
         first = _race(program, lowered, kernel, candidates(kernel), default, inputs, sizes, on_progress)
-        second = _race(program, lowered, kernel, refinements([s for s, _ in first[:FINALISTS]], kernel),
-                       default, inputs, sizes, on_progress)
+        second = _race(
+            program,
+            lowered,
+            kernel,
+            refinements([s for s, _ in first[:FINALISTS]], kernel),
+            default,
+            inputs,
+            sizes,
+            on_progress,
+        )
         ranked = sorted(second, key=lambda pair: pair[1])
         chosen[kernel.step] = ranked[0][0]
         evidence[str(kernel.step)] = [[s.to_json(), t] for s, t in ranked[:8] + first[:8]]
@@ -83,24 +101,36 @@ def cache_path(program: Program, sizes: Mapping[str, int]) -> Path:
     """Where a tuning is kept: text (which covers the versions of the compilers), sizes, GPU."""
     import torch
 
-    key = json.dumps([lower(program).hash, dict(sorted(sizes.items())), torch.cuda.get_device_name(),
-                      torch.version.cuda])
+    key = json.dumps(
+        [lower(program).hash, dict(sorted(sizes.items())), torch.cuda.get_device_name(), torch.version.cuda]
+    )
     return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def workers() -> int:
+    """Compile workers: QUACK_COMPILE_WORKERS, or one a core up to 16."""
     return int(os.environ.get("QUACK_COMPILE_WORKERS") or min(16, os.cpu_count() or 1))
+
+
+# What this process has seen compile, by lowered text: sizes are symbolic, so one object serves all cases.
+_compiled: dict[tuple[str, int, Schedule], bool] = {}
 
 
 def compile_all(program: Program, schedules: Iterable[tuple[int, Schedule]]) -> list[bool]:
     """Fill the object cache with these (step, schedule) in parallel; whether each compiled."""
+    digest, text = lower(program).hash, program.to_json()
     # Rasterisation is a launch argument: one object serves every group size.
-    wanted = [(step, replace(s, swizzle=8)) for step, s in schedules]
-    unique = list(dict.fromkeys(wanted))
-    text = program.to_json()
-    with ProcessPoolExecutor(min(workers(), len(unique)), mp_context=get_context("spawn")) as pool:
-        compiled = dict(zip(unique, pool.map(_compile_one, [(text, *u) for u in unique]), strict=True))
-    return [compiled[w] for w in wanted]
+    wanted = [(digest, step, replace(s, swizzle=8)) for step, s in schedules]
+    new = [w for w in dict.fromkeys(wanted) if w not in _compiled]
+    found = compile_pool().map(_compile_one, [(text, step, schedule) for _, step, schedule in new])
+    _compiled.update(zip(new, found, strict=True))
+    return [_compiled[w] for w in wanted]
+
+
+@cache
+def compile_pool() -> ProcessPoolExecutor:
+    """Worker processes that compile, started once: importing the compiler takes each some seconds."""
+    return ProcessPoolExecutor(workers(), mp_context=get_context("spawn"))
 
 
 def _compile_one(task: tuple[str, int, Schedule]) -> bool:
@@ -118,8 +148,13 @@ def _compile_one(task: tuple[str, int, Schedule]) -> bool:
 
 
 def _race(
-    program: Program, lowered: Lowered, kernel: GemmKernel, schedules: list[Schedule], default: dict[int, Schedule],
-    inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int],
+    program: Program,
+    lowered: Lowered,
+    kernel: GemmKernel,
+    schedules: list[Schedule],
+    default: dict[int, Schedule],
+    inputs: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
     on_progress: Callable[[str, int, int], None] | None,
 ) -> list[tuple[Schedule, float]]:
     """Milliseconds of each schedule that runs, fastest first."""
@@ -151,8 +186,10 @@ def time_interleaved(runs: Sequence[Callable[[], None]], rounds: int) -> list[fl
     import torch
 
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-    events = [[(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in runs]
-              for _ in range(rounds)]
+    events = [
+        [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in runs]
+        for _ in range(rounds)
+    ]
     for run in runs:
         run()
     for row in events:

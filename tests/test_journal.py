@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.journal import Event, Journal, JournalError, read_export, write_atomic
+from agent.journal import Event, Journal, JournalError, read_export
+from primitives.files import write_atomic
 
 ROOT = Path(__file__).parent.parent
 

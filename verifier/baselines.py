@@ -7,6 +7,7 @@ current stream; ``BASELINES`` names them. QuACK's own kernels have a schedule to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
@@ -38,7 +39,11 @@ def compiled(
     ``mode`` is "default" or "max-autotune" (without CUDA graphs).
     """
     import torch
+    import torch._inductor.config
 
+    # Its report of every choice would drown ours; refused configurations are part of its search.
+    torch._inductor.config.autotune_num_choices_displayed = 0
+    logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     if mode not in MODES:
         raise ValueError(f"torch.compile mode {mode!r} is unknown; use one of {', '.join(MODES)}")
     step = torch.compile(
@@ -54,9 +59,7 @@ def eager(
     return _bind(formulation(spec, sizes), spec, inputs)
 
 
-def matmul(
-    spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> Callable[[], list[Tensor]]:
+def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Callable[[], list[Tensor]]:
     """cuBLAS's bare matmuls of the formulation: ``torch.mm`` on the very operands (values, layouts),
     into outputs allocated beforehand. Runs the formulation once to collect them.
 

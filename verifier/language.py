@@ -186,8 +186,10 @@ class _Checker:
                 case ast.Expr(value=ast.Constant(value=str())) if index == 0:
                     pass
                 case ast.For() | ast.Expr() | ast.Assign() | ast.AugAssign():
-                    self._refuse("beside functions a file holds imports and literal constants: "
-                                 "move this into the @kernel function")
+                    self._refuse(
+                        "beside functions a file holds imports and literal constants: "
+                        "move this into the @kernel function"
+                    )
                 case _:
                     self._visit(statement)  # refused with its remedy
         self._count_kernels(node)
@@ -304,8 +306,10 @@ class _Checker:
     def _enter_loop(self, over: ast.expr) -> None:
         self._iterations *= self._length(over)
         if self._iterations > MAX_ITERATIONS:
-            self._refuse(f"the loops run {self._iterations} times, and at most {MAX_ITERATIONS} are traced: "
-                         "a tile's rows and columns need no loop")
+            self._refuse(
+                f"the loops run {self._iterations} times, and at most {MAX_ITERATIONS} are traced: "
+                "a tile's rows and columns need no loop"
+            )
 
     def _length(self, node: ast.expr) -> int:
         """How often a loop over ``node`` runs, known without running anything."""
@@ -343,8 +347,10 @@ class _Checker:
         if node.id in self._bound or node.id in self._imported or node.id in BUILTINS:
             return
         if node.id == "print":
-            self._refuse("print has nothing to show: a kernel computes nothing here. Remove it; "
-                         "to see a value, return it as an output")
+            self._refuse(
+                "print has nothing to show: a kernel computes nothing here. Remove it; "
+                "to see a value, return it as an output"
+            )
         hint = "import it from primitives" if node.id in self._allowed else f"there are {self._vocabulary()}"
         self._refuse(f"nothing is named {node.id!r} here: {hint}")
 
@@ -361,8 +367,10 @@ class _Checker:
 
     def _attribute(self, node: ast.Attribute) -> None:
         if node.attr not in ATTRIBUTES or isinstance(node.ctx, ast.Store):
-            self._refuse(f"there is no .{node.attr} here; values have {', '.join(sorted(ATTRIBUTES))}, "
-                         "everything else is a function of primitives")
+            self._refuse(
+                f"there is no .{node.attr} here; values have {', '.join(sorted(ATTRIBUTES))}, "
+                "everything else is a function of primitives"
+            )
         self._visit(node.value)
 
     def _call(self, node: ast.Call) -> None:

@@ -135,7 +135,9 @@ def accepted(checked: Checked, measured: Measured, authorship: Authorship | None
 
     ValueError if they speak of different things.
     """
-    if checked.identity.model_dump(exclude={"versions"}) != measured.identity.model_dump(exclude={"versions"}):
+    if checked.identity.model_dump(exclude={"versions"}) != measured.identity.model_dump(
+        exclude={"versions"}
+    ):
         raise ValueError("the measurement is of another spec, program or lowered text than what was checked")
     fields = measured.model_dump(exclude={"status", "gates"})
     return Accepted(**fields, gates=checked.gates + measured.gates, authorship=authorship)

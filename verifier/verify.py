@@ -63,8 +63,14 @@ class Gates:
         self.progress(name, "passed")
 
     def rejected(self, name: str, failed: Failed) -> Rejected:
-        return Rejected(gate=name, code=failed.code, message=failed.message, line=failed.line,
-                        evidence=failed.evidence, gates=tuple(self.passed))
+        return Rejected(
+            gate=name,
+            code=failed.code,
+            message=failed.message,
+            line=failed.line,
+            evidence=failed.evidence,
+            gates=tuple(self.passed),
+        )
 
 
 class _Stop(Exception):
@@ -108,7 +114,13 @@ def check_program(spec: Spec, program: Program, *, progress: Progress = _silent)
 
 
 def verify(
-    spec: Spec, source: str, *, gpu: bool, weak_jail: bool = False, progress: Progress = _silent, **options: Any
+    spec: Spec,
+    source: str,
+    *,
+    gpu: bool,
+    weak_jail: bool = False,
+    progress: Progress = _silent,
+    **options: Any,
 ) -> Verdict:
     """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``."""
     report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
@@ -191,8 +203,11 @@ def judge(errors: list[Any], where: str) -> None:
     """Raise Failed with the words for the author if an output is out of the error gate."""
     bad = [e for e in errors if not e.passed]
     if bad:
-        raise Failed("numerics", f"{where}: " + "; ".join(e.reason for e in bad),
-                     outputs=[e.model_dump() for e in errors])
+        raise Failed(
+            "numerics",
+            f"{where}: " + "; ".join(e.reason for e in bad),
+            outputs=[e.model_dump() for e in errors],
+        )
 
 
 def _compile(program: Program, figures: dict[str, Any]) -> None:
@@ -204,10 +219,14 @@ def _compile(program: Program, figures: dict[str, Any]) -> None:
         raise Failed("compiler", f"the lowered kernel does not compile for sm_90a: {error}") from None
     figures["kernels"] = [
         {k: getattr(r, k) for k in ("kernel", "registers", "stack", "spill_loads", "spill_stores", "hgmma")}
-        | {"tile": f"{r.schedule['tile_m']}x{r.schedule['tile_n']}" if r.schedule else None,
-           "pingpong": bool(r.schedule["pingpong"]) if r.schedule else None}
+        | {
+            "tile": f"{r.schedule['tile_m']}x{r.schedule['tile_n']}" if r.schedule else None,
+            "pingpong": bool(r.schedule["pingpong"]) if r.schedule else None,
+        }
         for r in resources
     ]
     figures["findings"] = [
-        f"{r.kernel} spills {r.spill_loads} loads and {r.spill_stores} stores" for r in resources if r.spill_loads
+        f"{r.kernel} spills {r.spill_loads} loads and {r.spill_stores} stores"
+        for r in resources
+        if r.spill_loads
     ]

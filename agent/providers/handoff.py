@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.journal import write_atomic
 from agent.providers import Message, OnText, ProviderError, Turn, Usage, turn_number
+from primitives.files import write_atomic
 
 
 class Handoff:

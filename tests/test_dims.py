@@ -1,0 +1,115 @@
+"""Symbolic sizes: what parses, what they evaluate to, and what is refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primitives.dims import MAX_SIZE, Dim
+
+SIZES = {"M": 7, "F": 11, "H_2": 13}
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "canonical"),
+    [
+        ("M", 7, "M"),
+        ("2*F", 22, "2*F"),
+        ("F*2", 22, "2*F"),
+        ("F + F", 22, "2*F"),
+        ("H_2*M + 1", 92, "1 + H_2*M"),
+        ("(M + 1)*(M - 1)", 48, "-1 + M*M"),
+        ("-(M - F)", 4, "F + -1*M"),
+        ("M - M", 0, "0"),
+        ("0", 0, "0"),
+        ("128", 128, "128"),
+        (128, 128, "128"),
+        (" 3 * M ".strip(), 21, "3*M"),
+    ],
+)
+def test_parses_evaluates_and_prints(text: str | int, value: int, canonical: str) -> None:
+    dim = Dim.parse(text)
+    assert dim(SIZES) == value
+    assert str(dim) == canonical
+    assert Dim.parse(canonical) == dim and hash(Dim.parse(canonical)) == hash(dim)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "M/2", "M//2", "M%2", "M**2", "~M", "M if F else 2", "M and F", "M < F", "f(M)", "M.x", "M[0]", "[M]",
+        "(M, F)", "lambda: 1", "__import__('os').system('true')", "M; F", "M = 2", "(M := 2)", "1.5", "1j", "'M'",
+        "True", "None", "...", "", " ", "\0", "M\0", "\u00e9", "_M", "M" * 33, "M +", "(" * 40, "M+" * 40 + "M",
+        "9" * 81, None, True, 1.5, b"M", ["M"], MAX_SIZE, -MAX_SIZE, pytest.param(10**5000, id="huge"),
+    ],
+)  # fmt: skip
+def test_refuses_what_is_no_integer_polynomial(text: object) -> None:
+    with pytest.raises(ValueError, match=r"no size|no integer polynomial|null bytes"):
+        Dim.parse(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["(A+B+C+D+E)*(F+G+H+I+J)", "*".join("M" * 20), "(A+B+1)*" * 7 + "(A+B+1)"])
+def test_refuses_to_grow(text: str) -> None:
+    with pytest.raises(ValueError, match="more than 16"):
+        Dim.parse(text)
+
+
+def test_a_dim_without_a_size_is_named() -> None:
+    with pytest.raises(KeyError, match="F"):
+        Dim.parse("2*F")({"M": 1})
+
+
+def test_names_are_what_remains() -> None:
+    assert Dim.parse("2*F + M*H - M*H").names == {"F"}
+    assert Dim.parse(3).names == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "ratio"),
+    [
+        ("2*F", "F", Fraction(2)),
+        ("F", "2*F", Fraction(1, 2)),
+        ("2*F + 4*M", "3*F + 6*M", Fraction(2, 3)),
+        ("256", "128", Fraction(2)),
+        ("F*M", "M*F", Fraction(1)),
+        ("F", "M", None),
+        ("F + 1", "F", None),
+        ("F + M", "F + 2*M", None),
+        ("F*F", "F", None),
+        ("0", "F", None),
+        ("F", "0", None),
+    ],
+)
+def test_ratio(a: str, b: str, ratio: Fraction | None) -> None:
+    assert Dim.parse(a).ratio(Dim.parse(b)) == ratio
+
+
+def test_sizes_that_happen_to_be_equal_have_no_ratio() -> None:
+    assert Dim.parse("M").ratio(Dim.parse("F")) is None  # whatever M and F are
+
+
+def test_scaled() -> None:
+    assert Dim.parse("2*F + 4").scaled(Fraction(1, 2)) == Dim.parse("F + 2")
+    assert Dim.parse("F").scaled(Fraction(2)) == Dim.parse("2*F")
+    with pytest.raises(ValueError, match="2\\*F \\+ M is not divisible by 2"):
+        Dim.parse("2*F + M").scaled(Fraction(1, 2))
+
+
+TERMS = st.lists(
+    st.tuples(st.integers(-9, 9), st.lists(st.sampled_from(sorted(SIZES)), max_size=3)), min_size=1, max_size=4
+)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None, database=None)
+@given(TERMS)
+def test_agrees_with_python(terms: list[tuple[int, list[str]]]) -> None:
+    text = " + ".join("*".join([f"({c})", *names]) for c, names in terms)
+    dim = Dim.parse(text)
+    assert dim(SIZES) == eval(text, {}, SIZES)  # of our own making
+    assert Dim.parse(str(dim)) == dim
+    doubled = dim + dim
+    assert doubled.ratio(dim) == (Fraction(2) if dim.terms else None)
+    assert doubled.scaled(Fraction(1, 2)) == dim

@@ -1,0 +1,349 @@
+"""Programs as JSON: they come back equal, hash by meaning, and hostile ones are refused by code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels import BACKWARD, EXAMPLES, NORM, signature, source, tensor, trace
+
+from primitives.ir import (
+    MAX_BYTES,
+    MAX_NODES,
+    Node,
+    Operation,
+    Program,
+    ProgramError,
+    Schedule,
+    Signature,
+    register,
+)
+from primitives.trace import trace_source
+
+ROOT = Path(__file__).parent.parent
+PLAIN = signature({"x": tensor("M, K"), "w": tensor("N, K")}, {"o": tensor("M, N")}, c=0.5)
+
+
+def plain(*lines: str) -> Program:
+    return trace(PLAIN, *lines)
+
+
+def refused(text: str, given: Signature | None = None) -> ProgramError:
+    with pytest.raises(ProgramError) as caught:
+        Program.from_json(text, given)
+    assert caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_round_trip(name: str) -> None:
+    program = replace(EXAMPLES[name].program, schedule={0: Schedule(256, 192, False, 1, 2, 16, True, True)})
+    text = program.to_json()
+    for given in (None, program.signature):
+        again = Program.from_json(text, given)
+        assert again == program
+        assert again.to_json() == text and again.hash == program.hash
+
+
+def test_json_is_canonical() -> None:
+    program = NORM.program
+    shuffled = Program(
+        Signature(
+            program.signature.name,
+            program.signature.dims,
+            dict(reversed(program.signature.inputs.items())),
+            dict(reversed(program.signature.outputs.items())),
+            program.signature.constants,
+        ),
+        program.nodes,
+        dict(reversed(program.outputs.items())),
+    )
+    assert shuffled.to_json() == program.to_json()
+    assert Program.from_json(json.dumps(json.loads(program.to_json()), indent=3)).to_json() == program.to_json()
+
+
+SAME = [
+    ("h = gemm(x, w.mT)", "a = exp(h)", "b = tanh(h * 0.5)", "return {'o': a + b}"),
+    ("'''Docstring.'''", "acc = gemm(x, w.mT)  # comment", "", "right = tanh(acc * 0.5)", "left = exp(acc)",
+     "return {'o': left + right}"),
+    ("return dict(o=exp(gemm(x, w.mT)) + tanh(gemm(x, w.mT) * c))",),
+    ("unused = silu(gemm(w, w.mT))", "h = gemm(x, w.mT)", "h0 = h", "return {'o': exp(h0) + tanh(h * (1 / 2))}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", SAME)
+def test_hash_knows_meaning_only(lines: tuple[str, ...]) -> None:
+    assert plain(*lines).to_json() == plain(*SAME[0]).to_json()
+
+
+def test_hash_of_zeros_does_not_depend_on_which_came_first() -> None:
+    first = ("h = gemm(x, w.mT)", "a = h * 0.0", "b = h - (-0.0)", "return {'o': a + b}")
+    assert plain(first[0], first[2], first[1], first[3]).hash == plain(*first).hash
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("h = gemm(x, w.mT)", "return {'o': tanh(h * 0.5) + exp(h)}"),
+        ("h = gemm(x, w.mT)", "return {'o': exp(h) + tanh(h * 0.5000000000000001)}"),
+        ("h = gemm(x, w.mT)", "return {'o': exp(h) - tanh(h * 0.5)}"),
+        ("h = gemm(x, w.mT)", "return {'o': exp(h) + tanh(h * h)}"),
+    ],
+)
+def test_hash_tells_programs_apart(lines: tuple[str, ...]) -> None:
+    assert plain(*lines).hash != plain(*SAME[0]).hash
+
+
+def test_hash_covers_signature_and_schedule() -> None:
+    program = plain(*SAME[0])
+    fp16 = {"x": tensor("M, K", "fp16"), "w": tensor("N, K", "fp16")}
+    others = [
+        Program(replace(PLAIN, name="other"), program.nodes, program.outputs),
+        Program(replace(PLAIN, constants={"c": 0.25}), program.nodes, program.outputs),
+        Program(replace(PLAIN, inputs=fp16), program.nodes, program.outputs),
+        replace(program, schedule={0: Schedule()}),
+        replace(program, schedule={0: Schedule(swizzle=4)}),
+    ]
+    assert len({program.hash, *(p.hash for p in others)}) == 6
+
+
+def test_hash_is_the_same_in_every_process() -> None:
+    code = (
+        "import json, sys\n"
+        "from primitives.ir import Signature\n"
+        "from primitives.trace import trace_source\n"
+        "text, data = json.load(sys.stdin)\n"
+        "print(trace_source(text, Signature.from_json(data)).hash)\n"
+    )
+    request = json.dumps([source(BACKWARD.signature, *BACKWARD.lines), BACKWARD.signature.to_json()])
+
+    def child(seed: str) -> str:
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [sys.executable, "-c", code], input=request, env=environment, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    assert {child(seed) for seed in ("0", "1", "4242", "random")} == {BACKWARD.program.hash}
+
+
+def test_an_operation_is_defined_once() -> None:
+    with pytest.raises(ValueError, match="'gemm' is defined twice"):
+        register(Operation("gemm", lambda types, attribute: types[0]))
+
+
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def edited(edit: Edit) -> str:
+    """NORM's JSON after ``edit``, which changes the data or returns a replacement."""
+    data = json.loads(NORM.program.to_json())
+    return json.dumps(edit(data) or data)
+
+
+def node(index: int, value: Any) -> Edit:
+    def edit(data: dict[str, Any]) -> None:
+        data["nodes"][index] = value
+
+    return edit
+
+
+def put(path: str, value: Any) -> Edit:
+    def edit(data: dict[str, Any]) -> None:
+        *parents, last = path.split("/")
+        for key in parents:
+            data = data[key]
+        data[last] = value
+
+    return edit
+
+
+def test_the_program_under_edit_is_as_the_edits_assume() -> None:
+    program = NORM.program
+    at = {index: node.op for index, node in enumerate(program.nodes)}
+    assert (at[0], at[2], at[3], at[8], at[10]) == ("input", "transpose", "gemm", "multiply", "row_sums")
+    assert (at[11], at[13]) == ("dim", "constant")
+
+
+HOSTILE: dict[str, tuple[Edit, str]] = {
+    "list": (lambda d: [d], "json"),
+    "missing key": (lambda d: d.pop("schedule") and None, "json"),
+    "extra key": (put("extra", 1), "json"),
+    "other format": (put("format", 2), "format"),
+    "format true": (put("format", True), "format"),
+    "format float": (put("format", 1.0), "format"),
+    "unknown operation": (node(8, ["system", [3, 3], None]), "operation"),
+    "private operation": (node(8, ["__class__", [3, 3], None]), "operation"),
+    "operation a list": (node(8, [["add"], [3, 3], None]), "json"),
+    "node too short": (node(8, ["add", [3, 3]]), "json"),
+    "node a string": (node(8, "abc"), "json"),
+    "node a dict": (node(8, {"op": "add", "args": [3], "attribute": None}), "json"),
+    "node none": (node(8, None), "json"),
+    "nodes a dict": (put("nodes", {}), "size"),
+    "forward reference": (node(8, ["multiply", [5, 9], None]), "graph"),
+    "itself": (node(8, ["multiply", [5, 8], None]), "graph"),
+    "negative argument": (node(8, ["multiply", [5, -1], None]), "graph"),
+    "argument beyond": (node(8, ["multiply", [5, 10**30], None]), "graph"),
+    "argument true": (node(8, ["multiply", [5, True], None]), "json"),
+    "argument float": (node(8, ["multiply", [5, 3.0], None]), "json"),
+    "arguments a string": (node(8, ["multiply", "53", None]), "json"),
+    "too few arguments": (node(8, ["multiply", [5], None]), "arguments"),
+    "too many arguments": (node(8, ["multiply", [5] * 1000, None]), "arguments"),
+    "gemm of one": (node(3, ["gemm", [0], None]), "arguments"),
+    "sum of a vector": (node(10, ["row_sums", [6], None]), "arguments"),
+    "unknown input": (node(0, ["input", [], "z"]), "input"),
+    "input of a node": (node(1, ["input", [0], "w"]), "input"),
+    "input unnamed": (node(0, ["input", [], None]), "input"),
+    "input a number": (node(0, ["input", [], ["float", "0x1p0"]]), "input"),
+    "attribute on add": (node(8, ["multiply", [5, 5], "x"]), "arguments"),
+    "attribute on gemm": (node(3, ["gemm", [0, 2], "x"]), "arguments"),
+    "attribute on row_sums": (node(10, ["row_sums", [9], ["float", "0x1p0"]]), "arguments"),
+    "attribute a list": (node(8, ["multiply", [5, 5], [1, 2, 3]]), "json"),
+    "attribute a dict": (node(8, ["multiply", [5, 5], {"a": 1}]), "json"),
+    "attribute true": (node(13, ["constant", [], True]), "json"),
+    "constant none": (node(13, ["constant", [], None]), "arguments"),
+    "constant a string": (node(13, ["constant", [], "1.0"]), "arguments"),
+    "constant decimal": (node(13, ["constant", [], 0.5]), "json"),
+    "constant not a number": (node(13, ["constant", [], ["float", "nan"]]), "json"),
+    "constant infinite": (node(13, ["constant", [], ["float", "-inf"]]), "json"),
+    "constant overflowing": (node(13, ["constant", [], ["float", "0x1p9999"]]), "json"),
+    "constant infinite in fp32": (node(13, ["constant", [], ["float", "0x1p128"]]), "constant"),
+    "constant of another kind": (node(13, ["constant", [], ["int", "0x1p0"]]), "json"),
+    "constant of a list": (node(13, ["constant", [], ["float", ["0x1p0"]]]), "json"),
+    "dim undeclared": (node(11, ["dim", [], "Q"]), "dim"),
+    "dim no size": (node(11, ["dim", [], "N/2"]), "dim"),
+    "dim a call": (node(11, ["dim", [], "exit()"]), "dim"),
+    "dim none": (node(11, ["dim", [], None]), "dim"),
+    "dim of a node": (node(11, ["dim", [0], "N"]), "arguments"),
+    "dead node": (lambda d: d["nodes"].append(["gemm", [0, 2], None]), "graph"),
+    "too many nodes": (lambda d: d["nodes"].extend([["negative", [5], None]] * MAX_NODES), "size"),
+    "outputs a list": (put("outputs", [1, 2, 3]), "json"),
+    "output a string": (put("outputs/h", "5"), "json"),
+    "output true": (put("outputs/h", True), "json"),
+    "output beyond": (put("outputs/h", 99), "graph"),
+    "output negative": (put("outputs/h", -1), "graph"),
+    "output missing": (lambda d: d["outputs"].pop("h") and None, "outputs"),
+    "output extra": (put("outputs/more", 5), "outputs"),
+    "output of another kind": (put("outputs/rstd", 5), "output_shape"),
+    "output a spread vector": (put("outputs/h", 7), "output_shape"),
+    "schedule a list": (put("schedule", []), "json"),
+    "schedule of a list": (put("schedule", {"0": []}), "json"),
+    "schedule of a name": (put("schedule", {"x": {}}), "json"),
+    "schedule of -1": (put("schedule", {"-1": {}}), "json"),
+    "schedule of 00": (put("schedule", {"00": {}}), "json"),
+    "schedule of another digit": (put("schedule", {"\u0660": {}}), "json"),
+    "schedule of a huge step": (put("schedule", {"9" * 5000: {}}), "json"),
+    "schedule of no step": (put("schedule", {"1": {}}), "schedule"),
+    "schedule field unknown": (put("schedule", {"0": {"stages": 4}}), "schedule"),
+    "schedule field true": (put("schedule", {"0": {"swizzle": True}}), "schedule"),
+    "schedule field a number": (put("schedule", {"0": {"pingpong": 1}}), "schedule"),
+    "schedule field a string": (put("schedule", {"0": {"tile_m": "128"}}), "schedule"),
+    "schedule of no tile": (put("schedule", {"0": {"tile_m": 64}}), "schedule"),
+    "schedule of no cluster": (put("schedule", {"0": {"cluster_m": 4}}), "schedule"),
+    "schedule of no swizzle": (put("schedule", {"0": {"swizzle": 3}}), "schedule"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_are_refused(name: str) -> None:
+    edit, code = HOSTILE[name]
+    text = edited(edit)
+    assert refused(text).code == code
+    assert refused(text, NORM.signature).code == code
+
+
+HOSTILE_SIGNATURES: dict[str, Edit] = {
+    "none": put("signature", None),
+    "string": put("signature", "norm"),
+    "nameless": lambda d: d["signature"].pop("name") and None,
+    "name of code": put("signature/name", "x; import os"),
+    "inputs a list": put("signature/inputs", ["y"]),
+    "input of code": put("signature/inputs/__import__('os')", {"shape": ["M"], "dtype": "bf16"}),
+    "input with a capital": put("signature/inputs/X", {"shape": ["M"], "dtype": "bf16"}),
+    "input's name too long": put(f"signature/inputs/{'x' * 33}", {"shape": ["M"], "dtype": "bf16"}),
+    "output's name empty": put("signature/outputs/", {"shape": ["M"], "dtype": "bf16"}),
+    "dim undeclared": put("signature/dims", ["M", "K"]),
+    "dims a number": put("signature/dims", 3),
+    "shape no size": put("signature/inputs/x/shape", ["M", "N/2"]),
+    "shape huge": put("signature/inputs/x/shape", ["M", 10**4000]),
+    "shape too many factors": put("signature/inputs/x/shape", ["M", "*".join("N" * 30)]),
+    "rank 0": put("signature/inputs/gamma/shape", []),
+    "rank 3": put("signature/inputs/x/shape", ["M", "N", "K"]),
+    "dtype unknown": put("signature/inputs/x/dtype", "fp64"),
+    "dtype missing": put("signature/inputs/x", {"shape": ["M", "N"]}),
+    "constant not a number": put("signature/constants/eps", "nan"),
+    "constant a number": put("signature/constants/eps", 1e-6),
+    "constant overflowing": put("signature/constants/eps", "0x1p9999"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_SIGNATURES)
+def test_hostile_signatures_are_refused(name: str) -> None:
+    text = edited(HOSTILE_SIGNATURES[name])
+    assert refused(text).code == "signature"
+    assert refused(text, NORM.signature).code == "signature"
+
+
+def test_a_program_for_another_spec_is_refused() -> None:
+    other = replace(NORM.signature, constants={"eps": 1e-5})
+    assert refused(NORM.program.to_json(), other).code == "signature"
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "json"),
+        ("{", "json"),
+        ("\x00", "json"),
+        ("\ud800", "json"),
+        ("1e999", "json"),
+        ("9" * 5000, "json"),
+        ("[" * DEEP, "json"),
+        ("[" * DEEP + "]" * DEEP, "json"),
+        ('{"a":' * DEEP + "1" + "}" * DEEP, "json"),
+        (" " * (MAX_BYTES + 1), "size"),
+        ('"' + "\u20ac" * (MAX_BYTES // 3) + '"', "size"),
+        (NORM.program.to_json().replace('"format":1', '"format":1,"format":1'), "json"),
+        (NORM.program.to_json().replace('"h":5', '"h":5,"h":8'), "json"),
+        (NORM.program.to_json().replace('["float","0x1.0c6f7a0b5ed8dp-20"]', "NaN"), "json"),
+        (NORM.program.to_json().replace('["float","0x1.0c6f7a0b5ed8dp-20"]', "-Infinity"), "json"),
+        (NORM.program.to_json().replace('["float","0x1.0c6f7a0b5ed8dp-20"]', "1e999"), "json"),
+    ],
+    ids=range(16),
+)
+def test_hostile_text_is_refused(text: str, code: str) -> None:
+    assert text != NORM.program.to_json()
+    assert refused(text).code == code
+
+
+@pytest.mark.parametrize("place", ["schedule/0", "outputs/h", "format", "signature/name", "signature/dims"])
+def test_nesting_of_any_depth_is_refused(place: str) -> None:
+    """Also where the parser just bears it and the words about it would not."""
+    data = json.loads(NORM.program.to_json())
+    data["schedule"]["0"] = {}
+    put(place, {"swizzle": "@"} if place == "schedule/0" else "@")(data)
+    text = json.dumps(data)
+    for depth in [*range(1, 1100, 3), 10_000]:
+        refused(text.replace('"@"', "[" * depth + "]" * depth))
+
+
+def test_programs_as_large_as_allowed_are_read_and_cut() -> None:
+    """Chains as deep as programs get, and shared so that walking every path would take for ever."""
+    lines = ["h = gemm(x, w.mT)", f"for _ in range({MAX_NODES - 4}):", "    h = h + h", "return {'o': h}"]
+    program = plain(*lines)
+    assert len(program.nodes) == MAX_NODES
+    assert Program.from_json(program.to_json(), PLAIN) == program
+    longer = Program(PLAIN, (*program.nodes, Node("negative", (MAX_NODES - 1,))), {"o": MAX_NODES})
+    assert refused(longer.to_json()).code == "size"
+    with pytest.raises(ProgramError) as caught:
+        trace_source(source(PLAIN, lines[0], "for _ in range(600):", *lines[2:]), PLAIN)
+    assert caught.value.code == "size"

@@ -1,0 +1,234 @@
+"""Tracing: what a kernel file becomes, and that each mistake is refused with a code and its line."""
+
+from __future__ import annotations
+
+import pytest
+from kernels import BACKWARD, IMPORTS, NORM, signature, source, tensor, trace
+
+from primitives.ir import Node, Program, ProgramError, Signature
+from primitives.trace import Tensor, trace_source
+
+TILE = signature(
+    {"x": tensor("M, K"), "w": tensor("N, K"), "v": tensor("M", "fp32"), "b": tensor("N"), "odd": tensor("M, 2*N + 1"),
+     "z": tensor("M, 2*N")},
+    {"o": tensor("M, N")},
+    c=0.5,
+)  # fmt: skip
+UNREAL = "return {'o': gemm(x, w.mT)}"
+
+
+def refused(text: str, given: Signature = TILE) -> ProgramError:
+    with pytest.raises(ProgramError) as caught:
+        trace_source(text, given)
+    return caught.value
+
+
+def test_traces_a_graph_without_names_or_repeats() -> None:
+    program = trace(TILE, "a = gemm(x, w.mT) * c", "b = a + 2", "d = gemm(x, w.mT) * c", "return {'o': b - d * 1.0}")
+    assert program.nodes == (
+        Node("input", (), "x"),
+        Node("input", (), "w"),
+        Node("transpose", (1,)),
+        Node("gemm", (0, 2)),
+        Node("constant", (), 0.5),
+        Node("multiply", (3, 4)),
+        Node("constant", (), 2.0),
+        Node("add", (5, 6)),
+        Node("constant", (), 1.0),
+        Node("multiply", (5, 8)),
+        Node("subtract", (7, 9)),
+    )
+    assert program.outputs == {"o": 10}
+
+
+@pytest.mark.parametrize(
+    ("expression", "tail"),
+    [
+        ("-h", [Node("negative", (3,))]),
+        ("+h * 1", [Node("constant", (), 1.0), Node("multiply", (3, 4))]),
+        ("h ** 2", [Node("multiply", (3, 3))]),
+        ("h > 0", [Node("constant", (), 0.0), Node("greater", (3, 4))]),
+        ("h >= 0", [Node("constant", (), 0.0), Node("greater_equal", (3, 4))]),
+        ("0 > h", [Node("constant", (), 0.0), Node("less", (3, 4))]),
+        ("h <= True", [Node("constant", (), 1.0), Node("less_equal", (3, 4))]),
+        ("h / h.rows", [Node("dim", (), "M"), Node("divide", (3, 4))]),
+        ("h * z.columns", [Node("dim", (), "2*N"), Node("multiply", (3, 4))]),
+        ("where(h, c, h)", [Node("constant", (), 0.5), Node("where", (3, 4, 3))]),
+    ],
+)
+def test_operators(expression: str, tail: list[Node]) -> None:
+    nodes = trace(TILE, "h = gemm(x, w.mT)", f"return {{'o': {expression}}}").nodes
+    assert nodes[3].op == "gemm"
+    assert list(nodes[4:]) == tail
+
+
+def test_subtraction_from_a_number_keeps_its_sides() -> None:
+    nodes = trace(TILE, "h = gemm(x, w.mT)", "return {'o': 1 - h}").nodes
+    last = nodes[-1]
+    assert (last.op, [nodes[a].op for a in last.args]) == ("subtract", ["constant", "gemm"])
+
+
+def test_parameters_may_come_in_any_order_and_go_unused() -> None:
+    text = f"{IMPORTS}@kernel\ndef k(c, w, z, odd, b, v, x):\n    return {{'o': gemm(x, w.mT)}}\n"
+    program = trace_source(text, TILE)
+    assert program.hash == trace(TILE, UNREAL).hash
+    assert {n.attribute for n in program.nodes if n.op == "input"} == {"x", "w"}
+    assert Program.from_json(program.to_json(), TILE) == program
+
+
+ERRORS: list[tuple[str, str, int, str]] = [
+    # expression or statement on line 5, after "h = gemm(x, w.mT)" on line 4; code; line; words
+    ("return {}", "outputs", 2, "missing o"),
+    ("return {'o': h, 'p': h}", "outputs", 2, "extra p"),
+    ("return {'p': h}", "outputs", 2, "missing o; extra p"),
+    ("return h", "outputs", 2, "must return a dict"),
+    ("return", "outputs", 2, "must return a dict"),
+    ("return {1: h}", "outputs", 2, "must return a dict"),
+    ("return {'o': 1.0}", "outputs", 2, "output 'o' is float"),
+    ("return {'o': pairs(z)}", "outputs", 2, "output 'o' is tuple"),
+    ("return {'o': z + join(h, h)}", "output_shape", 2, "'o' is tile [M, 2*N], but the spec says tile [M, N]"),
+    ("return {'o': row_sums(h)}", "output_shape", 2, "'o' is vector [M]"),
+    ("return {'o': per_row(v)}", "output_shape", 2, "'o' is per_row of [M]"),
+    ("return {'o': h.columns}", "output_shape", 2, "'o' is a scalar"),
+    ("return {'o': w.mT}", "output_shape", 2, "operand [K, N]"),
+    ("return {'o': x}", "output_shape", 2, "tile [M, K]"),
+    ("h + v", "broadcast", 5, "say how it spreads, with per_row(v)"),
+    ("b * h", "broadcast", 5, "per_column(v)"),
+    ("h + per_row(b)", "broadcast", 5, "tile [M, N] and per_row of [N] do not fit"),
+    ("h + per_column(v)", "broadcast", 5, "do not fit"),
+    ("per_row(v) + per_column(b)", "broadcast", 5, "do not fit"),
+    ("v + b", "broadcast", 5, "vector [M] and vector [N] do not fit"),
+    ("h + x", "broadcast", 5, "do not fit together; pairs(t) and join(a, b)"),
+    ("h + z", "broadcast", 5, "pairs(t)"),
+    ("h + h.mT", "broadcast", 5, ".mT is for operands of gemm"),
+    ("where(h > 0, h, v)", "broadcast", 5, "per_row"),
+    ("gemm(x, w)", "shapes", 5, "the inner sizes K and N differ; a weight stored [N, K] is used as w.mT"),
+    ("gemm(x, x)", "shapes", 5, "inner sizes K and M"),
+    ("gemm(x, v)", "arguments", 5, "two matrices"),
+    ("gemm(x, 2.0)", "arguments", 5, "two matrices"),
+    ("w.mT.mT", "arguments", 5, ".mT is of a matrix"),
+    ("v.mT", "arguments", 5, ".mT is of a matrix"),
+    ("pairs(odd)", "width", 5, "columns are not even for every size"),
+    ("pairs(h)", "width", 5, "N columns are not even"),
+    ("pairs(v)", "arguments", 5, "pairs takes one tile"),
+    ("join(h, z)", "arguments", 5, "two tiles of one shape"),
+    ("row_sums(v)", "arguments", 5, "row_sums takes one tile"),
+    ("row_sums(1.0)", "arguments", 5, "row_sums takes one tile"),
+    ("per_row(h)", "arguments", 5, "one vector"),
+    ("per_column(1.0)", "arguments", 5, "one vector"),
+    ("exp(h, h)", "arguments", 5, "exp takes 1 argument(s), not 2"),
+    ("where(h)", "arguments", 5, "where takes 3 argument(s), not 1"),
+    ("gemm(x)", "python", 5, "TypeError"),
+    ("exp('h')", "argument", 5, "expected a tile, vector or number, got str"),
+    ("h + [1]", "argument", 5, "got list"),
+    ("h + None", "argument", 5, "got NoneType"),
+    ("v.columns", "argument", 5, ".columns is a tile's; this is vector [M]"),
+    ("h[0]", "argument", 5, "cannot be indexed: pairs(t)"),
+    ("h[:, ::2]", "argument", 5, "cannot be indexed"),
+    ("a, d = h", "argument", 5, "unpacked or iterated; pairs(t)"),
+    ("[t for t in h]", "argument", 5, "iterated"),
+    ("h if h > 0 else -h", "control_flow", 5, "where(condition, a, b)"),
+    ("not h", "control_flow", 5, "no truth value"),
+    ("0 < h < 1", "control_flow", 5, "no truth value"),
+    ("h and h", "control_flow", 5, "no truth value"),
+    ("h == h", "argument", 5, "not in the vocabulary"),
+    ("h != 0", "argument", 5, "not in the vocabulary"),
+    ("x @ w.mT", "argument", 5, "gemm multiplies matrices"),
+    ("h % 2", "argument", 5, "not in the vocabulary"),
+    ("h // 2", "argument", 5, "not in the vocabulary"),
+    ("h ** 3", "argument", 5, "only ** 2"),
+    ("h ** 0.5", "argument", 5, "only ** 2"),
+    ("2 ** h", "python", 5, "TypeError"),
+    ("{h: 1}", "python", 5, "TypeError"),
+    ("len(h)", "python", 5, "TypeError"),
+    ("float(h)", "python", 5, "TypeError"),
+    ("h.sum()", "python", 5, "AttributeError"),
+    ("h.T", "python", 5, "AttributeError"),
+    ("h * 1e999", "constant", 5, "inf is not finite"),
+    ("h * (1e999 - 1e999)", "constant", 5, "nan is not finite"),
+    ("h * 4e38", "constant", 5, "4e+38 is not finite in fp32"),
+    ("h * 10**400", "constant", 5, "inf is not finite"),
+    ("relu(h)", "python", 5, "NameError: name 'relu'"),
+    ("print(h)", "python", 5, "NameError"),
+    ("1 / 0", "python", 5, "ZeroDivisionError"),
+    ("{}['h']", "python", 5, "KeyError"),
+    ("[][0]", "python", 5, "IndexError"),
+    ("int('h')", "python", 5, "ValueError"),
+    ("assert c > 1", "python", 5, "AssertionError"),
+    ("import os", "python", 5, "ImportError"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "at", "words"), ERRORS, ids=[e[0] for e in ERRORS])
+def test_mistakes_are_refused_with_code_and_line(line: str, code: str, at: int, words: str) -> None:
+    error = refused(source(TILE, "h = gemm(x, w.mT)", line, UNREAL))
+    assert (error.code, words in error.message) == (code, True), f"{error.code}: {error.message}"
+    assert error.line == at
+
+
+FILES: list[tuple[str, str, int | None, str]] = [
+    ("", "kernel", None, "this has 0"),
+    ("from primitives import kernel\n\ndef k(x):\n    pass\n", "kernel", None, "this has 0"),
+    (source(TILE, UNREAL) + "@kernel\ndef other(x):\n    pass\n", "kernel", None, "this has 2"),
+    (f"{IMPORTS}@kernel\ndef k(x, w, v, b, odd, z):\n    pass\n", "parameters", 2, "missing c"),
+    (f"{IMPORTS}@kernel\ndef k(x, w, v, b, odd, z, c, d):\n    pass\n", "parameters", 2, "unknown d"),
+    (f"{IMPORTS}@kernel\ndef k(*x):\n    pass\n", "parameters", 2, "missing x, w, v, b, odd, z, c"),
+    (f"{IMPORTS}@kernel\ndef k(x, w, v, b, odd, z, /, c):\n    pass\n", "python", None, "positional-only"),
+    ("from primitives import (\n    kernel,\n    relu,\n)\n", "vocabulary", 1, "primitives has no 'relu'; it has exp"),
+    ("\nfrom primitives import __builtins__ as b\n", "vocabulary", 2, "no '__builtins__'"),
+    ("from primitives import Tensor\n", "vocabulary", 1, "no 'Tensor'"),
+    ("from primitives import *\n", "vocabulary", 1, "no '*'"),
+    ("def f():\n    f()\n\nf()\n", "depth", None, "recurses"),
+    ("import primitives\n", "python", 1, "ImportError"),
+    ("\nfrom os import system\n", "python", 2, "ImportError"),
+    ("x = 1\ndef f(:\n", "syntax", 2, "invalid syntax"),
+    ("\nreturn 1\n", "syntax", 2, "outside function"),
+    ("await 1\n", "syntax", 1, "outside function"),
+    ("(" * 300, "syntax", 1, "nested"),
+    ("-" * 100_000 + "1", "syntax", None, "nested"),
+    ("\0", "syntax", None, "null"),
+    ("\ud800", "python", None, "surrogates"),
+    ("from primitives import exp\n\nexp(1.0)\n", "trace", 3, "outside a @kernel function"),
+    ("from primitives import kernel\nk = kernel(3)\n", "python", None, "no attribute '__code__'"),
+    (f"{IMPORTS}@kernel\n@kernel\ndef k(x):\n    pass\n", "python", None, "no attribute '__code__'"),
+]
+
+
+@pytest.mark.parametrize(("text", "code", "at", "words"), FILES, ids=range(len(FILES)))
+def test_files_are_refused(text: str, code: str, at: int | None, words: str) -> None:
+    error = refused(text)
+    assert (error.code, words in error.message) == (code, True), f"{error.code}: {error.message}"
+    assert code == "syntax" and at is None or error.line == at
+
+
+def test_the_line_is_the_kernel_files_own() -> None:
+    """Where a helper fails, the innermost line is named."""
+    helper = "def helper(t):\n    y = t + 1\n    return y[0]\n"
+    text = source(TILE, "h = gemm(x, w.mT)", "helper(h)", UNREAL).replace("@kernel", helper + "@kernel")
+    assert refused(text).line == 4
+
+
+def test_values_live_as_long_as_their_kernel_runs() -> None:
+    with pytest.raises(ProgramError, match="after its kernel had returned") as caught:
+        _ = Tensor(0).rows
+    assert caught.value.code == "trace"
+
+
+def test_tracing_leaves_nothing_behind() -> None:
+    """A refused kernel does not spoil the next."""
+    before = NORM.program.hash
+    refused(source(TILE, "gemm(x, w.mT)[0]"))
+    assert NORM.program.hash == before
+
+
+def test_lines_reach_the_cut() -> None:
+    """A refusal by the cut names the line of the expression that has no home."""
+    lines = ["h = gemm(x, w.mT)", "t = h * per_row(row_sums(h))", "u = t + 1", "return {'o': u}"]
+    assert (refused(source(TILE, *lines)).code, refused(source(TILE, *lines)).line) == ("pending", 6)
+
+
+def test_docstrings_and_loops_over_numbers() -> None:
+    text = ['"""Doc."""', *BACKWARD.lines]
+    assert trace(BACKWARD.signature, *text).hash == BACKWARD.program.hash
+    looped = trace(TILE, "h = gemm(x, w.mT)", "for i in range(3):", "    h = h * i", "return {'o': h}")
+    assert [n.attribute for n in looped.nodes if n.op == "constant"] == [0.0, 1.0, 2.0]
