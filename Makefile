@@ -48,12 +48,14 @@ lint: $(READY)
 # Otherwise PyTorch comes from PyPI where there is an NVIDIA GPU, and is a CPU build where there is none.
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 define CUDA_TORCH
-import os
+import os, sys
 try:
     import torch
 except ImportError:
     raise SystemExit
-if torch.version.cuda:
+def major_minor(version):
+    return [int(part) for part in version.split(".")[:2]]
+if torch.version.cuda and major_minor(torch.__version__) >= major_minor(sys.argv[1]):
     print(torch.__version__, os.path.dirname(os.path.dirname(torch.__file__)))
 endef
 export CUDA_TORCH
@@ -74,17 +76,21 @@ $(READY): pyproject.toml constraints.txt
 	@say() { echo "coda-agent: $$*"; }
 	fail() { say "$$*" >&2; exit 1; }
 	pip() { $(BIN)/python -m pip --disable-pip-version-check --no-input -qq "$$@"; }
-	command -v "$(PYTHON)" >/dev/null || fail "$(PYTHON) is not found; install Python 3.11 or newer, or: make PYTHON=/path/to/it"
-	found=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    fail "$(PYTHON) is Python $$found, and 3.11 or newer is needed: make PYTHON=/path/to/python3.12"
-	"$(PYTHON)" -c 'import ensurepip' 2>/dev/null || \
-	    fail "$(PYTHON) has no ensurepip, so it cannot make .venv; on Debian or Ubuntu: sudo apt install python$$found-venv"
+	# What was changed since .venv was made only updates it, whatever PYTHON is by now.
+	host="$(PYTHON)"
+	if [[ -e $@ ]] && $(BIN)/python -c ''; then host=$(BIN)/python; fi
+	command -v "$$host" >/dev/null || fail "$$host is not found; install Python 3.11 or newer, or: make PYTHON=/path/to/it"
+	found=$$("$$host" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+	"$$host" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    fail "$$host is Python $$found, and 3.11 or newer is needed: make PYTHON=/path/to/python3.12"
+	"$$host" -c 'import ensurepip' 2>/dev/null || \
+	    fail "$$host has no ensurepip, so it cannot make .venv; on Debian or Ubuntu: sudo apt install python$$found-venv"
 
-	read -r kept beside <<< "$$("$(PYTHON)" -c "$$CUDA_TORCH" 2>/dev/null)" || true
-	if ! [[ -e $@ ]]; then
+	oldest=$$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+	read -r kept beside <<< "$$("$$host" -c "$$CUDA_TORCH" "$$oldest" 2>/dev/null)" || true
+	if [[ "$$host" != $(BIN)/python ]]; then
 	    say "making .venv with Python $$found; this first run takes a few minutes"
-	    "$(PYTHON)" -m venv --clear $${kept:+--system-site-packages} .venv
+	    "$$host" -m venv --clear $${kept:+--system-site-packages} .venv
 	    # A virtual environment's own packages are not system ones, so show .venv the way to that PyTorch.
 	    if [[ -n "$$kept" ]]; then
 	        echo "import site; site.addsitedir('$$beside')" > "$$($(BIN)/python -c \
@@ -95,7 +101,7 @@ $(READY): pyproject.toml constraints.txt
 	constraints=constraints.txt build=CPU
 	torch=$$(sed -n 's/^torch==//p' constraints.txt)
 	if [[ -n "$$kept" ]]; then
-	    say "keeping PyTorch $$kept of $(PYTHON)"
+	    say "keeping PyTorch $$kept of $$host"
 	    constraints=.venv/constraints.txt build=CUDA
 	elif nvidia-smi -L >/dev/null 2>&1; then
 	    say "installing PyTorch $$torch with CUDA from PyPI, for the NVIDIA GPU here"

@@ -255,7 +255,7 @@ class _Cutter:
         own = self.types[index].shape
         ratio = own[axis].ratio(columns)
         if axis == 1 and own[0] != rows or ratio not in WIDTHS:
-            raise self.fail("width", f"a tile {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: tiles "
+            raise self.fail("width", f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: tiles "
                             "there have its rows, and half, once or twice its columns", index)
         if axis == 0 and ratio != 1:
             raise self.fail("width", f"per_column of {own[0]} values in the epilogue of a gemm with {columns} columns: "

@@ -1,0 +1,245 @@
+"""Cutting into steps: what rides on which GEMM, what is stored, loaded and finished, what has no home."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+from kernels import BACKWARD, CHAIN, NORM, SWIGLU, signature, source, tensor, trace
+
+from primitives.cut import GemmStep, Steps, cut
+from primitives.ir import MAX_NODES, Node, Program, ProgramError, Signature, TensorType
+from primitives.trace import trace_source
+
+INPUTS = {
+    "x": tensor("M, K"), "w": tensor("N, K"), "q": tensor("N, N"), "wide": tensor("2*N, N"), "p": tensor("P, N"),
+    "r": tensor("M, N"), "z": tensor("M, 2*N"), "v": tensor("M", "fp32"), "b": tensor("N"), "b2": tensor("2*N"), "four": tensor("4*N, N"),
+}  # fmt: skip
+H = "h = gemm(x, w.mT)"
+
+
+def given(**outputs: TensorType) -> Signature:
+    return signature(INPUTS, outputs)
+
+
+def tiles(*names: str) -> Signature:
+    return given(**dict.fromkeys(names, tensor("M, N")))
+
+
+ONE = tiles("o")
+
+
+def said(program: Program, nodes: list[int]) -> list[str]:
+    """Operations, and names of leaves and outputs, for short."""
+    names = {index: name for name, index in program.outputs.items()}
+    return [names.get(i) or str(program.nodes[i].attribute or program.nodes[i].op) for i in nodes]
+
+
+def summary(program: Program, step: GemmStep) -> dict[str, list[str]]:
+    spread = [program.nodes[i].args[0] for i in step.vectors]
+    found = {
+        "stores": said(program, step.stores), "loads": said(program, step.loads), "spreads": said(program, spread),
+        "sums": said(program, [program.nodes[r].args[0] for r in step.reductions]),
+        "scalars": said(program, step.scalars),
+    }  # fmt: skip
+    return {k: v for k, v in found.items() if v}
+
+
+def finishes(program: Program, steps: Steps) -> dict[int, list[str]]:
+    return {stage: said(program, list(members)) for stage, members in steps.finishes.items()}
+
+
+def refused(given: Signature, *lines: str) -> ProgramError:
+    with pytest.raises(ProgramError) as caught:
+        trace_source(source(given, *lines), given)
+    return caught.value
+
+
+def test_norm_is_one_step() -> None:
+    program = NORM.program
+    steps = cut(program)
+    assert [summary(program, s) for s in steps.gemms] == [
+        {"stores": ["h", "hg"], "loads": ["x"], "spreads": ["gamma"], "sums": ["multiply"]}
+    ]
+    assert finishes(program, steps) == {0: ["rstd"]}
+
+
+def test_widths_are_relative_to_the_gemm() -> None:
+    program = SWIGLU.program
+    steps = cut(program)
+    assert steps.width[0, program.outputs["preact"]] == 1
+    assert steps.width[0, program.outputs["act"]] == Fraction(1, 2)
+    program = BACKWARD.program
+    steps = cut(program)
+    assert steps.width[0, program.outputs["dz"]] == 2
+    assert steps.width[0, program.outputs["act"]] == 1
+    assert steps.width[0, steps.gemms[0].loads[0]] == 2
+
+
+def test_a_tile_of_inputs_alone_rides_with_the_step_that_loads_them() -> None:
+    """SwiGLU's backward recomputes the activation, which its accumulator does not enter."""
+    program = BACKWARD.program
+    (step,) = cut(program).gemms
+    assert summary(program, step) == {"stores": ["act", "dz"], "loads": ["z"], "sums": ["add"]}
+
+
+def test_a_row_scale_deferred_past_the_next_gemm() -> None:
+    program = CHAIN.program
+    steps = cut(program)
+    first, second = steps.gemms
+    assert summary(program, first) == {
+        "stores": ["h", "multiply"], "loads": ["x"], "spreads": ["gamma"], "sums": ["multiply"],
+    }  # fmt: skip
+    assert summary(program, second) == {"stores": ["up"], "spreads": ["rsqrt"]}
+    assert finishes(program, steps) == {0: ["rsqrt"]}  # in memory: the second step spreads it
+    assert [program.nodes[s.gemm].op for s in steps.gemms] == ["gemm", "gemm"]
+
+
+def test_a_tile_read_back_is_stored_by_its_own_step() -> None:
+    program = trace(ONE, H, "t = silu(h)", "return {'o': t - gemm(r, q)}")
+    first, last = cut(program).gemms
+    assert [program.nodes[i].op for i in last.loads] == ["silu"]
+    assert first.stores == last.loads and first.loads == []
+
+
+def test_an_expression_that_waits_for_a_vector_is_computed_where_it_can_be() -> None:
+    """h * per_row(rstd) has to wait for all of h: it rides on the next GEMM, which reads h back."""
+    lines = (H, "n = h * per_row(rsqrt(row_sums(h * h)))", "return {'o': gemm(h, q) + n}")
+    program = trace(ONE, *lines)
+    first, second = cut(program).gemms
+    h = program.outputs["o"]
+    assert first.stores == second.loads == [first.gemm]
+    assert [program.nodes[i].op for i in second.body] == ["gemm", "multiply", "add"] and second.body[-1] == h
+    assert [program.nodes[i].op for i in first.body] == ["gemm", "multiply"]
+
+
+def test_vectors_are_finished_once_their_sums_are() -> None:
+    outputs = given(early=tensor("M", "fp32"), middle=tensor("M", "fp32"), late=tensor("M", "fp32"))
+    lines = (H, "s = row_sums(h)", "g = gemm(h, q) * per_row(s + 1)", "return "
+             "{'early': exp(v), 'middle': s * v, 'late': row_sums(g) + s}")  # fmt: skip
+    program = trace(outputs, *lines)
+    assert finishes(program, cut(program)) == {-1: ["early"], 0: ["add", "middle"], 1: ["late"]}
+
+
+def test_a_computed_scalar_is_part_of_the_body() -> None:
+    program = trace(ONE, H, "return {'o': h * (1 / h.columns)}")
+    (step,) = cut(program).gemms
+    assert said(program, step.scalars) == ["N"]
+    assert [program.nodes[i].op for i in step.body] == ["gemm", "divide", "multiply"]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_independent_gemms_run_in_the_order_that_their_sums_ask_for(names: tuple[str, str]) -> None:
+    """Whatever order names or operands put them in: a sum that is spread over g must come before g."""
+    plain, scaled = names
+    lines = (H, "g = gemm(r, q)", f"return {{'{plain}': g * 2, '{scaled}': g * per_row(row_sums(h))}}")
+    program = trace(tiles(*names), *lines)
+    first, second = cut(program).gemms
+    assert summary(program, first) == {"sums": ["gemm"]}
+    assert sorted(said(program, second.stores)) == ["a", "b"]
+    assert trace(ONE, H, "return {'o': gemm(r, q) * per_row(row_sums(h))}").nodes
+
+
+def test_gemms_that_wait_for_each_others_sums_have_no_order() -> None:
+    lines = (H, "g = gemm(r, q)", "return {'a': h * per_row(row_sums(g)), 'b': g * per_row(row_sums(h))}")
+    assert refused(tiles("a", "b"), *lines).code == "pending"
+
+
+HOMELESS = "has no GEMM to ride on"
+PENDING = "a row scale commutes with the next matmul, so write gemm(t, w) * per_row(scale)"
+S = "s = row_sums(h * h)"
+
+REFUSED: dict[str, tuple[Signature, tuple[str, ...], str, int, str]] = {
+    "output of inputs": (ONE, (H, "t = r * 2", "return {'o': t}"), "homeless", 5, f"output 'o' {HOMELESS}"),
+    "operand of inputs": (
+        ONE, ("t = r * per_column(b)", "return {'o': gemm(t, q)}"), "homeless", 4, f"this operand of gemm {HOMELESS}",
+    ),
+    "sum of inputs": (
+        given(o=tensor("M, N"), s=tensor("M", "fp32")), (H, "t = r * r", "return {'o': h, 's': row_sums(t)}"),
+        "homeless", 5, f"the argument of row_sums {HOMELESS}",
+    ),
+    "operand of inputs that only a later step loads": (
+        tiles("a", "c", "d"),
+        ("t = r * 2", "a = gemm(t, q)", "c = gemm(a, q) + r", "return {'a': a, 'c': c, 'd': gemm(t, q.mT)}"),
+        "homeless", 4, f"this operand of gemm {HOMELESS}",
+    ),
+    "no gemm": (given(o=tensor("M", "fp32")), ("return {'o': exp(v)}",), "homeless", 2, "calls gemm nowhere"),
+    "scaled before the row is done": (
+        ONE, (H, S, "t = h * per_row(s)", "return {'o': t}"), "pending", 6, "output 'o' needs a reduction",
+    ),
+    "scaled operand": (
+        ONE, (H, S, "t = h * per_row(s)", "return {'o': gemm(t, q)}"), "pending", 6, PENDING,
+    ),
+    "sum of what is scaled": (
+        given(o=tensor("M", "fp32")), (H, S, "t = h * per_row(s)", "return {'o': row_sums(t)}"),
+        "pending", 6, "the argument of row_sums needs a reduction",
+    ),
+    "output is an input": (ONE, (H, "return {'o': r}"), "outputs", 2, "output 'o' is the input 'r' itself"),
+    "output is an input vector": (
+        given(o=tensor("M, N"), s=tensor("M", "fp32")), (H, "return {'o': h, 's': v}"),
+        "outputs", 2, "output 's' is the input 'v' itself",
+    ),
+    "outputs are one tile": (
+        tiles("a", "b"), (H, "return {'b': h, 'a': h}"), "outputs", 4, "outputs 'a' and 'b' are one value",
+    ),
+    "outputs are equal tiles": (
+        tiles("a", "b"), (H, "t = h + 1", "return {'b': t, 'a': gemm(x, w.mT) + 1.0}"),
+        "outputs", 5, "outputs 'a' and 'b' are one value",
+    ),
+    "outputs are one vector": (
+        given(a=tensor("M", "fp32"), b=tensor("M", "fp32")), (H, "return {'a': row_sums(h), 'b': row_sums(h)}"),
+        "outputs", 5, "outputs 'a' and 'b' are one value",
+    ),
+    "a quarter": (
+        ONE, ("f, _ = pairs(gemm(r, four.mT))", "t, _ = pairs(f)", "return {'o': t}"),
+        "width", 5, "a tile [M, N] in the epilogue of a gemm [M, 4*N]",
+    ),
+    "four times": (
+        given(o=tensor("M, 4*N")), (H, "d = join(h, h)", "return {'o': join(d, d)}"), "width", 6, "half, once or twice",
+    ),
+    "per_column of half": (
+        ONE, (H, "a, c = pairs(gemm(h, wide.mT))", "return {'o': a * per_column(b) + c}"),
+        "width", 6, "has the gemm's own length",
+    ),
+    "per_column of twice": (
+        given(o=tensor("M, 2*N")), (H, "return {'o': join(h, h) * per_column(b2)}"),
+        "width", 5, "per_column of 2*N values in the epilogue of a gemm with N columns",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_what_would_work(name: str) -> None:
+    given, lines, code, line, words = REFUSED[name]
+    error = refused(given, *lines)
+    assert (error.code, words in error.message) == (code, True), f"{error.code}: {error.message}"
+    assert error.line == line
+
+
+def test_widths_are_those_of_the_step_that_reads() -> None:
+    """h is as wide as its own GEMM and half as wide as the next: two widths of one tile."""
+    program = trace(ONE, H, "a, c = pairs(gemm(h, wide.mT))", "return {'o': a * c + h}")
+    steps = cut(program)
+    h = steps.gemms[0].gemm
+    assert steps.gemms[1].loads == [h]
+    assert (steps.width[0, h], steps.width[1, h]) == (1, Fraction(1, 2))
+
+
+def test_a_program_as_large_as_allowed_is_cut_in_a_blink() -> None:
+    """Also where each node is read twice, or all are GEMMs: hostile programs must not take for ever."""
+    wide = MAX_NODES - 5
+    doubled = [Node("input", (), "x"), Node("input", (), "w"), Node("transpose", (1,)), Node("gemm", (0, 2))]
+    doubled += [Node("input", (), "r")] + [Node("add", (i + 4, i + 4)) for i in range(wide)]
+    doubled[-1] = Node("add", (3, len(doubled) - 2))
+    chained = [*doubled[:4], Node("input", (), "q")]
+    chained += [Node("gemm", (3 if i == 0 else i + 4, 4)) for i in range(wide)]
+    rows = [*doubled[:4], Node("input", (), "v"), Node("per_row", (4,))]
+    rows += [Node("negative", (i + 5,)) for i in range(wide - 2)] + [Node("multiply", (3, wide + 3))]
+    start = time.monotonic()
+    for nodes in (doubled, chained, rows):
+        program = Program(ONE, tuple(nodes), {"o": len(nodes) - 1}).check()
+        assert len(nodes) in (MAX_NODES, MAX_NODES - 1)
+        steps = cut(Program.from_json(program.to_json()))
+        assert sum(len(s.body) for s in steps.gemms) >= wide - 1
+    assert time.monotonic() - start < 5
