@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: help env generate named test lint
+.PHONY: help env generate named test test-gpu lint
 
 PYTHON ?= python3
 ARGS ?=
@@ -14,6 +14,7 @@ READY := .venv/ready
 define HELP
 make generate SPEC=specs/NAME.yaml [ARGS=...]   write and verify a kernel for a spec
 make test [ARGS=...]                            run the tests
+make test-gpu                                   run the tests that need an H100
 make lint                                       ruff, mypy, import-linter
 make env                                        only make .venv, which the others do by themselves
 PYTHON=/path/to/python3.12 chooses the Python (3.11 or newer) that .venv is made with.
@@ -38,6 +39,9 @@ test: export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
 test: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 test: $(READY)
 	@$(BIN)/python -m pytest -q -n 2 --durations 10 $(ARGS)
+
+test-gpu: $(READY)
+	@$(BIN)/python -m pytest -q tests/gpu $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/python -m ruff check .

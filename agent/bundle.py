@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -188,7 +189,7 @@ def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
                     f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
                     "another kernel than this run's: bundle the run again"
                 )
-            run.journal.once(f"measurement/{result.attempt}", "measurement", lambda r=result: r.measurement)
+            run.journal.once(f"measurement/{result.attempt}", "measurement", partial(dict, result.measurement))
         finally:
             run.journal.close()
         taken.append((run.name, measurement))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,9 @@ import typer
 if TYPE_CHECKING:
     from agent.loop import Outcome
     from agent.runs import Run
+    from primitives.ir import Program
     from verifier.report import Accepted, Checked, Rejected
+    from verifier.spec import Spec
 
 app = typer.Typer(
     add_completion=False,
@@ -31,7 +33,7 @@ app = typer.Typer(
 OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
-class ProviderName(str, Enum):
+class ProviderName(StrEnum):
     auto = "auto"
     anthropic = "anthropic"
     handoff = "handoff"
@@ -246,6 +248,36 @@ def prompt(spec: SpecPath) -> None:
 
 
 @app.command()
+def show(
+    kernel: Annotated[
+        Path, typer.Argument(metavar="KERNEL", help="An accepted kernel's program.json, or a kernel file.")
+    ],
+    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
+    cutedsl: Annotated[bool, typer.Option("--cutedsl", help="The lowered CuTeDSL text too.")] = False,
+    weak_jail: WeakJail = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a kernel does: its steps, resources on sm_90a and roofline."""
+    from agent import show as showing
+    from primitives.compile import report
+    from verifier.spec import load
+
+    loaded = load(spec or _spec_of(kernel), check=False)
+    program = _program(kernel, loaded, weak_jail)
+    resources = report(program)
+    sizes = {case.name: case.sizes for case in loaded.cases}
+    if as_json:
+        data = showing.as_dict(
+            program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl
+        )
+        typer.echo(json.dumps(data, indent=1))
+    else:
+        _console(False).print(
+            showing.render(program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl)
+        )
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what works on this machine, and what to do about the rest."""
     from agent import doctor as doctors
@@ -366,8 +398,9 @@ def _measuring(gpu: bool | None, arms: tuple[str, ...], rounds: int) -> dict[str
 
 
 def _need_gpu(gpu: bool | None) -> None:
-    if gpu and not _use_gpu(None):
-        raise Absent("no CUDA device here; leave out --gpu, or take a bundle to a machine with an H100")
+    """Say at once, before anything is written, that a demanded GPU is not here."""
+    if gpu:
+        _use_gpu(True)
 
 
 def _use_gpu(gpu: bool | None) -> bool:
@@ -377,12 +410,26 @@ def _use_gpu(gpu: bool | None) -> bool:
 
     there = torch.cuda.is_available()
     if gpu and not there:
-        _need_gpu_missing()
+        raise Absent("no CUDA device here; leave out --gpu, or take a bundle to a machine with an H100")
     return there
 
 
-def _need_gpu_missing() -> None:
-    raise Absent("no CUDA device here; leave out --gpu, or take a bundle to a machine with an H100")
+def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
+    """The program of a kernel file, traced in the jail, or of a program.json."""
+    from primitives.ir import Program, ProgramError
+    from verifier import jail
+    from verifier.report import Rejected
+
+    text = _source(kernel)
+    if kernel.suffix == ".json":
+        try:
+            return Program.from_json(text, spec.signature())
+        except ProgramError as error:
+            raise typer.BadParameter(f"{kernel}: {error.message}") from None
+    traced = jail.trace(text, spec.signature(), weak=weak_jail)
+    if isinstance(traced, Rejected):
+        raise typer.BadParameter(f"{kernel}:{traced.line or 1}: {traced.code}: {traced.message}")
+    return traced.program
 
 
 def _spec_of(kernel: Path) -> Path:

@@ -125,8 +125,8 @@ def task(spec: Spec, text: str) -> str:
     """The first message: the spec, and how to answer."""
     parameters = ", ".join([*spec.inputs, *spec.constants])
     return (
-        f"Write the kernel for this spec. In `reference`, torch and torch.nn.functional names are in scope; it\n"
-        f"is the mathematics, not the way to compute it.\n\n```yaml\n{text.strip()}\n```\n\n"
+        "Write the kernel for this spec. In `reference`, torch and torch.nn.functional names are in scope;\n"
+        f"it is the mathematics, not the way to compute it.\n\n```yaml\n{text.strip()}\n```\n\n"
         f"The function: `def {spec.name}({parameters})`, returning a dict of "
         f"{', '.join(spec.outputs)}.\n\n{ANSWER}"
     )

@@ -151,7 +151,7 @@ def timings(rows: tuple[Timing, ...]) -> Table:
             t.case,
             f"{t.milliseconds['candidate']:.3f}",
             f"{t.roofline_milliseconds:.3f}",
-            f"{t.host_microseconds:.1f}",
+            f"{t.host_microseconds['candidate']:.0f}",
             *cells,
         )
     return table

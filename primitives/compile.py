@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,8 +38,9 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel needs of an SM: per thread registers, stack and spilled loads and
-    stores; bytes of shared memory a CTA; and whether it uses Hopper's instructions."""
+    """What a compiled kernel needs of an SM: per thread registers, bytes of stack, spilled loads and
+    stores; bytes of static shared memory a CTA (the mainloop's stages are dynamic); and how many of
+    Hopper's own instructions its code holds."""
 
     kernel: str
     schedule: dict[str, int | bool] | None
@@ -100,31 +102,25 @@ def _resource_key(argument: Argument) -> tuple[str, Any]:
 
 
 def compile_gemm(
-    lowered: Lowered,
-    kernel: GemmKernel,
-    schedule: Schedule,
-    *,
-    a_major: str = "k",
-    b_contiguous: str = "last",
-    cached: bool = True,
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, *, cached: bool = True
 ) -> Callable[..., Any]:
-    """Compile a step for one schedule. Tensors cross as [M, K], and [K, N] or (``b_transposed``) [N, K]."""
+    """Compile a step for one schedule. Its A crosses as [M, K], whatever its strides; B as it is stored:
+    [K, N], or [N, K] where ``b_transposed``."""
     import cutlass
     from quack.gemm_runtime.host import _compile_gemm_epi
     from quack.gemm_runtime.identity import static_gemm_class_ref
 
     operand = cutlass.BFloat16 if kernel.dtype == "bf16" else cutlass.Float16
     compile_it = _compile_gemm_epi if cached else _compile_gemm_epi.__wrapped__
-    b_major = {("last", True): "k", ("last", False): "n", ("first", True): "n", ("first", False): "k"}
-    return compile_it(  # type: ignore[no-any-return]
+    return compile_it(
         static_gemm_class_ref(getattr(load_module(lowered), kernel.name)),
         HOPPER,
         operand,
         operand,
         _cute_dtype(kernel.d) if kernel.d else None,
         _cute_dtype(kernel.c) if kernel.c else None,
-        a_major,
-        b_major[b_contiguous, kernel.b_transposed],
+        "m" if kernel.a_transposed else "k",
+        "k" if kernel.b_transposed else "n",
         "n" if kernel.d else None,
         "n" if kernel.c else None,
         (schedule.tile_m, schedule.tile_n),
@@ -176,7 +172,7 @@ def _compile_vector(module: str, name: str, arguments: tuple[tuple[str, str], ..
         else:
             fakes.append(make_fake_tensor(dtypes[dtype], (rows,)))
     made = getattr(sys.modules[module], name)()
-    return cute.compile(made, *fakes, make_fake_stream(), options="--enable-tvm-ffi")  # type: ignore[no-any-return]
+    return cute.compile(made, *fakes, make_fake_stream(), options="--enable-tvm-ffi")
 
 
 def report(program: Program, schedules: Iterable[Schedule] = PROBES) -> tuple[Resources, ...]:
@@ -236,18 +232,11 @@ def _child(scratch: Path) -> None:
     for gemm in lowered.gemms:
         for raw in request["schedules"]:
             schedule = Schedule.from_json(raw)
-            found.append(
-                _measured(
-                    scratch,
-                    gemm.name,
-                    raw,
-                    lambda g=gemm, s=schedule: compile_gemm(lowered, g, s, cached=False),
-                )
-            )
+            build = partial(compile_gemm, lowered, gemm, schedule, cached=False)
+            found.append(_measured(scratch, gemm.name, raw, build))
     for vector in lowered.vectors:
-        found.append(
-            _measured(scratch, vector.name, None, lambda v=vector: compile_vector(lowered, v, cached=False))
-        )
+        build = partial(compile_vector, lowered, vector, cached=False)
+        found.append(_measured(scratch, vector.name, None, build))
     print(json.dumps([asdict(r) for r in found]))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primitives.compile import compile_gemm, compile_vector, load_module
@@ -15,7 +16,7 @@ from primitives.cut import cut
 from primitives.dims import Dim
 from primitives.interpret import solve_sizes, store_dtypes, torch_dtype
 from primitives.ir import Program, Schedule
-from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
+from primitives.lower import Argument, GemmKernel, VectorKernel, lower
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,14 @@ class _Workspace:
 
     tensors: dict[int, torch.Tensor]
     bytes: int
+
+
+Reader = Callable[[dict[int, Any]], Any]
+
+
+def _fixed(value: Any) -> Reader:
+    """A reader that needs nothing of the call."""
+    return lambda tensors: value
 
 
 class Plan:
@@ -148,20 +157,19 @@ class Plan:
             tensors[key] = view.view(shape)
         return _Workspace(tensors, total)
 
-    def _reader(self, argument: Argument) -> Callable[[dict[int, Any]], Any]:
+    def _reader(self, argument: Argument) -> Reader:
         """How a call finds an argument's tensor among its own: decided once."""
         import torch
 
         node, own = argument.node, self.workspace.tensors
         if argument.role == "scalar":
             value = float(Dim.parse(str(self.program.nodes[node].attribute))(self.sizes))
-            return lambda tensors: value
+            return _fixed(value)
         if argument.role == "partial":
-            return lambda tensors, t=own[node]: t
+            return _fixed(own[node])
         key = ~node if argument.role in ("row", "column", "vector", "out") else node
         if key in own:
-            kept = own[key].view(torch.float32) if argument.packed else own[key]
-            return lambda tensors: kept
+            return _fixed(own[key].view(torch.float32) if argument.packed else own[key])
         if argument.packed:
             return lambda tensors: tensors[node].view(torch.float32)
         return lambda tensors: tensors[node]
@@ -171,7 +179,7 @@ class Plan:
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         schedule = self.schedules[kernel.step]
-        compiled = compile_gemm(self.lowered, kernel, schedule, a_major="m" if kernel.a_transposed else "k")
+        compiled = compile_gemm(self.lowered, kernel, schedule)
         made = getattr(load_module(self.lowered), kernel.name).EpilogueArguments
         readers = {a.name: self._reader(a) for a in kernel.arguments}
         order = [readers.get(field) for field in made._fields]
@@ -205,16 +213,14 @@ class Plan:
         return call
 
     @staticmethod
-    def _immediate(read: Callable[[dict[int, Any]], Any]) -> Callable[[dict[int, Any]], Any]:
+    def _immediate(read: Reader) -> Reader:
         from cutlass import Float32
 
-        value = Float32(read({}))
-        return lambda tensors: value
+        return _fixed(Float32(read({})))
 
-    def _operand(self, node: int) -> Callable[[dict[int, Any]], Any]:
-        if node in self.workspace.tensors:
-            return lambda tensors, t=self.workspace.tensors[node]: t
-        return lambda tensors: tensors[node]
+    def _operand(self, node: int) -> Reader:
+        own = self.workspace.tensors
+        return _fixed(own[node]) if node in own else lambda tensors: tensors[node]
 
     def _vector_call(self, kernel: VectorKernel) -> Callable[[dict[int, Any]], None]:
         compiled = compile_vector(self.lowered, kernel)
@@ -250,21 +256,37 @@ class Plan:
         return outputs
 
 
-def plan(
-    program: Program, inputs: Mapping[str, torch.Tensor], schedules: Mapping[int, Schedule] | None = None
-) -> Plan:
-    """A plan for tensors like ``inputs``: with given schedules, the author's, or tuned ones.
+class Kernel:
+    """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
 
-    LaunchError for inputs that cannot be launched on.
+    The first call with new shapes plans and tunes (seconds to minutes, kept on disk); later ones launch.
+    ``schedules`` by step replace tuning.
     """
-    from primitives.tune import tuned
 
-    sizes = check_inputs(program, inputs)
-    chosen = {**(schedules or {}), **program.schedule}
-    steps = [g.step for g in lower(program).gemms]
-    if any(s not in chosen for s in steps):
-        chosen = {**tuned(program, inputs, sizes), **chosen}
-    return Plan(program, sizes, chosen, next(iter(inputs.values())).device)
+    def __init__(self, program: Program, schedules: Mapping[int, Schedule] | None = None):
+        self.program = program
+        self.schedules = {**(schedules or {}), **program.schedule}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
 
+    @classmethod
+    def load(cls, path: str | Path, schedules: Mapping[int, Schedule] | None = None) -> Kernel:
+        """Read a NAME.program.json. Raises OSError, or ProgramError for what is no program."""
+        return cls(Program.from_json(Path(path).read_text(encoding="utf-8")), schedules)
 
-__all__ = ["LaunchError", "Lowered", "Plan", "alignment_errors", "check_inputs", "plan"]
+    def plan(self, inputs: Mapping[str, torch.Tensor]) -> Plan:
+        """The plan for tensors like these. LaunchError for inputs that cannot be launched on."""
+        from primitives.tune import tuned
+
+        sizes = check_inputs(self.program, inputs)
+        device = next(iter(inputs.values())).device
+        key = (device, *sorted(sizes.items()))
+        if key not in self._plans:
+            steps = {n for n, _ in enumerate(cut(self.program).gemms)}
+            schedules = self.schedules
+            if not steps <= schedules.keys():
+                schedules = {**tuned(self.program, inputs, sizes), **schedules}
+            self._plans[key] = Plan(self.program, sizes, schedules, device)
+        return self._plans[key]
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.plan(inputs)(inputs)

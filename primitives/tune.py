@@ -1,35 +1,44 @@
 """Tuning: which schedule runs each step fastest at given sizes, on this GPU.
 
-Two stages: every tile and cluster at the usual rasterisation; then the best few over rasterisation
-group sizes and L2 eviction hints. Candidates are compiled in parallel processes, timed interleaved
-with a cold L2, and the choice is kept under the hash of text, sizes, GPU and versions.
+Every tile and cluster at the usual rasterisation; then the best few over rasterisation group sizes and
+L2 eviction hints; then the best of both in a longer race, because the first two pick among noise.
+Candidates are compiled in parallel processes, timed interleaved in random order with a cold L2, and the
+choice is kept under the hash of text, sizes and GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from primitives.compile import cache_dir, compile_gemm, compile_vector
 from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule
-from primitives.lower import GemmKernel, Lowered, lower
+from primitives.lower import GemmKernel, lower
 
 if TYPE_CHECKING:
     import torch
 
 ROUNDS = 9
 FINALISTS = 3
+FINAL = 6
+FINAL_ROUNDS = 40
+WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles at
+
+Choice = TypeVar("Choice")
+Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
 
 
 def candidates(kernel: GemmKernel) -> list[Schedule]:
@@ -57,11 +66,17 @@ def refinements(best: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
     ]
 
 
+def search(
+    start: list[Choice], refine: Callable[[list[Choice]], list[Choice]], race: Race[Choice]
+) -> list[tuple[Choice, float]]:
+    """The last race's choices with their milliseconds, fastest first."""
+    first = [choice for choice, _ in race(start, ROUNDS)]
+    second = [choice for choice, _ in race(refine(first[:FINALISTS]), ROUNDS)]
+    return race(list(dict.fromkeys(second[:FINAL] + first[:FINALISTS])), FINAL_ROUNDS)
+
+
 def tuned(
-    program: Program,
-    inputs: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, int],
-    on_progress: Callable[[str, int, int], None] | None = None,
+    program: Program, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
 ) -> dict[int, Schedule]:
     """The fastest schedule for each step: from the cache, or measured now (seconds to minutes)."""
     path = cache_path(program, sizes)
@@ -70,24 +85,15 @@ def tuned(
         return {int(k): Schedule.from_json(v) for k, v in kept["schedules"].items()}
     start = time.monotonic()
     lowered = lower(program)
-    chosen: dict[int, Schedule] = {}
+    chosen = {g.step: Schedule() for g in lowered.gemms}
     evidence: dict[str, Any] = {}
     for kernel in lowered.gemms:
-        default = {g.step: Schedule() for g in lowered.gemms} | chosen
-        first = _race(program, lowered, kernel, candidates(kernel), default, inputs, sizes, on_progress)
-        second = _race(
-            program,
-            lowered,
-            kernel,
-            refinements([s for s, _ in first[:FINALISTS]], kernel),
-            default,
-            inputs,
-            sizes,
-            on_progress,
-        )
-        ranked = sorted(second, key=lambda pair: pair[1])
+        race = partial(_race, program, kernel, dict(chosen), inputs, sizes)
+        ranked = search(candidates(kernel), partial(refinements, kernel=kernel), race)
+        if not ranked:
+            raise RuntimeError(f"no schedule of {kernel.name} runs at {dict(sizes)}")
         chosen[kernel.step] = ranked[0][0]
-        evidence[str(kernel.step)] = [[s.to_json(), t] for s, t in ranked[:8] + first[:8]]
+        evidence[str(kernel.step)] = [[s.to_json(), t] for s, t in ranked]
     record = {
         "schedules": {str(k): s.to_json() for k, s in chosen.items()},
         "milliseconds": evidence,
@@ -141,7 +147,7 @@ def _compile_one(task: tuple[str, int, Schedule]) -> bool:
         compile_vector(lowered, vector)
     kernel = next(g for g in lowered.gemms if g.step == step)
     try:
-        compile_gemm(lowered, kernel, schedule, a_major="m" if kernel.a_transposed else "k")
+        compile_gemm(lowered, kernel, schedule)
     except (RuntimeError, ValueError, AssertionError):
         return False
     return True
@@ -149,54 +155,62 @@ def _compile_one(task: tuple[str, int, Schedule]) -> bool:
 
 def _race(
     program: Program,
-    lowered: Lowered,
     kernel: GemmKernel,
-    schedules: list[Schedule],
-    default: dict[int, Schedule],
+    others: dict[int, Schedule],
     inputs: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
-    on_progress: Callable[[str, int, int], None] | None,
+    schedules: list[Schedule],
+    rounds: int,
 ) -> list[tuple[Schedule, float]]:
     """Milliseconds of each schedule that runs, fastest first."""
     from primitives.launch import Plan
 
-    if on_progress:
-        on_progress("compiling", 0, len(schedules))
     fine = compile_all(program, [(kernel.step, s) for s in schedules])
-    runners: list[tuple[Schedule, Callable[[], None]]] = []
-    outputs: dict[str, torch.Tensor] | None = None
-    for schedule, compiled in zip(schedules, fine, strict=True):
-        if not compiled:
-            continue
-        made = Plan(program, sizes, default | {kernel.step: schedule}, next(iter(inputs.values())).device)
-        outputs = outputs or made.outputs()
-        try:
-            made.run(inputs, outputs)
-        except (RuntimeError, ValueError):
-            continue  # needs more of an SM than there is, say
-        runners.append((schedule, lambda p=made, o=outputs: p.run(inputs, o)))
-    if on_progress:
-        on_progress("racing", len(runners), len(schedules))
-    times = time_interleaved([run for _, run in runners], ROUNDS)
-    return sorted(zip([s for s, _ in runners], times, strict=True), key=lambda pair: pair[1])
+    plans = [
+        (s, Plan(program, sizes, others | {kernel.step: s}, next(iter(inputs.values())).device))
+        for s, compiled in zip(schedules, fine, strict=True)
+        if compiled
+    ]
+    outputs = plans[0][1].outputs() if plans else {}
+    return race_calls([(s, partial(plan.run, inputs, outputs)) for s, plan in plans], rounds)
 
 
-def time_interleaved(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """Median milliseconds of each, round robin, each from a cold L2."""
+def race_calls(
+    calls: Sequence[tuple[Choice, Callable[[], object]]], rounds: int
+) -> list[tuple[Choice, float]]:
+    """Median milliseconds of each call that runs, fastest first: warmed up, then interleaved in random
+    order, each from a cold L2."""
+    import torch
+
+    running = []
+    for choice, call in calls:
+        with contextlib.suppress(RuntimeError, ValueError):  # needs more of an SM than there is, say
+            call()
+            running.append((choice, call))
+    torch.cuda.synchronize()
+    until = time.monotonic() + WARM_UP
+    while running and time.monotonic() < until:
+        for _, call in running:
+            call()
+        torch.cuda.synchronize()
+    times = _interleaved([call for _, call in running], rounds)
+    ranked = sorted(range(len(running)), key=times.__getitem__)
+    return [(running[i][0], times[i]) for i in ranked]
+
+
+def _interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
     import torch
 
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-    events = [
-        [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in runs]
-        for _ in range(rounds)
-    ]
-    for run in runs:
-        run()
-    for row in events:
-        for run, (start, stop) in zip(runs, row, strict=True):
+    shuffle = random.Random(0).sample
+    spans: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for i in shuffle(range(len(calls)), len(calls)):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
             start.record()
-            run()
+            calls[i]()
             stop.record()
+            spans[i].append((start, stop))
     torch.cuda.synchronize()
-    return [statistics.median(row[i][0].elapsed_time(row[i][1]) for row in events) for i in range(len(runs))]
+    return [statistics.median(a.elapsed_time(b) for a, b in span) for span in spans]

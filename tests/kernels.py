@@ -17,7 +17,7 @@ import primitives
 from primitives.dims import Dim
 from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program, Signature, TensorType
-from primitives.lower import Argument, GemmKernel, VectorKernel, lower
+from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
 from primitives.trace import trace_source
 
 IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
@@ -29,9 +29,7 @@ def tensor(shape: str, dtype: str = "bf16") -> TensorType:
     return TensorType(tuple(Dim.parse(d.strip()) for d in shape.split(",")), dtype)
 
 
-def signature(
-    inputs: dict[str, TensorType], outputs: dict[str, TensorType], **constants: float
-) -> Signature:
+def signature(inputs: dict[str, TensorType], outputs: dict[str, TensorType], **constants: float) -> Signature:
     """A signature whose dims are those that its shapes name."""
     dims = sorted({n for t in (*inputs.values(), *outputs.values()) for d in t.shape for n in d.names})
     return Signature("kernel", tuple(dims), inputs, outputs, constants)
@@ -315,11 +313,15 @@ class _Machine:
         return self.program.types()[node].shape[0](self.sizes)
 
 
+def kernel_names(lowered: Lowered) -> list[str]:
+    return [g.name for g in lowered.gemms] + [v.name for v in lowered.vectors]
+
+
 def run_lowered(program: Program, inputs: Tensors) -> Tensors:
     """Outputs of the lowered text, by name."""
     machine = _Machine(program, inputs)
-    kernels = [(float(g.step), g) for g in machine.lowered.gemms]
-    for _, kernel in sorted([*kernels, *((v.step + 0.5, v) for v in machine.lowered.vectors)], key=lambda k: k[0]):
+    kernels: list[GemmKernel | VectorKernel] = [*machine.lowered.gemms, *machine.lowered.vectors]
+    for kernel in sorted(kernels, key=lambda k: (k.step, isinstance(k, VectorKernel))):
         if isinstance(kernel, GemmKernel):
             machine.gemm(kernel)
         else:

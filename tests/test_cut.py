@@ -13,9 +13,18 @@ from primitives.ir import MAX_NODES, Node, Program, ProgramError, Signature, Ten
 from primitives.trace import trace_source
 
 INPUTS = {
-    "x": tensor("M, K"), "w": tensor("N, K"), "q": tensor("N, N"), "wide": tensor("2*N, N"), "p": tensor("P, N"),
-    "r": tensor("M, N"), "z": tensor("M, 2*N"), "v": tensor("M", "fp32"), "b": tensor("N"), "b2": tensor("2*N"), "four": tensor("4*N, N"),
-}  # fmt: skip
+    "x": tensor("M, K"),
+    "w": tensor("N, K"),
+    "q": tensor("N, N"),
+    "wide": tensor("2*N, N"),
+    "p": tensor("P, N"),
+    "r": tensor("M, N"),
+    "z": tensor("M, 2*N"),
+    "v": tensor("M", "fp32"),
+    "b": tensor("N"),
+    "b2": tensor("2*N"),
+    "four": tensor("4*N, N"),
+}
 H = "h = gemm(x, w.mT)"
 
 
@@ -39,10 +48,12 @@ def said(program: Program, nodes: list[int]) -> list[str]:
 def summary(program: Program, step: GemmStep) -> dict[str, list[str]]:
     spread = [program.nodes[i].args[0] for i in step.vectors]
     found = {
-        "stores": said(program, step.stores), "loads": said(program, step.loads), "spreads": said(program, spread),
+        "stores": said(program, step.stores),
+        "loads": said(program, step.loads),
+        "spreads": said(program, spread),
         "sums": said(program, [program.nodes[r].args[0] for r in step.reductions]),
         "scalars": said(program, step.scalars),
-    }  # fmt: skip
+    }
     return {k: v for k, v in found.items() if v}
 
 
@@ -89,8 +100,11 @@ def test_a_row_scale_deferred_past_the_next_gemm() -> None:
     steps = cut(program)
     first, second = steps.gemms
     assert summary(program, first) == {
-        "stores": ["h", "multiply"], "loads": ["x"], "spreads": ["gamma"], "sums": ["multiply"],
-    }  # fmt: skip
+        "stores": ["h", "multiply"],
+        "loads": ["x"],
+        "spreads": ["gamma"],
+        "sums": ["multiply"],
+    }
     assert summary(program, second) == {"stores": ["up"], "spreads": ["rsqrt"]}
     assert finishes(program, steps) == {0: ["rsqrt"]}  # in memory: the second step spreads it
     assert [program.nodes[s.gemm].op for s in steps.gemms] == ["gemm", "gemm"]
@@ -116,8 +130,12 @@ def test_an_expression_that_waits_for_a_vector_is_computed_where_it_can_be() -> 
 
 def test_vectors_are_finished_once_their_sums_are() -> None:
     outputs = given(early=tensor("M", "fp32"), middle=tensor("M", "fp32"), late=tensor("M", "fp32"))
-    lines = (H, "s = row_sums(h)", "g = gemm(h, q) * per_row(s + 1)", "return "
-             "{'early': exp(v), 'middle': s * v, 'late': row_sums(g) + s}")  # fmt: skip
+    lines = (
+        H,
+        "s = row_sums(h)",
+        "g = gemm(h, q) * per_row(s + 1)",
+        "return {'early': exp(v), 'middle': s * v, 'late': row_sums(g) + s}",
+    )
     program = trace(outputs, *lines)
     assert finishes(program, cut(program)) == {-1: ["early"], 0: ["add", "middle"], 1: ["late"]}
 
@@ -153,60 +171,106 @@ S = "s = row_sums(h * h)"
 REFUSED: dict[str, tuple[Signature, tuple[str, ...], str, int, str]] = {
     "output of inputs": (ONE, (H, "t = r * 2", "return {'o': t}"), "homeless", 5, f"output 'o' {HOMELESS}"),
     "operand of inputs": (
-        ONE, ("t = r * per_column(b)", "return {'o': gemm(t, q)}"), "homeless", 4, f"this operand of gemm {HOMELESS}",
+        ONE,
+        ("t = r * per_column(b)", "return {'o': gemm(t, q)}"),
+        "homeless",
+        4,
+        f"this operand of gemm {HOMELESS}",
     ),
     "sum of inputs": (
-        given(o=tensor("M, N"), s=tensor("M", "fp32")), (H, "t = r * r", "return {'o': h, 's': row_sums(t)}"),
-        "homeless", 5, f"the argument of row_sums {HOMELESS}",
+        given(o=tensor("M, N"), s=tensor("M", "fp32")),
+        (H, "t = r * r", "return {'o': h, 's': row_sums(t)}"),
+        "homeless",
+        5,
+        f"the argument of row_sums {HOMELESS}",
     ),
     "operand of inputs that only a later step loads": (
         tiles("a", "c", "d"),
         ("t = r * 2", "a = gemm(t, q)", "c = gemm(a, q) + r", "return {'a': a, 'c': c, 'd': gemm(t, q.mT)}"),
-        "homeless", 4, f"this operand of gemm {HOMELESS}",
+        "homeless",
+        4,
+        f"this operand of gemm {HOMELESS}",
     ),
     "no gemm": (given(o=tensor("M", "fp32")), ("return {'o': exp(v)}",), "homeless", 2, "calls gemm nowhere"),
     "scaled before the row is done": (
-        ONE, (H, S, "t = h * per_row(s)", "return {'o': t}"), "pending", 6, "output 'o' needs a reduction",
+        ONE,
+        (H, S, "t = h * per_row(s)", "return {'o': t}"),
+        "pending",
+        6,
+        "output 'o' needs a reduction",
     ),
     "scaled operand": (
-        ONE, (H, S, "t = h * per_row(s)", "return {'o': gemm(t, q)}"), "pending", 6, PENDING,
+        ONE,
+        (H, S, "t = h * per_row(s)", "return {'o': gemm(t, q)}"),
+        "pending",
+        6,
+        PENDING,
     ),
     "sum of what is scaled": (
-        given(o=tensor("M", "fp32")), (H, S, "t = h * per_row(s)", "return {'o': row_sums(t)}"),
-        "pending", 6, "the argument of row_sums needs a reduction",
+        given(o=tensor("M", "fp32")),
+        (H, S, "t = h * per_row(s)", "return {'o': row_sums(t)}"),
+        "pending",
+        6,
+        "the argument of row_sums needs a reduction",
     ),
     "output is an input": (ONE, (H, "return {'o': r}"), "outputs", 2, "output 'o' is the input 'r' itself"),
     "output is an input vector": (
-        given(o=tensor("M, N"), s=tensor("M", "fp32")), (H, "return {'o': h, 's': v}"),
-        "outputs", 2, "output 's' is the input 'v' itself",
+        given(o=tensor("M, N"), s=tensor("M", "fp32")),
+        (H, "return {'o': h, 's': v}"),
+        "outputs",
+        2,
+        "output 's' is the input 'v' itself",
     ),
     "outputs are one tile": (
-        tiles("a", "b"), (H, "return {'b': h, 'a': h}"), "outputs", 4, "outputs 'a' and 'b' are one value",
+        tiles("a", "b"),
+        (H, "return {'b': h, 'a': h}"),
+        "outputs",
+        4,
+        "outputs 'a' and 'b' are one value",
     ),
     "outputs are equal tiles": (
-        tiles("a", "b"), (H, "t = h + 1", "return {'b': t, 'a': gemm(x, w.mT) + 1.0}"),
-        "outputs", 5, "outputs 'a' and 'b' are one value",
+        tiles("a", "b"),
+        (H, "t = h + 1", "return {'b': t, 'a': gemm(x, w.mT) + 1.0}"),
+        "outputs",
+        5,
+        "outputs 'a' and 'b' are one value",
     ),
     "outputs are one vector": (
-        given(a=tensor("M", "fp32"), b=tensor("M", "fp32")), (H, "return {'a': row_sums(h), 'b': row_sums(h)}"),
-        "outputs", 5, "outputs 'a' and 'b' are one value",
+        given(a=tensor("M", "fp32"), b=tensor("M", "fp32")),
+        (H, "return {'a': row_sums(h), 'b': row_sums(h)}"),
+        "outputs",
+        5,
+        "outputs 'a' and 'b' are one value",
     ),
     "a quarter": (
-        ONE, ("f, _ = pairs(gemm(r, four.mT))", "t, _ = pairs(f)", "return {'o': t}"),
-        "width", 5, "a tile [M, N] in the epilogue of a gemm [M, 4*N]",
+        ONE,
+        ("f, _ = pairs(gemm(r, four.mT))", "t, _ = pairs(f)", "return {'o': t}"),
+        "width",
+        5,
+        "a tile [M, N] in the epilogue of a gemm [M, 4*N]",
     ),
     "four times": (
-        given(o=tensor("M, 4*N")), (H, "d = join(h, h)", "return {'o': join(d, d)}"), "width", 6, "half, once or twice",
+        given(o=tensor("M, 4*N")),
+        (H, "d = join(h, h)", "return {'o': join(d, d)}"),
+        "width",
+        6,
+        "half, once or twice",
     ),
     "per_column of half": (
-        ONE, (H, "a, c = pairs(gemm(h, wide.mT))", "return {'o': a * per_column(b) + c}"),
-        "width", 6, "has the gemm's own length",
+        ONE,
+        (H, "a, c = pairs(gemm(h, wide.mT))", "return {'o': a * per_column(b) + c}"),
+        "width",
+        6,
+        "has the gemm's own length",
     ),
     "per_column of twice": (
-        given(o=tensor("M, 2*N")), (H, "return {'o': join(h, h) * per_column(b2)}"),
-        "width", 5, "per_column of 2*N values in the epilogue of a gemm with N columns",
+        given(o=tensor("M, 2*N")),
+        (H, "return {'o': join(h, h) * per_column(b2)}"),
+        "width",
+        5,
+        "per_column of 2*N values in the epilogue of a gemm with N columns",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -223,7 +287,7 @@ def test_widths_are_those_of_the_step_that_reads() -> None:
     steps = cut(program)
     h = steps.gemms[0].gemm
     assert steps.gemms[1].loads == [h]
-    assert (steps.width[0, h], steps.width[1, h]) == (1, Fraction(1, 2))
+    assert (steps.width[0, h], steps.width[1, h]) == (Fraction(1), Fraction(1, 2))
 
 
 def test_a_program_as_large_as_allowed_is_cut_in_a_blink() -> None:

@@ -41,9 +41,10 @@ def test_parses_evaluates_and_prints(text: str | int, value: int, canonical: str
     "text",
     [
         "M/2", "M//2", "M%2", "M**2", "~M", "M if F else 2", "M and F", "M < F", "f(M)", "M.x", "M[0]", "[M]",
-        "(M, F)", "lambda: 1", "__import__('os').system('true')", "M; F", "M = 2", "(M := 2)", "1.5", "1j", "'M'",
-        "True", "None", "...", "", " ", "\0", "M\0", "\u00e9", "_M", "M" * 33, "M +", "(" * 40, "M+" * 40 + "M",
-        "9" * 81, None, True, 1.5, b"M", ["M"], MAX_SIZE, -MAX_SIZE, pytest.param(10**5000, id="huge"),
+        "(M, F)", "lambda: 1", "__import__('os').system('true')", "M; F", "M = 2", "(M := 2)", "1.5", "1j",
+        "'M'", "True", "None", "...", "", " ", "\0", "M\0", "\u00e9", "_M", "M" * 33, "M +",
+        "(" * 40, "M+" * 40 + "M", "9" * 81, None, True, 1.5, b"M", ["M"], MAX_SIZE, -MAX_SIZE,
+        pytest.param(10**5000, id="huge"),
     ],
 )  # fmt: skip
 def test_refuses_what_is_no_integer_polynomial(text: object) -> None:
@@ -99,7 +100,9 @@ def test_scaled() -> None:
 
 
 TERMS = st.lists(
-    st.tuples(st.integers(-9, 9), st.lists(st.sampled_from(sorted(SIZES)), max_size=3)), min_size=1, max_size=4
+    st.tuples(st.integers(-9, 9), st.lists(st.sampled_from(sorted(SIZES)), max_size=3)),
+    min_size=1,
+    max_size=4,
 )
 
 

@@ -135,12 +135,16 @@ def test_an_expression_of_an_earlier_step_is_rounded_where_it_leaves_it() -> Non
 
 
 def test_an_expression_that_waits_is_computed_from_what_is_read_back() -> None:
-    got, exact = run({"o": "fp32"}, "t = h * per_row(row_sums(h) * 0 + 3.0)", "return {'o': t + gemm(h, zero)}")
+    got, exact = run(
+        {"o": "fp32"}, "t = h * per_row(row_sums(h) * 0 + 3.0)", "return {'o': t + gemm(h, zero)}"
+    )
     assert torch.equal(got["o"], 3 * exact.bfloat16().float())
 
 
 def test_a_tile_that_is_an_fp32_output_is_read_back_whole() -> None:
-    got, exact = run({"h": "fp32", "o": "fp32"}, "return {'h': h, 'o': h + gemm(x, zero) * per_row(row_sums(h))}")
+    got, exact = run(
+        {"h": "fp32", "o": "fp32"}, "return {'h': h, 'o': h + gemm(x, zero) * per_row(row_sums(h))}"
+    )
     assert torch.equal(got["o"], exact)
 
 
@@ -182,7 +186,10 @@ SCALARS: list[tuple[str, Callable[[int, int], float]]] = [
     ("where(h.rows > h.columns, 3, 5)", lambda m, n: 3 if m > n else 5),
     ("where(h.rows < h.columns, 3, 5)", lambda m, n: 3 if m < n else 5),
     ("maximum(h.rows, 9) + minimum(1, h.columns)", lambda m, n: max(m, 9) + min(1, n)),
-    ("exp(1) * tanh(0.5) + silu(1.0) - sigmoid(-1.0)", lambda m, n: 2.7182818 * 0.46211716 + 0.7310586 - 0.26894142),
+    (
+        "exp(1) * tanh(0.5) + silu(1.0) - sigmoid(-1.0)",
+        lambda m, n: 2.7182818 * 0.46211716 + 0.7310586 - 0.26894142,
+    ),
     ("-sqrt(h.rows) + log(2)", lambda m, n: -(m**0.5) + 0.6931472),
     ("(h.rows >= 16) + (h.rows <= 15)", lambda m, n: 1),
 ]
@@ -191,7 +198,9 @@ SCALARS: list[tuple[str, Callable[[int, int], float]]] = [
 @pytest.mark.parametrize(("text", "value"), SCALARS, ids=[s[0] for s in SCALARS])
 def test_scalars(text: str, value: Callable[[int, int], float]) -> None:
     inputs, _ = products()
-    program = trace(signature(EYE, {"o": tensor("M, N", "fp32")}), "h = gemm(none, eye)", f"return {{'o': h + {text}}}")
+    program = trace(
+        signature(EYE, {"o": tensor("M, N", "fp32")}), "h = gemm(none, eye)", f"return {{'o': h + {text}}}"
+    )
     expected = torch.full((16, 8), float(value(16, 8)))
     torch.testing.assert_close(interpret(program, inputs)["o"], expected, rtol=1e-6, atol=1e-6)
 
@@ -228,7 +237,9 @@ def test_each_function(text: str) -> None:
 def test_transposes_on_either_side() -> None:
     inputs = {"x": tensor("K, M"), "w": tensor("N, K"), "g": tensor("M, P")}
     outputs = {"o": tensor("M, N", "fp32"), "dw": tensor("N, P", "fp32")}
-    program = trace(signature(inputs, outputs), "h = gemm(x.mT, w.mT)", "return {'o': h, 'dw': gemm((h * 1).mT, g)}")
+    program = trace(
+        signature(inputs, outputs), "h = gemm(x.mT, w.mT)", "return {'o': h, 'dw': gemm((h * 1).mT, g)}"
+    )
     given = draw(program.signature, {"K": 8, "M": 16, "N": 24, "P": 32})
     got = interpret(program, given)
     x, w, g = (given[n].double() for n in "xwg")

@@ -66,16 +66,29 @@ def test_json_is_canonical() -> None:
         dict(reversed(program.outputs.items())),
     )
     assert shuffled.to_json() == program.to_json()
-    assert Program.from_json(json.dumps(json.loads(program.to_json()), indent=3)).to_json() == program.to_json()
+    assert (
+        Program.from_json(json.dumps(json.loads(program.to_json()), indent=3)).to_json() == program.to_json()
+    )
 
 
 SAME = [
     ("h = gemm(x, w.mT)", "a = exp(h)", "b = tanh(h * 0.5)", "return {'o': a + b}"),
-    ("'''Docstring.'''", "acc = gemm(x, w.mT)  # comment", "", "right = tanh(acc * 0.5)", "left = exp(acc)",
-     "return {'o': left + right}"),
+    (
+        "'''Docstring.'''",
+        "acc = gemm(x, w.mT)  # comment",
+        "",
+        "right = tanh(acc * 0.5)",
+        "left = exp(acc)",
+        "return {'o': left + right}",
+    ),
     ("return dict(o=exp(gemm(x, w.mT)) + tanh(gemm(x, w.mT) * c))",),
-    ("unused = silu(gemm(w, w.mT))", "h = gemm(x, w.mT)", "h0 = h", "return {'o': exp(h0) + tanh(h * (1 / 2))}"),
-]  # fmt: skip
+    (
+        "unused = silu(gemm(w, w.mT))",
+        "h = gemm(x, w.mT)",
+        "h0 = h",
+        "return {'o': exp(h0) + tanh(h * (1 / 2))}",
+    ),
+]
 
 
 @pytest.mark.parametrize("lines", SAME)
@@ -127,7 +140,12 @@ def test_hash_is_the_same_in_every_process() -> None:
     def child(seed: str) -> str:
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         return subprocess.run(
-            [sys.executable, "-c", code], input=request, env=environment, check=True, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            input=request,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
 
     assert {child(seed) for seed in ("0", "1", "4242", "random")} == {BACKWARD.program.hash}

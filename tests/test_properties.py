@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,9 +23,14 @@ from primitives.trace import trace_source
 
 SIZES = {"M": 8, "K": 16, "F": 4}
 INPUTS = {
-    "x": tensor("M, K"), "w": tensor("2*F, K"), "q": tensor("2*F, 2*F"), "r": tensor("M, 2*F"),
-    "z": tensor("M, 4*F"), "v": tensor("M", "fp32"), "b": tensor("2*F"),
-}  # fmt: skip
+    "x": tensor("M, K"),
+    "w": tensor("2*F, K"),
+    "q": tensor("2*F, 2*F"),
+    "r": tensor("M, 2*F"),
+    "z": tensor("M, 4*F"),
+    "v": tensor("M", "fp32"),
+    "b": tensor("2*F"),
+}
 SHAPES = {"half": "M, F", "one": "M, 2*F", "double": "M, 4*F", "vector": "M"}
 
 # What a kernel says, and the same in PyTorch. Bounded, and continuous, so that errors stay errors.
@@ -66,6 +72,9 @@ class Made:
     outputs: dict[str, TensorType] = field(default_factory=dict)
 
     def add(self, kind: str, kernel: str, torch: str) -> None:
+        """Unless it was said before: equal lines are one value, which cannot be two outputs."""
+        if any(line.endswith(f" = {kernel}") for line in self.kernel):
+            return
         name = f"t{len(self.kernel)}"
         self.kernel.append(f"{name} = {kernel}")
         self.torch.append(f"{name} = {torch}")
@@ -104,10 +113,12 @@ def kernels(pick: st.DrawFn, *, safe: bool) -> Made:
         _extend(pick, made, pick(st.sampled_from(moves)))
     # The last value is made of most others.
     chosen = pick(st.lists(st.sampled_from(made.computed[::-1]), max_size=2, unique=True))
-    chosen = list(dict.fromkeys([made.computed[-1], *chosen]))
+    chosen = list(dict.fromkeys([made.computed[-1], made.computed[0], *chosen]))
     for kind, name in chosen:
         wide = kind in ("half", "double")  # what is not as wide as its gemm is stored in 16 bits
-        made.outputs[name] = tensor(SHAPES[kind], pick(st.sampled_from(["bf16"] if wide else ["bf16", "fp32"])))
+        made.outputs[name] = tensor(
+            SHAPES[kind], pick(st.sampled_from(["bf16"] if wide else ["bf16", "fp32"]))
+        )
     return made
 
 
@@ -134,7 +145,11 @@ def _extend(pick: st.DrawFn, made: Made, move: str) -> None:
         scale = vector if vector == "v" or made.gemms > 1 else "v"
         made.add(kind, f"{a} * per_row({scale})", f"torch.einsum('mn,m->mn', {a}, {scale})")
     elif move == "column":
-        made.add("one", f"{one} + per_column(b) * c", f"torch.addcmul({one}, b.expand_as({one}), b.new_tensor([c]))")
+        made.add(
+            "one",
+            f"{one} + per_column(b) * c",
+            f"torch.addcmul({one}, b.expand_as({one}), b.new_tensor([c]))",
+        )
     elif move == "load" and kind in ("one", "double"):
         loaded = {"one": "r", "double": "z"}[kind]
         made.add(kind, f"{a} + silu({loaded})", f"torch.add({a}, {loaded} * torch.sigmoid({loaded}))")
@@ -154,7 +169,11 @@ def check_close(got: Tensors, expected: Tensors, slack: float) -> None:
     for name, value in got.items():
         rounding = 2.0**-8 if value.dtype == torch.bfloat16 else 0
         torch.testing.assert_close(
-            value.double(), expected[name].double(), rtol=slack + rounding, atol=slack, msg=lambda m: f"{name}: {m}"
+            value.double(),
+            expected[name].double(),
+            rtol=slack + rounding,
+            atol=slack,
+            msg=partial("{}: {}".format, name),
         )
 
 
@@ -174,7 +193,11 @@ def check(made: Made, program: Program) -> None:
 
 
 PROPERTY = settings(
-    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=False,
 )
 
 
@@ -204,7 +227,25 @@ def test_programs_are_right_or_refused(made: Made) -> None:
     check(made, program)
 
 
-NAMES = ("x", "w", "x.mT", "w.mT", "v", "b", "z", "r", "c", "1.5", "h", "t", "'s'", "None", "[]", "h.columns", "v.rows")
+NAMES = (
+    "x",
+    "w",
+    "x.mT",
+    "w.mT",
+    "v",
+    "b",
+    "z",
+    "r",
+    "c",
+    "1.5",
+    "h",
+    "t",
+    "'s'",
+    "None",
+    "[]",
+    "h.columns",
+    "v.rows",
+)
 CALLS = tuple(n for n in primitives.__all__ if n != "kernel")
 
 
@@ -217,10 +258,19 @@ def nonsense(pick: st.DrawFn) -> list[str]:
         operator = pick(st.sampled_from(["+", "-", "*", "/", "<", ">=", "**", "@", "==", "and", "%"]))
         function = pick(st.sampled_from(CALLS))
         count = pick(st.integers(0, 3))
-        line = pick(st.sampled_from([
-            f"t = {a} {operator} {b}", f"t = {function}({', '.join((a, b, c)[:count])})", f"t = {function}({a})",
-            f"t = {a}[{b}]", f"t, h = {a}, {b}", f"t, h = {function}({a})", f"t = -{a} if {b} else {c}",
-        ]))  # fmt: skip
+        line = pick(
+            st.sampled_from(
+                [
+                    f"t = {a} {operator} {b}",
+                    f"t = {function}({', '.join((a, b, c)[:count])})",
+                    f"t = {function}({a})",
+                    f"t = {a}[{b}]",
+                    f"t, h = {a}, {b}",
+                    f"t, h = {function}({a})",
+                    f"t = -{a} if {b} else {c}",
+                ]
+            )
+        )
         lines.append(line)
     return [*lines, f"return {{'o': {pick(st.sampled_from(NAMES))}}}"]
 
@@ -240,11 +290,45 @@ def test_nonsense_is_refused_in_words(lines: list[str]) -> None:
         event("accepted")
 
 
-LEAVES = st.sampled_from([
-    None, True, 0, -1, 3, 10**6, 2**70, 0.5, "", "x", "M", "K*K", "gemm", "add", "row_sums", "even", "join", "per_row",
-    "transpose", "input", "constant", "dim", [], [0], [0, 0], [3, 3], {}, {"0": {}}, ["float", "0x1p3"],
-    ["float", "nan"], ["input", [], "x"], ["dim", [], "N"], ["negative", [3], None], "\ud800", "\x00",
-])  # fmt: skip
+LEAVES: st.SearchStrategy[Any] = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        -1,
+        3,
+        10**6,
+        2**70,
+        0.5,
+        "",
+        "x",
+        "M",
+        "K*K",
+        "gemm",
+        "add",
+        "row_sums",
+        "even",
+        "join",
+        "per_row",
+        "transpose",
+        "input",
+        "constant",
+        "dim",
+        [],
+        [0],
+        [0, 0],
+        [3, 3],
+        {},
+        {"0": {}},
+        ["float", "0x1p3"],
+        ["float", "nan"],
+        ["input", [], "x"],
+        ["dim", [], "N"],
+        ["negative", [3], None],
+        "\ud800",
+        "\x00",
+    ]
+)
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:

@@ -9,11 +9,17 @@ from primitives.ir import Node, Program, ProgramError, Signature
 from primitives.trace import Tensor, trace_source
 
 TILE = signature(
-    {"x": tensor("M, K"), "w": tensor("N, K"), "v": tensor("M", "fp32"), "b": tensor("N"), "odd": tensor("M, 2*N + 1"),
-     "z": tensor("M, 2*N")},
+    {
+        "x": tensor("M, K"),
+        "w": tensor("N, K"),
+        "v": tensor("M", "fp32"),
+        "b": tensor("N"),
+        "odd": tensor("M, 2*N + 1"),
+        "z": tensor("M, 2*N"),
+    },
     {"o": tensor("M, N")},
     c=0.5,
-)  # fmt: skip
+)
 UNREAL = "return {'o': gemm(x, w.mT)}"
 
 
@@ -24,7 +30,9 @@ def refused(text: str, given: Signature = TILE) -> ProgramError:
 
 
 def test_traces_a_graph_without_names_or_repeats() -> None:
-    program = trace(TILE, "a = gemm(x, w.mT) * c", "b = a + 2", "d = gemm(x, w.mT) * c", "return {'o': b - d * 1.0}")
+    program = trace(
+        TILE, "a = gemm(x, w.mT) * c", "b = a + 2", "d = gemm(x, w.mT) * c", "return {'o': b - d * 1.0}"
+    )
     assert program.nodes == (
         Node("input", (), "x"),
         Node("input", (), "w"),
@@ -86,7 +94,12 @@ ERRORS: list[tuple[str, str, int, str]] = [
     ("return {1: h}", "outputs", 2, "must return a dict"),
     ("return {'o': 1.0}", "outputs", 2, "output 'o' is float"),
     ("return {'o': pairs(z)}", "outputs", 2, "output 'o' is tuple"),
-    ("return {'o': z + join(h, h)}", "output_shape", 2, "'o' is tile [M, 2*N], but the spec says tile [M, N]"),
+    (
+        "return {'o': z + join(h, h)}",
+        "output_shape",
+        2,
+        "'o' is tile [M, 2*N], but the spec says tile [M, N]",
+    ),
     ("return {'o': row_sums(h)}", "output_shape", 2, "'o' is vector [M]"),
     ("return {'o': per_row(v)}", "output_shape", 2, "'o' is per_row of [M]"),
     ("return {'o': h.columns}", "output_shape", 2, "'o' is a scalar"),
@@ -174,7 +187,12 @@ FILES: list[tuple[str, str, int | None, str]] = [
     (f"{IMPORTS}@kernel\ndef k(x, w, v, b, odd, z, c, d):\n    pass\n", "parameters", 2, "unknown d"),
     (f"{IMPORTS}@kernel\ndef k(*x):\n    pass\n", "parameters", 2, "missing x, w, v, b, odd, z, c"),
     (f"{IMPORTS}@kernel\ndef k(x, w, v, b, odd, z, /, c):\n    pass\n", "python", None, "positional-only"),
-    ("from primitives import (\n    kernel,\n    relu,\n)\n", "vocabulary", 1, "primitives has no 'relu'; it has exp"),
+    (
+        "from primitives import (\n    kernel,\n    relu,\n)\n",
+        "vocabulary",
+        1,
+        "primitives has no 'relu'; it has exp",
+    ),
     ("\nfrom primitives import __builtins__ as b\n", "vocabulary", 2, "no '__builtins__'"),
     ("from primitives import Tensor\n", "vocabulary", 1, "no 'Tensor'"),
     ("from primitives import *\n", "vocabulary", 1, "no '*'"),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from primitives.launch import Plan
 
 REPEATS = 8
+HOST_CALLS = 50
 GUARD = 4096  # bytes before and behind each output that must stay as they were
 BASELINE = "torch.compile"
 DEFAULT_ARMS = (BASELINE, "cuBLAS matmul")
@@ -130,14 +131,12 @@ def _inputs(session: _Session, purpose: str, family: str = "normal") -> dict[str
 
 def _plan(session: _Session) -> tuple[Plan, float]:
     """The tuned plan of the case, and the seconds that tuning took; its inputs are forgotten."""
-    from primitives.launch import Plan, check_inputs
-    from primitives.tune import tuned
+    from primitives.launch import Kernel
 
     inputs = _inputs(session, "tuning")
     start = time.monotonic()
-    sizes = check_inputs(session.program, inputs)
-    schedules = tuned(session.program, inputs, sizes) | session.program.schedule
-    return Plan(session.program, sizes, schedules), round(time.monotonic() - start, 1)
+    plan = Kernel(session.program).plan(inputs)
+    return plan, round(time.monotonic() - start, 1)
 
 
 def _numerics(session: _Session, plan: Plan) -> dict[str, Any]:
@@ -263,7 +262,11 @@ def _benchmark(
         milliseconds={name: round(s.median * 1e3, 5) for name, s in samples.items()},
         ratios=ratios,
         roofline_milliseconds=round(roofline(session.program, case.sizes).seconds * 1e3, 5),
-        host_microseconds=round(timing.host_time(lambda: plan.run(inputs, outputs)) * 1e6, 2),
+        host_microseconds={
+            arm.name: round(timing.host_time(arm.call, HOST_CALLS) * 1e6, 2)
+            for arm in arms
+            if arm.name in ("candidate", "cuBLAS matmul")
+        },
         tuning_seconds=tuning_seconds,
         rounds=rounds,
         samples={name: tuple(round(x * 1e3, 5) for x in s.seconds) for name, s in samples.items()},

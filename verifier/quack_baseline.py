@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES
-from primitives.tune import ROUNDS, compile_pool, time_interleaved
+from primitives.tune import compile_pool, race_calls, search
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
@@ -189,15 +190,14 @@ LIBRARY: dict[
 }
 
 
-FINALISTS = 3
 SWIZZLE = 8  # what QuACK's own tuner fixes
 
 
 def tuned_library(
     spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> Callable[[], dict[str, Tensor]]:
-    """QuACK's epilogue on the fastest schedule of our own space: tiles and clusters first, then the
-    best few over rasterisation. Compiles in parallel; the choice is kept on disk."""
+    """QuACK's epilogue on the fastest schedule of our own space, found by our own search. Compiles in
+    parallel; the choice is kept on disk. RuntimeError if none runs."""
     library = quack_library(spec.name, inputs, sizes, constants=spec.constants)
     path = _kept(spec, sizes)
     if path.exists():
@@ -205,11 +205,11 @@ def tuned_library(
         return library.prepare(
             config(*known["tile"], cluster=tuple(known["cluster"]), swizzle=known["swizzle"])
         )
-    first = library.configs(clusters=CLUSTERS[1:], swizzles=(SWIZZLE,))
-    _compile_all(spec, first)
-    best = _race(library, first)[:FINALISTS]
-    second = [replace(c, max_swizzle_size=s) for c in best for s in SWIZZLES if s > 1]
-    chosen = _race(library, second)[0]
+    start = library.configs(clusters=CLUSTERS[1:], swizzles=(SWIZZLE,))
+    ranked = search(start, _rasterised, partial(_race, spec, library))
+    if not ranked:
+        raise RuntimeError(f"no schedule of QuACK's epilogue for {spec.name} runs at {dict(sizes)}")
+    chosen = ranked[0][0]
     record = {
         "tile": [chosen.tile_m, chosen.tile_n, chosen.pingpong],
         "cluster": [chosen.cluster_m, chosen.cluster_n],
@@ -217,6 +217,10 @@ def tuned_library(
     }
     write_atomic(path, json.dumps(record))
     return library.prepare(chosen)
+
+
+def _rasterised(configs: list[GemmConfig]) -> list[GemmConfig]:
+    return [replace(c, max_swizzle_size=s) for c in configs for s in SWIZZLES if s > 1]
 
 
 def _kept(spec: Spec, sizes: Mapping[str, int]) -> Path:
@@ -228,25 +232,27 @@ def _kept(spec: Spec, sizes: Mapping[str, int]) -> Path:
     return cache_dir() / "tuning" / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _race(library: QuackEpilogue, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+def _race(
+    spec: Spec, library: QuackEpilogue, configs: list[GemmConfig], rounds: int
+) -> list[tuple[GemmConfig, float]]:
     """Fastest first; those that the library or the compiler refuses are left out."""
+    _compile_all(spec, configs)
     prepared = []
     for each in configs:
-        try:
-            call = library.prepare(each)
-            call()
-        except (RuntimeError, ValueError, AssertionError):
-            continue
-        prepared.append((each, call))
-    times = time_interleaved([call for _, call in prepared], ROUNDS)
-    ranked = sorted(range(len(times)), key=times.__getitem__)
-    return [prepared[i][0] for i in ranked]
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            prepared.append((each, library.prepare(each)))
+    return race_calls(prepared, rounds)
 
 
 def _compile_all(spec: Spec, configs: Sequence[GemmConfig]) -> None:
     """Fill QuACK's object cache: sizes are symbolic in it, so small tensors of the same kind do."""
-    tasks = [(spec, (c.tile_m, c.tile_n, c.pingpong), (c.cluster_m, c.cluster_n)) for c in configs]
-    list(compile_pool().map(_compile_one, tasks))
+    tasks = {(spec.name, (c.tile_m, c.tile_n, c.pingpong), (c.cluster_m, c.cluster_n)) for c in configs}
+    new = sorted(tasks - _compiled)
+    list(compile_pool().map(_compile_one, [(spec, *rest) for _, *rest in new]))
+    _compiled.update(new)
+
+
+_compiled: set[tuple[str, tuple[int, int, bool], tuple[int, int]]] = set()
 
 
 def _compile_one(task: tuple[Spec, tuple[int, int, bool], tuple[int, int]]) -> None:

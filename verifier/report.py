@@ -54,7 +54,7 @@ class Timing(_Record):
     milliseconds: dict[str, float]
     ratios: dict[str, Ratio]
     roofline_milliseconds: float
-    host_microseconds: float
+    host_microseconds: dict[str, float]
     tuning_seconds: float
     rounds: int
     samples: dict[str, tuple[float, ...]]

@@ -1,0 +1,111 @@
+"""On an H100: ``make test-gpu``. Lowered kernels against fp64, launches, refusals, host cost.
+
+The benchmark's numbers are in the reports; here is what must hold on any run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from primitives.compile import PROBES
+from primitives.ir import Program, Schedule
+from primitives.launch import Kernel, LaunchError
+from verifier import numerics, reference
+from verifier.jail import Traced, trace
+from verifier.spec import Spec, load
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = sorted((ROOT / "agent" / "examples").glob("*.yaml"))
+ACCEPTED = sorted((ROOT / "generated_kernels").glob("*.program.json"))
+SCHEDULES = [*PROBES, Schedule(128, 192, True, 1, 2, 16, True, True), Schedule(192, 128, True, 2, 1, 4)]
+
+
+def example(path: Path) -> tuple[Spec, Program]:
+    spec = load(path)
+    traced = trace(path.with_suffix(".py").read_text(), spec.signature())
+    assert isinstance(traced, Traced), traced
+    return spec, traced.program
+
+
+def accepted(path: Path) -> tuple[Spec, Program]:
+    name = path.name.partition(".")[0]
+    return load(ROOT / "specs" / f"{name}.yaml"), Program.from_json(path.read_text())
+
+
+KERNELS = [pytest.param(example, p, id=p.stem) for p in EXAMPLES] + [
+    pytest.param(accepted, p, id=p.name.partition(".")[0]) for p in ACCEPTED
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.tile_m}x{s.tile_n}")
+@pytest.mark.parametrize("read, path", KERNELS)
+def test_agrees_with_fp64_at_ragged_sizes(read, path, schedule):
+    spec, program = read(path)
+    steps = sum(n.op == "gemm" for n in program.nodes)
+    kernel = Kernel(program, dict.fromkeys(range(steps), schedule))
+    for step, sizes in enumerate(({d: 520 + 72 * i for i, d in enumerate(spec.dims)}, {d: 264 for d in spec.dims})):
+        inputs = numerics.draw(spec, sizes, seed=step, device="cuda")
+        got = kernel(**inputs)
+        torch.cuda.synchronize()
+        truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
+        errors = numerics.compare(spec, got, truth, yard)
+        assert all(e.passed for e in errors), [e.reason for e in errors]
+
+
+def test_one_row_and_many_rows_of_the_same_kernel():
+    spec, program = example(EXAMPLES[0])
+    kernel = Kernel(program, {0: Schedule()})
+    for rows in (1, 7, 129):
+        sizes = {"M": rows, "K": 264, "N": 392}
+        inputs = numerics.draw(spec, sizes, seed=rows, device="cuda")
+        errors = numerics.compare(
+            spec, kernel(**inputs), reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
+        )
+        assert all(e.passed for e in errors), [e.reason for e in errors]
+
+
+def test_replays_in_a_cuda_graph():
+    spec, program = example(EXAMPLES[2])
+    sizes = {d: 512 for d in spec.dims}
+    inputs = numerics.draw(spec, sizes, seed=1, device="cuda")
+    plan = Kernel(program, {0: Schedule(), 1: Schedule()}).plan(inputs)
+    outputs = plan.outputs()
+    plan.run(inputs, outputs)
+    expected = {name: t.clone() for name, t in outputs.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(inputs, outputs)
+    for tensor in outputs.values():
+        tensor.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(outputs[name], expected[name]) for name in expected)
+
+
+def _bad(change):
+    spec, _ = example(EXAMPLES[0])
+    inputs = numerics.draw(spec, {"M": 128, "K": 264, "N": 392}, seed=1, device="cuda")
+    return change(inputs)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t | {"x": t["x"].cpu()}, "one CUDA device"),
+        (lambda t: t | {"x": t["x"].float()}, "'x' is torch.float32"),
+        (lambda t: t | {"x": t["x"][:, ::2]}, "contiguous"),
+        (lambda t: t | {"x": t["x"][:, :200].contiguous()}, "264"),
+        (lambda t: {k: v for k, v in t.items() if k != "bias"}, "inputs must be x, w, bias"),
+        (lambda t: t | {"x": t["x"][0]}, "has 1 dims"),
+        (lambda t: {"x": t["x"][:, :260].contiguous(), "w": t["w"][:, :260].contiguous(), "bias": t["bias"]}, "16 bytes"),
+        (lambda t: t | {"x": t["x"][:0]}, "positive"),
+    ],
+    ids=["cpu", "dtype", "strided", "shape", "missing", "rank", "alignment", "empty"],
+)
+def test_refuses_what_it_cannot_launch_on(change, words):
+    _, program = example(EXAMPLES[0])
+    with pytest.raises(LaunchError, match=words):
+        Kernel(program, {0: Schedule()})(**_bad(change))
