@@ -18,6 +18,8 @@ from verifier.report import Accepted, Authorship
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = Path(__file__).parent / "recordings"
+# What a recording keeps of a run's header: the rest is about the machine it ran on, such as local paths.
+HEADER = ("run", "spec", "spec_hash", "provider", "attempts", "author", "model")
 
 
 class AcceptError(Exception):
@@ -53,7 +55,7 @@ def accept(
         write_atomic(text, program.to_json())
         write_atomic(cutedsl, lowered.text)
         recordings.mkdir(parents=True, exist_ok=True)
-        journal.export(recording)
+        journal.export(recording, {key: journal.header[key] for key in HEADER if key in journal.header})
         write_atomic(evidence, report.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise AcceptError(f"{error.filename}: {error.strerror}; make room and accept again") from None

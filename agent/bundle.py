@@ -6,12 +6,14 @@ Candidate source does not travel: the measuring machine only ever sees programs.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -20,7 +22,7 @@ from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError
 from primitives.lower import lower
 from verifier.report import MEASUREMENT, REPORT, CaseResult, Checked, Identity, Measured, Rejected
-from verifier.spec import Spec, load
+from verifier.spec import Spec, SpecError, load
 from verifier.verify import Progress, identity
 
 FORMAT = 1
@@ -98,12 +100,24 @@ class _Cases:
 
     directory: Path
 
+    @classmethod
+    def of(cls, out: Path, entry: Entry, arms: Sequence[str], rounds: int) -> _Cases:
+        """Those of this kernel, this spec's sizes and these arms: of no other measurement."""
+        what = json.dumps([entry.identity.lowered_hash, entry.identity.spec_hash, list(arms), rounds])
+        name = f"{entry.identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+        return cls(out.with_name(out.name + ".partial") / name)
+
     def load(self, case: str) -> CaseResult | None:
-        path = self.directory / f"{case}.json"
-        return CaseResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+        try:
+            return CaseResult.model_validate_json(self._path(case).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValidationError):  # the latter: of another version, measure it again
+            return None
 
     def save(self, result: CaseResult) -> None:
-        write_atomic(self.directory / f"{result.case}.json", result.model_dump_json())
+        write_atomic(self._path(result.case), result.model_dump_json())
+
+    def _path(self, case: str) -> Path:
+        return self.directory / f"{quote(case, safe='')}.json"  # a case may be named 8/16
 
 
 def measure(
@@ -117,9 +131,7 @@ def measure(
     checked = [_verified(path, entry) for entry in bundle.entries]
     results = []
     for entry, (spec, program) in zip(bundle.entries, checked, strict=True):
-        kept = _Cases(
-            out.with_name(out.name + ".partial") / f"{entry.identity.lowered_hash[:16]}-{len(arms)}-{rounds}"
-        )
+        kept = _Cases.of(out, entry, arms, rounds)
         found = measure_program(
             spec, program, arms=arms, rounds=rounds, progress=progress(entry.run), keep=kept
         )
@@ -161,7 +173,11 @@ def _spec(path: Path, entry: Entry) -> Spec:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / f"{path.stem}.yaml"
         file.write_text(entry.spec_text, encoding="utf-8")
-        return load(file)
+        try:
+            return load(file)
+        except SpecError as error:
+            place = f"line {error.line} of its spec" if error.line else "its spec"
+            raise BundleError(f"{path}: run {entry.run}: {place}: {error.message}") from None
 
 
 def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
@@ -184,12 +200,20 @@ def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
                 (e.payload for e in run.journal.events() if e.key == f"report/{result.attempt}"), None
             )
             report = REPORT.validate_python(recorded["report"]) if recorded else None
-            if not isinstance(report, Checked) or not _same(report.identity, result.identity):
+            named = [result.identity]
+            if isinstance(measurement, Measured):
+                named.append(measurement.identity)
+            if not isinstance(report, Checked) or not all(_same(report.identity, n) for n in named):
                 raise BundleError(
                     f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
                     "another kernel than this run's: bundle the run again"
                 )
-            run.journal.once(f"measurement/{result.attempt}", "measurement", partial(dict, result.measurement))
+            key = f"measurement/{result.attempt}"
+            if run.journal.once(key, "measurement", partial(dict, result.measurement)) != result.measurement:
+                raise BundleError(
+                    f"{path}: run {result.run}, attempt {result.attempt} has another measurement, which "
+                    "stays: start a new run to have it measured again"
+                )
         finally:
             run.journal.close()
         taken.append((run.name, measurement))
@@ -209,12 +233,12 @@ def _write(path: Path, content: BaseModel) -> None:
 
 def _read(path: Path, kind: type[T]) -> T:
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except OSError as error:
         raise BundleError(f"{path}: {error.strerror}; give a file that bundle or measure wrote") from None
     try:
-        found = kind.model_validate(json.loads(text))
-    except ValueError as error:
+        found = kind.model_validate(json.loads(content))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, not the fields
         raise BundleError(
             f"{path}: this is no {kind.__name__.lower()} file of coda-agent: {str(error).splitlines()[0]}"
         ) from None

@@ -212,7 +212,8 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
         console = _console(False)
         console.print(Syntax(outcome.source, "python"))
         a = outcome.authorship
-        console.print(f"written by {a.author} in {a.attempts} attempt(s), run {a.run}")
+        words = f"written by {a.author} in {a.attempts} attempt(s), run {a.run}"
+        console.print(words, markup=False)  # an author may be named [/x]
     _finish(outcome.report, as_json)
 
 
@@ -326,7 +327,8 @@ def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json:
         a, u = outcome.authorship, outcome.usage
         console.print(
             f"written by {a.author} in {a.attempts} attempt(s); tokens {u.input_tokens} in, "
-            f"{u.output_tokens} out, {u.cache_read_tokens} from the cache"
+            f"{u.output_tokens} out, {u.cache_read_tokens} from the cache",
+            markup=False,
         )
     _finish(outcome.report, as_json, run.name)
 
@@ -474,24 +476,17 @@ def _finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "")
 
 def main() -> None:
     """Run the command; turn what can go wrong into one clear message and an exit status."""
-    import click
-
     try:
-        status = app(standalone_mode=False)
-    except click.exceptions.Abort:
-        status = INTERRUPTED
-    except click.ClickException as error:
-        error.show()
-        status = USAGE
-    except KeyboardInterrupt:
-        typer.echo("interrupted: coda-agent resume goes on", err=True)
-        status = INTERRUPTED
+        app()  # which exits by itself: with OK, with what a command chose, with 2 on wrong usage
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            typer.echo("interrupted: coda-agent resume goes on", err=True)
+        raise
     except Absent as error:
         typer.echo(f"coda-agent: {error}", err=True)
-        status = ABSENT
+        sys.exit(ABSENT)
     except Exception as error:
-        status = _explained(error)
-    sys.exit(status or OK)
+        sys.exit(_explained(error))
 
 
 def _explained(error: Exception) -> int:

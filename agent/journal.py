@@ -122,9 +122,10 @@ class Journal:
         rows = self._rows("SELECT seq, key, kind, payload, time FROM events ORDER BY seq")
         return [Event(seq, key, kind, self._load(payload), time) for seq, key, kind, payload, time in rows]
 
-    def export(self, path: Path) -> None:
-        """Write the run as JSON lines, the header first; `path` holds the old text or all of the new."""
-        lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": self.header})]
+    def export(self, path: Path, header: dict[str, Any] | None = None) -> None:
+        """Write the run as JSON lines, its header (or the one given) first; `path` holds the old text or
+        all of the new."""
+        lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
         lines += [json.dumps(asdict(event)) for event in self.events()]
         try:
             write_atomic(path, "\n".join(lines) + "\n")

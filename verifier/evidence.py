@@ -1,0 +1,125 @@
+"""Is a committed kernel's evidence for what is committed? Trace again, lower again, compare every hash.
+
+A report is worth what it is bound to: an edited kernel, program, text or spec makes it evidence for
+something else, which is none. This needs the jail, but no GPU: what was timed is not timed again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from primitives.ir import Program, ProgramError
+from primitives.lower import lower
+from verifier import jail
+from verifier.measure import BASELINE
+from verifier.report import GATES, Accepted, Rejected
+from verifier.spec import Spec, SpecError, load
+
+
+def problems(name: str, kernels: Path, specs: Path) -> list[str]:
+    """What is wrong with the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty where it stands.
+
+    Raises JailUnavailable where nothing can be traced.
+    """
+    try:
+        spec = load(specs / f"{name}.yaml", check=False)
+        report = Accepted.model_validate_json(_text(kernels / f"{name}.report.json"))
+        source, text, cutedsl = (
+            _text(kernels / f"{name}.{suffix}") for suffix in ("py", "program.json", "cutedsl.py")
+        )
+        program = Program.from_json(text, spec.signature())
+    except (SpecError, OSError, UnicodeDecodeError) as error:
+        return [str(error)]
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        return [f"{name}.report.json is no report of an accepted kernel: {place}: {first['msg']}"]
+    except ProgramError as error:
+        return [f"{name}.program.json is no program of {name}: {error.message}"]
+    return [
+        *_identity(name, spec, report, program),
+        *_traced(name, spec, source, program),
+        *_lowered(name, report, program, cutedsl),
+        *_gates(name, spec, report),
+        *(problem for case in spec.cases if case.bench for problem in _case(name, spec, report, case.name)),
+    ]
+
+
+def _text(path: Path) -> str:
+    with path.open(encoding="utf-8", newline="") as file:  # line ends as they are: they are hashed
+        return file.read()
+
+
+def _identity(name: str, spec: Spec, report: Accepted, program: Program) -> list[str]:
+    claimed = report.identity
+    pairs = {
+        "spec": (claimed.spec, spec.name),
+        "spec hash": (claimed.spec_hash, spec.hash),
+        "program hash": (claimed.program_hash, program.hash),
+    }
+    found = [
+        f"{name}: the report is for {what} {there[:40]}, here it is {here[:40]}: measure again"
+        for what, (there, here) in pairs.items()
+        if there != here
+    ]
+    if report.authorship is None or not report.authorship.author.strip():
+        found.append(f"{name}: the report names no author: accept the run again")
+    return found
+
+
+def _traced(name: str, spec: Spec, source: str, program: Program) -> list[str]:
+    """The source gives the program: what a reader reviews is what runs."""
+    traced = jail.trace(source, spec.signature())
+    if isinstance(traced, Rejected):
+        place = f"{name}.py:{traced.line}" if traced.line else f"{name}.py"
+        return [f"{place}: rejected ({traced.code}): {traced.message}"]
+    if traced.program.hash == program.hash:
+        return []
+    return [f"{name}.py traces to another program than {name}.program.json: accept a run of it"]
+
+
+def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[str]:
+    """The program gives the text: what was measured is what is kept."""
+    lowered, found = lower(program), []
+    if lowered.text != text:
+        found.append(f"{name}.program.json lowers to another text than {name}.cutedsl.py: measure again")
+    if lowered.hash != report.identity.lowered_hash:
+        versions = ", ".join(f"{k} {v}" for k, v in report.identity.versions.items())
+        found.append(
+            f"{name}: the report is for lowered text {report.identity.lowered_hash[:12]}, here it is "
+            f"{lowered.hash[:12]}: install the versions it was made with ({versions}), or measure again"
+        )
+    return found
+
+
+def _gates(name: str, spec: Spec, report: Accepted) -> list[str]:
+    """Every gate was passed, and those of correctness on a GPU by every case."""
+    gates = {gate.gate: gate for gate in report.gates}
+    found = [f"{name}: the report has no gate {gate}: measure again" for gate in GATES if gate not in gates]
+    for gate in {"numerics", "stability"} & gates.keys():
+        missing = [case.name for case in spec.cases if case.name not in gates[gate].figures]
+        if missing:
+            found.append(f"{name}: gate {gate} has no figures for case {', '.join(missing)}: measure again")
+    return sorted(found)
+
+
+def _case(name: str, spec: Spec, report: Accepted, case: str) -> list[str]:
+    """One measured case: timed once, at its sizes, with a lower bound above the spec's threshold."""
+    timings = [t for t in report.timings if t.case == case]
+    if len(timings) != 1:
+        return [f"{name}: the report has {len(timings)} timings of case {case}, not one: measure again"]
+    (timing,), found = timings, []
+    sizes = dict(spec.case(case).sizes)
+    if timing.sizes != sizes:
+        found.append(f"{name}: case {case} was measured at {timing.sizes}, not at {sizes}: measure again")
+    ratio = timing.ratios.get(BASELINE)
+    if ratio is None:
+        found.append(f"{name}: case {case} was not measured against {BASELINE}: measure again")
+    elif not ratio.low > spec.accept.speedup:
+        found.append(
+            f"{name}: case {case} has a lower bound of {ratio.low:.3f} on its speedup over {BASELINE}, "
+            f"which does not exceed {spec.accept.speedup}"
+        )
+    return found
