@@ -57,7 +57,8 @@ def start(path: Path, options: dict[str, Any]) -> Run:
 
 
 def reopen(name: str) -> Run:
-    """An existing run, with the spec as it was then. Raises JournalError for one that is not there."""
+    """An existing run, with the spec as it was then. Raises JournalError for one that is not there, or
+    whose spec was edited since."""
     name = Path(name).name
     if not NAME.fullmatch(name) or not (runs_dir() / name).is_dir():
         known = ", ".join(names()[-5:]) or "none"
@@ -65,7 +66,9 @@ def reopen(name: str) -> Run:
     journal = Journal.open(runs_dir() / name / "journal.db")
     path = runs_dir() / name / "spec.yaml"
     try:
-        spec, text = load(path), path.read_text(encoding="utf-8")
+        spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # checked when it started
+        if spec.hash != journal.header["spec_hash"]:
+            raise JournalError(f"{path}: not the spec that the run started with; undo the change")
     except BaseException:
         journal.close()
         raise

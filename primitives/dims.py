@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
@@ -23,9 +23,7 @@ class Dim:
     __slots__ = ("terms",)
 
     def __init__(self, terms: Mapping[Monomial, int]):
-        self.terms: tuple[tuple[Monomial, int], ...] = tuple(
-            sorted((m, c) for m, c in terms.items() if c)
-        )
+        self.terms: tuple[tuple[Monomial, int], ...] = tuple(sorted((m, c) for m, c in terms.items() if c))
 
     @classmethod
     def parse(cls, text: str | int) -> Dim:
@@ -111,6 +109,56 @@ class Dim:
         return f"Dim({self})"
 
 
+class Unsolvable(ValueError):
+    """A dim that follows from no axis of any shape."""
+
+    def __init__(self, dim: str):
+        super().__init__(f"dim {dim!r} follows from no shape")
+        self.dim = dim
+
+
+Shapes = Mapping[str, Sequence[Dim]]
+
+
+def solving_order(shapes: Shapes, dims: Sequence[str]) -> list[tuple[str, str, int]]:
+    """(dim, tensor, axis): in this order each dim follows from one axis and the dims before it."""
+    axes = [(d, name, axis) for name, shape in shapes.items() for axis, d in enumerate(shape)]
+    order: list[tuple[str, str, int]] = []
+    known: set[str] = set()
+    while len(known) < len(dims):
+        step = next(((u, n, a) for d, n, a in axes if (u := _only_unknown(d, known))), None)
+        if step is None:
+            raise Unsolvable(min(set(dims) - known))
+        order.append(step)
+        known.add(step[0])
+    return order
+
+
+def _only_unknown(formula: Dim, known: set[str]) -> str | None:
+    """The one name still unknown, where the formula is linear in it."""
+    unknown = formula.names - known
+    linear = all(m.count(name) <= 1 for m, _ in formula.terms for name in unknown)
+    return next(iter(unknown)) if len(unknown) == 1 and linear else None
+
+
+def solve(shapes: Shapes, dims: Sequence[str], extents: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Dims from tensors' extents. ValueError naming the input and axis that do not agree."""
+    sizes: dict[str, int] = {}
+    for dim, name, axis in solving_order(shapes, dims):
+        formula, extent = shapes[name][axis], extents[name][axis]
+        rest = formula(sizes | {dim: 0})
+        step = formula(sizes | {dim: 1}) - rest
+        if step == 0 or (extent - rest) % step or (extent - rest) // step <= 0:
+            raise ValueError(f"input {name!r}, axis {axis}: no positive {dim} makes {formula} = {extent}")
+        sizes[dim] = (extent - rest) // step
+    for name, shape in shapes.items():
+        found, expected = tuple(extents[name]), tuple(d(sizes) for d in shape)
+        if found != expected:
+            said = ", ".join(map(str, shape))
+            raise ValueError(f"input {name!r} has shape {found}; [{said}] is {expected} at {sizes}")
+    return sizes
+
+
 def _build(node: ast.expr) -> Dim:
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
@@ -125,6 +173,4 @@ def _build(node: ast.expr) -> Dim:
             return _build(left) * _build(right)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_build(operand)
-    raise ValueError(
-        f"{ast.unparse(node)!r} is no integer polynomial: dims and integers with + - * only"
-    )
+    raise ValueError(f"{ast.unparse(node)!r} is no integer polynomial: dims and integers with + - * only")

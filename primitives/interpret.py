@@ -6,11 +6,11 @@ leave their step, once, in the dtype they are stored in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from primitives.cut import GemmStep, cut, materialised
-from primitives.dims import Dim
+from primitives.dims import Dim, solve
 from primitives.ir import OPERATIONS, Node, Program, Signature
 
 if TYPE_CHECKING:
@@ -24,25 +24,9 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
-def solve_sizes(signature: Signature, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def solve_sizes(signature: Signature, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Each dim's value from the inputs' shapes. ValueError where they do not fit the signature."""
-    sizes: dict[str, int] = {}
-    for name, tensor in signature.inputs.items():
-        for dim, extent in zip(tensor.shape, shapes[name], strict=True):
-            _solve_multiple(dim, extent, sizes)
-    for name, tensor in signature.inputs.items():
-        for dim, extent in zip(tensor.shape, shapes[name], strict=True):
-            if dim(sizes) != extent:
-                raise ValueError(f"input {name!r} is {tuple(shapes[name])}, but its shape "
-                                 f"[{', '.join(map(str, tensor.shape))}] would be {[d(sizes) for d in tensor.shape]}")
-    return sizes
-
-
-def _solve_multiple(dim: Dim, extent: int, sizes: dict[str, int]) -> None:
-    """A dim that occurs alone, or as a multiple such as 2*F."""
-    if len(dim.terms) == 1 and len(dim.terms[0][0]) == 1:
-        (monomial, coefficient) = dim.terms[0]
-        sizes.setdefault(monomial[0], extent // coefficient)
+    return solve({name: t.shape for name, t in signature.inputs.items()}, signature.dims, shapes)
 
 
 def store_dtypes(program: Program) -> dict[int, str]:

@@ -95,6 +95,15 @@ def test_a_tile_of_inputs_alone_rides_with_the_step_that_loads_them() -> None:
     assert summary(program, step) == {"stores": ["act", "dz"], "loads": ["z"], "sums": ["add"]}
 
 
+def test_a_tile_of_inputs_and_a_sum_rides_where_the_sum_is_final() -> None:
+    """Both steps load r, and only the second knows h's sums."""
+    lines = (H, "g = gemm(h + r, q) + r", "return {'o': g, 't': r * per_row(row_sums(h))}")
+    program = trace(tiles("o", "t"), *lines)
+    first, second = cut(program).gemms
+    assert said(program, first.loads) == said(program, second.loads) == ["r"]
+    assert said(program, second.stores) == ["o", "t"]
+
+
 def test_a_row_scale_deferred_past_the_next_gemm() -> None:
     program = CHAIN.program
     steps = cut(program)

@@ -135,6 +135,10 @@ PROGRAMS: dict[str, tuple[Signature, tuple[str, ...]]] = {
         given(o=tensor("M, N"), e=tensor("M, N", "fp32")),
         (H, "t = silu(h)", "e = t * 2", "return {'o': e + gemm(t, q), 'e': e}"),
     ),
+    "riding late": (
+        given(o=tensor("M, N"), t=tensor("M, N")),
+        (H, "g = gemm(h + r, q) + r", "return {'o': g, 't': r * per_row(row_sums(h))}"),
+    ),
     "waiting": (TILE, (H, "n = h * per_row(row_sums(h))", "return {'o': gemm(h, q) + n}")),
     "three in a chain": (
         TILE,

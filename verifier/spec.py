@@ -9,9 +9,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import keyword
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -24,15 +23,15 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarstring import FoldedScalarString, LiteralScalarString
 
-from primitives.dims import NAME as DIM_NAME
-from primitives.dims import Dim
-from primitives.ir import VALUE_NAME, Signature, TensorType
+from primitives.dims import Dim, solve
+from primitives.ir import Signature, TensorType
+from verifier.spec_rules import check, describe, fault, instead, positive
 
 Place = tuple[str | int, ...]
 
@@ -53,22 +52,11 @@ class BadReference(Exception):
         self.message, self.line, self.key = message, line, key
 
 
-def _fault(message: str, *place: str | int) -> PydanticCustomError:
-    """An error at ``place`` (keys from the model being validated), with a message for the spec's author."""
-    return PydanticCustomError("spec", "{message}", {"message": message, "place": place})
-
-
-def _instead(word: object, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = get_close_matches(str(word), names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names) or '(none declared)'}"
-
-
 def _dim(value: object) -> Dim:
     try:
         return value if isinstance(value, Dim) else Dim.parse(value)  # type: ignore[arg-type]
     except ValueError as error:
-        raise _fault(f"size {error}") from None
+        raise fault(f"size {error}") from None
 
 
 Size = Annotated[Dim, BeforeValidator(_dim)]
@@ -83,7 +71,7 @@ class _Model(BaseModel):
     def _only_known_keys(cls, data: Any) -> Any:
         for key in data if isinstance(data, dict) else ():
             if key not in cls.model_fields:
-                raise _fault(f"unknown key {key!r}; {_instead(key, cls.model_fields)}", key)
+                raise fault(f"unknown key {key!r}; {instead(key, cls.model_fields)}", key)
         return data
 
 
@@ -94,7 +82,7 @@ class Normal(_Model):
 
     def at(self, sizes: Mapping[str, int]) -> float:
         """The standard deviation at these sizes; ValueError where the arithmetic has no positive value."""
-        return _positive(self.std, sizes)
+        return positive(self.std, sizes)
 
 
 class Init(_Model):
@@ -106,9 +94,9 @@ class Init(_Model):
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         if (self.normal is None) == (self.uniform is None):
-            raise _fault("init takes one form: {normal: {std: D**-0.5}} or {uniform: [0.5, 1.5]}")
+            raise fault("init takes one form: {normal: {std: D**-0.5}} or {uniform: [0.5, 1.5]}")
         if self.uniform and not (all(map(math.isfinite, self.uniform)) and self.uniform[0] < self.uniform[1]):
-            raise _fault(f"uniform {list(self.uniform)} must be finite, low then high", "uniform")
+            raise fault(f"uniform {list(self.uniform)} must be finite, low then high", "uniform")
         return self
 
 
@@ -152,7 +140,7 @@ class Accept(_Model):
     @model_validator(mode="after")
     def _sensible(self) -> Self:
         if not (math.isfinite(self.speedup) and self.speedup > 0):
-            raise _fault(f"speedup {self.speedup} must be positive and finite", "speedup")
+            raise fault(f"speedup {self.speedup} must be positive and finite", "speedup")
         return self
 
 
@@ -165,9 +153,9 @@ class Tolerance(_Model):
     @model_validator(mode="after")
     def _sensible(self) -> Self:
         if not 1 <= self.factor <= 10:
-            raise _fault(f"tolerance factor {self.factor} must be between 1 and 10", "factor")
+            raise fault(f"tolerance factor {self.factor} must be between 1 and 10", "factor")
         if not self.reason.strip():
-            raise _fault("a tolerance needs its reason", "reason")
+            raise fault("a tolerance needs its reason", "reason")
         return self
 
 
@@ -190,14 +178,7 @@ class Spec(_Model):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _check_names(self)
-        _check_shapes(self)
-        _solving_order(self)
-        _check_updates(self)
-        _check_cases(self)
-        _check_text(self, "reference")
-        if self.baseline is not None:
-            _check_text(self, "baseline")
+        check(self)
         return self
 
     def signature(self) -> Signature:
@@ -229,29 +210,15 @@ class Spec(_Model):
         """The case of that name; KeyError naming those there are."""
         found = [c for c in self.cases if c.name == name]
         if not found:
-            raise KeyError(f"no case {name!r}; {_instead(name, (c.name for c in self.cases))}")
+            raise KeyError(f"no case {name!r}; {instead(name, (c.name for c in self.cases))}")
         return found[0]
 
     def solve(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Dims from the inputs' shapes; ValueError naming the input and axis that do not agree."""
         for name, tensor in self.inputs.items():
             if len(shapes[name]) != len(tensor.shape):
-                raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {_show(tensor)}")
-        sizes: dict[str, int] = {}
-        for dim, name, axis in _solving_order(self):
-            formula, size = self.inputs[name].shape[axis], shapes[name][axis]
-            rest = formula(sizes | {dim: 0})
-            step = formula(sizes | {dim: 1}) - rest
-            if step == 0 or (size - rest) % step or (size - rest) // step <= 0:
-                raise ValueError(f"input {name!r}, axis {axis}: no positive {dim} makes {formula} = {size}")
-            sizes[dim] = (size - rest) // step
-        for name, tensor in self.inputs.items():
-            shape, expected = tuple(shapes[name]), tuple(d(sizes) for d in tensor.shape)
-            if shape != expected:
-                raise ValueError(
-                    f"input {name!r} has shape {shape}; {_show(tensor)} is {expected} at {sizes}"
-                )
-        return sizes
+                raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {describe(tensor)}")
+        return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes)
 
 
 def load(path: str | Path, check: bool = True) -> Spec:
@@ -363,180 +330,3 @@ def _explain(error: ErrorDetails) -> tuple[Place, str]:
         return place, f"{key} {value} is unknown; use one of {choices}"
     needed = _NEEDED.get(kind)
     return place, f"{key} is {value}; it must be {needed}" if needed else f"{key} is {value}: {error['msg']}"
-
-
-def _check_names(spec: Spec) -> None:
-    for dim in spec.dims:
-        if not DIM_NAME.fullmatch(dim) or keyword.iskeyword(dim) or dim in Case.model_fields:
-            raise _fault(f"dim {dim!r} is no name for a size; use a word such as M or d_model", "dims", dim)
-    for dim in spec.static:
-        if dim not in spec.dims:
-            raise _fault(f"static dim {dim!r} is not declared; {_instead(dim, spec.dims)}", "static")
-    _check_name(spec.name, "name")
-    taken = {dim: "a dim" for dim in spec.dims}
-    for kind in ("inputs", "outputs", "constants"):
-        for name in getattr(spec, kind):
-            _check_name(name, kind, name)
-            if name in taken:
-                raise _fault(f"{name!r} is already {taken[name]}; give it a name of its own", kind, name)
-            taken[name] = f"among the {kind}"
-    for name, value in spec.constants.items():
-        if not math.isfinite(value):
-            raise _fault(f"constant {name} is {value}; it must be finite", "constants", name)
-
-
-def _check_name(name: str, *place: str | int) -> None:
-    if not VALUE_NAME.fullmatch(name) or keyword.iskeyword(name):
-        rule = "use a-z, 0-9 and _, a letter first, at most 32, no Python keyword"
-        raise _fault(f"{name!r} is no name for a value; {rule}", *place)
-
-
-def _check_shapes(spec: Spec) -> None:
-    for kind in ("inputs", "outputs"):
-        tensors: dict[str, TensorSpec | OutputSpec] = getattr(spec, kind)
-        if not tensors:
-            raise _fault(f"{kind} is empty; declare at least one", kind)
-        for name, tensor in tensors.items():
-            for axis, dim in enumerate(tensor.shape):
-                for unknown in sorted(dim.names - set(spec.dims)):
-                    message = f"dim {unknown!r} is not declared; {_instead(unknown, spec.dims)}"
-                    raise _fault(message, kind, name, "shape", axis)
-
-
-def _solving_order(spec: Spec) -> list[tuple[str, str, int]]:
-    """(dim, input, axis): in this order each dim follows from one axis and the dims before it."""
-    axes = [(d, name, axis) for name, t in spec.inputs.items() for axis, d in enumerate(t.shape)]
-    order: list[tuple[str, str, int]] = []
-    known: set[str] = set()
-    while len(known) < len(spec.dims):
-        step = next(((u, n, a) for d, n, a in axes if (u := _only_unknown(d, known))), None)
-        if step is None:
-            dim = min(set(spec.dims) - known)
-            message = f"dim {dim!r} follows from no input's shape; give some input an axis of {dim}"
-            raise _fault(message, "dims", dim)
-        order.append(step)
-        known.add(step[0])
-    return order
-
-
-def _only_unknown(formula: Dim, known: set[str]) -> str | None:
-    """The one name still unknown, where the formula is linear in it."""
-    unknown = formula.names - known
-    linear = all(m.count(name) <= 1 for m, _ in formula.terms for name in unknown)
-    return next(iter(unknown)) if len(unknown) == 1 and linear else None
-
-
-def _check_updates(spec: Spec) -> None:
-    seen: dict[str, str] = {}
-    for name, output in spec.outputs.items():
-        target = output.updates
-        if target is None:
-            continue
-        place = ("outputs", name, "updates")
-        if target not in spec.inputs:
-            raise _fault(f"updates {target!r} is no input; {_instead(target, spec.inputs)}", *place)
-        into = spec.inputs[target]
-        if (into.shape, into.dtype) != (output.shape, output.dtype):
-            message = f"{name} is {_show(output)} but updates {target}, {_show(into)}; make them alike"
-            raise _fault(message, *place)
-        if target in seen:
-            raise _fault(f"input {target!r} is already updated by {seen[target]!r}", *place)
-        seen[target] = name
-
-
-def _show(tensor: TensorSpec | OutputSpec) -> str:
-    return f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
-
-
-def _check_cases(spec: Spec) -> None:
-    if not spec.cases:
-        raise _fault("cases is empty; give at least one", "cases")
-    names: set[str] = set()
-    for index, case in enumerate(spec.cases):
-        _check_sizes(spec, case, index)
-        if case.name in names:
-            raise _fault(f"case {case.name!r} is there twice; give each its own name", "cases", index, "name")
-        names.add(case.name)
-        _check_values(spec, case)
-
-
-def _check_sizes(spec: Spec, case: Case, index: int) -> None:
-    for dim, size in case.sizes.items():
-        if dim not in spec.dims:
-            instead = _instead(dim, [*spec.dims, "name", "bench"])
-            raise _fault(f"case {case.name!r}: unknown key {dim!r}; {instead}", "cases", index, dim)
-        if type(size) is not int or size <= 0:
-            message = f"case {case.name!r}: {dim} is {size!r}; it must be a positive integer"
-            raise _fault(message, "cases", index, dim)
-    missing = [dim for dim in spec.dims if dim not in case.sizes]
-    if missing:
-        raise _fault(f"case {case.name!r} gives no size for {', '.join(missing)}", "cases", index)
-
-
-def _check_values(spec: Spec, case: Case) -> None:
-    for kind in ("inputs", "outputs"):
-        for name, tensor in getattr(spec, kind).items():
-            for axis, dim in enumerate(tensor.shape):
-                if dim(case.sizes) <= 0:
-                    message = f"size {dim} is {dim(case.sizes)} in case {case.name!r}; it must be positive"
-                    raise _fault(message, kind, name, "shape", axis)
-    for name, tensor in spec.inputs.items():
-        if tensor.init.normal:
-            try:
-                tensor.init.normal.at(case.sizes)
-            except ValueError as error:
-                message = f"std {error} in case {case.name!r}"
-                raise _fault(message, "inputs", name, "init", "normal", "std") from None
-
-
-def _check_text(spec: Spec, key: Literal["reference", "baseline"]) -> None:
-    text = getattr(spec, key)
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise _fault(f"{key}: {getattr(error, 'msg', error)}", key, line) from None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            raise _fault(f"{key}: needs no import: torch and its names are in scope", key, node.lineno)
-    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    for output in spec.outputs:
-        if output not in stored:
-            raise _fault(f"{key} never assigns output {output!r}; add a line '{output} = ...'", key)
-
-
-def _positive(formula: float | str, sizes: Mapping[str, int]) -> float:
-    try:
-        value = _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
-    except (SyntaxError, ArithmeticError) as error:
-        raise ValueError(f"{formula!r} has no value ({error})") from None
-    except KeyError as error:
-        instead = _instead(error.args[0], sizes)
-        raise ValueError(f"{formula!r}: dim {error} is not declared; {instead}") from None
-    if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
-    return value
-
-
-def _arithmetic(node: ast.expr, sizes: Mapping[str, int]) -> float:
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            return float(value)
-        case ast.Name(id=name):
-            return float(sizes[name])
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_arithmetic(operand, sizes)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _arithmetic(left, sizes), _arithmetic(right, sizes)
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.Div():
-                    return a / b
-                case ast.Pow():
-                    return a**b
-    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use dims, numbers and + - * / **")

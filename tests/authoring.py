@@ -1,0 +1,269 @@
+"""What tests of the agent share: specs and kernels, a scripted author, runs and made-up measurements.
+
+Programs, hashes and journals here are real; only the figures that a GPU would give are invented.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent import runs
+from agent.providers import Message, OnText, Turn, Usage
+from primitives.compile import Resources
+from primitives.ir import Program
+from primitives.trace import trace_source
+from verifier.report import Accepted, CaseResult, Checked, Gate, Measured, Ratio, Rejected, Timing
+from verifier.spec import Case, Spec, load
+from verifier.verify import identity
+
+ROOT = Path(__file__).parent.parent
+SPECS, KERNELS, RECORDINGS = ROOT / "specs", ROOT / "generated_kernels", ROOT / "agent" / "recordings"
+SHIPPED = sorted(path.stem for path in SPECS.glob("*.yaml"))
+
+TOY = """\
+name: toy
+summary: Matmul with a row scale.
+dims: {M: rows, K: inner, N: columns}
+inputs:
+  a: {shape: [M, K], dtype: bf16}
+  b: {shape: [K, N], dtype: bf16, init: {normal: {std: K**-0.5}}}
+  v: {shape: [M], dtype: fp32, init: {uniform: [0.5, 1.5]}}
+outputs:
+  c: {shape: [M, N], dtype: bf16}
+reference: |
+  c = (a @ b) * v[:, None]
+cases:
+  - {name: large, M: 4096, K: 4096, N: 4096}
+  - {name: wide, M: 2048, K: 4096, N: 8192}
+  - {name: ragged, M: 1000, K: 520, N: 776, bench: false}
+accept: {speedup: 1.1}
+"""
+TOY_KERNEL = '''\
+from primitives import gemm, kernel, per_row
+
+
+@kernel
+def toy(a, b, v):
+    """The row scale rides on the gemm."""
+    return {"c": gemm(a, b) * per_row(v)}
+'''
+UNSCALED = TOY_KERNEL.replace(" * per_row(v)", "")
+BROKEN = TOY_KERNEL.replace("gemm(a, b)", "gemm(a)")
+TWICE = TOY_KERNEL.replace("gemm(a, b)", "2 * gemm(a, b)")
+
+# An honest kernel of each shipped spec, in other words than any that was generated.
+HONEST = {
+    "gemm_residual_partial_rmsnorm": """\
+from primitives import gemm, kernel, per_column, row_sums, sqrt
+@kernel
+def gemm_residual_partial_rmsnorm(y, w, x, gamma, eps):
+    stream = x + gemm(y, w.mT)
+    mean = row_sums(stream * stream) / stream.columns
+    return {"rstd": 1 / sqrt(mean + eps), "hg": per_column(gamma) * stream, "h": stream}
+""",
+    "gemm_rmsnorm_swiglu": """\
+from primitives import gemm, kernel, pairs, per_row, sigmoid
+@kernel
+def gemm_rmsnorm_swiglu(x, w, rstd):
+    z = per_row(rstd) * gemm(x, w.mT)
+    g, u = pairs(z)
+    return {"act": g * sigmoid(g) * u, "preact": z}
+""",
+    "gemm_swiglu_bwd": """\
+from primitives import gemm, join, kernel, pairs, row_sums, sigmoid
+@kernel
+def gemm_swiglu_bwd(dy, w_down, z):
+    d = gemm(dy, w_down)
+    g, u = pairs(z)
+    t = sigmoid(g)
+    dg, du = d * u * t * (1 + g * (1 - t)), d * g * t
+    return {"dz": join(dg, du), "act": g * t * u, "s": row_sums(g * dg + u * du)}
+""",
+}
+
+USAGE = Usage(100, 10, 1000, 1)
+
+
+def fenced(source: str) -> str:
+    return f"Here it is.\n\n```python\n{source}```\n"
+
+
+def write_toy(directory: Path, old: str = "", new: str = "") -> Path:
+    """toy.yaml with ``old`` replaced by ``new``."""
+    assert old in TOY
+    path = directory / "toy.yaml"
+    path.write_text(TOY.replace(old, new, 1) if old else TOY, encoding="utf-8")
+    return path
+
+
+@dataclass
+class Scripted:
+    """A provider that answers from a list, and keeps what it was asked. An exception is raised."""
+
+    answers: Sequence[str | BaseException]
+    asked: list[tuple[str, list[Message]]] = field(default_factory=list)
+    name: str = "scripted"
+
+    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
+        self.asked.append((system, list(messages)))
+        answer = self.answers[sum(m.role == "user" for m in messages) - 1]
+        if isinstance(answer, BaseException):
+            raise answer
+        return Turn(answer, USAGE, "Ada via a script", "end_turn")
+
+
+@dataclass
+class Notes:
+    """A listener that keeps what it hears."""
+
+    attempts: list[int] = field(default_factory=list)
+    gates: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
+
+    def attempt(self, number: int, limit: int) -> None:
+        self.attempts.append(number)
+
+    def text(self, words: str) -> None:
+        pass
+
+    def gate(self, name: str, words: str) -> None:
+        self.gates.append(f"{name} {words}")
+
+    def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
+        self.reports.append(report.status)
+
+
+def resources(program: Program, *_: object) -> tuple[Resources, ...]:
+    """The compiler's account of a kernel that is as usual: made up."""
+    schedule: dict[str, int | bool] = dict(tile_m=128, tile_n=128, pingpong=True, cluster_m=2, cluster_n=1)
+    return (Resources("Step0_0123456789ab", schedule, 168, 0, 1024, 0, 0, 16, 4, 2, 2.0),)
+
+
+def program_of(spec: Spec, source: str) -> Program:
+    return trace_source(source, spec.signature())
+
+
+def checked(spec: Spec, program: Program) -> Checked:
+    """What ``verifier.verify.check`` says of a good kernel, in no time."""
+    kernels = [
+        {"kernel": r.kernel, "registers": r.registers, "stack": r.stack, "spill_loads": 0, "spill_stores": 0,
+         "hgmma": r.hgmma, "tile": "128x128", "pingpong": True}
+        for r in resources(program)
+    ]  # fmt: skip
+    gates = (
+        Gate(gate="trace", seconds=0.1, figures={"milliseconds": 50.0, "layers": ["seccomp"], "nodes": 5}),
+        Gate(gate="contract", seconds=0.1, figures={"steps": 1, "vector_kernels": 0}),
+        Gate(gate="interpret", seconds=0.1, figures={"worst_rms_ratio": {"c": 1.0}}),
+        Gate(gate="compile", seconds=9.0, figures={"kernels": kernels}),
+    )
+    return Checked(identity=identity(spec, program), gates=gates, unmeasured="checked, not benchmarked")
+
+
+def timing(case: Case, speedup: float = 1.3) -> Timing:
+    """Made-up figures of one case; the interval reaches 0.05 to either side."""
+
+    def ratio(estimate: float) -> Ratio:
+        return Ratio(estimate=estimate, low=estimate - 0.05, high=estimate + 0.05)
+
+    return Timing(
+        case=case.name,
+        sizes=dict(case.sizes),
+        schedules={"0": {"tile_m": 128, "tile_n": 256}},
+        milliseconds={"candidate": 2.0, "torch.compile": 2.0 * speedup, "cuBLAS matmul": 1.9},
+        ratios={"torch.compile": ratio(speedup), "cuBLAS matmul": ratio(0.95)},
+        roofline_milliseconds=1.5,
+        host_microseconds={"candidate": 13.0, "cuBLAS matmul": 17.0},
+        tuning_seconds=20.0,
+        rounds=8,
+        samples={"candidate": (2.0, 2.0), "torch.compile": (2.0 * speedup,) * 2},
+    )
+
+
+def case_result(case: Case, speedup: float = 1.3) -> CaseResult:
+    """One case as ``verifier.measure`` keeps it."""
+    found = timing(case, speedup) if case.bench else None
+    return CaseResult(case=case.name, gates=(), timing=found, seeds={"numerics/normal": 7})
+
+
+def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:
+    """What ``verifier.measure.measure`` says of a kernel that is right and fast."""
+    every = {case.name: {"repeats": 8} for case in spec.cases}
+    outputs = {name: {"rms_ratio": 1.0, "tile_ratio": 1.0, "element_ratio": 1.0} for name in spec.outputs}
+    rows = tuple(timing(case, speedup) for case in spec.cases if case.bench)
+    lows = {t.case: t.ratios["torch.compile"].model_dump() for t in rows}
+    decision = {"baseline": "torch.compile", "threshold": spec.accept.speedup, "speedup": lows}
+    return Measured(
+        identity=identity(spec, program),
+        gates=(
+            Gate(gate="numerics", seconds=1.0, figures={case: {"outputs": outputs} for case in every}),
+            Gate(gate="stability", seconds=1.0, figures=every),
+            Gate(gate="benchmark", seconds=1.0, figures={}),
+            Gate(gate="decision", seconds=0.0, figures=decision),
+        ),
+        timings=rows,
+        conditions={"gpu": "NVIDIA H100 80GB HBM3"},
+        seeds={"large/benchmark": 7},
+        date="2026-11-20T12:00:00+00:00",
+    )
+
+
+def slow(spec: Spec) -> Rejected:
+    """What a kernel that is right but slow is told."""
+    words = "case large: 0.900x torch.compile [0.850, 0.950], but the lower bound must exceed 1.1"
+    return Rejected(gate="decision", code="slow", message=words)
+
+
+HEADER: dict[str, Any] = {
+    "provider": "handoff",
+    "attempts": 6,
+    "model": None,
+    "author": "Ada",
+    "weak_jail": False,
+    "directory": "/home/ada/secret project",
+    "time_limit": 60.0,
+}
+
+
+def make_run(
+    spec: Path, source: str = TOY_KERNEL, found: Measured | Rejected | None = None, **header: Any
+) -> str:
+    """A run on disk whose first attempt was checked, and measured as ``found`` where given; its name."""
+    run = runs.start(spec, HEADER | header)
+    with run.journal as journal:
+        program = program_of(run.spec, source)
+        turn = Turn(fenced(source), USAGE, f"{journal.header['author']} via handoff", "end_turn")
+        report = checked(run.spec, program).model_dump(mode="json")
+        journal.once("prompt", "prompt", lambda: {"system": "SYSTEM", "task": "TASK"})
+        journal.once("answer/1", "answer", turn.to_json)
+        judged = {"report": report, "program": program.to_json(), "source": source}
+        journal.once("report/1", "report", lambda: judged)
+        if found is not None:
+            journal.once("measurement/1", "measurement", lambda: found.model_dump(mode="json"))
+    return run.name
+
+
+def accepted_run(spec: Path, source: str = TOY_KERNEL, **header: Any) -> str:
+    """As ``make_run``, and found fast."""
+    loaded = load(spec, check=False)
+    return make_run(spec, source, measured(loaded, program_of(loaded, source)), **header)
+
+
+def coda_agent(
+    *arguments: str | Path, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own; without a key."""
+    return subprocess.run(
+        [sys.executable, "-m", "agent.cli", *map(str, arguments)],
+        cwd=cwd,
+        env={k: v for k, v in os.environ.items() if k != "ANTHROPIC_API_KEY"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )

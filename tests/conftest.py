@@ -1,0 +1,53 @@
+"""What every test stands on: caches and runs in a directory of this session's own, gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# The caches of ours, QuACK, Triton and PyTorch: each would otherwise be in the user's home or in /tmp.
+CACHES = {
+    "CODA_AGENT_CACHE": "coda-agent",
+    "QUACK_CACHE_DIR": "quack",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+}
+SESSION = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before xdist starts its workers, which inherit the environment and so share one cache."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    session = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="coda-agent-tests-"))
+    for variable, name in CACHES.items():
+        os.environ.setdefault(variable, str(session / name))
+    os.environ["CODA_AGENT_RUNS"] = str(session / "runs")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SESSION in config.stash:
+        shutil.rmtree(config.stash[SESSION], ignore_errors=True)
+
+
+@pytest.fixture
+def runs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place for runs that is this test's own."""
+    monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compile gate's compiler gives the same account of every program, at once."""
+    from authoring import resources
+
+    import primitives.compile
+
+    report: Callable[..., object] = resources
+    monkeypatch.setattr(primitives.compile, "report", report)

@@ -1,0 +1,336 @@
+"""The loop: what an author is told, when it ends, and that a kill costs no answer that was given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import (
+    BROKEN,
+    ROOT,
+    TOY_KERNEL,
+    TWICE,
+    UNSCALED,
+    USAGE,
+    Notes,
+    Scripted,
+    fenced,
+    measured,
+    program_of,
+    slow,
+    write_toy,
+)
+
+from agent import runs
+from agent.loop import Loop, Outcome, extract, joined, standing
+from agent.providers import ProviderError, Usage
+from primitives.ir import Program
+from verifier.report import Accepted, Checked, Measured, Rejected
+from verifier.spec import Spec
+
+GOOD, BAD, WRONG = fenced(TOY_KERNEL), fenced(BROKEN), fenced(UNSCALED)
+
+
+@pytest.fixture
+def begin(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., runs.Run]:
+    return lambda **options: runs.start(write_toy(tmp_path), options)
+
+
+def author(run: runs.Run, provider: Scripted, **options: Any) -> Outcome:
+    return Loop(run.journal, run.spec, run.text, provider, Notes(), **options).run()
+
+
+def keys(run: runs.Run) -> list[str]:
+    return [event.key for event in run.journal.events()]
+
+
+def fast(spec: Spec, program: Program) -> Measured:
+    return measured(spec, program)
+
+
+# what an answer holds
+
+
+def test_the_last_block_counts() -> None:
+    assert extract("```python\na = 1\n```\nbetter:\n```python\na = 2\n```\n") == "a = 2\n"
+    assert extract("```py\na = 3\n```") == "a = 3\n"
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "no code", "```yaml\na: 1\n```", "```python\nnever closed", "`python`"]
+)
+def test_no_block(answer: str) -> None:
+    assert extract(answer) is None
+
+
+# how a run ends
+
+
+def test_checked_on_the_first_attempt(begin: Callable[..., runs.Run]) -> None:
+    run, notes = begin(), Notes()
+    with run.journal:
+        outcome = Loop(run.journal, run.spec, run.text, Scripted([GOOD]), notes).run()
+    assert isinstance(outcome.report, Checked) and outcome.source == TOY_KERNEL
+    assert [g.gate for g in outcome.report.gates] == ["trace", "contract", "interpret", "compile"]
+    assert outcome.program is not None and outcome.program.hash == outcome.report.identity.program_hash
+    assert outcome.authorship.author == "Ada via a script" and outcome.authorship.attempts == 1
+    assert outcome.usage == USAGE
+    assert (notes.attempts, notes.reports) == ([1], ["checked"])
+    assert notes.gates[::2] == [f"{g} started" for g in ("trace", "contract", "interpret", "compile")]
+
+
+def test_the_author_is_given_the_spec_and_then_the_reason(begin: Callable[..., runs.Run]) -> None:
+    run, provider = begin(), Scripted([BAD, WRONG, GOOD])
+    with run.journal:
+        outcome = author(run, provider)
+        assert isinstance(outcome.report, Checked) and outcome.authorship.attempts == 3
+        assert outcome.usage == Usage(300, 30, 3000, 3)
+        assert keys(run) == ["prompt", *(f"{kind}/{n}" for n in (1, 2, 3) for kind in ("answer", "report"))]
+    systems = {system for system, _ in provider.asked}
+    assert len(systems) == 1  # a prefix that does not change is read from the provider's cache
+    first, second, third = (messages for _, messages in provider.asked)
+    assert [m.role for m in third] == ["user", "assistant", "user", "assistant", "user"]
+    assert third[:3] == second and second[:1] == first and run.text.strip() in first[0].text
+    assert second[1].text == BAD
+
+
+def test_feedback_has_gate_code_line_and_message(begin: Callable[..., runs.Run]) -> None:
+    run, provider = begin(), Scripted([BAD, WRONG, GOOD])
+    with run.journal:
+        author(run, provider)
+        rejections = [e.payload["report"] for e in run.journal.events() if e.kind == "report"][:2]
+    for rejected, (_, messages) in zip(rejections, provider.asked[1:], strict=True):
+        words = messages[-1].text
+        assert f"gate `{rejected['gate']}`, reason `{rejected['code']}`" in words
+        assert rejected["message"] in words
+    traced, interpreted = (messages[-1].text for _, messages in provider.asked[1:])
+    assert "`trace`" in traced and "(line 7 of your file)" in traced and "passed before: none" in traced
+    assert "`interpret`, reason `numerics`" in interpreted and "output 'c'" in interpreted
+    assert "passed before: trace, contract" in interpreted and "line" not in interpreted.partition("\n")[0]
+
+
+def test_an_answer_without_code_is_an_attempt(begin: Callable[..., runs.Run]) -> None:
+    run, provider = begin(), Scripted(["I would rather not.", GOOD])
+    with run.journal:
+        outcome = author(run, provider)
+    assert outcome.authorship.attempts == 2 and isinstance(outcome.report, Checked)
+    assert "reason `no_source`" in provider.asked[1][1][-1].text
+    assert "```python block" in provider.asked[1][1][-1].text
+
+
+def test_attempts_are_used_up(begin: Callable[..., runs.Run]) -> None:
+    run, provider = begin(), Scripted([BAD, WRONG, GOOD])
+    with run.journal:
+        outcome = author(run, provider, attempts=2)
+        assert isinstance(outcome.report, Rejected) and outcome.report.gate == "interpret"
+        assert outcome.source == UNSCALED and outcome.program is None
+        assert outcome.authorship.attempts == 2 and outcome.usage == USAGE + USAGE
+        assert len(provider.asked) == 2
+        assert standing(run.journal, run.spec) == outcome
+
+
+def test_measured_here(begin: Callable[..., runs.Run]) -> None:
+    run, provider = begin(), Scripted([GOOD])
+    with run.journal:
+        outcome = author(run, provider, measure=fast)
+        assert isinstance(outcome.report, Accepted) and outcome.report.timings[0].case == "large"
+        assert [g.gate for g in outcome.report.gates][3:6] == ["compile", "numerics", "stability"]
+        assert author(run, Scripted([]), measure=_never) == outcome  # read back: nothing asked or measured
+        assert standing(run.journal, run.spec) == outcome
+
+
+def _never(spec: Spec, program: Program) -> Measured:
+    raise AssertionError("measured again")
+
+
+def test_a_slow_kernel_is_fed_back(begin: Callable[..., runs.Run]) -> None:
+    found = iter([slow, fast])
+
+    def measure(spec: Spec, program: Program) -> Measured | Rejected:
+        step = next(found)
+        return step(spec) if step is slow else fast(spec, program)
+
+    run, provider = begin(), Scripted([GOOD, GOOD])
+    with run.journal:
+        outcome = author(run, provider, measure=measure)
+    assert isinstance(outcome.report, Accepted) and outcome.authorship.attempts == 2
+    words = provider.asked[1][1][-1].text
+    assert "gate `decision`, reason `slow`" in words and "0.900x torch.compile" in words
+    assert "passed before: trace, contract, interpret, compile" in words
+
+
+# what awaits measurement elsewhere
+
+
+def awaiting(run: runs.Run) -> Outcome:
+    outcome = author(run, Scripted([GOOD]))
+    assert isinstance(outcome.report, Checked) and outcome.program is not None
+    return outcome
+
+
+def record(run: runs.Run, found: Measured | Rejected) -> None:
+    run.journal.once("measurement/1", "measurement", lambda: found.model_dump(mode="json"))
+
+
+def test_a_recorded_measurement_carries_the_run_on(begin: Callable[..., runs.Run]) -> None:
+    run = begin()
+    with run.journal:
+        program = awaiting(run).program
+        assert program is not None
+        record(run, measured(run.spec, program))
+        outcome = author(run, Scripted([]))  # asks nobody
+        assert isinstance(outcome.report, Accepted) and outcome.program == program
+
+
+def test_a_recorded_rejection_is_fed_back(begin: Callable[..., runs.Run]) -> None:
+    run, provider = begin(), Scripted(["unused", GOOD])
+    with run.journal:
+        awaiting(run)
+        record(run, slow(run.spec))
+        outcome = author(run, provider)
+        assert isinstance(outcome.report, Checked) and outcome.authorship.attempts == 2
+        assert len(provider.asked) == 1 and "reason `slow`" in provider.asked[0][1][-1].text
+        assert outcome.usage == USAGE + USAGE
+
+
+def test_evidence_of_another_kernel_is_not_joined(begin: Callable[..., runs.Run]) -> None:
+    run = begin()
+    with run.journal:
+        report = awaiting(run).report
+        with pytest.raises(ValueError, match="another spec, program or lowered text"):
+            joined(report, measured(run.spec, program_of(run.spec, TWICE)))
+        assert joined(report, None) is report
+        assert standing(run.journal, run.spec) is not None
+
+
+def test_a_run_without_a_report_stands_nowhere(begin: Callable[..., runs.Run]) -> None:
+    run = begin()
+    with run.journal:
+        assert standing(run.journal, run.spec) is None
+
+
+# what goes wrong on the way
+
+
+def test_no_answer_leaves_a_run_to_resume(begin: Callable[..., runs.Run]) -> None:
+    run = begin()
+    fault = ProviderError("no connection", "check the network", retryable=True)
+    with run.journal, pytest.raises(ProviderError, match="no connection; check the network"):
+        author(run, Scripted([BAD, fault]))
+    again = runs.reopen(run.name)
+    with again.journal:
+        assert keys(again) == ["prompt", "answer/1", "report/1"]
+        provider = Scripted(["never asked for", GOOD])
+        outcome = author(again, provider)
+        assert isinstance(outcome.report, Checked) and len(provider.asked) == 1
+        assert [m.text for m in provider.asked[0][1][1:2]] == [BAD]
+
+
+def test_the_prompt_of_a_resumed_run_is_the_first_ones(
+    begin: Callable[..., runs.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin()
+    with run.journal, pytest.raises(ProviderError):
+        author(run, Scripted([ProviderError("no answer", "wait")]))
+    monkeypatch.setattr("agent.prompt.ROLE", "another version's words")
+    again, provider = runs.reopen(run.name), Scripted([GOOD])
+    with again.journal:
+        author(again, provider)
+    assert "another version's words" not in provider.asked[0][0]
+
+
+# Killed: a real process that runs the loop, kills itself at a point of its first new event, and writes down
+# each request with write(2), which no kill takes back. The gates are stood in for: they ask nobody.
+RUN = f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from authoring import BROKEN, TOY_KERNEL, Notes, Scripted, checked, fenced, measured, program_of
+from agent import journal, loop, runs
+from verifier.report import Rejected
+from verifier.verify import Verdict
+
+name, log, point = sys.argv[1:]
+
+def note(text):
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, (text + "\\n").encode())
+    os.close(descriptor)
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Asked(Scripted):
+    def next_turn(self, system, messages, **options):
+        turn = super().next_turn(system, messages, **options)
+        note(f"asked {{(len(messages) + 1) // 2}}")
+        return turn
+
+def check(spec, source, **options):
+    note("checked")
+    if source == BROKEN:
+        return Verdict(Rejected(gate="trace", code="call", message="gemm takes two"), None)
+    program = program_of(spec, source)
+    return Verdict(checked(spec, program), program)
+
+def measure(spec, program):
+    note("measured")
+    return measured(spec, program)
+
+loop.check = check
+real = journal.Journal.once
+def once(self, key, kind, produce):
+    new = key not in [e.key for e in self.events()]
+    def produced():
+        payload = produce()
+        if point == "before":
+            killed()
+        return payload
+    payload = real(self, key, kind, produced)
+    if new and point == "after":
+        killed()
+    return payload
+journal.Journal.once = once
+
+run = runs.reopen(name)
+provider = Asked([fenced(BROKEN), "no code", fenced(TOY_KERNEL)])
+outcome = loop.Loop(run.journal, run.spec, run.text, provider, Notes(), measure=measure).run()
+print(outcome.report.status, outcome.authorship.attempts, outcome.usage.input_tokens)
+"""
+EVENTS = ["prompt", "answer/1", "report/1", "answer/2", "report/2", "answer/3", "report/3", "measurement/3"]
+
+
+def process(name: str, log: Path, point: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RUN, name, str(log), point]
+    return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False)
+
+
+def recorded(name: str) -> list[str]:
+    run = runs.reopen(name)
+    with run.journal:
+        return keys(run)
+
+
+def begun(tmp_path: Path) -> str:
+    run = runs.start(write_toy(tmp_path), {})
+    run.journal.close()
+    return run.name
+
+
+def test_killed_at_every_event_no_answered_turn_is_asked_again(runs_home: Path, tmp_path: Path) -> None:
+    name, log = begun(tmp_path), tmp_path / "log"
+    for done in range(len(EVENTS)):
+        for point, kept in (("before", EVENTS[:done]), ("after", EVENTS[: done + 1])):
+            ended = process(name, log, point)
+            assert ended.returncode == -signal.SIGKILL, ended.stderr
+            assert recorded(name) == kept
+    ended = process(name, log, "")
+    assert ended.stdout == f"accepted 3 {3 * USAGE.input_tokens}\n", ended.stderr
+    # Each step twice: the first was killed before its commit. Never thrice: the second was committed.
+    steps = ["asked 1", "checked", "asked 2", "asked 3", "checked", "measured"]
+    assert log.read_text().split("\n")[:-1] == [said for step in steps for said in (step, step)]

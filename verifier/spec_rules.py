@@ -1,0 +1,213 @@
+"""The rules that a spec must keep beyond its types: names, sizes, cases, texts.
+
+Each raises a fault: a message for the spec's author with the place it is about, as keys from the model
+being validated. ``verifier.spec`` turns the place into a line of the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import math
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Literal
+
+from pydantic_core import PydanticCustomError
+
+from primitives.dims import NAME as DIM_NAME
+from primitives.dims import Unsolvable, solving_order
+from primitives.ir import VALUE_NAME
+
+if TYPE_CHECKING:
+    from verifier.spec import Case, OutputSpec, Spec, TensorSpec
+
+RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
+
+
+def fault(message: str, *place: str | int) -> PydanticCustomError:
+    """An error at ``place`` (keys from the model being validated), with a message for the spec's author."""
+    return PydanticCustomError("spec", "{message}", {"message": message, "place": place})
+
+
+def instead(word: object, known: Iterable[str]) -> str:
+    """What to write in place of an unknown word."""
+    names = sorted(known)
+    close = get_close_matches(str(word), names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names) or '(none declared)'}"
+
+
+def check(spec: Spec) -> None:
+    """Every rule, in the order in which a reader would ask."""
+    _check_names(spec)
+    _check_shapes(spec)
+    _check_solvable(spec)
+    _check_updates(spec)
+    _check_cases(spec)
+    _check_text(spec, "reference")
+    if spec.baseline is not None:
+        _check_text(spec, "baseline")
+
+
+def _check_names(spec: Spec) -> None:
+    for dim in spec.dims:
+        if not DIM_NAME.fullmatch(dim) or keyword.iskeyword(dim) or dim in RESERVED:
+            raise fault(f"dim {dim!r} is no name for a size; use a word such as M or d_model", "dims", dim)
+    for dim in spec.static:
+        if dim not in spec.dims:
+            raise fault(f"static dim {dim!r} is not declared; {instead(dim, spec.dims)}", "static")
+    _check_name(spec.name, "name")
+    taken = {dim: "a dim" for dim in spec.dims}
+    for kind in ("inputs", "outputs", "constants"):
+        for name in getattr(spec, kind):
+            _check_name(name, kind, name)
+            if name in taken:
+                raise fault(f"{name!r} is already {taken[name]}; give it a name of its own", kind, name)
+            taken[name] = f"among the {kind}"
+    for name, value in spec.constants.items():
+        if not math.isfinite(value):
+            raise fault(f"constant {name} is {value}; it must be finite", "constants", name)
+
+
+def _check_name(name: str, *place: str | int) -> None:
+    if not VALUE_NAME.fullmatch(name) or keyword.iskeyword(name):
+        rule = "use a-z, 0-9 and _, a letter first, at most 32, no Python keyword"
+        raise fault(f"{name!r} is no name for a value; {rule}", *place)
+
+
+def _check_shapes(spec: Spec) -> None:
+    for kind in ("inputs", "outputs"):
+        tensors: dict[str, TensorSpec | OutputSpec] = getattr(spec, kind)
+        if not tensors:
+            raise fault(f"{kind} is empty; declare at least one", kind)
+        for name, tensor in tensors.items():
+            for axis, dim in enumerate(tensor.shape):
+                for unknown in sorted(dim.names - set(spec.dims)):
+                    message = f"dim {unknown!r} is not declared; {instead(unknown, spec.dims)}"
+                    raise fault(message, kind, name, "shape", axis)
+
+
+def _check_solvable(spec: Spec) -> None:
+    try:
+        solving_order({name: t.shape for name, t in spec.inputs.items()}, tuple(spec.dims))
+    except Unsolvable as error:
+        message = f"dim {error.dim!r} follows from no input's shape; give some input an axis of {error.dim}"
+        raise fault(message, "dims", error.dim) from None
+
+
+def _check_updates(spec: Spec) -> None:
+    seen: dict[str, str] = {}
+    for name, output in spec.outputs.items():
+        target = output.updates
+        if target is None:
+            continue
+        place = ("outputs", name, "updates")
+        if target not in spec.inputs:
+            raise fault(f"updates {target!r} is no input; {instead(target, spec.inputs)}", *place)
+        into = spec.inputs[target]
+        if (into.shape, into.dtype) != (output.shape, output.dtype):
+            message = f"{name} is {describe(output)} but updates {target}, {describe(into)}; make them alike"
+            raise fault(message, *place)
+        if target in seen:
+            raise fault(f"input {target!r} is already updated by {seen[target]!r}", *place)
+        seen[target] = name
+
+
+def describe(tensor: TensorSpec | OutputSpec) -> str:
+    """A tensor's dtype and shape in words."""
+    return f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
+
+
+def _check_cases(spec: Spec) -> None:
+    if not spec.cases:
+        raise fault("cases is empty; give at least one", "cases")
+    names: set[str] = set()
+    for index, case in enumerate(spec.cases):
+        _check_sizes(spec, case, index)
+        if case.name in names:
+            raise fault(f"case {case.name!r} is there twice; give each its own name", "cases", index, "name")
+        names.add(case.name)
+        _check_values(spec, case)
+
+
+def _check_sizes(spec: Spec, case: Case, index: int) -> None:
+    for dim, size in case.sizes.items():
+        if dim not in spec.dims:
+            remedy = instead(dim, [*spec.dims, "name", "bench"])
+            raise fault(f"case {case.name!r}: unknown key {dim!r}; {remedy}", "cases", index, dim)
+        if type(size) is not int or size <= 0:
+            message = f"case {case.name!r}: {dim} is {size!r}; it must be a positive integer"
+            raise fault(message, "cases", index, dim)
+    missing = [dim for dim in spec.dims if dim not in case.sizes]
+    if missing:
+        raise fault(f"case {case.name!r} gives no size for {', '.join(missing)}", "cases", index)
+
+
+def _check_values(spec: Spec, case: Case) -> None:
+    for kind in ("inputs", "outputs"):
+        for name, tensor in getattr(spec, kind).items():
+            for axis, dim in enumerate(tensor.shape):
+                if dim(case.sizes) <= 0:
+                    message = f"size {dim} is {dim(case.sizes)} in case {case.name!r}; it must be positive"
+                    raise fault(message, kind, name, "shape", axis)
+    for name, tensor in spec.inputs.items():
+        if tensor.init.normal:
+            try:
+                tensor.init.normal.at(case.sizes)
+            except ValueError as error:
+                message = f"std {error} in case {case.name!r}"
+                raise fault(message, "inputs", name, "init", "normal", "std") from None
+
+
+def _check_text(spec: Spec, key: Literal["reference", "baseline"]) -> None:
+    text = getattr(spec, key)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise fault(f"{key}: {getattr(error, 'msg', error)}", key, line) from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            raise fault(f"{key}: needs no import: torch and its names are in scope", key, node.lineno)
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for output in spec.outputs:
+        if output not in stored:
+            raise fault(f"{key} never assigns output {output!r}; add a line '{output} = ...'", key)
+
+
+def positive(formula: float | str, sizes: Mapping[str, int]) -> float:
+    """Arithmetic over dims, evaluated; ValueError where it has no positive finite value."""
+    try:
+        value = _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
+    except (SyntaxError, ArithmeticError) as error:
+        raise ValueError(f"{formula!r} has no value ({error})") from None
+    except KeyError as error:
+        remedy = instead(error.args[0], sizes)
+        raise ValueError(f"{formula!r}: dim {error} is not declared; {remedy}") from None
+    if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
+    return value
+
+
+def _arithmetic(node: ast.expr, sizes: Mapping[str, int]) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return float(value)
+        case ast.Name(id=name):
+            return float(sizes[name])
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_arithmetic(operand, sizes)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _arithmetic(left, sizes), _arithmetic(right, sizes)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a / b
+                case ast.Pow():
+                    return a**b
+    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use dims, numbers and + - * / **")
