@@ -58,7 +58,8 @@ def accept(
         journal.export(recording, {key: journal.header[key] for key in HEADER if key in journal.header})
         write_atomic(evidence, report.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        raise AcceptError(f"{error.filename}: {error.strerror}; make room and accept again") from None
+        place = error.filename or directory  # a write that fails names no file
+        raise AcceptError(f"{place}: {error.strerror}; make room and accept again") from None
     return [source, text, cutedsl, evidence, recording]
 
 

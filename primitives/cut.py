@@ -153,12 +153,20 @@ class _Cutter:
         """The step that computes a tile which must leave it; ProgramError if none can."""
         home, after = self.home[index], self.after[index]
         if home < 0:
-            raise self.fail("homeless", f"{use} has no GEMM to ride on: a tile is computed in the epilogue of a gemm "
-                            "whose result it uses, or whose epilogue loads all that it reads anyway", index)
+            raise self.fail(
+                "homeless",
+                f"{use} has no GEMM to ride on: a tile is computed in the epilogue of a gemm "
+                "whose result it uses, or whose epilogue loads all that it reads anyway",
+                index,
+            )
         if after >= home:
-            raise self.fail("pending", f"{use} needs a reduction over whole rows of a step that is not done until "
-                            "all of its tiles are: a row scale commutes with the next matmul, so write "
-                            "gemm(t, w) * per_row(scale) instead of gemm(t * per_row(scale), w)", index)
+            raise self.fail(
+                "pending",
+                f"{use} needs a reduction over whole rows of a step that is not done until "
+                "all of its tiles are: a row scale commutes with the next matmul, so write "
+                "gemm(t, w) * per_row(scale) instead of gemm(t * per_row(scale), w)",
+                index,
+            )
         return home
 
     def cut(self) -> Steps:
@@ -190,11 +198,18 @@ class _Cutter:
         for name, index in sorted(self.program.outputs.items()):
             node = self.nodes[index]
             if node.op == "input":
-                raise self.fail("outputs", f"output {name!r} is the input {node.attribute!r} itself: leave copying to "
-                                "the caller", index)
+                raise self.fail(
+                    "outputs",
+                    f"output {name!r} is the input {node.attribute!r} itself: leave copying to the caller",
+                    index,
+                )
             if index in seen:
-                raise self.fail("outputs", f"outputs {seen[index]!r} and {name!r} are one value: return it once and let "
-                                "the spec declare one output", index)
+                raise self.fail(
+                    "outputs",
+                    f"outputs {seen[index]!r} and {name!r} are one value: return it once and let "
+                    "the spec declare one output",
+                    index,
+                )
             seen[index] = name
 
     def operand(self, index: int) -> None:
@@ -255,11 +270,19 @@ class _Cutter:
         own = self.types[index].shape
         ratio = own[axis].ratio(columns)
         if axis == 1 and own[0] != rows or ratio not in WIDTHS:
-            raise self.fail("width", f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: tiles "
-                            "there have its rows, and half, once or twice its columns", index)
+            raise self.fail(
+                "width",
+                f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: tiles "
+                "there have its rows, and half, once or twice its columns",
+                index,
+            )
         if axis == 0 and ratio != 1:
-            raise self.fail("width", f"per_column of {own[0]} values in the epilogue of a gemm with {columns} columns: "
-                            "a vector spread over columns has the gemm's own length", index)
+            raise self.fail(
+                "width",
+                f"per_column of {own[0]} values in the epilogue of a gemm with {columns} columns: "
+                "a vector spread over columns has the gemm's own length",
+                index,
+            )
         self.width[step.index, index] = ratio
 
 

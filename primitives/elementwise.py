@@ -34,8 +34,11 @@ def _meet(name: str, a: Type, b: Type) -> Type:
     if a.kind == "tile" and b.kind in _SPREAD and a.shape[_SPREAD[b.kind]] == b.shape[0]:
         return a
     if a.kind == "tile" and b.kind == "vector":
-        raise ProgramError("broadcast", f"{name}: a {b} meets a {a}: say how it spreads, with per_row(v) (one value "
-                           "a row) or per_column(v) (one a column)")
+        raise ProgramError(
+            "broadcast",
+            f"{name}: a {b} meets a {a}: say how it spreads, with per_row(v) (one value "
+            "a row) or per_column(v) (one a column)",
+        )
     if a.kind == "operand" or b.kind == "operand":
         raise ProgramError("broadcast", f"{name}: .mT is for operands of gemm only")
     hint = "; pairs(t) and join(a, b) change a tile's width" if a.kind == b.kind == "tile" else ""

@@ -176,11 +176,16 @@ class Schedule:
         known = {f.name: type(f.default) for f in fields(cls)}
         for name, value in data.items():
             if name not in known or type(value) is not known[name]:
-                raise ProgramError("schedule", f"schedule field {name!r} = {value!r}; known: {', '.join(known)}")
+                raise ProgramError(
+                    "schedule", f"schedule field {name!r} = {value!r}; known: {', '.join(known)}"
+                )
         schedule = cls(**data)
         if (schedule.tile_m, schedule.tile_n, schedule.pingpong) not in TILES:
-            raise ProgramError("schedule", f"no tile {schedule.tile_m}x{schedule.tile_n} with "
-                               f"pingpong={schedule.pingpong}; known: {sorted(TILES)}")
+            raise ProgramError(
+                "schedule",
+                f"no tile {schedule.tile_m}x{schedule.tile_n} with "
+                f"pingpong={schedule.pingpong}; known: {sorted(TILES)}",
+            )
         if (schedule.cluster_m, schedule.cluster_n) not in CLUSTERS or schedule.swizzle not in SWIZZLES:
             raise ProgramError("schedule", f"cluster must be one of {CLUSTERS}, swizzle one of {SWIZZLES}")
         return schedule
@@ -214,9 +219,13 @@ class Program:
             if operation is None:
                 raise ProgramError("operation", f"node {index}: there is no operation {node.op!r}")
             if any(not 0 <= a < index for a in node.args):
-                raise ProgramError("graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read")
+                raise ProgramError(
+                    "graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read"
+                )
             if node.attribute is not None and node.op not in LEAVES:
-                raise ProgramError("arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}")
+                raise ProgramError(
+                    "arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}"
+                )
             if node.op == "input":
                 known.append(_input_type(self.signature, node))
             else:
@@ -230,10 +239,14 @@ class Program:
         types = self.types()
         for index, node in enumerate(self.nodes):
             if node.op == "dim" and not Dim.parse(str(node.attribute)).names <= set(self.signature.dims):
-                raise ProgramError("dim", f"node {index}: {node.attribute!r} has dims that the spec does not declare")
+                raise ProgramError(
+                    "dim", f"node {index}: {node.attribute!r} has dims that the spec does not declare"
+                )
         check_output_names(self.outputs, self.signature)
         if any(step > sum(n.op == "gemm" for n in self.nodes) - 1 for step in self.schedule):
-            raise ProgramError("schedule", f"schedules for steps {sorted(self.schedule)}, but a step is a gemm, from 0")
+            raise ProgramError(
+                "schedule", f"schedules for steps {sorted(self.schedule)}, but a step is a gemm, from 0"
+            )
         for name, index in self.outputs.items():
             if not 0 <= index < len(types):
                 raise ProgramError("graph", f"output {name!r} names node {index}, which is not there")
@@ -241,8 +254,11 @@ class Program:
             got = types[index]
             if got.kind not in ("tile", "vector") or got.shape != expected.shape:
                 want = "tile" if len(expected.shape) == 2 else "vector"
-                raise ProgramError("output_shape", f"output {name!r} is {got}, but the spec says "
-                                   f"{want} [{', '.join(map(str, expected.shape))}]")
+                raise ProgramError(
+                    "output_shape",
+                    f"output {name!r} is {got}, but the spec says "
+                    f"{want} [{', '.join(map(str, expected.shape))}]",
+                )
         self._check_use()
         return self
 
@@ -280,12 +296,16 @@ class Program:
         if not isinstance(data, dict) or set(data) != {"format", "signature", "nodes", "outputs", "schedule"}:
             raise ProgramError("json", "a program has exactly format, signature, nodes, outputs, schedule")
         if type(data["format"]) is not int or data["format"] != FORMAT:
-            raise ProgramError("format", f"format {data['format']!r}; this version reads {FORMAT}: trace it again")
+            raise ProgramError(
+                "format", f"format {data['format']!r}; this version reads {FORMAT}: trace it again"
+            )
         if signature is None:
             signature = Signature.from_json(data["signature"])
         elif data["signature"] != signature.to_json():
-            raise ProgramError("signature", f"the program was made for another version of spec {signature.name!r}: "
-                               "trace it again")
+            raise ProgramError(
+                "signature",
+                f"the program was made for another version of spec {signature.name!r}: trace it again",
+            )
         if not isinstance(data["nodes"], list) or len(data["nodes"]) > MAX_NODES:
             raise ProgramError("size", f"a program is a list of at most {MAX_NODES} nodes")
         nodes = tuple(_node(i, raw) for i, raw in enumerate(data["nodes"]))
@@ -297,15 +317,23 @@ def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
     missing = sorted(signature.outputs.keys() - given.keys())
     extra = sorted(given.keys() - signature.outputs.keys())
     if missing or extra:
-        said = [f"missing {', '.join(missing)}" if missing else "", f"extra {', '.join(extra)}" if extra else ""]
-        raise ProgramError("outputs", f"the kernel must return exactly {', '.join(signature.outputs)}: "
-                           f"{'; '.join(s for s in said if s)}")
+        said = [
+            f"missing {', '.join(missing)}" if missing else "",
+            f"extra {', '.join(extra)}" if extra else "",
+        ]
+        raise ProgramError(
+            "outputs",
+            f"the kernel must return exactly {', '.join(signature.outputs)}: "
+            f"{'; '.join(s for s in said if s)}",
+        )
 
 
 def _input_type(signature: Signature, node: Node) -> Type:
     tensor = signature.inputs.get(node.attribute) if isinstance(node.attribute, str) else None
     if tensor is None or node.args:
-        raise ProgramError("input", f"{node.attribute!r} is no input; the spec has {', '.join(signature.inputs)}")
+        raise ProgramError(
+            "input", f"{node.attribute!r} is no input; the spec has {', '.join(signature.inputs)}"
+        )
     return Type("tile" if len(tensor.shape) == 2 else "vector", tensor.shape)
 
 
@@ -354,6 +382,8 @@ def _outputs(raw: Any) -> dict[str, int]:
 
 
 def _schedules(raw: Any) -> dict[int, Schedule]:
-    if not isinstance(raw, dict) or any(not STEP.fullmatch(k) or not isinstance(v, dict) for k, v in raw.items()):
+    if not isinstance(raw, dict) or any(
+        not STEP.fullmatch(k) or not isinstance(v, dict) for k, v in raw.items()
+    ):
         raise ProgramError("json", "schedule must map step numbers to fields")
     return {int(k): Schedule.from_json(v) for k, v in raw.items()}

@@ -181,8 +181,11 @@ class _StepWriter(_Writer):
         width = self.width(index)
         dtype = self.input_dtype(index) if self.nodes[index].op == "input" else self.stored_dtype[index]
         if width < 1:
-            raise ProgramError("width", "a tile half as wide as its gemm can be stored but not loaded: "
-                               "let the gemm's own width be the narrower one")
+            raise ProgramError(
+                "width",
+                "a tile half as wide as its gemm can be stored but not loaded: "
+                "let the gemm's own width be the narrower one",
+            )
         self.check_packed(width, dtype, "loaded")
         return Argument(f"t{index}", "load", index, dtype, width == 2)
 
@@ -194,7 +197,9 @@ class _StepWriter(_Writer):
     @staticmethod
     def check_packed(width: Fraction, dtype: str, done: str) -> None:
         if width != 1 and dtype == "fp32":
-            raise ProgramError("width", f"an fp32 tile {done} at another width than its gemm's: use bf16 or fp16 there")
+            raise ProgramError(
+                "width", f"an fp32 tile {done} at another width than its gemm's: use bf16 or fp16 there"
+            )
 
     def exact_nodes(self) -> set[int]:
         """Nodes that an fp32 output can see: no coarse instruction may reach one."""
@@ -228,7 +233,9 @@ class _StepWriter(_Writer):
                 found.append((store, f'TileStore("{store.name}"{gated})'))
         for index in self.step.reductions:
             masked = not self.vanishes(self.nodes[index].args[0])
-            found.append((Argument(f"p{index}", "partial", index, "fp32"), f'RowSum("p{index}", masked={masked})'))
+            found.append(
+                (Argument(f"p{index}", "partial", index, "fp32"), f'RowSum("p{index}", masked={masked})')
+            )
         return found
 
     def values_past_edge(self) -> dict[int, float | None]:
@@ -236,7 +243,9 @@ class _StepWriter(_Writer):
         known: dict[int, float | None] = dict.fromkeys(self.step.loads, 0.0)
         for index in self.step.body:
             node = self.nodes[index]
-            arguments = [self.constant(a) if self.nodes[a].op == "constant" else known.get(a) for a in node.args]
+            arguments = [
+                self.constant(a) if self.nodes[a].op == "constant" else known.get(a) for a in node.args
+            ]
             if node.op == "gemm":
                 known[index] = 0.0
             elif node.op in ("even", "odd", "join"):
@@ -261,16 +270,29 @@ class _StepWriter(_Writer):
 
     def kernel(self) -> GemmKernel:
         a, b = (self.nodes[i] for i in self.nodes[self.step.gemm].args)
-        sources = [n.args[0] if n.op == "transpose" else i
-                   for n, i in zip((a, b), self.nodes[self.step.gemm].args, strict=True)]
-        dtypes = {self.input_dtype(s) if self.nodes[s].op == "input" else self.stored_dtype[s] for s in sources}
+        sources = [
+            n.args[0] if n.op == "transpose" else i
+            for n, i in zip((a, b), self.nodes[self.step.gemm].args, strict=True)
+        ]
+        dtypes = {
+            self.input_dtype(s) if self.nodes[s].op == "input" else self.stored_dtype[s] for s in sources
+        }
         if len(dtypes) != 1 or "fp32" in dtypes:
-            raise ProgramError("dtype", f"gemm's operands are {' and '.join(sorted(dtypes))}: both must be bf16, or "
-                               "both fp16")
+            raise ProgramError(
+                "dtype",
+                f"gemm's operands are {' and '.join(sorted(dtypes))}: both must be bf16, or both fp16",
+            )
         return GemmKernel(
-            self.step.index, f"Step{self.step.index}", sources[0], sources[1],
-            a.op == "transpose", b.op == "transpose", dtypes.pop(),
-            self.c, self.d, tuple(argument for argument, _ in self.resources()),
+            self.step.index,
+            f"Step{self.step.index}",
+            sources[0],
+            sources[1],
+            a.op == "transpose",
+            b.op == "transpose",
+            dtypes.pop(),
+            self.c,
+            self.d,
+            tuple(argument for argument, _ in self.resources()),
             any(self.width(s.node) < 1 for s in self.stores),
         )
 
@@ -303,8 +325,11 @@ class _StepWriter(_Writer):
         """Fragments and resources, outside the loop over lanes."""
         for load in self.loads:
             source = "operand" if load is self.c else f'resources["{load.name}"]'
-            yield (f"{load.name} = unpack({source}, {CUTE_DTYPES[load.dtype]})" if load.packed
-                   else f"{load.name} = {source}.to(Float32)")
+            yield (
+                f"{load.name} = unpack({source}, {CUTE_DTYPES[load.dtype]})"
+                if load.packed
+                else f"{load.name} = {source}.to(Float32)"
+            )
         for index in self.step.vectors:
             yield f'v{index} = resources["v{index}"]'
         for index in self.step.scalars:
@@ -430,37 +455,36 @@ class _FinishWriter(_Writer):
 
     def text(self) -> str:
         names = ", ".join(a.name for a in self.arguments)
-        lines = "\n".join(f"            {line}" for line in self.row())
-        sums = "".join(f"            n{a.node} = sum_partials({a.name}, row, lane)\n"
-                       for a in self.arguments if a.role == "partial")
+        lines = "".join(f"        {line}\n" for line in self.row())
         length = f"o{self.roots[0]}.shape[0]"
         return (
             f"class @@{self.name}:\n"
             "    @cute.jit\n"
             f"    def __call__(self, {names}, stream):\n"
-            f"        rows = {length}\n"
-            f"        self.kernel({names}).launch(\n"
-            "            grid=[cute.ceil_div(rows * LANES_PER_ROW, BLOCK), 1, 1], block=[BLOCK, 1, 1], stream=stream\n"
-            "        )\n\n"
+            f"        blocks = cute.ceil_div({length} * LANES_PER_ROW, BLOCK)\n"
+            f"        launched = self.kernel({names})\n"
+            "        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)\n\n"
             "    @cute.kernel\n"
             f"    def kernel(self, {names}):\n"
             "        thread = cute.arch.block_idx()[0] * BLOCK + cute.arch.thread_idx()[0]\n"
-            "        row, lane = thread // LANES_PER_ROW, thread % LANES_PER_ROW\n"
-            f"        if row < {length}:\n"
-            f"{sums}"
-            f"{lines}\n"
+            "        lane = thread % LANES_PER_ROW\n"
+            "        # Past the end, the last row again: shuffles want whole warps.\n"
+            f"        row = cutlass.min(thread // LANES_PER_ROW, {length} - 1)\n"
+            f"{lines}"
         )
 
     def row(self) -> Iterator[str]:
         for a in self.arguments:
-            if a.role == "vector":
+            if a.role == "partial":
+                yield f"n{a.node} = sum_partials({a.name}, row, lane)"
+            elif a.role == "vector":
                 yield f"n{a.node} = {a.name}[row].to(Float32)"
             elif a.role == "scalar":
                 yield f"n{a.node} = {a.name}"
         for index in self.order:
             parts = [self.value(a) for a in self.nodes[index].args]
             yield f"n{index} = {self.expression(index, parts, exact=True)}"
-        yield "if lane == 0:"
+        yield "if thread == row * LANES_PER_ROW:"
         for root in self.roots:
             yield f"    o{root}[row] = ({self.value(root)}).to(o{root}.element_type)"
 

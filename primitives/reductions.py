@@ -12,7 +12,9 @@ from primitives.trace import Tensor, apply
 
 def _rows(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if [t.kind for t in types] != ["tile"]:
-        raise ProgramError("arguments", f"row_sums takes one tile, not {', '.join(map(str, types)) or 'nothing'}")
+        raise ProgramError(
+            "arguments", f"row_sums takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
+        )
     return Type("vector", types[0].shape[:1])
 
 

@@ -15,7 +15,9 @@ from primitives.trace import Tensor, apply
 
 def _transpose(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if [t.kind for t in types] != ["tile"]:
-        raise ProgramError("arguments", f".mT is of a matrix, not of {', '.join(map(str, types)) or 'nothing'}")
+        raise ProgramError(
+            "arguments", f".mT is of a matrix, not of {', '.join(map(str, types)) or 'nothing'}"
+        )
     return Type("operand", (types[0].shape[1], types[0].shape[0]))
 
 
@@ -24,25 +26,34 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
         raise ProgramError("arguments", f"gemm takes two matrices, not {', '.join(map(str, types))}")
     (m, k), (k2, n) = types[0].shape, types[1].shape
     if k != k2:
-        raise ProgramError("shapes", f"gemm of [{m}, {k}] and [{k2}, {n}]: the inner sizes {k} and {k2} differ; "
-                           "a weight stored [N, K] is used as w.mT")
+        raise ProgramError(
+            "shapes",
+            f"gemm of [{m}, {k}] and [{k2}, {n}]: the inner sizes {k} and {k2} differ; "
+            "a weight stored [N, K] is used as w.mT",
+        )
     return Type("tile", (m, n))
 
 
 def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if [t.kind for t in types] != ["tile"]:
-        raise ProgramError("arguments", f"pairs takes one tile, not {', '.join(map(str, types)) or 'nothing'}")
+        raise ProgramError(
+            "arguments", f"pairs takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
+        )
     rows, columns = types[0].shape
     try:
         return Type("tile", (rows, columns.scaled(Fraction(1, 2))))
     except ValueError:
-        raise ProgramError("width", f"pairs of {types[0]}: {columns} columns are not even for every size; the spec "
-                           "must say 2*F, say") from None
+        raise ProgramError(
+            "width",
+            f"pairs of {types[0]}: {columns} columns are not even for every size; the spec must say 2*F, say",
+        ) from None
 
 
 def _join(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if [t.kind for t in types] != ["tile", "tile"] or types[0] != types[1]:
-        raise ProgramError("arguments", f"join takes two tiles of one shape, not {', '.join(map(str, types))}")
+        raise ProgramError(
+            "arguments", f"join takes two tiles of one shape, not {', '.join(map(str, types))}"
+        )
     rows, columns = types[0].shape
     return Type("tile", (rows, columns.scaled(Fraction(2))))
 

@@ -109,7 +109,9 @@ def lift(value: Any, op: str) -> Tensor:
             number = float(value)
         except OverflowError:
             number = math.inf
-        return apply("constant", attribute=number + 0.0)  # no -0.0: it equals 0.0, and whichever came first would stay
+        return apply(
+            "constant", attribute=number + 0.0
+        )  # no -0.0: it equals 0.0, and whichever came first would stay
     raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
 
 
@@ -149,14 +151,21 @@ class Tensor:
         return apply("dim", attribute=str(self._type.shape[axis]))
 
     def __bool__(self) -> bool:
-        raise ProgramError("control_flow", "a traced value has no truth value: choose per element with "
-                           "where(condition, a, b), or maximum(a, b) and minimum(a, b)")
+        raise ProgramError(
+            "control_flow",
+            "a traced value has no truth value: choose per element with "
+            "where(condition, a, b), or maximum(a, b) and minimum(a, b)",
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        raise ProgramError("argument", "a traced value cannot be unpacked or iterated; pairs(t) gives two tiles")
+        raise ProgramError(
+            "argument", "a traced value cannot be unpacked or iterated; pairs(t) gives two tiles"
+        )
 
     def __getitem__(self, key: Any) -> Any:
-        raise ProgramError("argument", "a traced value cannot be indexed: pairs(t) takes adjacent columns apart")
+        raise ProgramError(
+            "argument", "a traced value cannot be indexed: pairs(t) takes adjacent columns apart"
+        )
 
     def __neg__(self) -> Tensor:
         return apply("negative", self)
@@ -189,8 +198,10 @@ for _name, _op in (("gt", "greater"), ("ge", "greater_equal"), ("lt", "less"), (
 for _name in ("eq", "ne", "matmul", "mod", "floordiv", "and", "or"):
 
     def _refuse(self: Tensor, other: Any, _name: str = _name) -> Tensor:
-        raise ProgramError("argument", f"__{_name}__ is not in the vocabulary: gemm multiplies matrices, "
-                           "comparisons are < <= > >=")
+        raise ProgramError(
+            "argument",
+            f"__{_name}__ is not in the vocabulary: gemm multiplies matrices, comparisons are < <= > >=",
+        )
 
     setattr(Tensor, f"__{_name}__", _refuse)
 
@@ -216,10 +227,21 @@ def trace_source(source: str, signature: Signature) -> Program:
         raise
     except RecursionError:
         raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
-    except SyntaxError as error:  # of what parses and does not compile, such as a return outside of a function
+    except (
+        SyntaxError
+    ) as error:  # of what parses and does not compile, such as a return outside of a function
         raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
-    except (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError,
-            TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        NameError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ProgramError("python", f"{type(error).__name__}: {error}", _line_of(error)) from None
     return program
 
@@ -246,7 +268,9 @@ def _load(source: str) -> Callable[..., Any]:
     exec(compile(tree, FILENAME, "exec"), namespace)  # jailed: see the module's docstring
     kernels = [v for v in namespace.values() if isinstance(v, Kernel)]
     if len(kernels) != 1:
-        raise ProgramError("kernel", f"a kernel file has exactly one @kernel function; this has {len(kernels)}")
+        raise ProgramError(
+            "kernel", f"a kernel file has exactly one @kernel function; this has {len(kernels)}"
+        )
     return kernels[0].function
 
 
@@ -254,8 +278,11 @@ def _imported(statement: ast.ImportFrom) -> dict[str, Any]:
     vocabulary = sys.modules["primitives"]
     for alias in statement.names:
         if alias.name not in vocabulary.__all__:
-            raise ProgramError("vocabulary", f"primitives has no {alias.name!r}; it has "
-                               f"{', '.join(vocabulary.__all__)}", statement.lineno)
+            raise ProgramError(
+                "vocabulary",
+                f"primitives has no {alias.name!r}; it has {', '.join(vocabulary.__all__)}",
+                statement.lineno,
+            )
     return {alias.asname or alias.name: getattr(vocabulary, alias.name) for alias in statement.names}
 
 
@@ -267,9 +294,15 @@ def _call(function: Callable[..., Any], trace: Trace) -> dict[str, Any]:
     if sorted(given) != sorted(expected):
         wrong = [n for n in given if n not in expected]
         missing = [n for n in expected if n not in given]
-        said = [f"unknown {', '.join(wrong)}" if wrong else "", f"missing {', '.join(missing)}" if missing else ""]
-        raise ProgramError("parameters", f"the kernel's parameters must be {', '.join(expected)}: "
-                           f"{'; '.join(s for s in said if s)}", code.co_firstlineno)
+        said = [
+            f"unknown {', '.join(wrong)}" if wrong else "",
+            f"missing {', '.join(missing)}" if missing else "",
+        ]
+        raise ProgramError(
+            "parameters",
+            f"the kernel's parameters must be {', '.join(expected)}: {'; '.join(s for s in said if s)}",
+            code.co_firstlineno,
+        )
     values: dict[str, Any] = {n: Tensor(trace.add(Node("input", (), n))) for n in signature.inputs}
     outputs = function(**values, **signature.constants)
     if not isinstance(outputs, dict) or not all(isinstance(k, str) for k in outputs):

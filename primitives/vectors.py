@@ -13,7 +13,9 @@ LARGEST = (2 - 2**-23) * 2.0**127  # of fp32, in which registers compute
 
 def _vector(name: str, types: tuple[Type, ...]) -> Type:
     if [t.kind for t in types] != ["vector"]:
-        raise ProgramError("arguments", f"{name} takes one vector, not {', '.join(map(str, types)) or 'nothing'}")
+        raise ProgramError(
+            "arguments", f"{name} takes one vector, not {', '.join(map(str, types)) or 'nothing'}"
+        )
     return types[0]
 
 

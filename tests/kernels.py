@@ -208,7 +208,9 @@ PAST_EDGE = 4  # lanes
 LANGUAGE: dict[str, Any] = {
     "FusedGemm": object, "arguments": lambda resources: None,
     "Float32": lambda value: torch.as_tensor(value, dtype=torch.float32),
-    "cutlass": types.SimpleNamespace(range=lambda n, unroll_full: range(n), BFloat16="bf16", Float16="fp16"),
+    "cutlass": types.SimpleNamespace(
+        range=lambda n, unroll_full: range(n), min=min, BFloat16="bf16", Float16="fp16"
+    ),
     "sigmoid": torch.sigmoid, "sigmoid_fast": torch.sigmoid, "tanh": torch.tanh, "tanh_fast": torch.tanh,
     "choose": _choose, "pack": _pack, "unpack": lambda packed, dtype: packed,
     "fragment": lambda like: Lanes([None] * len(like.lanes)),
@@ -302,7 +304,7 @@ class _Machine:
                 given.append(Vector(self.memory[argument.node]))
             else:
                 given.append(Vector(torch.empty(self.rows(argument.node), dtype=torch_dtype(argument.dtype))))
-        for row in range(self.rows(kernel.length)):
+        for row in range(self.rows(kernel.length) + 3):  # a grid ends past the last row
             self.thread = 8 * row
             self.module[kernel.name]().kernel(*given)
         for argument, vector in zip(kernel.arguments, given, strict=True):

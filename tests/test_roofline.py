@@ -66,13 +66,16 @@ def two_steps(schedule: dict[int, Schedule] | None = None) -> Program:
          "gamma": tensor("bf16", "N"), "u": tensor("bf16", "N", "P")},
         {"up": tensor("bf16", "M", "P")},
     )  # fmt: skip
-    program = trace_source("""
+    program = trace_source(
+        """
 from primitives import gemm, kernel, per_column, per_row, row_sums, rsqrt
 @kernel
 def k(y, w, x, gamma, u):
     h = gemm(y, w) + x
     return {"up": gemm(h * per_column(gamma), u) * per_row(rsqrt(row_sums(h * h) / h.columns + 1e-6))}
-""", signature)
+""",
+        signature,
+    )
     return replace(program, schedule=schedule or {})
 
 
@@ -132,12 +135,15 @@ def test_partials_follow_the_programs_own_tile() -> None:
 
 def test_a_tensor_with_two_uses_in_a_step_is_read_once() -> None:
     signature = Signature("square", ("M",), {"x": tensor("fp16", "M", "M")}, {"o": tensor("fp32", "M", "M")})
-    program = trace_source("""
+    program = trace_source(
+        """
 from primitives import gemm, kernel
 @kernel
 def k(x):
     return {"o": gemm(x, x.mT) + x}
-""", signature)
+""",
+        signature,
+    )
     (step,) = roofline(program, {"M": 1024}).steps
     assert step.reads == {"x": 1024 * 1024 * 2}
     assert step.writes == {"o": 1024 * 1024 * 4}

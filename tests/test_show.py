@@ -234,8 +234,21 @@ def test_doctor_looks_at_all_and_hides_the_key(monkeypatch: pytest.MonkeyPatch, 
     found = doctor.check()
     names = by_name(found)
     assert len(names) == len(found)
-    assert {"python", "torch", "torch build", "CUDA device", "cuobjdump", "nvdisasm", "jail", "cache", "git",
-            "anthropic key", "handoff provider", "quack-kernels", "nvidia-cutlass-dsl"} <= names.keys()
+    assert {
+        "python",
+        "torch",
+        "torch build",
+        "CUDA device",
+        "cuobjdump",
+        "nvdisasm",
+        "jail",
+        "cache",
+        "git",
+        "anthropic key",
+        "handoff provider",
+        "quack-kernels",
+        "nvidia-cutlass-dsl",
+    } <= names.keys()
     assert all(bool(f.remedy) == (f.status != "ok") for f in found)
     assert names["handoff provider"].status == names["anthropic key"].status == "ok"
     said = printed(doctor.table(found)) + json.dumps(doctor.as_dict(found))

@@ -160,9 +160,7 @@ def test_conditions_without_a_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def noisy(generator: random.Random, seconds: float, n: int = 30) -> list[float]:
     """Kernel times as seen on a GPU: 0.5% spread, and now and then a hiccup of half the time more."""
-    return [
-        seconds * generator.gauss(1, 0.005) * (1.5 if generator.random() < 0.03 else 1) for _ in range(n)
-    ]
+    return [seconds * generator.gauss(1, 0.005) * (1.5 if generator.random() < 0.03 else 1) for _ in range(n)]
 
 
 def test_intervals_cover_equal_arms_and_are_not_vacuous() -> None:

@@ -1,0 +1,301 @@
+"""Accepting: what is written, what is refused, what a full disk leaves behind, and the commit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from authoring import (
+    ROOT,
+    TOY_KERNEL,
+    TWICE,
+    accepted_run,
+    make_run,
+    program_of,
+    slow,
+    write_toy,
+)
+
+from agent import accept as accepting
+from agent import runs
+from agent.accept import AcceptError, accept
+from agent.journal import JournalError, read_export
+from agent.loop import Outcome, standing
+from primitives.lower import lower
+from verifier.report import Accepted
+from verifier.spec import Spec
+
+pytestmark = pytest.mark.usefixtures("runs_home")
+NAMES = ["toy.py", "toy.program.json", "toy.cutedsl.py", "toy.report.json", "toy.jsonl"]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    return write_toy(tmp_path)
+
+
+def outcome_of(name: str) -> Outcome:
+    run = runs.reopen(name)
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+    assert outcome is not None
+    return outcome
+
+
+def put(name: str, directory: Path, recordings: Path | None = None) -> list[Path]:
+    """Accept a run into ``directory``."""
+    outcome = outcome_of(name)
+    run = runs.reopen(name)
+    with run.journal:
+        return accept(outcome, run.journal, directory, recordings or directory)
+
+
+def runs_spec(name: str) -> Spec:
+    run = runs.reopen(name)
+    run.journal.close()
+    return run.spec
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.is_file()}
+
+
+def test_four_files_and_a_recording(spec: Path, tmp_path: Path) -> None:
+    name = accepted_run(spec)
+    program = program_of(runs_spec(name), TOY_KERNEL)
+    paths = put(name, tmp_path / "kernels", tmp_path / "recordings")
+    assert [p.name for p in paths] == NAMES and all(p.is_file() for p in paths)
+    source, text, cutedsl, evidence, recording = paths
+    assert source.read_text() == TOY_KERNEL
+    assert text.read_text() == program.to_json()
+    assert cutedsl.read_text() == lower(program).text
+    report = Accepted.model_validate_json(evidence.read_text())
+    assert (
+        report.identity.program_hash == program.hash and report.identity.lowered_hash == lower(program).hash
+    )
+    assert report.identity.spec_hash == runs_spec(name).hash
+    assert report.authorship is not None
+    assert report.authorship.model_dump() == {"author": "Ada via handoff", "attempts": 1, "run": name}
+    assert recording.parent == tmp_path / "recordings"
+    _, events = read_export(recording)
+    assert [e.kind for e in events] == ["prompt", "answer", "report", "measurement"]
+
+
+def test_a_recording_says_nothing_of_the_machine(spec: Path, tmp_path: Path) -> None:
+    name = accepted_run(spec)
+    recording = put(name, tmp_path / "kernels")[-1]
+    header, _ = read_export(recording)
+    assert list(header) == ["run", "spec", "spec_hash", "provider", "attempts", "author", "model"]
+    assert header["run"] == name and header["author"] == "Ada"
+    assert not any(word in recording.read_text() for word in ("/home", "secret project", str(tmp_path)))
+
+
+def test_again_gives_the_same_bytes(spec: Path, tmp_path: Path) -> None:
+    name = accepted_run(spec)
+    put(name, tmp_path / "kernels")
+    first = contents(tmp_path / "kernels")
+    put(name, tmp_path / "kernels")
+    assert contents(tmp_path / "kernels") == first and sorted(first) == sorted(NAMES)
+
+
+def test_only_what_is_accepted(spec: Path, tmp_path: Path) -> None:
+    unmeasured = make_run(spec)
+    rejected = make_run(spec, found=slow(runs_spec(unmeasured)))
+    for name, status in ((unmeasured, "checked"), (rejected, "rejected")):
+        with pytest.raises(AcceptError, match=f"run {name} is {status}, not accepted"):
+            put(name, tmp_path / "kernels")
+    assert not (tmp_path / "kernels").exists()
+
+
+@pytest.mark.parametrize("field", ["lowered_hash", "program_hash"])
+def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> None:
+    name = accepted_run(spec)
+    outcome = outcome_of(name)
+    assert isinstance(outcome.report, Accepted)
+    other = outcome.report.model_copy(
+        update={"identity": outcome.report.identity.model_copy(update={field: "0" * 64})}
+    )
+    changed = Outcome(other, outcome.source, outcome.program, outcome.authorship, outcome.usage)
+    run = runs.reopen(name)
+    with run.journal, pytest.raises(AcceptError, match="toy: the evidence is for another lowering"):
+        accept(changed, run.journal, tmp_path / "kernels", tmp_path / "kernels")
+    assert not (tmp_path / "kernels").exists()
+
+
+# no room: the report vouches for the other files, so it is there only with all of them
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_disk_that_fills_up_leaves_no_report(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """The disk is full at the n-th file; an older kernel of that name was there before."""
+    put(accepted_run(spec, TWICE), tmp_path / "kernels")
+    name, done = accepted_run(spec), iter(range(100))
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.fstat(descriptor).st_mode & 0o40000 == 0 and next(done) >= writes:
+            raise FULL
+        real(descriptor)
+
+    run = runs.reopen(name)
+    outcome = standing(run.journal, run.spec)
+    assert outcome is not None
+    with run.journal, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises((AcceptError, JournalError), match=f"{tmp_path}.*: No space left on device"):
+            accept(outcome, run.journal, tmp_path / "kernels", tmp_path / "kernels")
+    left = contents(tmp_path / "kernels")
+    assert sorted(left) == sorted(n for n in NAMES if n != "toy.report.json")  # nor any draft
+    assert left["toy.py"].decode() in (TOY_KERNEL, TWICE)  # whole, old or new
+    put(name, tmp_path / "kernels")
+    assert contents(tmp_path / "kernels")["toy.py"].decode() == TOY_KERNEL
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 KB, where this user may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(disk)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+        command = []
+    yield disk
+    if command:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full(spec: Path, small_disk: Path) -> None:
+    """On a real small disk where one can be had; else the file size limit plays its part."""
+    name = accepted_run(spec)
+    (small_disk / "ballast").write_bytes(b"x" * 28_000 if os.path.ismount(small_disk) else b"")
+    limit = "" if os.path.ismount(small_disk) else "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    code = f"""
+import resource, sys
+from pathlib import Path
+from agent import accept, cli
+{limit}
+accept.accept.__defaults__ = (Path({str(small_disk)!r}), Path({str(small_disk)!r}))
+sys.argv = ["coda-agent", "accept", {name!r}]
+cli.main()
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 3) and done.stdout == "", done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"coda-agent: {small_disk}" in done.stderr
+    assert ": No space left on device; make room" in done.stderr or ": File too large; make" in done.stderr
+    left = contents(small_disk)
+    assert "toy.report.json" not in left and not [n for n in left if n.endswith(".tmp")]
+
+
+# the commit
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of its own, in which someone has staged something else."""
+    root = tmp_path / "repository"
+    for variable in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    for role in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{role}_NAME", "Reviewer")
+        monkeypatch.setenv(f"GIT_{role}_EMAIL", "reviewer@example.org")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    root.mkdir()
+    git(root, "init", "--quiet")
+    (root / "README.md").write_text("hello\n")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "-m", "first")
+    (root / "README.md").write_text("hello, half edited\n")
+    (root / "other.txt").write_text("staged by someone\n")
+    git(root, "add", "other.txt")
+    monkeypatch.setattr(accepting, "ROOT", root)
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def committed(spec: Path, root: Path) -> str:
+    name = accepted_run(spec)
+    outcome = outcome_of(name)
+    paths = put(name, root / "generated_kernels", root / "agent" / "recordings")
+    assert isinstance(outcome.report, Accepted)
+    return accepting.commit(paths, accepting.message(outcome.report, outcome.authorship))
+
+
+def test_the_commit_holds_exactly_the_files(spec: Path, repository: Path) -> None:
+    commit = committed(spec, repository)
+    assert git(repository, "rev-parse", "--short", "HEAD").strip() == commit
+    shown = git(repository, "show", "--format=", "--name-only", "HEAD").split()
+    assert shown == sorted([*(f"generated_kernels/{n}" for n in NAMES[:4]), "agent/recordings/toy.jsonl"])
+    status = git(repository, "status", "--porcelain").splitlines()
+    assert sorted(status) == [" M README.md", "A  other.txt"]
+
+
+def test_the_message_has_figures_and_author(spec: Path, repository: Path) -> None:
+    committed(spec, repository)
+    subject, _, body = git(repository, "log", "-1", "--format=%B").partition("\n")
+    assert subject == "Accept toy"
+    assert "Author: Ada via handoff, 1 attempt(s), run toy-" in body
+    assert "Device: NVIDIA H100 80GB HBM3, 2026-11-20T12:00:00+00:00" in body
+    ratios = "1.300x torch.compile [1.250, 1.350], 0.950x cuBLAS matmul [0.900, 1.000]"
+    assert f"large: 2.000 ms; {ratios}\nwide: 2.000 ms; {ratios}\n" in body
+
+
+def test_git_that_refuses_is_quoted(spec: Path, repository: Path) -> None:
+    hook = repository / ".git" / "hooks" / "pre-commit"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\necho 'the house says no' >&2\nexit 1\n")
+    hook.chmod(0o755)
+    with pytest.raises(AcceptError, match="git commit failed: the house says no; .*commit them yourself"):
+        committed(spec, repository)
+
+
+def test_nothing_new_to_commit(spec: Path, repository: Path) -> None:
+    name = accepted_run(spec)
+    paths = put(name, repository / "generated_kernels", repository / "agent" / "recordings")
+    accepting.commit(paths, "first")
+    with pytest.raises(AcceptError, match="git commit failed"):
+        accepting.commit(paths, "again")
+
+
+def test_no_repository(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plain").mkdir()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.setattr(accepting, "ROOT", tmp_path / "plain")
+    with pytest.raises(AcceptError, match="git add failed: .*not a git repository"):
+        committed(spec, tmp_path / "plain")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(AcceptError, match="git is not installed"):
+        committed(spec, tmp_path / "plain")
+
+
+def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
+    """The real command, from a checkout of its own: packages, kernels and recordings below one root."""
+    for package in ("agent", "primitives", "verifier"):
+        shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))
+    name = accepted_run(spec, author="Ada [/x]")
+    command = [sys.executable, "-m", "agent.cli", "accept", name, "--commit"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *paths, last = done.stdout.splitlines()
+    assert [Path(p).name for p in paths] == NAMES
+    assert all(Path(p).is_relative_to(repository) and Path(p).is_file() for p in paths)
+    assert last == f"committed {git(repository, 'rev-parse', '--short', 'HEAD').strip()}"
+    report = json.loads((repository / "generated_kernels" / "toy.report.json").read_text())
+    assert report["authorship"]["author"] == "Ada [/x] via handoff"

@@ -1,0 +1,416 @@
+"""Two machines: what travels, what is measured there, and what is refused on the way back.
+
+``verifier.measure.measure`` is stood in for: there is no GPU here. Everything else is real.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import (
+    TOY_KERNEL,
+    TWICE,
+    Notes,
+    Scripted,
+    case_result,
+    fenced,
+    make_run,
+    measured,
+    program_of,
+    slow,
+    write_toy,
+)
+
+from agent import bundle, runs
+from agent.bundle import BundleError
+from agent.journal import JournalError
+from agent.loop import Loop, standing
+from primitives.ir import Program
+from verifier.measure import DEFAULT_ARMS, Keep
+from verifier.report import Accepted, Measured, Rejected
+from verifier.spec import Spec
+
+pytestmark = pytest.mark.usefixtures("runs_home")
+
+
+class Cut(Exception):
+    """The measuring machine went away."""
+
+
+class Gpu:
+    """Stands in for the machine with the GPU: measures each case once, and may be cut off before one."""
+
+    def __init__(self) -> None:
+        self.cases: list[str] = []
+        self.arms: list[tuple[str, ...]] = []
+        self.programs: list[Program] = []
+        self.cut_before = ""
+        self.verdict: Callable[[Spec, Program], Measured | Rejected] = measured
+
+    def measure(
+        self, spec: Spec, program: Program, *, arms: Sequence[str], rounds: int, progress: Any, keep: Keep
+    ) -> Measured | Rejected:
+        self.programs.append(program)
+        self.arms.append(tuple(arms))
+        for case in spec.cases:
+            progress("benchmark", f"case {case.name}")
+            if keep.load(case.name) is None:
+                if case.name == self.cut_before:
+                    raise Cut
+                self.cases.append(case.name)
+                keep.save(case_result(case))
+            assert keep.load(case.name) == case_result(case)
+        return self.verdict(spec, program)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr("verifier.measure.measure", made.measure)
+    return made
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    return write_toy(tmp_path)
+
+
+@pytest.fixture
+def packed(spec: Path, tmp_path: Path) -> tuple[str, Path]:
+    """A checked run and its bundle."""
+    name = make_run(spec)
+    bundle.pack([name], tmp_path / "bundle.json")
+    return name, tmp_path / "bundle.json"
+
+
+def measure(path: Path, out: Path | None = None, arms: Sequence[str] = DEFAULT_ARMS) -> Path:
+    out = out or path.with_name("results.json")
+    bundle.measure(path, out, progress=lambda name: lambda gate, words: None, arms=arms, rounds=8)
+    return out
+
+
+def stands(name: str) -> str:
+    run = runs.reopen(name)
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+    assert outcome is not None
+    return outcome.report.status
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> Path:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+def entry_of(data: Any) -> Any:
+    return data["entries"][0]
+
+
+# there and back
+
+
+def test_there_and_back(packed: tuple[str, Path], gpu: Gpu) -> None:
+    name, path = packed
+    assert stands(name) == "checked"
+    results = measure(path)
+    assert gpu.cases == ["large", "wide", "ragged"]
+    ((taken, found),) = bundle.take(results)
+    assert (taken, found.status) == (name, "measured")
+    run = runs.reopen(name)
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+    assert outcome is not None and isinstance(outcome.report, Accepted)
+    assert outcome.report.timings[0].ratios["torch.compile"].estimate == 1.3
+    assert outcome.program == gpu.programs[0] == program_of(run.spec, TOY_KERNEL)
+
+
+def test_importing_twice_changes_nothing(packed: tuple[str, Path], gpu: Gpu) -> None:
+    name, path = packed
+    results = measure(path)
+    first = bundle.take(results)
+    run = runs.reopen(name)
+    with run.journal:
+        events = run.journal.events()
+    assert bundle.take(results) == first
+    run = runs.reopen(name)
+    with run.journal:
+        assert run.journal.events() == events
+
+
+def test_a_rejection_is_fed_back(packed: tuple[str, Path], gpu: Gpu) -> None:
+    name, path = packed
+    gpu.verdict = lambda spec, program: slow(spec)
+    ((_, found),) = bundle.take(measure(path))
+    assert isinstance(found, Rejected) and found.code == "slow" and stands(name) == "rejected"
+    run, provider = runs.reopen(name), Scripted(["", "no code", fenced(TOY_KERNEL)])
+    with run.journal:
+        Loop(run.journal, run.spec, run.text, provider, Notes(), attempts=2).run()
+    assert "reason `slow`" in provider.asked[0][1][-1].text
+
+
+def test_several_runs_in_one_bundle(spec: Path, tmp_path: Path, gpu: Gpu) -> None:
+    names = [make_run(spec), make_run(spec, TWICE)]
+    made = bundle.pack(names, tmp_path / "bundle.json")
+    assert [e.run for e in made.entries] == names
+    taken = bundle.take(measure(tmp_path / "bundle.json"))
+    assert [name for name, _ in taken] == names
+    assert [stands(name) for name in names] == ["accepted", "accepted"]
+    assert gpu.cases == ["large", "wide", "ragged"] * 2  # nothing of one kernel stands for the other
+
+
+def test_no_source_travels(spec: Path, tmp_path: Path, gpu: Gpu) -> None:
+    marked = TOY_KERNEL.replace("The row scale", "S3CRET words of the author; the row scale")
+    marked = marked.replace("gemm(a, b)", "h0used").replace(
+        "    return", "    h0used = gemm(a, b)\n    return"
+    )
+    name = make_run(spec, marked)
+    bundle.pack([name], tmp_path / "bundle.json")
+    text = (tmp_path / "bundle.json").read_text()
+    assert not any(word in text for word in ("S3CRET", "h0used", "def toy", "primitives", "secret project"))
+    assert not any(word in measure(tmp_path / "bundle.json").read_text() for word in ("S3CRET", "h0used"))
+
+
+# only what awaits measurement can go
+
+
+def test_only_a_checked_kernel_is_packed(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
+    name, path = packed
+    bundle.take(measure(path))
+    fresh = runs.start(spec, {})
+    fresh.journal.close()
+    rejected = make_run(spec, found=slow(fresh.spec))
+    for other in (name, fresh.name, rejected):
+        with pytest.raises(BundleError, match=f"run {other} awaits no measurement"):
+            bundle.pack([other], path.with_name("other.json"))
+    assert not path.with_name("other.json").exists()
+    with pytest.raises(JournalError, match="there is no run 'nothing'"):
+        bundle.pack(["nothing"], path.with_name("other.json"))
+
+
+# what the other machine refuses
+
+
+@pytest.mark.parametrize(
+    ("what", "field"), [("spec", "spec_hash"), ("program", "program_hash"), ("lowered text", "lowered_hash")]
+)
+def test_other_versions_are_named(packed: tuple[str, Path], gpu: Gpu, what: str, field: str) -> None:
+    _, path = packed
+    versions = {"quack-kernels": "0.6.6", "nvidia-cutlass-dsl": "4.9.0"}
+    edit(path, lambda data: entry_of(data)["identity"].update({field: "0" * 64, "versions": versions}))
+    with pytest.raises(BundleError, match=f"the {what} differs from what was checked") as caught:
+        measure(path)
+    assert "quack-kernels 0.6.6" in str(caught.value) and "nvidia-cutlass-dsl 4.9.0" in str(caught.value)
+    assert not gpu.programs and not path.with_name("results.json").exists()
+
+
+def test_a_spec_or_program_that_was_swapped(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
+    _, path = packed
+    loaded = runs.start(spec, {})
+    loaded.journal.close()
+    other = program_of(loaded.spec, TWICE).to_json()
+    original = path.read_text()
+    edit(path, lambda data: entry_of(data).update(program=other))
+    with pytest.raises(BundleError, match="the program differs"):
+        measure(path)
+    path.write_text(original)
+    easier = spec.read_text().replace("speedup: 1.1", "speedup: 0.5")
+    edit(path, lambda data: entry_of(data).update(spec_text=easier))
+    with pytest.raises(BundleError, match="the spec differs"):
+        measure(path)
+    assert not gpu.programs
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "",
+        "[]",
+        "import os",
+        '{"format": 1}',
+        '{"format": 99, "nodes": [], "outputs": {}, "schedule": {}, "signature": {}}',
+        "[" * 100_000,
+        '{"format": NaN}',
+    ],
+)
+def test_a_program_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu, program: str) -> None:
+    name, path = packed
+    edit(path, lambda data: entry_of(data).update(program=program))
+    with pytest.raises(BundleError, match=f"bundle.json: run {name}: its program is refused: "):
+        measure(path)
+    assert not gpu.programs
+
+
+def test_a_node_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu) -> None:
+    _, path = packed
+
+    def plant(data: Any) -> None:
+        program = json.loads(entry_of(data)["program"])
+        program["nodes"][0] = ["input", [], "a; import os"]
+        entry_of(data)["program"] = json.dumps(program)
+
+    with pytest.raises(BundleError, match="its program is refused"):
+        measure(edit(path, plant))
+
+
+@pytest.mark.parametrize(("text", "words"), [("", "a spec is a mapping"), ("a: [", "no YAML mapping")])
+def test_a_spec_that_is_none(packed: tuple[str, Path], text: str, words: str) -> None:
+    name, path = packed
+    edit(path, lambda data: entry_of(data).update(spec_text=text))
+    with pytest.raises(BundleError, match=f"bundle.json: run {name}: line 1 of its spec: .*{words}"):
+        measure(path)
+
+
+HOSTILE = {
+    "empty": b"",
+    "not JSON": b"{",
+    "not UTF-8": b'{"coda_agent_bundle": 1, "entries": ["\xff"]}',
+    "nested": b"[" * 200_000,
+    "a list": b"[]",
+    "null": b"null",
+    "a number": b"1" * 5000,
+    "no entries": b'{"coda_agent_bundle": 1}',
+    "an unknown key": b'{"coda_agent_bundle": 1, "entries": [], "shell": "rm"}',
+    "an entry of a wrong type": b'{"coda_agent_bundle": 1, "entries": [1]}',
+    "another kind": b'{"coda_agent_journal": 1, "header": {}}',
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("kind", ["bundle", "results"])
+def test_a_file_that_is_none(tmp_path: Path, content: bytes, kind: str) -> None:
+    path = tmp_path / f"{kind}.json"
+    if kind == "results":
+        content = content.replace(b"bundle", b"results").replace(b"entries", b"results")
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=f"{kind}.json: this is no {kind} file of coda-agent: ") as caught:
+        measure(path) if kind == "bundle" else bundle.take(path)
+    assert len(str(caught.value)) < 400 + len(str(path)) and "\n" not in str(caught.value)
+
+
+def test_another_format_says_so(packed: tuple[str, Path], gpu: Gpu) -> None:
+    _, path = packed
+    edit(path, lambda data: data.update(coda_agent_bundle=2))
+    with pytest.raises(BundleError, match="format 2, this version reads 1"):
+        measure(path)
+
+
+def test_files_that_are_not_there(packed: tuple[str, Path], tmp_path: Path, gpu: Gpu) -> None:
+    name, path = packed
+    with pytest.raises(BundleError, match="nothing.json: No such file"):
+        measure(tmp_path / "nothing.json")
+    with pytest.raises(BundleError, match="nothing.json: No such file"):
+        bundle.take(tmp_path / "nothing.json")
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match="give a place that can be written"):
+        bundle.pack([name], tmp_path / "file" / "bundle.json")
+    with pytest.raises(BundleError, match=r"Is a directory"):
+        bundle.take(tmp_path)
+
+
+# a measurement that was cut off
+
+
+def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gpu) -> None:
+    _, path = packed
+    gpu.cut_before = "wide"
+    with pytest.raises(Cut):
+        measure(path)
+    assert gpu.cases == ["large"] and not path.with_name("results.json").exists()
+    gpu.cut_before = ""
+    measure(path)
+    assert gpu.cases == ["large", "wide", "ragged"]
+
+
+def test_what_was_kept_stands_for_nothing_else(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
+    _, path = packed
+    measure(path)
+    gpu.cases.clear()
+    three = (*DEFAULT_ARMS, "QuACK library"), (*DEFAULT_ARMS, "torch.compile max-autotune")
+    for arms in three:  # as many, but others
+        measure(path, arms=arms)
+    assert gpu.cases == ["large", "wide", "ragged"] * 2
+    gpu.cases.clear()
+    # The same program, and so the same text, at other sizes.
+    spec.write_text(spec.read_text().replace("M: 2048", "M: 8192"))
+    bundle.pack([make_run(spec)], path)
+    measure(path)
+    assert gpu.cases == ["large", "wide", "ragged"]
+
+
+def test_a_kept_case_that_cannot_be_read_is_measured_again(packed: tuple[str, Path], gpu: Gpu) -> None:
+    _, path = packed
+    measure(path)
+    (kept,) = path.with_name("results.json.partial").rglob("wide.json")
+    kept.write_text('{"case": "wide"}')
+    measure(path)
+    assert gpu.cases == ["large", "wide", "ragged", "wide"]
+
+
+def test_a_cases_name_is_no_path(tmp_path: Path, gpu: Gpu) -> None:
+    spec = write_toy(tmp_path, "name: wide", 'name: "../../8/16"')
+    bundle.pack([make_run(spec)], tmp_path / "bundle.json")
+    before = {p for p in tmp_path.rglob("*.json") if "partial" not in str(p)}
+    measure(tmp_path / "bundle.json")
+    after = {p for p in tmp_path.rglob("*.json") if "partial" not in str(p)}
+    assert after - before == {tmp_path / "results.json"}
+
+
+# what home refuses
+
+
+def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: Gpu, tmp_path: Path) -> None:
+    name, path = packed
+    other = make_run(spec, TWICE)
+    bundle.pack([other], tmp_path / "other.json")
+    results = measure(tmp_path / "other.json", tmp_path / "other-results.json")
+    edit(results, lambda data: data["results"][0].update(run=name))
+    with pytest.raises(BundleError, match=f"run {name}, attempt 1: the measurement is of another kernel"):
+        bundle.take(results)
+    # Nor with the identity of this run's kernel around another's figures.
+    identity = json.loads(path.read_text())["entries"][0]["identity"]
+    edit(results, lambda data: data["results"][0].update(identity=identity))
+    with pytest.raises(BundleError, match="the measurement is of another kernel"):
+        bundle.take(results)
+    assert stands(name) == "checked"
+
+
+def test_a_result_of_another_attempt(packed: tuple[str, Path], gpu: Gpu) -> None:
+    _, path = packed
+    results = edit(measure(path), lambda data: data["results"][0].update(attempt=2))
+    with pytest.raises(BundleError, match="attempt 2: the measurement is of another kernel"):
+        bundle.take(results)
+
+
+def test_a_second_measurement_does_not_replace_the_first(packed: tuple[str, Path], gpu: Gpu) -> None:
+    name, path = packed
+    gpu.verdict = lambda spec, program: slow(spec)
+    bundle.take(measure(path))
+    gpu.verdict = measured
+    with pytest.raises(BundleError, match="attempt 1 has another measurement, which stays"):
+        bundle.take(measure(path))
+    assert stands(name) == "rejected"
+
+
+def test_an_unknown_run(packed: tuple[str, Path], gpu: Gpu) -> None:
+    _, path = packed
+    results = edit(measure(path), lambda data: data["results"][0].update(run="../../elsewhere"))
+    with pytest.raises(JournalError, match="there is no run 'elsewhere'"):
+        bundle.take(results)
+
+
+@pytest.mark.parametrize(
+    "measurement",
+    [{}, {"status": "accepted"}, {"status": "measured"}, {"status": "rejected", "gate": 1}, {"status": []}],
+)
+def test_a_measurement_that_is_none(packed: tuple[str, Path], gpu: Gpu, measurement: dict[str, Any]) -> None:
+    name, path = packed
+    results = edit(measure(path), lambda data: data["results"][0].update(measurement=measurement))
+    with pytest.raises(BundleError, match=f"results.json: run {name}: .*; measure again"):
+        bundle.take(results)
+    assert stands(name) == "checked"

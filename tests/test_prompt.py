@@ -1,0 +1,166 @@
+"""The prompt pack: all of the vocabulary, and nothing that derives from the spec it is for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+from authoring import HONEST, KERNELS, ROOT, SHIPPED, SPECS, load, write_toy
+
+import primitives
+from agent import prompt
+from agent.prompt import EXAMPLES, Prompt, assemble
+from agent.tips import Tip
+from verifier.report import Rejected
+from verifier.verify import check
+
+CHARACTERS_A_TOKEN = 3.5
+OTHERS = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+
+
+def prompt_of(name: str, tips: list[Tip] | None = None) -> Prompt:
+    path = SPECS / f"{name}.yaml"
+    return assemble(load(path, check=False), path.read_text(encoding="utf-8"), tips)
+
+
+def tip(number: int, spec: str) -> Tip:
+    return Tip(f"tip-{number}", f"Lesson {number} of {spec}", spec, "trace/call", "as said", "1")
+
+
+def statements(source: str) -> set[str]:
+    """The lines that say how it is done: with a call or an operator, and long enough to be telling."""
+    lines = source.splitlines()
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call | ast.BinOp | ast.Compare) and not isinstance(node, ast.FunctionDef):
+            found.add(lines[node.lineno - 1].strip())
+    return {line for line in found if len(line.replace(" ", "")) > 12}
+
+
+# nothing of its own spec
+
+
+def own_sources(name: str) -> list[str]:
+    """Every kernel of this spec that the project has: what was generated, and what these tests know."""
+    generated = KERNELS / f"{name}.py"
+    return [HONEST[name], *([generated.read_text(encoding="utf-8")] if generated.exists() else [])]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_line_of_an_answer_is_in_the_prompt(name: str) -> None:
+    text = str(prompt_of(name))
+    for source in own_sources(name):
+        telling = statements(source)
+        assert len(telling) >= 3  # else this compares nothing
+        assert not [line for line in telling if line in text]
+
+
+def test_an_answer_in_the_prompt_would_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The comparison above does see an example of the spec itself."""
+    (tmp_path / "leak.yaml").write_text("name: leak\n")
+    (tmp_path / "leak.py").write_text(HONEST["gemm_swiglu_bwd"])
+    monkeypatch.setattr(prompt, "EXAMPLES", tmp_path)
+    text = str(prompt_of("gemm_swiglu_bwd"))
+    assert statements(HONEST["gemm_swiglu_bwd"]) <= set(map(str.strip, text.splitlines()))
+
+
+def test_examples_are_other_operators() -> None:
+    assert len(OTHERS) >= 3 and not set(OTHERS) & set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_example_is_left_out_of_its_own_prompt(name: str) -> None:
+    path = EXAMPLES / f"{name}.yaml"
+    text = path.read_text(encoding="utf-8")
+    own = assemble(load(path, check=False), text)
+    source = path.with_suffix(".py").read_text(encoding="utf-8")
+    assert source.strip() not in str(own) and text.strip() not in own.system
+    assert source.strip() in prompt_of(SHIPPED[0]).system
+    assert all(f"name: {other}\n" in own.system for other in OTHERS if other != name)
+
+
+def test_tips_learned_on_the_spec_are_left_out() -> None:
+    tips = [tip(1, "gemm_swiglu_bwd"), tip(2, "gemm_chain"), tip(3, "gemm_swiglu_bwd")]
+    own, other = prompt_of("gemm_swiglu_bwd", tips), prompt_of("gemm_rmsnorm_swiglu", tips)
+    assert "- Lesson 2 of gemm_chain" in own.system
+    assert "Lesson 1" not in str(own) and "Lesson 3" not in str(own)
+    assert all(f"- Lesson {n} " in other.system for n in (1, 2, 3))
+
+
+def test_without_tips_there_is_no_heading_for_them() -> None:
+    assert "Tips" not in prompt_of(SHIPPED[0], []).system
+    assert "Tips" not in prompt_of("gemm_swiglu_bwd", [tip(1, "gemm_swiglu_bwd")]).system
+    assert "Tips" in prompt_of("gemm_swiglu_bwd", [tip(1, "other")]).system
+
+
+# a prefix that a provider can cache
+
+
+def test_the_prefix_is_one_for_all_specs() -> None:
+    tips = [tip(1, "gemm_chain")]
+    assert len({prompt_of(name, tips).system for name in SHIPPED}) == 1
+    assert len({prompt_of(name, tips).task for name in SHIPPED}) == len(SHIPPED)
+    assert prompt_of(SHIPPED[0], tips) == prompt_of(SHIPPED[0], tips)
+
+
+def test_the_prefix_names_no_spec() -> None:
+    system = prompt_of(SHIPPED[0], []).system
+    assert not [name for name in SHIPPED if name in system]
+
+
+def test_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SHIPPED:
+        assert len(str(prompt_of(name))) / CHARACTERS_A_TOKEN < 25_000
+
+
+# all of the vocabulary
+
+
+@pytest.mark.parametrize("name", [n for n in primitives.__all__ if n != "kernel"])
+def test_every_primitive_has_a_page(name: str) -> None:
+    system, primitive = prompt_of(SHIPPED[0], []).system, getattr(primitives, name)
+    heading = f"### {name}({', '.join(inspect.signature(primitive).parameters)})\n\n"
+    assert system.count(heading) == 1
+    page = inspect.getdoc(primitive)
+    assert page and len(page) > 20 and heading + page in system
+
+
+def test_the_rules_name_what_a_file_may_hold() -> None:
+    system = prompt_of(SHIPPED[0], []).system
+    assert all(word in system for word in ("`@kernel`", "from primitives import", ".mT", ".rows", ".columns"))
+    assert str(ROOT) not in system and "verifier/" not in system
+
+
+def test_the_task_is_the_spec_and_how_to_answer(tmp_path: Path) -> None:
+    path = write_toy(tmp_path)
+    task = assemble(load(path, check=False), path.read_text(), []).task
+    assert f"```yaml\n{path.read_text().strip()}\n```" in task
+    assert "`def toy(a, b, v)`, returning a dict of c." in task and "one ```python block" in task
+
+
+def test_constants_are_parameters() -> None:
+    assert (
+        "def gemm_residual_partial_rmsnorm(y, w, x, gamma, eps)`"
+        in prompt_of("gemm_residual_partial_rmsnorm").task
+    )
+
+
+def test_feedback_without_a_line() -> None:
+    words = prompt.feedback(Rejected(gate="trace", code="timeout", message="took over 5 s"))
+    assert words.startswith("Rejected at gate `trace`, reason `timeout`:\n\ntook over 5 s\n")
+    assert "Gates passed before: none." in words and "line None" not in words
+
+
+# examples teach what the gates accept
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_example_passes_the_gates(name: str, no_compiler: None) -> None:
+    path = EXAMPLES / f"{name}.yaml"
+    report, program = check(load(path), path.with_suffix(".py").read_text(encoding="utf-8"))
+    assert report.status == "checked" and program is not None, report
+    assert [gate.gate for gate in report.gates] == ["trace", "contract", "interpret", "compile"]
+    worst = report.gates[2].figures["worst_rms_ratio"]
+    assert worst.keys() == program.outputs.keys() and all(ratio < 1.1 for ratio in worst.values())
