@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +18,20 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agent import runs
+from agent import accept, runs
 from primitives.files import write_atomic
-from primitives.ir import Program, ProgramError
+from primitives.ir import Program, ProgramError, Schedule
 from primitives.lower import lower
-from verifier.report import MEASUREMENT, REPORT, CaseResult, Checked, Identity, Measured, Rejected
+from verifier.report import (
+    MEASUREMENT,
+    REPORT,
+    Accepted,
+    CaseResult,
+    Checked,
+    Identity,
+    Measured,
+    Rejected,
+)
 from verifier.spec import Spec, SpecError, load
 from verifier.verify import Progress, identity
 
@@ -37,14 +47,18 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
+
+
 class Entry(_File):
-    """A checked kernel that awaits measurement."""
+    """A checked kernel that awaits measurement. ``known``: by case, schedules that won before."""
 
     run: str
     attempt: int
     spec_text: str
     program: str
     identity: Identity
+    known: dict[str, Schedules] = {}
 
 
 class Bundle(_File):
@@ -89,9 +103,27 @@ def _entry(name: str) -> Entry:
             spec_text=run.text,
             program=last["program"],
             identity=report.identity,
+            known=_known(report.identity),
         )
     finally:
         run.journal.close()
+
+
+def _known(identity: Identity) -> dict[str, Schedules]:
+    """What the accepted kernel of this spec was tuned to, if it is the same program: tuning again only
+    has to race these."""
+    path = accept.files(identity.spec)[-1]
+    if not path.exists():
+        return {}
+    before = REPORT.validate_json(path.read_text(encoding="utf-8"))
+    if not isinstance(before, Accepted) or before.identity.program_hash != identity.program_hash:
+        return {}
+    return {timing.case: timing.finalists for timing in before.timings}
+
+
+def _partial(out: Path) -> Path:
+    """Where the cases finished so far are kept, until ``out`` is whole."""
+    return out.with_name(out.name + ".partial")
 
 
 @dataclass
@@ -105,7 +137,7 @@ class _Cases:
         """Those of this kernel, this spec's sizes and these arms: of no other measurement."""
         what = json.dumps([entry.identity.lowered_hash, entry.identity.spec_hash, list(arms), rounds])
         name = f"{entry.identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
-        return cls(out.with_name(out.name + ".partial") / name)
+        return cls(_partial(out) / name)
 
     def load(self, case: str) -> CaseResult | None:
         try:
@@ -133,7 +165,13 @@ def measure(
     for entry, (spec, program) in zip(bundle.entries, checked, strict=True):
         kept = _Cases.of(out, entry, arms, rounds)
         found = measure_program(
-            spec, program, arms=arms, rounds=rounds, progress=progress(entry.run), keep=kept
+            spec,
+            program,
+            arms=arms,
+            rounds=rounds,
+            progress=progress(entry.run),
+            keep=kept,
+            known=_schedules(path, entry),
         )
         results.append(
             Result(
@@ -145,7 +183,20 @@ def measure(
         )
     done = Results(results=tuple(results))
     _write(out, done)
+    shutil.rmtree(_partial(out), ignore_errors=True)
     return done
+
+
+def _schedules(path: Path, entry: Entry) -> dict[str, dict[int, list[Schedule]]]:
+    try:
+        return {
+            case: {int(step): [Schedule.from_json(s) for s in raced] for step, raced in steps.items()}
+            for case, steps in entry.known.items()
+        }
+    except (ProgramError, ValueError) as error:
+        raise BundleError(
+            f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"
+        ) from None
 
 
 def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:

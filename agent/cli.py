@@ -496,12 +496,13 @@ def _explained(error: Exception) -> int:
     from agent.journal import JournalError
     from agent.providers import ProviderError
     from agent.tips import TipsError
+    from primitives.compile import CompileError
     from verifier.jail import JailUnavailable
     from verifier.spec import SpecError
 
     if isinstance(error, SpecError | BundleError | TipsError):
         status = USAGE
-    elif isinstance(error, AcceptError):
+    elif isinstance(error, AcceptError | CompileError):
         status = REJECTED
     elif isinstance(error, JournalError | ProviderError | JailUnavailable | OSError):
         status = ABSENT

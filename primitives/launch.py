@@ -6,7 +6,7 @@ host decision taken. Calling it checks shapes once a metadata class and launches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -260,11 +260,16 @@ class Kernel:
     """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
 
     The first call with new shapes plans and tunes (seconds to minutes, kept on disk); later ones launch.
-    ``schedules`` by step replace tuning.
+    ``schedules`` by step replace tuning; with ``known`` ones it only races those.
     """
 
-    def __init__(self, program: Program, schedules: Mapping[int, Schedule] | None = None):
-        self.program = program
+    def __init__(
+        self,
+        program: Program,
+        schedules: Mapping[int, Schedule] | None = None,
+        known: Mapping[int, Sequence[Schedule]] | None = None,
+    ):
+        self.program, self.known = program, known
         self.schedules = {**(schedules or {}), **program.schedule}
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -284,7 +289,7 @@ class Kernel:
             steps = {n for n, _ in enumerate(cut(self.program).gemms)}
             schedules = self.schedules
             if not steps <= schedules.keys():
-                schedules = {**tuned(self.program, inputs, sizes), **schedules}
+                schedules = {**tuned(self.program, inputs, sizes, self.known), **schedules}
             self._plans[key] = Plan(self.program, sizes, schedules, device)
         return self._plans[key]
 

@@ -37,6 +37,11 @@ FINAL = 6
 FINAL_ROUNDS = 40
 WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles at
 
+HEAD_START = (
+    200_000  # cycles of idling before each timed call, as when scored: clocks recover, launches queue
+)
+
+Known = Mapping[int, Sequence[Schedule]]
 Choice = TypeVar("Choice")
 Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
 
@@ -76,9 +81,12 @@ def search(
 
 
 def tuned(
-    program: Program, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]
+    program: Program, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule]:
-    """The fastest schedule for each step: from the cache, or measured now (seconds to minutes)."""
+    """The fastest schedule for each step: from the cache, or measured now (seconds to minutes).
+
+    ``known``: by step, schedules that were good before: only these race. RuntimeError if none runs.
+    """
     path = cache_path(program, sizes)
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +97,10 @@ def tuned(
     evidence: dict[str, Any] = {}
     for kernel in lowered.gemms:
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes)
-        ranked = search(candidates(kernel), partial(refinements, kernel=kernel), race)
+        if known and kernel.step in known:
+            ranked = race(list(known[kernel.step]), FINAL_ROUNDS)
+        else:
+            ranked = search(candidates(kernel), partial(refinements, kernel=kernel), race)
         if not ranked:
             raise RuntimeError(f"no schedule of {kernel.name} runs at {dict(sizes)}")
         chosen[kernel.step] = ranked[0][0]
@@ -101,6 +112,15 @@ def tuned(
     }
     write_atomic(path, json.dumps(record, indent=1))
     return chosen
+
+
+def finalists(program: Program, sizes: Mapping[str, int]) -> dict[int, list[Schedule]]:
+    """The schedules of the last race of a tuning that was kept, fastest first; empty if there is none."""
+    path = cache_path(program, sizes)
+    if not path.exists():
+        return {}
+    raced = json.loads(path.read_text(encoding="utf-8"))["milliseconds"]
+    return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced.items()}
 
 
 def cache_path(program: Program, sizes: Mapping[str, int]) -> Path:
@@ -208,6 +228,7 @@ def _interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[flo
         for i in shuffle(range(len(calls)), len(calls)):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
+            torch.cuda._sleep(HEAD_START)
             start.record()
             calls[i]()
             stop.record()

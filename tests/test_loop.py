@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -245,25 +245,24 @@ def test_the_prompt_of_a_resumed_run_is_the_first_ones(
     assert "another version's words" not in provider.asked[0][0]
 
 
-# Killed: a real process that runs the loop, kills itself at a point of its first new event, and writes down
-# each request with write(2), which no kill takes back. The gates are stood in for: they ask nobody.
-RUN = f"""
-import os, signal, sys
+# Killed: real processes that run the loop, kill themselves at a point of their first new event, and note
+# each request with write(2), which no kill takes back. One interpreter that has imported all forks them,
+# one for each line it reads. The gates are stood in for: they ask nobody.
+PROCESSES = f"""
+import os, signal, sys, traceback
+import torch  # which lowering imports: here once, and no thread of it runs before a fork
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from authoring import BROKEN, TOY_KERNEL, Notes, Scripted, checked, fenced, measured, program_of
 from agent import journal, loop, runs
 from verifier.report import Rejected
 from verifier.verify import Verdict
 
-name, log, point = sys.argv[1:]
+name, log = sys.argv[1:]
 
 def note(text):
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, (text + "\\n").encode())
     os.close(descriptor)
-
-def killed():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 class Asked(Scripted):
     def next_turn(self, system, messages, **options):
@@ -282,55 +281,73 @@ def measure(spec, program):
     note("measured")
     return measured(spec, program)
 
-loop.check = check
-real = journal.Journal.once
-def once(self, key, kind, produce):
-    new = key not in [e.key for e in self.events()]
-    def produced():
-        payload = produce()
-        if point == "before":
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def run_until(point):
+    real, loop.check = journal.Journal.once, check
+    def once(self, key, kind, produce):
+        new = key not in [e.key for e in self.events()]
+        def produced():
+            payload = produce()
+            if point == "before":
+                killed()
+            return payload
+        payload = real(self, key, kind, produced)
+        if new and point == "after":
             killed()
         return payload
-    payload = real(self, key, kind, produced)
-    if new and point == "after":
-        killed()
-    return payload
-journal.Journal.once = once
+    journal.Journal.once = once
+    run = runs.reopen(name)
+    provider = Asked([fenced(BROKEN), "no code", fenced(TOY_KERNEL)])
+    outcome = loop.Loop(run.journal, run.spec, run.text, provider, Notes(), measure=measure).run()
+    note(f"{{outcome.report.status}} {{outcome.authorship.attempts}} {{outcome.usage.input_tokens}}")
 
-run = runs.reopen(name)
-provider = Asked([fenced(BROKEN), "no code", fenced(TOY_KERNEL)])
-outcome = loop.Loop(run.journal, run.spec, run.text, provider, Notes(), measure=measure).run()
-print(outcome.report.status, outcome.authorship.attempts, outcome.usage.input_tokens)
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        try:
+            run_until(line.strip())
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 EVENTS = ["prompt", "answer/1", "report/1", "answer/2", "report/2", "answer/3", "report/3", "measurement/3"]
 
 
-def process(name: str, log: Path, point: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", RUN, name, str(log), point]
-    return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False)
+@contextmanager
+def processes(name: str, log: Path) -> Iterator[Callable[[str], int]]:
+    """Runs the loop in a process of its own up to a point, and gives its exit status: -9 if killed."""
+    command = [sys.executable, "-c", PROCESSES, name, str(log)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin and parent.stdout
+        say, hear = parent.stdin, parent.stdout
+
+        def run(point: str) -> int:
+            print(point, file=say, flush=True)
+            return int(hear.readline())
+
+        yield run
+        say.close()
+    assert parent.returncode == 0
 
 
-def recorded(name: str) -> list[str]:
-    run = runs.reopen(name)
-    with run.journal:
-        return keys(run)
-
-
-def begun(tmp_path: Path) -> str:
-    run = runs.start(write_toy(tmp_path), {})
-    run.journal.close()
-    return run.name
-
-
-def test_killed_at_every_event_no_answered_turn_is_asked_again(runs_home: Path, tmp_path: Path) -> None:
-    name, log = begun(tmp_path), tmp_path / "log"
-    for done in range(len(EVENTS)):
-        for point, kept in (("before", EVENTS[:done]), ("after", EVENTS[: done + 1])):
-            ended = process(name, log, point)
-            assert ended.returncode == -signal.SIGKILL, ended.stderr
-            assert recorded(name) == kept
-    ended = process(name, log, "")
-    assert ended.stdout == f"accepted 3 {3 * USAGE.input_tokens}\n", ended.stderr
+def test_killed_at_every_event_no_answered_turn_is_asked_again(
+    begin: Callable[..., runs.Run], tmp_path: Path
+) -> None:
+    started, log = begin(), tmp_path / "log"
+    started.journal.close()
+    with processes(started.name, log) as process:
+        for done in range(len(EVENTS)):
+            for point, kept in (("before", EVENTS[:done]), ("after", EVENTS[: done + 1])):
+                assert process(point) == -signal.SIGKILL
+                run = runs.reopen(started.name)
+                with run.journal:
+                    assert keys(run) == kept
+        assert process("the end") == 0
     # Each step twice: the first was killed before its commit. Never thrice: the second was committed.
     steps = ["asked 1", "checked", "asked 2", "asked 3", "checked", "measured"]
-    assert log.read_text().split("\n")[:-1] == [said for step in steps for said in (step, step)]
+    twice = [said for step in steps for said in (step, step)]
+    assert log.read_text().splitlines() == [*twice, f"accepted 3 {3 * USAGE.input_tokens}"]

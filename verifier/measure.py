@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from primitives.launch import Plan
+    from primitives.tune import Known
 
 REPEATS = 8
 HOST_CALLS = 50
@@ -39,6 +40,7 @@ class _Session:
     program: Program
     case: Case
     gates: Gates
+    known: Known
     seeds: dict[str, int] = field(default_factory=dict)
 
 
@@ -50,10 +52,11 @@ def measure(
     rounds: int = 30,
     progress: Progress = _silent,
     keep: Keep | None = None,
+    known: Mapping[str, Known] | None = None,
 ) -> Measured | Rejected:
     """Run the GPU gates on every case of the spec. ``arms``: names of ``verifier.baselines.BASELINES``
     or ``QuACK library``; the decision needs torch.compile among them. ``keep`` holds finished cases, so
-    that a measurement that was cut off goes on."""
+    that a measurement that was cut off goes on. ``known``: by case and step, schedules worth racing."""
     from verifier.timing import record_conditions
 
     gates = Gates(progress)
@@ -63,7 +66,11 @@ def measure(
             result = keep.load(case.name) if keep else None
             if result is None:
                 result = _measure_case(
-                    _Session(spec, program, case, Gates(progress, case.name)), arms, rounds
+                    _Session(
+                        spec, program, case, Gates(progress, case.name), (known or {}).get(case.name, {})
+                    ),
+                    arms,
+                    rounds,
                 )
                 if keep:
                     keep.save(result)
@@ -135,7 +142,7 @@ def _plan(session: _Session) -> tuple[Plan, float]:
 
     inputs = _inputs(session, "tuning")
     start = time.monotonic()
-    plan = Kernel(session.program).plan(inputs)
+    plan = Kernel(session.program, known=session.known).plan(inputs)
     return plan, round(time.monotonic() - start, 1)
 
 
@@ -241,6 +248,7 @@ def _fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
 def _benchmark(
     session: _Session, plan: Plan, names: Sequence[str], rounds: int, tuning_seconds: float
 ) -> Timing:
+    from primitives.tune import finalists
     from verifier import statistics, timing
 
     case, inputs = session.case, _inputs(session, "benchmark")
@@ -268,6 +276,10 @@ def _benchmark(
             if arm.name in ("candidate", "cuBLAS matmul")
         },
         tuning_seconds=tuning_seconds,
+        finalists={
+            str(step): tuple(dict(s.to_json()) for s in raced)
+            for step, raced in finalists(session.program, case.sizes).items()
+        },
         rounds=rounds,
         samples={name: tuple(round(x * 1e3, 5) for x in s.seconds) for name, s in samples.items()},
     )

@@ -46,7 +46,10 @@ class Ratio(_Record):
 
 
 class Timing(_Record):
-    """One measured case: schedules by step, the median of each arm, and its ratio to the candidate."""
+    """One measured case: schedules by step, the median of each arm, and its ratio to the candidate.
+
+    ``finalists``: by step, the schedules of tuning's last race, fastest first: what is worth trying next time.
+    """
 
     case: str
     sizes: dict[str, int]
@@ -56,6 +59,7 @@ class Timing(_Record):
     roofline_milliseconds: float
     host_microseconds: dict[str, float]
     tuning_seconds: float
+    finalists: dict[str, tuple[dict[str, Any], ...]] = Field(default_factory=dict)
     rounds: int
     samples: dict[str, tuple[float, ...]]
 
