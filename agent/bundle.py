@@ -115,7 +115,10 @@ def _known(identity: Identity) -> dict[str, Schedules]:
     path = accept.files(identity.spec)[-1]
     if not path.exists():
         return {}
-    before = REPORT.validate_json(path.read_text(encoding="utf-8"))
+    try:
+        before = REPORT.validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError:  # of another version
+        return {}
     if not isinstance(before, Accepted) or before.identity.program_hash != identity.program_hash:
         return {}
     return {timing.case: timing.finalists for timing in before.timings}

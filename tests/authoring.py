@@ -174,12 +174,13 @@ def timing(case: Case, speedup: float = 1.3) -> Timing:
     return Timing(
         case=case.name,
         sizes=dict(case.sizes),
-        schedules={"0": {"tile_m": 128, "tile_n": 256}},
+        schedules={"0": {"tile_m": 256, "tile_n": 128, "pingpong": False}},
         milliseconds={"candidate": 2.0, "torch.compile": 2.0 * speedup, "cuBLAS matmul": 1.9},
         ratios={"torch.compile": ratio(speedup), "cuBLAS matmul": ratio(0.95)},
         roofline_milliseconds=1.5,
         host_microseconds={"candidate": 13.0, "cuBLAS matmul": 17.0},
         tuning_seconds=20.0,
+        finalists={"0": ({"tile_m": 256, "tile_n": 128, "pingpong": False}, {"swizzle": 16})},
         rounds=8,
         samples={"candidate": (2.0, 2.0), "torch.compile": (2.0 * speedup,) * 2},
     )

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from authoring import (
     TWICE,
     Notes,
     Scripted,
+    accepted_run,
     case_result,
     fenced,
     make_run,
@@ -29,7 +31,8 @@ from agent import bundle, runs
 from agent.bundle import BundleError
 from agent.journal import JournalError
 from agent.loop import Loop, standing
-from primitives.ir import Program
+from primitives.ir import Program, Schedule
+from primitives.tune import Known
 from verifier.measure import DEFAULT_ARMS, Keep
 from verifier.report import Accepted, Measured, Rejected
 from verifier.spec import Spec
@@ -42,19 +45,29 @@ class Cut(Exception):
 
 
 class Gpu:
-    """Stands in for the machine with the GPU: measures each case once, and may be cut off before one."""
+    """Stands in for the machine with the GPU: measures what is not kept, and may be cut off before a case."""
 
     def __init__(self) -> None:
         self.cases: list[str] = []
         self.arms: list[tuple[str, ...]] = []
         self.programs: list[Program] = []
+        self.known: list[Mapping[str, Known]] = []
         self.cut_before = ""
         self.verdict: Callable[[Spec, Program], Measured | Rejected] = measured
 
     def measure(
-        self, spec: Spec, program: Program, *, arms: Sequence[str], rounds: int, progress: Any, keep: Keep
+        self,
+        spec: Spec,
+        program: Program,
+        *,
+        arms: Sequence[str],
+        rounds: int,
+        progress: Any,
+        keep: Keep,
+        known: Mapping[str, Known],
     ) -> Measured | Rejected:
         self.programs.append(program)
+        self.known.append(known)
         self.arms.append(tuple(arms))
         for case in spec.cases:
             progress("benchmark", f"case {case.name}")
@@ -113,6 +126,12 @@ def entry_of(data: Any) -> Any:
 
 
 # there and back
+
+
+def test_the_stand_in_is_called_as_the_real_one_is() -> None:
+    from verifier.measure import measure as real
+
+    assert set(inspect.signature(Gpu().measure).parameters) == set(inspect.signature(real).parameters)
 
 
 def test_there_and_back(packed: tuple[str, Path], gpu: Gpu) -> None:
@@ -316,49 +335,117 @@ def test_files_that_are_not_there(packed: tuple[str, Path], tmp_path: Path, gpu:
 # a measurement that was cut off
 
 
+def cut_off(path: Path, gpu: Gpu, before: str = "ragged", **options: Any) -> None:
+    """A measurement that gets no further than to ``before``."""
+    gpu.cut_before = before
+    with pytest.raises(Cut):
+        measure(path, **options)
+    gpu.cut_before = ""
+    assert not path.with_name("results.json").exists()
+
+
 def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
-    gpu.cut_before = "wide"
-    with pytest.raises(Cut):
-        measure(path)
-    assert gpu.cases == ["large"] and not path.with_name("results.json").exists()
-    gpu.cut_before = ""
+    cut_off(path, gpu, "wide")
+    assert gpu.cases == ["large"]
     measure(path)
     assert gpu.cases == ["large", "wide", "ragged"]
-
-
-def test_what_was_kept_stands_for_nothing_else(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
-    _, path = packed
-    measure(path)
-    gpu.cases.clear()
-    three = (*DEFAULT_ARMS, "QuACK library"), (*DEFAULT_ARMS, "torch.compile max-autotune")
-    for arms in three:  # as many, but others
-        measure(path, arms=arms)
+    measure(path)  # once it is whole, it is begun anew
     assert gpu.cases == ["large", "wide", "ragged"] * 2
-    gpu.cases.clear()
-    # The same program, and so the same text, at other sizes.
+    assert not list(path.parent.glob("*.partial"))
+
+
+def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: Gpu) -> None:
+    _, path = packed
+    cut_off(path, gpu, arms=(*DEFAULT_ARMS, "QuACK library"))
+    cut_off(path, gpu, arms=(*DEFAULT_ARMS, "torch.compile max-autotune"))  # as many, but others
+    assert gpu.cases == ["large", "wide"] * 2
+
+
+def test_what_was_kept_stands_for_no_other_sizes(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
+    """The program, and so the text, is the same; what a case of that name is, is not."""
+    _, path = packed
+    cut_off(path, gpu)
     spec.write_text(spec.read_text().replace("M: 2048", "M: 8192"))
     bundle.pack([make_run(spec)], path)
     measure(path)
-    assert gpu.cases == ["large", "wide", "ragged"]
+    assert gpu.cases == ["large", "wide", "large", "wide", "ragged"]
 
 
 def test_a_kept_case_that_cannot_be_read_is_measured_again(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
-    measure(path)
+    cut_off(path, gpu)
     (kept,) = path.with_name("results.json.partial").rglob("wide.json")
-    kept.write_text('{"case": "wide"}')
+    kept.write_text('{"case": "wide"}')  # as of another version
     measure(path)
-    assert gpu.cases == ["large", "wide", "ragged", "wide"]
+    assert gpu.cases == ["large", "wide", "wide", "ragged"]
 
 
 def test_a_cases_name_is_no_path(tmp_path: Path, gpu: Gpu) -> None:
     spec = write_toy(tmp_path, "name: wide", 'name: "../../8/16"')
     bundle.pack([make_run(spec)], tmp_path / "bundle.json")
-    before = {p for p in tmp_path.rglob("*.json") if "partial" not in str(p)}
+    cut_off(tmp_path / "bundle.json", gpu)
+    assert gpu.cases == ["large", "../../8/16"]
+    kept = [path for path in tmp_path.rglob("*.json") if path.name != "bundle.json"]
+    assert len(kept) == 2 and len({path.parent for path in kept}) == 1
+    assert kept[0].parent.parent == tmp_path / "results.json.partial"
     measure(tmp_path / "bundle.json")
-    after = {p for p in tmp_path.rglob("*.json") if "partial" not in str(p)}
-    assert after - before == {tmp_path / "results.json"}
+    assert gpu.cases == ["large", "../../8/16", "ragged"]
+
+
+# schedules that won before travel along, so that tuning races only them
+
+
+@pytest.fixture
+def accepted_before(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The report of the kernel that was accepted before."""
+    report = tmp_path / "kernels" / "toy.report.json"
+    monkeypatch.setattr("agent.accept.files", lambda name: [report])
+    run = runs.reopen(accepted_run(spec))
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+    assert outcome is not None
+    report.parent.mkdir()
+    report.write_text(outcome.report.model_dump_json())
+    return report
+
+
+def known_of(path: Path, gpu: Gpu) -> Mapping[str, Known]:
+    measure(path)
+    return gpu.known[-1]
+
+
+def test_what_won_before_is_raced_again(accepted_before: Path, spec: Path, tmp_path: Path, gpu: Gpu) -> None:
+    bundle.pack([make_run(spec)], tmp_path / "bundle.json")
+    won = [Schedule(256, 128, False), Schedule(swizzle=16)]
+    assert known_of(tmp_path / "bundle.json", gpu) == {"large": {0: won}, "wide": {0: won}}
+
+
+def test_what_another_program_won_with_is_not(
+    accepted_before: Path, spec: Path, tmp_path: Path, gpu: Gpu
+) -> None:
+    bundle.pack([make_run(spec, TWICE)], tmp_path / "bundle.json")
+    assert known_of(tmp_path / "bundle.json", gpu) == {}
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"status": "accepted"}', "[]"])
+def test_a_report_of_another_version_is_passed_over(
+    accepted_before: Path, spec: Path, tmp_path: Path, gpu: Gpu, text: str
+) -> None:
+    accepted_before.write_text(text)
+    bundle.pack([make_run(spec)], tmp_path / "bundle.json")
+    assert known_of(tmp_path / "bundle.json", gpu) == {}
+
+
+@pytest.mark.parametrize(
+    "known",
+    [{"large": {"0": [{"tile_m": 7}]}}, {"large": {"zero": [{}]}}, {"large": {"0": [{"shell": "rm"}]}}],
+)
+def test_a_schedule_that_is_none(packed: tuple[str, Path], gpu: Gpu, known: Any) -> None:
+    name, path = packed
+    edit(path, lambda data: entry_of(data).update(known=known))
+    with pytest.raises(BundleError, match=f"run {name}: a known schedule is refused: .*; bundle it again"):
+        measure(path)
 
 
 # what home refuses
