@@ -6,8 +6,8 @@ host decision taken. Calling it checks shapes once a metadata class and launches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,20 +71,54 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[s
     return sizes
 
 
-@dataclass(frozen=True)
-class _Workspace:
-    """Where each node that is no input lives inside the plan's one buffer, or that it is an output."""
+class _Slots:
+    """The tensors and numbers that launches pick from, by position: a call's inputs and outputs, then
+    what is fixed once, then what derives from the former."""
 
-    tensors: dict[int, torch.Tensor]
-    bytes: int
+    def __init__(self, names: Sequence[str]):
+        self._index: dict[Hashable, int] = {name: i for i, name in enumerate(names)}
+        self.fixed: list[Any] = []
+        self.derived: list[tuple[int, Callable[[Any], Any]]] = []
+        self._given = len(names)
+        self.nothing = self.fix(None, None)
+
+    def fix(self, key: Hashable, value: Any) -> int:
+        """The slot of something that no call changes. All of these come before any derived one."""
+        self._index[key] = self._given + len(self.fixed)
+        self.fixed.append(value)
+        return self._index[key]
+
+    def at(self, key: Hashable) -> int:
+        """The slot of what was named or fixed before."""
+        return self._index[key]
+
+    def derive(self, source: int, change: Callable[[Any], Any]) -> int:
+        """The slot of a view that each call takes of another slot."""
+        if (source, change) not in self._index:
+            self._index[source, change] = self._given + len(self.fixed) + len(self.derived)
+            self.derived.append((source, change))
+        return self._index[source, change]
 
 
-Reader = Callable[[dict[int, Any]], Any]
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.view(torch.float32)
 
 
-def _fixed(value: Any) -> Reader:
-    """A reader that needs nothing of the call."""
-    return lambda tensors: value
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mT
+
+
+def _picker(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """itemgetter that gives a tuple for one item too."""
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    (only,) = slots
+    return lambda values: (values[only],)
+
+
+Launch = Callable[[Sequence[Any]], None]
 
 
 class Plan:
@@ -107,129 +141,100 @@ class Plan:
         self.program, self.sizes, self.device = program, dict(sizes), torch.device(device)
         self.lowered = lower(program)
         self.schedules = {g.step: schedules[g.step] for g in self.lowered.gemms}
-        self.types = cut(program).types
-        self.names = {index: name for name, index in program.outputs.items()}
-        self.workspace = self._allocate()
-        calls: list[tuple[float, Callable[[dict[int, Any]], None]]] = []
-        for gemm in self.lowered.gemms:
-            calls.append((gemm.step, self._gemm_call(gemm)))
-        for vector in self.lowered.vectors:
-            calls.append((vector.step + 0.5, self._vector_call(vector)))
-        self.calls = [call for _, call in sorted(calls, key=lambda c: c[0])]
-        self.inputs = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
+        self._steps = cut(program)
+        self._names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
+        self._names |= {index: name for name, index in program.outputs.items()}
+        self._inputs, self._outputs = tuple(program.signature.inputs), tuple(program.signature.outputs)
+        self._slots = _Slots([*self._inputs, *self._outputs])
+        kernels: list[GemmKernel | VectorKernel] = [*self.lowered.gemms, *self.lowered.vectors]
+        scalars = {a.node for k in kernels for a in k.arguments if a.role == "scalar"}
+        fixed = {("scalar", node): self._scalar(node) for node in sorted(scalars)} | self._allocate()
+        for key, value in fixed.items():
+            self._slots.fix(key, value)
+        kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
+        self._launches: list[Launch] = [
+            self._gemm(k) if isinstance(k, GemmKernel) else self._vector(k) for k in kernels
+        ]
 
     def _shape(self, index: int) -> list[int]:
-        return [d(self.sizes) for d in self.types[index].shape]
+        return [d(self.sizes) for d in self._steps.types[index].shape]
 
-    def _allocate(self) -> _Workspace:
-        """Partials sized by the chosen tiles, tiles and vectors between steps: one buffer."""
+    def _allocate(self) -> dict[tuple[str, int], torch.Tensor]:
+        """What lives between kernels, in one buffer: tiles and vectors that are no outputs, and partials
+        sized by the chosen tiles."""
         import torch
 
         stored = store_dtypes(self.program)
-        wanted: dict[int, tuple[list[int], str]] = {}
+        wanted: dict[tuple[str, int], tuple[list[int], str]] = {}
         for gemm in self.lowered.gemms:
-            tile_n = self.schedules[gemm.step].tile_n
-            columns = self._shape(cut(self.program).gemms[gemm.step].gemm)[1]
+            columns = self._shape(self._steps.gemms[gemm.step].gemm)[1]
+            tiles = -(-columns // self.schedules[gemm.step].tile_n)
             for a in (*gemm.arguments, gemm.d):
-                if a is None:
-                    continue
-                if a.role == "partial":
-                    wanted[a.node] = ([1, *self._shape(a.node), -(-columns // tile_n)], "fp32")
-                elif a.role == "store" and a.node not in self.names:
-                    wanted[a.node] = (self._shape(a.node), stored[a.node])
-        # A vector may be both a partial and, summed, a value of its own: the latter gets a negative key.
+                if a is not None and a.role == "partial":
+                    wanted["partial", a.node] = ([1, *self._shape(a.node), tiles], "fp32")
+                elif a is not None and a.role == "store" and a.node not in self._names:
+                    wanted["value", a.node] = (self._shape(a.node), stored[a.node])
         for vector in self.lowered.vectors:
             for a in vector.arguments:
-                if a.role == "out" and a.node not in self.names:
-                    wanted[~a.node] = (self._shape(a.node), "fp32")
-        offsets, total = {}, 0
+                if a.role == "out" and a.node not in self._names:
+                    wanted["value", a.node] = (self._shape(a.node), a.dtype)
+        sizes = {
+            key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
+            for key, (shape, dtype) in wanted.items()
+        }
+        buffer = torch.empty(
+            sum(-(-n // 256) * 256 for n in sizes.values()), dtype=torch.uint8, device=self.device
+        )
+        tensors, offset = {}, 0
         for key, (shape, dtype) in wanted.items():
-            offsets[key] = total
-            size = torch_dtype(dtype).itemsize
-            for extent in shape:
-                size *= extent
-            total += -(-size // 256) * 256
-        buffer = torch.empty(total, dtype=torch.uint8, device=self.device)
-        tensors = {}
-        for key, (shape, dtype) in wanted.items():
-            count = torch.Size(shape).numel() * torch_dtype(dtype).itemsize
-            view = buffer[offsets[key] : offsets[key] + count].view(torch_dtype(dtype))
-            tensors[key] = view.view(shape)
-        return _Workspace(tensors, total)
+            tensors[key] = buffer[offset : offset + sizes[key]].view(torch_dtype(dtype)).view(shape)
+            offset += -(-sizes[key] // 256) * 256
+        return tensors
 
-    def _reader(self, argument: Argument) -> Reader:
-        """How a call finds an argument's tensor among its own: decided once."""
-        import torch
+    def _scalar(self, node: int) -> Any:
+        from cutlass import Float32
 
-        node, own = argument.node, self.workspace.tensors
-        if argument.role == "scalar":
-            value = float(Dim.parse(str(self.program.nodes[node].attribute))(self.sizes))
-            return _fixed(value)
-        if argument.role == "partial":
-            return _fixed(own[node])
-        key = ~node if argument.role in ("row", "column", "vector", "out") else node
-        if key in own:
-            return _fixed(own[key].view(torch.float32) if argument.packed else own[key])
-        if argument.packed:
-            return lambda tensors: tensors[node].view(torch.float32)
-        return lambda tensors: tensors[node]
+        return Float32(float(Dim.parse(str(self.program.nodes[node].attribute))(self.sizes)))
 
-    def _gemm_call(self, kernel: GemmKernel) -> Callable[[dict[int, Any]], None]:
+    def _value(self, node: int) -> int:
+        return self._slots.at(self._names.get(node) or ("value", node))
+
+    def _slot(self, argument: Argument | None, repacked: bool = False) -> int:
+        """Where a launch finds an argument; ``repacked``: the kernel itself sees 32-bit lanes in it."""
+        if argument is None:
+            return self._slots.nothing
+        if argument.role in ("partial", "scalar"):
+            return self._slots.at((argument.role, argument.node))
+        slot = self._value(argument.node)
+        return self._slots.derive(slot, _packed) if argument.packed and not repacked else slot
+
+    def _gemm(self, kernel: GemmKernel) -> Launch:
         from quack.cute_dsl_utils import get_max_active_clusters
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         schedule = self.schedules[kernel.step]
         compiled = compile_gemm(self.lowered, kernel, schedule)
         made = getattr(load_module(self.lowered), kernel.name).EpilogueArguments
-        readers = {a.name: self._reader(a) for a in kernel.arguments}
-        order = [readers.get(field) for field in made._fields]
+        own = {a.name: self._slot(a) for a in kernel.arguments}
+        epilogue = _picker([own.get(field, self._slots.nothing) for field in made._fields])
+        make = made._make
+        a = self._value(kernel.a)
+        a = self._slots.derive(a, _transposed) if kernel.a_transposed else a
+        d, c = (self._slot(x, kernel.packed_cd) for x in (kernel.d, kernel.c))
+        operands = _picker([a, self._value(kernel.b), d, c])
         clusters = get_max_active_clusters(schedule.cluster_m * schedule.cluster_n)
         scheduler = make_scheduler_args(clusters, schedule.swizzle, None)
         varlen = make_varlen_args(None, None, None)
-        read_a, read_b = (self._operand(i) for i in (kernel.a, kernel.b))
-        read_c = self._reader(kernel.c) if kernel.c else None
-        read_d = self._reader(kernel.d) if kernel.d else None
-        scalars = {a.name for a in kernel.arguments if a.role == "scalar"}
-        if scalars:
-            order = [
-                self._immediate(r) if f in scalars and r else r
-                for f, r in zip(made._fields, order, strict=True)
-            ]
 
-        def call(tensors: dict[int, Any]) -> None:
-            a = read_a(tensors)
-            compiled(
-                a.mT if kernel.a_transposed else a,
-                read_b(tensors),
-                read_d(tensors) if read_d else None,
-                read_c(tensors) if read_c else None,
-                made._make([r(tensors) if r else None for r in order]),
-                scheduler,
-                varlen,
-                None,
-                None,
-            )
+        def launch(slots: Sequence[Any]) -> None:
+            compiled(*operands(slots), make(epilogue(slots)), scheduler, varlen, None, None)
 
-        return call
+        return launch
 
-    @staticmethod
-    def _immediate(read: Reader) -> Reader:
-        from cutlass import Float32
-
-        return _fixed(Float32(read({})))
-
-    def _operand(self, node: int) -> Reader:
-        own = self.workspace.tensors
-        return _fixed(own[node]) if node in own else lambda tensors: tensors[node]
-
-    def _vector_call(self, kernel: VectorKernel) -> Callable[[dict[int, Any]], None]:
+    def _vector(self, kernel: VectorKernel) -> Launch:
         compiled = compile_vector(self.lowered, kernel)
-        readers = [self._reader(a) for a in kernel.arguments]
-
-        def call(tensors: dict[int, Any]) -> None:
-            compiled(*(read(tensors) for read in readers))
-
-        return call
+        arguments = _picker([self._slot(a) for a in kernel.arguments])
+        return lambda slots: compiled(*arguments(slots))
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Fresh, uninitialised outputs."""
@@ -244,11 +249,13 @@ class Plan:
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """Launch on the current stream. The caller vouches for shapes, dtypes and device."""
-        tensors: dict[int, Any] = {i: inputs[name] for i, name in self.inputs.items()}
-        for index, name in self.names.items():
-            tensors[index] = outputs[name]
-        for call in self.calls:
-            call(tensors)
+        slots: list[Any] = [inputs[name] for name in self._inputs]
+        slots += [outputs[name] for name in self._outputs]
+        slots += self._slots.fixed
+        for source, change in self._slots.derived:
+            slots.append(change(slots[source]))
+        for launch in self._launches:
+            launch(slots)
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         outputs = self.outputs()
