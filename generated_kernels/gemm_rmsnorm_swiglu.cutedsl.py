@@ -1,0 +1,34 @@
+"""Lowered by coda-agent from a program: do not edit, lower again."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from quack.epilogue.ops import ColVecLoad, RowVecLoad, Scalar, TileLoad, TileStore
+
+from primitives.device import (
+    BLOCK, LANES_PER_ROW, FusedGemm, RowSum, arguments, choose, edge, fragment, half_fragment, inside,
+    pack, sigmoid, sigmoid_fast, sum_partials, tanh, tanh_fast, unpack, wide_fragment,
+)
+
+
+class Step0_dfb140a286e0(FusedGemm):
+    _epi_ops = (
+        ColVecLoad("v5"),
+        TileStore("o10", gated=True),
+    )
+    EpilogueArguments = arguments(_epi_ops)
+
+    @cute.jit
+    def epi_visit_subtile(self, params, resources, accumulator, operand=None):
+        v5 = resources["v5"]
+        o10 = half_fragment(accumulator)
+        for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):
+            n3_0, n3_1 = accumulator[2 * i], accumulator[2 * i + 1]
+            n6_0 = (n3_0 * v5[2 * i])
+            n6_1 = (n3_1 * v5[2 * i])
+            n8_0 = (n6_0 * sigmoid_fast(n6_0))
+            n10_0 = (n8_0 * n6_1)
+            accumulator[2 * i + 0] = n6_0
+            accumulator[2 * i + 1] = n6_1
+            o10[i] = n10_0
+        return (o10, )
