@@ -54,8 +54,9 @@ def accept(
         write_atomic(source, outcome.source)
         write_atomic(text, program.to_json())
         write_atomic(cutedsl, lowered.text)
-        recordings.mkdir(parents=True, exist_ok=True)
-        journal.export(recording, {key: journal.header[key] for key in HEADER if key in journal.header})
+        if not journal.header.get("replays"):  # else the recording there is the run that it replays
+            recordings.mkdir(parents=True, exist_ok=True)
+            journal.export(recording, {key: journal.header[key] for key in HEADER if key in journal.header})
         write_atomic(evidence, report.model_dump_json(indent=1) + "\n")
     except OSError as error:
         place = error.filename or directory  # a write that fails names no file

@@ -7,6 +7,7 @@ Exit status: 0 accepted, or checked where no GPU was asked for; 1 rejected; 2 wr
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -95,6 +96,8 @@ def generate(
         "directory": str(directory) if directory else None,
         "time_limit": time_limit,
     }
+    if chosen == "replay" and spec.is_file():
+        options["replays"] = _recorded_run(spec)
     _need_gpu(gpu)
     run = runs.start(spec, options)
     _go(run, gpu, _arms(max_autotune, quack), rounds, as_json)
@@ -210,7 +213,7 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
         from rich.syntax import Syntax
 
         console = _console(False)
-        console.print(Syntax(outcome.source, "python"))
+        console.print(Syntax(outcome.source, "python", word_wrap=True))
         a = outcome.authorship
         words = f"written by {a.author} in {a.attempts} attempt(s), run {a.run}"
         console.print(words, markup=False)  # an author may be named [/x]
@@ -233,7 +236,7 @@ def accept(
     finally:
         opened.journal.close()
     for path in paths:
-        typer.echo(str(path))
+        typer.echo(os.path.relpath(path))
     if commit:
         words = accepting.message(outcome.report, outcome.authorship)  # type: ignore[arg-type]
         typer.echo(f"committed {accepting.commit(paths, words)}")
@@ -293,7 +296,6 @@ def doctor(as_json: Json = False) -> None:
 
 def _choose(provider: ProviderName, spec: Path) -> str:
     """auto: a key authors, a recording replays."""
-    import os
 
     from agent.accept import RECORDINGS
 
@@ -310,6 +312,14 @@ def _choose(provider: ProviderName, spec: Path) -> str:
     if provider is ProviderName.replay and spec.is_file() and not recorded:
         raise Absent(f"{RECORDINGS}: no recorded run of {spec.stem}; author one first")
     return provider.value
+
+
+def _recorded_run(spec: Path) -> str:
+    from agent.accept import RECORDINGS
+    from agent.journal import read_export
+
+    header, _ = read_export(RECORDINGS / f"{spec.stem}.jsonl")
+    return str(header["run"])
 
 
 def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json: bool) -> None:
@@ -456,7 +466,10 @@ def _why(measurement: dict[str, Any]) -> str:
 def _console(quiet: bool) -> Any:
     from rich.console import Console
 
-    return Console(stderr=quiet, soft_wrap=False)
+    console = Console(stderr=quiet)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a pipe has no width: tables need some
+    return console
 
 
 def _finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") -> None:

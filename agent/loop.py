@@ -176,4 +176,6 @@ def _recorded(journal: Journal, number: int) -> Measured | Rejected | None:
 
 
 def _authorship(journal: Journal, turn: Turn, number: int) -> Authorship:
-    return Authorship(author=turn.author, attempts=number, run=str(journal.header["run"]))
+    """Who wrote what a run stands at; a replay's author is that of the run it replays."""
+    run = journal.header.get("replays") or journal.header["run"]
+    return Authorship(author=turn.author, attempts=number, run=str(run))
