@@ -79,10 +79,10 @@ def load_module(lowered: Lowered) -> ModuleType:
     return module
 
 
-def _cute_dtype(argument: Argument, packed: bool | None = None) -> Any:
+def _cute_dtype(argument: Argument) -> Any:
     import cutlass
 
-    if argument.packed if packed is None else packed:
+    if argument.packed:
         return cutlass.Float32
     return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[argument.dtype]
 
@@ -117,7 +117,8 @@ def compile_gemm(
         HOPPER,
         operand,
         operand,
-        *(_cute_dtype(a, a.packed and not kernel.packed_cd) if a else None for a in (kernel.d, kernel.c)),
+        _cute_dtype(kernel.d) if kernel.d else None,
+        _cute_dtype(kernel.c) if kernel.c else None,
         "m" if kernel.a_transposed else "k",
         "k" if kernel.b_transposed else "n",
         "n" if kernel.d else None,
@@ -132,7 +133,6 @@ def compile_gemm(
         False,  # unbatched
         not kernel.b_transposed,
         tuple(sorted(_resource_key(a) for a in kernel.arguments)),
-        packed_cd="n" if kernel.packed_cd else None,
         post_init_attrs=(("evict_loads", schedule.evict_loads), ("evict_stores", schedule.evict_stores)),
     )
 

@@ -199,14 +199,14 @@ class Plan:
     def _value(self, node: int) -> int:
         return self._slots.at(self._names.get(node) or ("value", node))
 
-    def _slot(self, argument: Argument | None, repacked: bool = False) -> int:
-        """Where a launch finds an argument; ``repacked``: the kernel itself sees 32-bit lanes in it."""
+    def _slot(self, argument: Argument | None) -> int:
+        """Where a launch finds an argument."""
         if argument is None:
             return self._slots.nothing
         if argument.role in ("partial", "scalar"):
             return self._slots.at((argument.role, argument.node))
         slot = self._value(argument.node)
-        return self._slots.derive(slot, _packed) if argument.packed and not repacked else slot
+        return self._slots.derive(slot, _packed) if argument.packed else slot
 
     def _gemm(self, kernel: GemmKernel) -> Launch:
         from quack.cute_dsl_utils import get_max_active_clusters
@@ -220,8 +220,7 @@ class Plan:
         make = made._make
         a = self._value(kernel.a)
         a = self._slots.derive(a, _transposed) if kernel.a_transposed else a
-        d, c = (self._slot(x, kernel.packed_cd) for x in (kernel.d, kernel.c))
-        operands = _picker([a, self._value(kernel.b), d, c])
+        operands = _picker([a, self._value(kernel.b), self._slot(kernel.d), self._slot(kernel.c)])
         clusters = get_max_active_clusters(schedule.cluster_m * schedule.cluster_n)
         scheduler = make_scheduler_args(clusters, schedule.swizzle, None)
         varlen = make_varlen_args(None, None, None)

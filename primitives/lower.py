@@ -56,12 +56,6 @@ class GemmKernel:
     arguments: tuple[Argument, ...]
     half: bool  # stores a tile half as wide, which wants tile_n % 32 == 0
 
-    @property
-    def packed_cd(self) -> bool:
-        """Whether C and D are 16-bit and twice as wide, those that there are: QuACK repacks them itself."""
-        both = [a for a in (self.c, self.d) if a]
-        return bool(both) and all(a.packed for a in both)
-
 
 @dataclass(frozen=True)
 class VectorKernel:

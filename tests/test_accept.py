@@ -97,6 +97,16 @@ def test_a_recording_says_nothing_of_the_machine(spec: Path, tmp_path: Path) -> 
     assert not any(word in recording.read_text() for word in ("/home", "secret project", str(tmp_path)))
 
 
+def test_a_replay_is_put_down_to_the_run_that_it_replays(spec: Path, tmp_path: Path) -> None:
+    first = accepted_run(spec)
+    put(first, tmp_path / "kernels")
+    before = contents(tmp_path / "kernels")
+    put(accepted_run(spec, replays=first), tmp_path / "kernels")
+    after = contents(tmp_path / "kernels")
+    assert after["toy.jsonl"] == before["toy.jsonl"]
+    assert json.loads(after["toy.report.json"])["authorship"]["run"] == first
+
+
 def test_again_gives_the_same_bytes(spec: Path, tmp_path: Path) -> None:
     name = accepted_run(spec)
     put(name, tmp_path / "kernels")
@@ -294,8 +304,8 @@ def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *paths, last = done.stdout.splitlines()
-    assert [Path(p).name for p in paths] == NAMES
-    assert all(Path(p).is_relative_to(repository) and Path(p).is_file() for p in paths)
+    assert paths == [*(f"generated_kernels/{n}" for n in NAMES[:4]), "agent/recordings/toy.jsonl"]
+    assert all((repository / path).is_file() for path in paths)
     assert last == f"committed {git(repository, 'rev-parse', '--short', 'HEAD').strip()}"
     report = json.loads((repository / "generated_kernels" / "toy.report.json").read_text())
     assert report["authorship"]["author"] == "Ada [/x] via handoff"

@@ -48,7 +48,7 @@ class Ratio(_Record):
 class Timing(_Record):
     """One measured case: schedules by step, the median of each arm, and its ratio to the candidate.
 
-    ``finalists``: by step, the schedules of tuning's last race, fastest first: what is worth trying next time.
+    ``finalists``: by step, the schedules of tuning's last race, fastest first: worth trying next time.
     """
 
     case: str
