@@ -95,7 +95,7 @@ def tuned(
     evidence: dict[str, Any] = {}
     for kernel in lowered.gemms:
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes)
-        if known and kernel.step in known:
+        if known and known.get(kernel.step):
             ranked = race(list(known[kernel.step]), FINAL_ROUNDS)
         else:
             ranked = search(candidates(kernel), partial(refinements, kernel=kernel), race)

@@ -102,10 +102,9 @@ class CaseResult(_Record):
     seeds: dict[str, int]
 
 
-class Measured(_Record):
-    """What the gates on a GPU found; with a ``Checked`` it makes an ``Accepted``."""
+class _Measurement(_Record):
+    """What gates on a GPU found: of what, on what, with which inputs, when."""
 
-    status: Literal["measured"] = "measured"
     identity: Identity
     gates: tuple[Gate, ...]
     timings: tuple[Timing, ...]
@@ -114,16 +113,16 @@ class Measured(_Record):
     date: str
 
 
-class Accepted(_Record):
+class Measured(_Measurement):
+    """The gates on a GPU were passed; with a ``Checked`` of the same kernel it makes an ``Accepted``."""
+
+    status: Literal["measured"] = "measured"
+
+
+class Accepted(_Measurement):
     """All gates passed, on a GPU too: correct, and faster than the spec demands on every case."""
 
     status: Literal["accepted"] = "accepted"
-    identity: Identity
-    gates: tuple[Gate, ...]
-    timings: tuple[Timing, ...]
-    conditions: dict[str, Any]
-    seeds: dict[str, int]
-    date: str
     authorship: Authorship | None = None
 
 
