@@ -9,37 +9,33 @@ Standard library only: the jail imports this module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from fractions import Fraction
+from typing import NamedTuple
 
 from primitives.ir import Node, Program, ProgramError, Type
 
-WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2))
+WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its step's N
 REDUCTIONS = ("row_sums",)
 
 
-@dataclass
 class GemmStep:
     """One fused GEMM: nodes of the program by what the kernel does with them."""
 
-    index: int
-    gemm: int
-    rows: int = -1
-    stores: list[int] = field(default_factory=list)
-    reductions: list[int] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
-    vectors: list[int] = field(default_factory=list)  # the row and column nodes it spreads
-    scalars: list[int] = field(default_factory=list)
-    body: list[int] = field(default_factory=list)  # every tile node, in order
+    def __init__(self, index: int, gemm: int):
+        self.index, self.gemm = index, gemm
+        self.stores: list[int] = []
+        self.reductions: list[int] = []
+        self.loads: list[int] = []
+        self.vectors: list[int] = []  # the row and column nodes it spreads
+        self.scalars: list[int] = []
+        self.body: list[int] = []  # every tile node, in order
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(NamedTuple):
     """``gemms`` in order; ``finishes[k]``: vectors to store once step k is done (-1: before all)."""
 
     gemms: tuple[GemmStep, ...]
     finishes: dict[int, tuple[int, ...]]
-    width: dict[tuple[int, int], Fraction]  # of a tile by (step, node), relative to that step's N
+    width: dict[tuple[int, int], float]  # of a tile by (step, node): 0.5, 1 or 2 of that step's N
     types: tuple[Type, ...]
 
 
@@ -53,7 +49,7 @@ class _Cutter:
         self.home: list[int] = []  # of tiles: the step of the accumulator they need, -1 for none
         self.after: list[int] = []  # the step whose reductions must be final first, -1 for none
         self.finishes: dict[int, list[int]] = {}
-        self.width: dict[tuple[int, int], Fraction] = {}
+        self.width: dict[tuple[int, int], float] = {}
 
     def fail(self, code: str, message: str, index: int) -> ProgramError:
         return ProgramError(code, message, self.lines[index])
@@ -268,22 +264,22 @@ class _Cutter:
     def check_width(self, index: int, step: GemmStep, axis: int = 1) -> None:
         rows, columns = self.types[step.gemm].shape
         own = self.types[index].shape
-        ratio = own[axis].ratio(columns)
-        if axis == 1 and own[0] != rows or ratio not in WIDTHS:
+        width = WIDTHS.get(own[axis].ratio(columns) or (0, 0))
+        if axis == 1 and own[0] != rows or width is None:
             raise self.fail(
                 "width",
                 f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: tiles "
                 "there have its rows, and half, once or twice its columns",
                 index,
             )
-        if axis == 0 and ratio != 1:
+        if axis == 0 and width != 1:
             raise self.fail(
                 "width",
                 f"per_column of {own[0]} values in the epilogue of a gemm with {columns} columns: "
                 "a vector spread over columns has the gemm's own length",
                 index,
             )
-        self.width[step.index, index] = ratio
+        self.width[step.index, index] = width
 
 
 def cut(program: Program, lines: list[int | None] | None = None) -> Steps:

@@ -7,9 +7,9 @@ is twice as wide as one of ``[M, F]`` whatever M and F are. Standard library onl
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 MAX_TERMS = 16  # hostile programs carry sizes too
@@ -52,22 +52,19 @@ class Dim:
             total += coefficient
         return total
 
-    def ratio(self, other: Dim) -> Fraction | None:
-        """q such that self == q * other for every size, or None."""
+    def ratio(self, other: Dim) -> tuple[int, int] | None:
+        """(p, q) in lowest terms such that q * self == p * other for every size, or None."""
         if not self.terms or len(self.terms) != len(other.terms):
             return None
-        quotients = {
-            (Fraction(a, b) if m == n else None)
-            for (m, a), (n, b) in zip(self.terms, other.terms, strict=True)
-        }
+        pairs = list(zip(self.terms, other.terms, strict=True))
+        quotients = {_reduced(a, b) if m == n else None for (m, a), (n, b) in pairs}
         return quotients.pop() if len(quotients) == 1 else None
 
-    def scaled(self, factor: Fraction) -> Dim:
-        """factor * self; ValueError where that is not an integer polynomial."""
-        terms = {m: c * factor for m, c in self.terms}
-        if any(c.denominator != 1 for c in terms.values()):
-            raise ValueError(f"{self} is not divisible by {factor.denominator}")
-        return Dim({m: int(c) for m, c in terms.items()})
+    def halved(self) -> Dim:
+        """self / 2; ValueError where that is not an integer polynomial."""
+        if any(c % 2 for _, c in self.terms):
+            raise ValueError(f"{self} is not divisible by 2")
+        return Dim({m: c // 2 for m, c in self.terms})
 
     def __add__(self, other: Dim) -> Dim:
         terms = dict(self.terms)
@@ -157,6 +154,11 @@ def solve(shapes: Shapes, dims: Sequence[str], extents: Mapping[str, Sequence[in
             said = ", ".join(map(str, shape))
             raise ValueError(f"input {name!r} has shape {found}; [{said}] is {expected} at {sizes}")
     return sizes
+
+
+def _reduced(a: int, b: int) -> tuple[int, int]:
+    common = math.gcd(a, b) * (1 if b > 0 else -1)
+    return a // common, b // common
 
 
 def _build(node: ast.expr) -> Dim:

@@ -2,7 +2,8 @@
 
 A node is an operation over earlier nodes; its type follows from theirs by the operation's rule, so
 a program from anywhere is checked by building it again. Where the graph is cut into steps is
-derived too (``primitives.cut``). Standard library only: the jail imports this module.
+derived too (``primitives.cut``). Standard library only, and tuples instead of dataclasses: the jail
+imports this module for each trace, and dataclasses alone would cost it a third of its time.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from primitives.dims import Dim
 
@@ -32,8 +32,7 @@ class ProgramError(Exception):
         self.code, self.message, self.line = code, message, line
 
 
-@dataclass(frozen=True)
-class TensorType:
+class TensorType(NamedTuple):
     """A tensor outside the kernel: symbolic shape and dtype (bf16, fp16 or fp32)."""
 
     shape: tuple[Dim, ...]
@@ -47,15 +46,14 @@ class TensorType:
         return cls(tuple(Dim.parse(d) for d in data["shape"]), str(data["dtype"]))
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """What a kernel must match, and all that a tracer sees of a spec."""
 
     name: str
     dims: tuple[str, ...]
     inputs: dict[str, TensorType]
     outputs: dict[str, TensorType]
-    constants: dict[str, float] = field(default_factory=dict)
+    constants: Mapping[str, float] = {}  # never written to: no instance owns it
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -100,8 +98,7 @@ class Signature:
 Kind = Literal["tile", "operand", "vector", "row", "column", "scalar"]
 
 
-@dataclass(frozen=True)
-class Type:
+class Type(NamedTuple):
     """What a node is: a tile [M, N], a gemm operand x.mT, a vector [M], a vector spread over a tile
     by per_row (``row``) or per_column (``column``), or a scalar."""
 
@@ -117,8 +114,7 @@ class Type:
 Attribute = str | float | None
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """One operation: its name, the nodes it reads, and for leaves what they name."""
 
     op: str
@@ -126,8 +122,7 @@ class Node:
     attribute: Attribute = None
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """An operation's meanings: the typing rule, PyTorch, and the text of its CuTeDSL.
 
     ``torch`` takes (torch, *values) and gives a value. ``cute`` is a template over fp32 register
@@ -154,8 +149,7 @@ def register(operation: Operation) -> Operation:
     return operation
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints."""
 
     tile_m: int = 128
@@ -168,12 +162,12 @@ class Schedule:
     evict_stores: bool = False
 
     def to_json(self) -> dict[str, int | bool]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return self._asdict()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
         """ProgramError for an unknown field, a wrong type or a tile the mainloop has not."""
-        known = {f.name: type(f.default) for f in fields(cls)}
+        known = {name: type(default) for name, default in cls._field_defaults.items()}
         for name, value in data.items():
             if name not in known or type(value) is not known[name]:
                 raise ProgramError(
@@ -202,14 +196,13 @@ CLUSTERS = ((1, 1), (1, 2), (2, 1))
 SWIZZLES = (1, 2, 4, 8, 16, 32)
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A kernel: signature, nodes in topological order, outputs by name, an optional schedule a step."""
 
     signature: Signature
     nodes: tuple[Node, ...]
     outputs: dict[str, int]
-    schedule: dict[int, Schedule] = field(default_factory=dict)
+    schedule: Mapping[int, Schedule] = {}
 
     def types(self) -> tuple[Type, ...]:
         """Each node's type; ProgramError where an operation does not apply to its arguments."""

@@ -6,7 +6,6 @@ are returned or become a later gemm's operand: there is no load or store to writ
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 from primitives.ir import Attribute, Operation, ProgramError, Type, register
@@ -41,7 +40,7 @@ def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
         )
     rows, columns = types[0].shape
     try:
-        return Type("tile", (rows, columns.scaled(Fraction(1, 2))))
+        return Type("tile", (rows, columns.halved()))
     except ValueError:
         raise ProgramError(
             "width",
@@ -55,7 +54,7 @@ def _join(types: tuple[Type, ...], attribute: Attribute) -> Type:
             "arguments", f"join takes two tiles of one shape, not {', '.join(map(str, types))}"
         )
     rows, columns = types[0].shape
-    return Type("tile", (rows, columns.scaled(Fraction(2))))
+    return Type("tile", (rows, columns + columns))
 
 
 def _interleave(torch: Any, a: Any, b: Any) -> Any:

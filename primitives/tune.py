@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -61,7 +60,7 @@ def refinements(best: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
     if kernel.c is None:
         hints = [(False, False), (False, True)]
     return [
-        replace(s, swizzle=swizzle, evict_loads=loads, evict_stores=stores)
+        s._replace(swizzle=swizzle, evict_loads=loads, evict_stores=stores)
         for s in best
         for loads, stores in hints
         for swizzle in SWIZZLES
@@ -144,7 +143,7 @@ def compile_all(program: Program, schedules: Iterable[tuple[int, Schedule]]) -> 
     """Fill the object cache with these (step, schedule) in parallel; whether each compiled."""
     digest, text = lower(program).hash, program.to_json()
     # Rasterisation is a launch argument: one object serves every group size.
-    wanted = [(digest, step, replace(s, swizzle=8)) for step, s in schedules]
+    wanted = [(digest, step, s._replace(swizzle=8)) for step, s in schedules]
     new = [w for w in dict.fromkeys(wanted) if w not in _compiled]
     found = compile_pool().map(_compile_one, [(text, step, schedule) for _, step, schedule in new])
     _compiled.update(zip(new, found, strict=True))

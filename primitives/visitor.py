@@ -6,7 +6,6 @@ The visitor works on pairs of accumulator lanes, so any mix of half, single and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 from typing import Literal
 
 from primitives.cut import GemmStep, Steps
@@ -27,7 +26,7 @@ class StepWriter(Writer):
         wide = [s for s in self.stores if self.width(s.node) >= 1]
         self.d = max(wide, key=lambda a: self.width(a.node), default=None)
 
-    def width(self, index: int) -> Fraction:
+    def width(self, index: int) -> float:
         return self.steps.width[self.step.index, index]
 
     def load(self, index: int) -> Argument:
@@ -48,7 +47,7 @@ class StepWriter(Writer):
         return Argument(f"o{index}", "store", index, dtype, width == 2)
 
     @staticmethod
-    def check_packed(width: Fraction, dtype: str, done: str) -> None:
+    def check_packed(width: float, dtype: str, done: str) -> None:
         if width != 1 and dtype == "fp32":
             raise ProgramError(
                 "width", f"an fp32 tile {done} at another width than its gemm's: use bf16 or fp16 there"

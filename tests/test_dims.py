@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,11 +69,11 @@ def test_names_are_what_remains() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "ratio"),
     [
-        ("2*F", "F", Fraction(2)),
-        ("F", "2*F", Fraction(1, 2)),
-        ("2*F + 4*M", "3*F + 6*M", Fraction(2, 3)),
-        ("256", "128", Fraction(2)),
-        ("F*M", "M*F", Fraction(1)),
+        ("2*F", "F", (2, 1)),
+        ("F", "2*F", (1, 2)),
+        ("2*F + 4*M", "3*F + 6*M", (2, 3)),
+        ("256", "128", (2, 1)),
+        ("F*M", "M*F", (1, 1)),
         ("F", "M", None),
         ("F + 1", "F", None),
         ("F + M", "F + 2*M", None),
@@ -84,7 +82,7 @@ def test_names_are_what_remains() -> None:
         ("F", "0", None),
     ],
 )
-def test_ratio(a: str, b: str, ratio: Fraction | None) -> None:
+def test_ratio(a: str, b: str, ratio: tuple[int, int] | None) -> None:
     assert Dim.parse(a).ratio(Dim.parse(b)) == ratio
 
 
@@ -92,11 +90,10 @@ def test_sizes_that_happen_to_be_equal_have_no_ratio() -> None:
     assert Dim.parse("M").ratio(Dim.parse("F")) is None  # whatever M and F are
 
 
-def test_scaled() -> None:
-    assert Dim.parse("2*F + 4").scaled(Fraction(1, 2)) == Dim.parse("F + 2")
-    assert Dim.parse("F").scaled(Fraction(2)) == Dim.parse("2*F")
+def test_halved() -> None:
+    assert Dim.parse("2*F + 4").halved() == Dim.parse("F + 2")
     with pytest.raises(ValueError, match="2\\*F \\+ M is not divisible by 2"):
-        Dim.parse("2*F + M").scaled(Fraction(1, 2))
+        Dim.parse("2*F + M").halved()
 
 
 TERMS = st.lists(
@@ -114,5 +111,5 @@ def test_agrees_with_python(terms: list[tuple[int, list[str]]]) -> None:
     assert dim(SIZES) == eval(text, {}, SIZES)  # of our own making
     assert Dim.parse(str(dim)) == dim
     doubled = dim + dim
-    assert doubled.ratio(dim) == (Fraction(2) if dim.terms else None)
-    assert doubled.scaled(Fraction(1, 2)) == dim
+    assert doubled.ratio(dim) == ((2, 1) if dim.terms else None)
+    assert doubled.halved() == dim

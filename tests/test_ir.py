@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def refused(text: str, given: Signature | None = None) -> ProgramError:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_round_trip(name: str) -> None:
-    program = replace(EXAMPLES[name].program, schedule={0: Schedule(256, 192, False, 1, 2, 16, True, True)})
+    program = EXAMPLES[name].program._replace(schedule={0: Schedule(256, 192, False, 1, 2, 16, True, True)})
     text = program.to_json()
     for given in (None, program.signature):
         again = Program.from_json(text, given)
@@ -118,11 +117,11 @@ def test_hash_covers_signature_and_schedule() -> None:
     program = plain(*SAME[0])
     fp16 = {"x": tensor("M, K", "fp16"), "w": tensor("N, K", "fp16")}
     others = [
-        Program(replace(PLAIN, name="other"), program.nodes, program.outputs),
-        Program(replace(PLAIN, constants={"c": 0.25}), program.nodes, program.outputs),
-        Program(replace(PLAIN, inputs=fp16), program.nodes, program.outputs),
-        replace(program, schedule={0: Schedule()}),
-        replace(program, schedule={0: Schedule(swizzle=4)}),
+        Program(PLAIN._replace(name="other"), program.nodes, program.outputs),
+        Program(PLAIN._replace(constants={"c": 0.25}), program.nodes, program.outputs),
+        Program(PLAIN._replace(inputs=fp16), program.nodes, program.outputs),
+        program._replace(schedule={0: Schedule()}),
+        program._replace(schedule={0: Schedule(swizzle=4)}),
     ]
     assert len({program.hash, *(p.hash for p in others)}) == 6
 
@@ -309,7 +308,7 @@ def test_hostile_signatures_are_refused(name: str) -> None:
 
 
 def test_a_program_for_another_spec_is_refused() -> None:
-    other = replace(NORM.signature, constants={"eps": 1e-5})
+    other = NORM.signature._replace(constants={"eps": 1e-5})
     assert refused(NORM.program.to_json(), other).code == "signature"
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -177,7 +176,7 @@ def test_no_string_of_a_program_enters_its_text() -> None:
         renamed = {n: f"evil_{i:03}" for i, n in enumerate(sorted(declared.outputs))}
         inputs = {n: f"import_os_{i:03}" for i, n in enumerate(declared.inputs)}
         nodes = tuple(
-            replace(n, attribute=inputs[str(n.attribute)]) if n.op == "input" else n for n in program.nodes
+            n._replace(attribute=inputs[str(n.attribute)]) if n.op == "input" else n for n in program.nodes
         )
         other = Program(
             Signature(
@@ -319,7 +318,7 @@ def test_hash_names_every_class_and_knows_the_program_and_the_devices_sources(
 def test_constants_survive(value: float) -> None:
     """Each as a literal that reads back to the bit."""
     program = trace(TILE, H, "return {'o': h - 77.0}")
-    nodes = tuple(replace(n, attribute=value) if n.op == "constant" else n for n in program.nodes)
+    nodes = tuple(n._replace(attribute=value) if n.op == "constant" else n for n in program.nodes)
     text = lower(Program(TILE, nodes, program.outputs).check()).text
     (line,) = [line for line in text.splitlines() if " - " in line and "_0 = " in line]
     match ast.parse(line.strip()).body[0]:

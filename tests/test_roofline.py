@@ -76,7 +76,7 @@ def k(y, w, x, gamma, u):
 """,
         signature,
     )
-    return replace(program, schedule=schedule or {})
+    return program._replace(schedule=schedule or {})
 
 
 def test_residual_rmsnorm_at_1b() -> None:
