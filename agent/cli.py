@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agent import session
+
 if TYPE_CHECKING:
-    from agent.loop import Outcome
     from agent.runs import Run
     from primitives.ir import Program
     from verifier.report import Accepted, Checked, Rejected
@@ -39,10 +40,6 @@ class ProviderName(StrEnum):
     anthropic = "anthropic"
     handoff = "handoff"
     replay = "replay"
-
-
-class Absent(Exception):
-    """Something that was asked for is not on this machine: what, and how to get it."""
 
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file.")]
@@ -86,7 +83,7 @@ def generate(
     """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
     from agent import runs
 
-    chosen = _choose(provider, spec)
+    chosen = session.choose_provider(provider.value, spec)
     options = {
         "provider": chosen,
         "attempts": attempts,
@@ -97,10 +94,10 @@ def generate(
         "time_limit": time_limit,
     }
     if chosen == "replay" and spec.is_file():
-        options["replays"] = _recorded_run(spec)
-    _need_gpu(gpu)
+        options["replays"] = session.recorded_run(spec)
+    session.need_gpu(gpu)
     run = runs.start(spec, options)
-    _go(run, gpu, _arms(max_autotune, quack), rounds, as_json)
+    _go(run, gpu, session.arms_of(max_autotune, quack), rounds, as_json)
 
 
 @app.command()
@@ -115,8 +112,8 @@ def resume(
     """Go on with a run that was cut off, or whose measurement was imported."""
     from agent import runs
 
-    _need_gpu(gpu)
-    _go(runs.reopen(run), gpu, _arms(max_autotune, quack), rounds, as_json)
+    session.need_gpu(gpu)
+    _go(runs.reopen(run), gpu, session.arms_of(max_autotune, quack), rounds, as_json)
 
 
 @app.command()
@@ -141,10 +138,10 @@ def verify(
         report, _ = run_gates(
             loaded,
             source,
-            gpu=_use_gpu(gpu),
+            gpu=session.use_gpu(gpu),
             weak_jail=weak_jail,
             progress=watch.gate,
-            **_measuring(gpu, _arms(max_autotune, quack), rounds),
+            **session.measuring(gpu, session.arms_of(max_autotune, quack), rounds),
         )
     _finish(report, as_json)
 
@@ -173,13 +170,13 @@ def measure(
     from agent import bundle as bundles
     from agent import render
 
-    _need_gpu(True)
+    session.need_gpu(True)
     with render.Watch(_console(False)) as watch:
         done = bundles.measure(
             path,
             out,
             progress=lambda name: lambda gate, words: watch.gate(gate, words),
-            arms=_arms(max_autotune, quack),
+            arms=session.arms_of(max_autotune, quack),
             rounds=rounds,
         )
     worst = OK
@@ -208,15 +205,15 @@ def import_results(
 @app.command()
 def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
     """Show a run's last kernel with its report."""
-    outcome = _standing(run)
+    outcome = session.standing(run)
     if not as_json:
         from rich.syntax import Syntax
 
+        from agent import render
+
         console = _console(False)
         console.print(Syntax(outcome.source, "python", word_wrap=True))
-        a = outcome.authorship
-        words = f"written by {a.author} in {a.attempts} attempt(s), run {a.run}"
-        console.print(words, markup=False)  # an author may be named [/x]
+        console.print(render.credits(outcome), markup=False)  # an author may be named [/x]
     _finish(outcome.report, as_json)
 
 
@@ -229,7 +226,7 @@ def accept(
     from agent import accept as accepting
     from agent import runs
 
-    outcome = _standing(run)
+    outcome = session.standing(run)
     opened = runs.reopen(run)
     try:
         paths = accepting.accept(outcome, opened.journal)
@@ -294,34 +291,6 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(OK if all(f.status != "broken" for f in findings) else ABSENT)
 
 
-def _choose(provider: ProviderName, spec: Path) -> str:
-    """auto: a key authors, a recording replays."""
-
-    from agent.accept import RECORDINGS
-
-    recorded = (RECORDINGS / f"{spec.stem}.jsonl").is_file()
-    if provider is ProviderName.auto:
-        if os.environ.get("ANTHROPIC_API_KEY"):
-            return "anthropic"
-        if recorded or not spec.is_file():  # a missing spec gets its own words
-            return "replay"
-        raise Absent(
-            f"no ANTHROPIC_API_KEY, and no recorded run of {spec.stem} to replay; set the key, or answer "
-            "yourself with --provider handoff"
-        )
-    if provider is ProviderName.replay and spec.is_file() and not recorded:
-        raise Absent(f"{RECORDINGS}: no recorded run of {spec.stem}; author one first")
-    return provider.value
-
-
-def _recorded_run(spec: Path) -> str:
-    from agent.accept import RECORDINGS
-    from agent.journal import read_export
-
-    header, _ = read_export(RECORDINGS / f"{spec.stem}.jsonl")
-    return str(header["run"])
-
-
 def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json: bool) -> None:
     """Author until the end, and say how it ended."""
     from agent import render
@@ -330,100 +299,12 @@ def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json:
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
         with render.Watch(console) as watch:
-            outcome = _author(run, watch, _measurer(gpu, arms, rounds, watch))
+            outcome = session.author(run, watch, session.measurer(gpu, arms, rounds, watch))
     finally:
         run.journal.close()
     if not as_json:
-        a, u = outcome.authorship, outcome.usage
-        console.print(
-            f"written by {a.author} in {a.attempts} attempt(s); tokens {u.input_tokens} in, "
-            f"{u.output_tokens} out, {u.cache_read_tokens} from the cache",
-            markup=False,
-        )
+        console.print(render.credits(outcome), markup=False)
     _finish(outcome.report, as_json, run.name)
-
-
-def _author(run: Run, watch: Any, measurer: Any) -> Outcome:
-    from agent.loop import Loop
-
-    header = run.journal.header
-    loop = Loop(
-        run.journal,
-        run.spec,
-        run.text,
-        _provider(run),
-        watch,
-        header["attempts"],
-        measurer,
-        header["weak_jail"],
-    )
-    return loop.run()
-
-
-def _provider(run: Run) -> Any:
-    from agent import providers
-    from agent.accept import RECORDINGS
-
-    header = run.journal.header
-    options: dict[str, Any] = {
-        "anthropic": {"model": header["model"]},
-        "handoff": {
-            "directory": Path(header["directory"] or run.directory / "handoff"),
-            "author": header["author"],
-            "time_limit": header["time_limit"],
-        },
-        "replay": {"path": RECORDINGS / f"{run.spec.name}.jsonl"},
-    }[header["provider"]]
-    return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
-
-
-def _standing(name: str) -> Outcome:
-    """How a run stands, from its journal alone: nothing is asked for or measured."""
-    from agent import runs
-    from agent.loop import standing
-
-    run = runs.reopen(name)
-    try:
-        outcome = standing(run.journal, run.spec)
-    finally:
-        run.journal.close()
-    if outcome is None:
-        raise Absent(f"run {run.name} has no verified kernel yet: coda-agent resume {run.name}")
-    return outcome
-
-
-def _measurer(gpu: bool | None, arms: tuple[str, ...], rounds: int, watch: Any) -> Any:
-    if not _use_gpu(gpu):
-        return None
-    from verifier.measure import measure as run_gates
-
-    return lambda spec, program: run_gates(spec, program, arms=arms, rounds=rounds, progress=watch.gate)
-
-
-def _arms(max_autotune: bool, quack: bool) -> tuple[str, ...]:
-    extra = [("torch.compile max-autotune", max_autotune), ("QuACK library", quack)]
-    return ("torch.compile", "cuBLAS matmul", *(name for name, wanted in extra if wanted))
-
-
-def _measuring(gpu: bool | None, arms: tuple[str, ...], rounds: int) -> dict[str, Any]:
-    return {"arms": arms, "rounds": rounds} if _use_gpu(gpu) else {}
-
-
-def _need_gpu(gpu: bool | None) -> None:
-    """Say at once, before anything is written, that a demanded GPU is not here."""
-    if gpu:
-        _use_gpu(True)
-
-
-def _use_gpu(gpu: bool | None) -> bool:
-    if gpu is False:
-        return False
-    import torch
-
-    there = torch.cuda.is_available()
-    if gpu and not there:
-        raise Absent("no CUDA device here; leave out --gpu, or take a bundle to a machine with an H100")
-    return there
 
 
 def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
@@ -495,7 +376,7 @@ def main() -> None:
         if ended.code == INTERRUPTED:
             typer.echo("interrupted: coda-agent resume goes on", err=True)
         raise
-    except Absent as error:
+    except session.Absent as error:
         typer.echo(f"coda-agent: {error}", err=True)
         sys.exit(ABSENT)
     except Exception as error:

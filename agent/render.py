@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,6 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from verifier.report import GATES, Accepted, Checked, Gate, Rejected, Timing
+
+if TYPE_CHECKING:
+    from agent.loop import Outcome
 
 STYLE = {"accepted": "bold green", "checked": "bold cyan", "rejected": "bold red"}
 
@@ -169,6 +172,17 @@ def summary(report: Accepted | Checked | Rejected) -> Text:
             "bold cyan",
         )
     return Text(f"rejected at {report.gate}: {report.code}", "bold red")
+
+
+def credits(outcome: Outcome) -> str:
+    """Who wrote a kernel, in how many attempts, for how many tokens."""
+    a, u = outcome.authorship, outcome.usage
+    spent = (
+        f"tokens {u.input_tokens} in, {u.output_tokens} out, {u.cache_read_tokens} from the cache"
+        if u.input_tokens
+        else "tokens not counted"
+    )
+    return f"written by {a.author} in {a.attempts} attempt(s), run {a.run}; {spent}"
 
 
 def show(console: Console, report: Accepted | Checked | Rejected) -> None:

@@ -35,7 +35,7 @@ from authoring import (
     write_toy,
 )
 
-from agent import cli, runs
+from agent import cli, runs, session
 from agent.journal import read_export
 from primitives.compile import CompileError
 from verifier.report import REPORT, Checked
@@ -290,7 +290,7 @@ def test_our_own_bug_is_not_explained_away(
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU, and figures as it might give them."""
-    monkeypatch.setattr(cli, "_need_gpu", lambda gpu: None)
+    monkeypatch.setattr(session, "need_gpu", lambda gpu: None)
     monkeypatch.setattr("verifier.measure.measure", lambda spec, program, **options: measured(spec, program))
 
 

@@ -1,0 +1,132 @@
+"""What the commands share: who writes, what measures, and how a run stands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent.loop import Listener, Measure, Outcome
+    from agent.providers import Provider
+    from agent.runs import Run
+
+
+class Absent(Exception):
+    """Something that was asked for is not on this machine: what, and how to get it."""
+
+
+def choose_provider(provider: str, spec: Path) -> str:
+    """auto: a key authors, a recording replays."""
+    from agent.accept import RECORDINGS
+
+    recorded = (RECORDINGS / f"{spec.stem}.jsonl").is_file()
+    if provider == "auto":
+        if os.environ.get("ANTHROPIC_API_KEY"):
+            return "anthropic"
+        if recorded or not spec.is_file():  # a missing spec gets its own words
+            return "replay"
+        raise Absent(
+            f"no ANTHROPIC_API_KEY, and no recorded run of {spec.stem} to replay; set the key, or answer "
+            "yourself with --provider handoff"
+        )
+    if provider == "replay" and spec.is_file() and not recorded:
+        raise Absent(f"{RECORDINGS}: no recorded run of {spec.stem}; author one first")
+    return provider
+
+
+def recorded_run(spec: Path) -> str:
+    """The name of the run that a replay of this spec plays back."""
+    from agent.accept import RECORDINGS
+    from agent.journal import read_export
+
+    header, _ = read_export(RECORDINGS / f"{spec.stem}.jsonl")
+    return str(header["run"])
+
+
+def author(run: Run, watch: Listener, measure: Measure | None) -> Outcome:
+    """Run the loop with what the run's header says."""
+    from agent.loop import Loop
+
+    header = run.journal.header
+    loop = Loop(
+        run.journal,
+        run.spec,
+        run.text,
+        provider_of(run),
+        watch,
+        header["attempts"],
+        measure,
+        header["weak_jail"],
+    )
+    return loop.run()
+
+
+def provider_of(run: Run) -> Provider:
+    """The provider that the run's header names. Raises ProviderError."""
+    from agent import providers
+    from agent.accept import RECORDINGS
+
+    header = run.journal.header
+    options: dict[str, Any] = {
+        "anthropic": {"model": header["model"]},
+        "handoff": {
+            "directory": Path(header["directory"] or run.directory / "handoff"),
+            "author": header["author"],
+            "time_limit": header["time_limit"],
+        },
+        "replay": {"path": RECORDINGS / f"{run.spec.name}.jsonl"},
+    }[header["provider"]]
+    return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
+
+
+def standing(name: str) -> Outcome:
+    """How a run stands, from its journal alone: nothing is asked for or measured."""
+    from agent import loop, runs
+
+    run = runs.reopen(name)
+    try:
+        outcome = loop.standing(run.journal, run.spec)
+    finally:
+        run.journal.close()
+    if outcome is None:
+        raise Absent(f"run {run.name} has no verified kernel yet: coda-agent resume {run.name}")
+    return outcome
+
+
+def measurer(gpu: bool | None, arms: tuple[str, ...], rounds: int, watch: Listener) -> Measure | None:
+    """What measures a checked kernel here, if anything does."""
+    if not use_gpu(gpu):
+        return None
+    from verifier.measure import measure as run_gates
+
+    return lambda spec, program: run_gates(spec, program, arms=arms, rounds=rounds, progress=watch.gate)
+
+
+def arms_of(max_autotune: bool, quack: bool) -> tuple[str, ...]:
+    """The arms to measure beside the candidate."""
+    extra = [("torch.compile max-autotune", max_autotune), ("QuACK library", quack)]
+    return ("torch.compile", "cuBLAS matmul", *(name for name, wanted in extra if wanted))
+
+
+def measuring(gpu: bool | None, arms: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    """Options of a measurement, where there is one."""
+    return {"arms": arms, "rounds": rounds} if use_gpu(gpu) else {}
+
+
+def need_gpu(gpu: bool | None) -> None:
+    """Say at once, before anything is written, that a demanded GPU is not here."""
+    if gpu:
+        use_gpu(True)
+
+
+def use_gpu(gpu: bool | None) -> bool:
+    """Whether to measure here; Absent where a GPU is demanded and there is none."""
+    if gpu is False:
+        return False
+    import torch
+
+    there = torch.cuda.is_available()
+    if gpu and not there:
+        raise Absent("no CUDA device here; leave out --gpu, or take a bundle to a machine with an H100")
+    return there
