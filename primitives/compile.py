@@ -1,8 +1,9 @@
 """Compiling lowered modules: kernels to call, and cubins with a resource report.
 
 QuACK's object cache (QUACK_CACHE_DIR) keeps compiled kernels; its keys hold the lowered module's and
-class's names, which hold the hash of the text. The resource report needs no GPU: it compiles for
-sm_90a in a child process and reads the cubin. ``python -m primitives.compile`` is that child.
+class's names, which hold the hash of the text, and the operands' dtypes and layouts. The resource report
+needs no GPU: it compiles for sm_90a in a child process and reads the cubin. ``python -m
+primitives.compile`` is that child.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
 
 HOPPER = (9, 0)
+FORMAT = 1  # of the file that keeps a report, and of what is counted in it
 # One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
@@ -182,7 +184,8 @@ def report(program: Program, schedules: Iterable[Schedule] = PROBES) -> tuple[Re
     """
     lowered = lower(program)
     schedules = tuple(schedules)
-    key = json.dumps([lowered.hash, [s.to_json() for s in schedules]], sort_keys=True)
+    made = [FORMAT, program._replace(schedule={}).hash, lowered.hash]
+    key = json.dumps([*made, [s.to_json() for s in schedules]], sort_keys=True)
     path = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     if not path.exists():
         request = json.dumps({"program": program.to_json(), "schedules": [s.to_json() for s in schedules]})

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
+MAX_TEXT = 80
 MAX_TERMS = 16  # hostile programs carry sizes too
 MAX_SIZE = 1 << 63
 Monomial = tuple[str, ...]
@@ -32,12 +33,15 @@ class Dim:
             if abs(text) >= MAX_SIZE:
                 raise ValueError("a number of 2**63 or more is no size")
             return cls({(): text})
-        if not isinstance(text, str) or len(text) > 80:
+        if not isinstance(text, str) or len(text) > MAX_TEXT:
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F")
         try:
-            return _build(ast.parse(text, mode="eval").body)
+            made = _build(ast.parse(text, mode="eval").body)
         except (SyntaxError, RecursionError):
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F") from None
+        if len(str(made)) > MAX_TEXT or any(abs(c) >= MAX_SIZE for _, c in made.terms):
+            raise ValueError(f"{text!r} multiplies out to too long a size")  # it could not be read back
+        return made
 
     @property
     def names(self) -> frozenset[str]:

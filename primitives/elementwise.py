@@ -154,7 +154,7 @@ def rsqrt(a):
     """``1 / sqrt(a)``, by the hardware's rsqrt: about 2 ulp."""
 
 
-@elementwise(torch=lambda torch, a: torch.tanh(a), cute="tanh({0})", fast="tanh_fast({0})")
+@elementwise(torch=lambda torch, a: torch.tanh(a), cute="cute.math.tanh({0})", fast="tanh_fast({0})")
 def tanh(a):
     """Hyperbolic tangent."""
 

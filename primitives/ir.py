@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from primitives.dims import NAME as DIM_NAME
 from primitives.dims import Dim
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -86,6 +87,8 @@ class Signature(NamedTuple):
         unknown = {n for _, t in tensors for d in t.shape for n in d.names} - set(self.dims)
         bad = (
             next((f"name {n!r}" for n in names if not VALUE_NAME.fullmatch(n)), None)
+            or next((f"name {n!r}, used twice" for n in names[:-1] if names[:-1].count(n) > 1), None)
+            or next((f"dim {n!r}" for n in self.dims if not DIM_NAME.fullmatch(n)), None)
             or next((f"dim {n!r}" for n in sorted(unknown)), None)
             or next((f"dtype {t.dtype!r}" for _, t in tensors if t.dtype not in DTYPES), None)
             or next((f"rank of {n!r}" for n, t in tensors if len(t.shape) not in (1, 2)), None)

@@ -1,7 +1,7 @@
 """Launching: Program x CUDA tensors -> CUDA tensors, planned once and then called cheaply.
 
 A ``Plan`` binds a program to sizes and schedules: kernels compiled, one workspace allocated, every
-host decision taken. Calling it checks shapes once a metadata class and launches.
+host decision taken; calling it launches. A ``Kernel`` checks its tensors and keeps a plan for their sizes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ class LaunchError(Exception):
 
 def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
     """Which rows are no multiple of 16 bytes at these sizes, in words; empty if all are."""
-    signature = program.signature
-    width = {"bf16": 2, "fp16": 2, "fp32": 4}
+    signature, types = program.signature, program.types()
+    tensors = {name: (t.shape, t.dtype) for name, t in {**signature.inputs, **signature.outputs}.items()}
+    for index, dtype in store_dtypes(program).items():
+        if types[index].kind == "tile" and index not in program.outputs.values():
+            tensors[f"the tile that node {index} hands on"] = (types[index].shape, dtype)
     found = []
-    for name, tensor in {**signature.inputs, **signature.outputs}.items():
-        if len(tensor.shape) == 2:
-            extent = tensor.shape[1](sizes)
-            if extent * width[tensor.dtype] % ALIGNMENT:
-                found.append(f"{name}: rows of {extent} {tensor.dtype} are no multiple of {ALIGNMENT} bytes")
+    for name, (shape, dtype) in tensors.items():
+        if len(shape) == 2:
+            extent = shape[1](sizes)
+            if extent * torch_dtype(dtype).itemsize % ALIGNMENT:
+                found.append(f"{name}: rows of {extent} {dtype} are no multiple of {ALIGNMENT} bytes")
     return found
 
 
@@ -66,8 +69,6 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[s
     errors = alignment_errors(program, sizes)
     if errors:
         raise LaunchError("; ".join(errors))
-    if any(v <= 0 for v in sizes.values()):
-        raise LaunchError(f"every dim must be positive; got {sizes}")
     return sizes
 
 
@@ -126,7 +127,8 @@ class Plan:
 
     ``plan(inputs)`` returns fresh outputs; ``plan.run(inputs, outputs)`` writes into given ones with
     no allocation and no decision. Tensors must have the shapes, dtypes and device of the plan.
-    One stream at a time: the workspace is shared between calls.
+    One stream at a time: the workspace (bytes; made where none, or too small a one, is given) is shared
+    between calls.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Plan:
         sizes: Mapping[str, int],
         schedules: Mapping[int, Schedule],
         device: torch.device | str = "cuda",
+        workspace: torch.Tensor | None = None,
     ):
         import torch
 
@@ -148,7 +151,7 @@ class Plan:
         self._slots = _Slots([*self._inputs, *self._outputs])
         kernels: list[GemmKernel | VectorKernel] = [*self.lowered.gemms, *self.lowered.vectors]
         scalars = {a.node for k in kernels for a in k.arguments if a.role == "scalar"}
-        fixed = {("scalar", node): self._scalar(node) for node in sorted(scalars)} | self._allocate()
+        fixed = {("scalar", node): self._scalar(node) for node in sorted(scalars)} | self._allocate(workspace)
         for key, value in fixed.items():
             self._slots.fix(key, value)
         kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
@@ -159,7 +162,7 @@ class Plan:
     def _shape(self, index: int) -> list[int]:
         return [d(self.sizes) for d in self._steps.types[index].shape]
 
-    def _allocate(self) -> dict[tuple[str, int], torch.Tensor]:
+    def _allocate(self, workspace: torch.Tensor | None) -> dict[tuple[str, int], torch.Tensor]:
         """What lives between kernels, in one buffer: tiles and vectors that are no outputs, and partials
         sized by the chosen tiles."""
         import torch
@@ -182,12 +185,13 @@ class Plan:
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
             for key, (shape, dtype) in wanted.items()
         }
-        buffer = torch.empty(
-            sum(-(-n // 256) * 256 for n in sizes.values()), dtype=torch.uint8, device=self.device
-        )
+        total = sum(-(-n // 256) * 256 for n in sizes.values())
+        if workspace is None or workspace.numel() < total:
+            workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
+        self.workspace = workspace
         tensors, offset = {}, 0
         for key, (shape, dtype) in wanted.items():
-            tensors[key] = buffer[offset : offset + sizes[key]].view(torch_dtype(dtype)).view(shape)
+            tensors[key] = workspace[offset : offset + sizes[key]].view(torch_dtype(dtype)).view(shape)
             offset += -(-sizes[key] // 256) * 256
         return tensors
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from primitives.cut import cut
 from primitives.finish import FinishWriter, by_length
 from primitives.interpret import store_dtypes
-from primitives.ir import Program
+from primitives.ir import Program, ProgramError
 from primitives.lowered import Argument, GemmKernel, Lowered, VectorKernel
 from primitives.visitor import StepWriter
 
@@ -37,6 +37,14 @@ def lower(program: Program) -> Lowered:
     digest = hashlib.sha256("\0".join([body, device_sources(), *map(version, PACKAGES)]).encode()).hexdigest()
     suffix = f"_{digest[:12]}"
     text = _HEADER + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
+    for kernel in (w.kernel() for w in writers):
+        schedule = program.schedule.get(kernel.step)
+        if kernel.half and schedule and schedule.tile_n % 32:
+            raise ProgramError(
+                "schedule",
+                f"step {kernel.step} stores a tile half as wide as its gemm: tile_n is a multiple of 32 "
+                f"then, not {schedule.tile_n}",
+            )
     return Lowered(
         text,
         digest,

@@ -11,17 +11,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from primitives import workers
 from primitives.compile import cache_dir, compile_gemm, compile_vector
 from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule
@@ -30,6 +28,9 @@ from primitives.lower import GemmKernel, lower
 if TYPE_CHECKING:
     import torch
 
+    from primitives.launch import Plan
+
+FORMAT = 1  # of the file that keeps a tuning, and of the way it is found
 ROUNDS = 9
 FINALISTS = 3
 FINAL = 6
@@ -90,9 +91,9 @@ def tuned(
         return {int(k): Schedule.from_json(v) for k, v in kept["schedules"].items()}
     start = time.monotonic()
     lowered = lower(program)
-    chosen = {g.step: Schedule() for g in lowered.gemms}
+    chosen = {g.step: Schedule() for g in lowered.gemms} | dict(program.schedule)
     evidence: dict[str, Any] = {}
-    for kernel in lowered.gemms:
+    for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes)
         if known and known.get(kernel.step):
             ranked = race(list(known[kernel.step]), FINAL_ROUNDS)
@@ -121,43 +122,33 @@ def finalists(program: Program, sizes: Mapping[str, int]) -> dict[int, list[Sche
 
 
 def cache_path(program: Program, sizes: Mapping[str, int]) -> Path:
-    """Where a tuning is kept: text (which covers the versions of the compilers), sizes, GPU."""
+    """Where a tuning is kept: program, text (which covers the versions of the compilers), sizes, GPU."""
     import torch
 
-    key = json.dumps(
-        [lower(program).hash, dict(sorted(sizes.items())), torch.cuda.get_device_name(), torch.version.cuda]
-    )
+    made = [FORMAT, program._replace(schedule={}).hash, lower(program).hash]
+    where = [dict(sorted(sizes.items())), torch.cuda.get_device_name(), torch.version.cuda]
+    key = json.dumps([*made, *where])
     return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def workers() -> int:
-    """Compile workers: QUACK_COMPILE_WORKERS, or one a core up to 16."""
-    return int(os.environ.get("QUACK_COMPILE_WORKERS") or min(16, os.cpu_count() or 1))
-
-
-# What this process has seen compile, by lowered text: sizes are symbolic, so one object serves all cases.
+# What this process has seen compile, by program: sizes are symbolic, so one object serves all cases.
 _compiled: dict[tuple[str, int, Schedule], bool] = {}
 
 
 def compile_all(program: Program, schedules: Iterable[tuple[int, Schedule]]) -> list[bool]:
     """Fill the object cache with these (step, schedule) in parallel; whether each compiled."""
-    digest, text = lower(program).hash, program.to_json()
+    text = program._replace(schedule={}).to_json()
     # Rasterisation is a launch argument: one object serves every group size.
-    wanted = [(digest, step, s._replace(swizzle=8)) for step, s in schedules]
+    wanted = [(text, step, s._replace(swizzle=8)) for step, s in schedules]
     new = [w for w in dict.fromkeys(wanted) if w not in _compiled]
-    found = compile_pool().map(_compile_one, [(text, step, schedule) for _, step, schedule in new])
-    _compiled.update(zip(new, found, strict=True))
+    _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
     return [_compiled[w] for w in wanted]
-
-
-@cache
-def compile_pool() -> ProcessPoolExecutor:
-    """Worker processes that compile, started once: importing the compiler takes each some seconds."""
-    return ProcessPoolExecutor(workers(), mp_context=get_context("spawn"))
 
 
 def _compile_one(task: tuple[str, int, Schedule]) -> bool:
     """In a worker process: a configuration that the compiler refuses is one not to race."""
+    from cutlass.base_dsl.common import DSLBaseError
+
     text, step, schedule = task
     lowered = lower(Program.from_json(text))
     for vector in lowered.vectors:
@@ -165,7 +156,7 @@ def _compile_one(task: tuple[str, int, Schedule]) -> bool:
     kernel = next(g for g in lowered.gemms if g.step == step)
     try:
         compile_gemm(lowered, kernel, schedule)
-    except (RuntimeError, ValueError, AssertionError):
+    except (DSLBaseError, RuntimeError, ValueError, AssertionError):
         return False
     return True
 
@@ -183,11 +174,12 @@ def _race(
     from primitives.launch import Plan
 
     fine = compile_all(program, [(kernel.step, s) for s in schedules])
-    plans = [
-        (s, Plan(program, sizes, others | {kernel.step: s}, next(iter(inputs.values())).device))
-        for s, compiled in zip(schedules, fine, strict=True)
-        if compiled
-    ]
+    device = next(iter(inputs.values())).device
+    plans: list[tuple[Schedule, Plan]] = []
+    # The narrowest tiles need the largest workspace: all candidates take turns in it.
+    for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
+        shared = plans[0][1].workspace if plans else None
+        plans.append((s, Plan(program, sizes, others | {kernel.step: s}, device, shared)))
     outputs = plans[0][1].outputs() if plans else {}
     return race_calls([(s, partial(plan.run, inputs, outputs)) for s, plan in plans], rounds)
 

@@ -56,7 +56,7 @@ class StepWriter(Writer):
     def exact_nodes(self) -> set[int]:
         """Nodes that an fp32 output can see: no coarse instruction may reach one."""
         pending = [a for r in self.step.reductions for a in self.nodes[r].args]
-        pending += [i for i in self.step.stores if self.stored_dtype[i] == "fp32"]
+        pending += [i for i in self.step.stores if self.stored_dtype[i] != "bf16"]
         found: set[int] = set()
         while pending:
             index = pending.pop()

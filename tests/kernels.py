@@ -231,7 +231,9 @@ class _Machine:
         self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(program.nodes) if n.op == "input"}
         self.partials: dict[int, torch.Tensor] = {}
         self.thread = 0
-        functions = {f.__name__: _unary(f) for f in (torch.exp, torch.log, torch.sqrt, torch.rsqrt)}
+        functions = {
+            f.__name__: _unary(f) for f in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh)
+        }
         arch = types.SimpleNamespace(
             fmax=_fmax, block_idx=lambda: (0, 0, 0), thread_idx=lambda: (self.thread, 0, 0)
         )

@@ -90,6 +90,12 @@ def test_sizes_that_happen_to_be_equal_have_no_ratio() -> None:
     assert Dim.parse("M").ratio(Dim.parse("F")) is None  # whatever M and F are
 
 
+@pytest.mark.parametrize("text", ["(AA+BB)*(CC+DD)*(EE+FF)", "9" * 30, "3037000500*3037000500*F"])
+def test_what_could_not_be_read_back_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="too long a size"):
+        Dim.parse(text)
+
+
 def test_halved() -> None:
     assert Dim.parse("2*F + 4").halved() == Dim.parse("F + 2")
     with pytest.raises(ValueError, match="2\\*F \\+ M is not divisible by 2"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import BACKWARD, EXAMPLES, NORM, signature, source, tensor, trace
+from kernels import BACKWARD, EXAMPLES, NORM, SWIGLU, signature, source, tensor, trace
 
 from primitives.ir import (
     MAX_BYTES,
@@ -364,3 +364,45 @@ def test_programs_as_large_as_allowed_are_read_and_cut() -> None:
     with pytest.raises(ProgramError) as caught:
         trace_source(source(PLAIN, lines[0], "for _ in range(600):", *lines[2:]), PLAIN)
     assert caught.value.code == "size"
+
+
+def test_an_output_cannot_bear_an_inputs_name() -> None:
+    data = json.loads(NORM.program.to_json())
+    inputs, outputs = data["signature"]["inputs"], data["signature"]["outputs"]
+    taken, given = next(iter(inputs)), next(iter(outputs))
+    outputs[taken] = outputs.pop(given)
+    data["outputs"][taken] = data["outputs"].pop(given)
+    with pytest.raises(ProgramError, match="used twice"):
+        Program.from_json(json.dumps(data))
+
+
+def test_a_schedule_must_suit_what_its_step_stores() -> None:
+    from primitives.lower import lower
+
+    program = SWIGLU.program._replace(schedule={0: Schedule(128, 208)})
+    with pytest.raises(ProgramError, match="multiple of 32 then, not 208"):
+        lower(program)
+
+
+def test_reports_are_kept_by_program_not_by_text_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from primitives import compile as compiler
+    from primitives.lower import lower
+
+    made = []
+    for dtype in ("bf16", "fp16"):
+        inputs = {"x": tensor("M, K", dtype), "w": tensor("K, N", dtype)}
+        made.append(trace(signature(inputs, {"o": tensor("M, N", dtype)}), "return {'o': gemm(x, w)}"))
+    assert lower(made[0]).hash == lower(made[1]).hash
+    requests: list[str] = []
+
+    def child(request: str) -> str:
+        requests.append(request)
+        return "[]"
+
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "_run_child", child)
+    for program in (*made, made[0]):
+        compiler.report(program)
+    assert len(requests) == 2

@@ -130,6 +130,27 @@ def test_tensors_off_the_gpu_are_refused_before_anything_runs(calls):
     assert not calls
 
 
+def test_tiles_between_steps_must_be_aligned_too():
+    shape = kernels.tensor
+    signature = kernels.signature(
+        {"x": shape("M, K"), "w": shape("2*F, K"), "v": shape("F, N")}, {"o": shape("M, N")}
+    )
+    program = kernels.trace(signature, "g, u = pairs(gemm(x, w.mT))", "return {'o': gemm(silu(g) * u, v)}")
+    assert alignment_errors(program, {"M": 8, "K": 64, "F": 16, "N": 64}) == []
+    (error,) = alignment_errors(program, {"M": 8, "K": 64, "F": 12, "N": 64})
+    assert "rows of 12 bf16" in error
+
+
+def test_a_workspace_that_is_large_enough_is_used_again(calls):
+    program = kernels.CHAIN.program
+    sizes = {d: SIZES[d] for d in program.signature.dims}
+    narrow = Plan(program, sizes, {0: Schedule(128, 128), 1: Schedule(128, 128)}, "cpu")
+    wide = Plan(program, sizes, {0: Schedule(128, 256, False), 1: Schedule()}, "cpu", narrow.workspace)
+    assert wide.workspace is narrow.workspace
+    small = torch.empty(1, dtype=torch.uint8)
+    assert Plan(program, sizes, {0: Schedule(), 1: Schedule()}, "cpu", small).workspace is not small
+
+
 def test_rows_that_are_no_multiple_of_16_bytes_are_named():
     program = kernels.SWIGLU.program
     assert alignment_errors(program, {"M": 3, "D": 520, "F": 520}) == []

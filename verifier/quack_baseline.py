@@ -17,10 +17,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from primitives import workers
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES
-from primitives.tune import compile_pool, race_calls, search
+from primitives.tune import race_calls, search
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
@@ -248,14 +249,15 @@ def _compile_all(spec: Spec, configs: Sequence[GemmConfig]) -> None:
     """Fill QuACK's object cache: sizes are symbolic in it, so small tensors of the same kind do."""
     tasks = {(spec.name, (c.tile_m, c.tile_n, c.pingpong), (c.cluster_m, c.cluster_n)) for c in configs}
     new = sorted(tasks - _compiled)
-    list(compile_pool().map(_compile_one, [(spec, *rest) for _, *rest in new]))
+    workers.run_all(_compile_one, [(spec, *rest) for _, *rest in new])
     _compiled.update(new)
 
 
 _compiled: set[tuple[str, tuple[int, int, bool], tuple[int, int]]] = set()
 
 
-def _compile_one(task: tuple[Spec, tuple[int, int, bool], tuple[int, int]]) -> None:
+def _compile_one(task: tuple[Spec, tuple[int, int, bool], tuple[int, int]]) -> bool:
+    """In a worker process, on the GPU: whether the compiler took it."""
     from verifier.numerics import draw
 
     spec, tile, cluster = task
@@ -263,3 +265,5 @@ def _compile_one(task: tuple[Spec, tuple[int, int, bool], tuple[int, int]]) -> N
     library = quack_library(spec.name, draw(spec, sizes, 0, device="cuda"), sizes, constants=spec.constants)
     with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # one not to race
         library.prepare(config(*tile, cluster=cluster))
+        return True
+    return False
