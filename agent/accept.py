@@ -85,6 +85,8 @@ def commit(paths: list[Path], words: str) -> str:
     """Commit exactly these files; the new commit's hash. Raises AcceptError with git's words."""
     names = [str(p) for p in paths]
     _git("add", "--", *names)
+    if not _git("diff", "--cached", "--name-only", "--", *names):
+        return _git("rev-parse", "--short", "HEAD").strip()  # these very files were committed before
     _git("commit", "--quiet", "-m", words, "--", *names)
     return _git("rev-parse", "--short", "HEAD").strip()
 

@@ -293,8 +293,12 @@ def _read(path: Path, kind: type[T]) -> T:
     try:
         found = kind.model_validate(json.loads(content))
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, not the fields
+        words = str(error).splitlines()[0]
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise BundleError(
-            f"{path}: this is no {kind.__name__.lower()} file of coda-agent: {str(error).splitlines()[0]}"
+            f"{path}: this is no {kind.__name__.lower()} file of coda-agent: {words}; make it again"
         ) from None
     version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
     if version != FORMAT:

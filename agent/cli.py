@@ -72,7 +72,12 @@ def generate(
     directory: Annotated[
         Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")
     ] = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds that a handoff waits for one answer.")] = 3600.0,
+    max_tokens: Annotated[
+        int, typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
+    ] = 32000,
+    time_limit: Annotated[
+        float, typer.Option(min=0.1, max=1e7, help="Seconds that a handoff waits for one answer.")
+    ] = 3600.0,
     gpu: Gpu = None,
     weak_jail: WeakJail = False,
     max_autotune: MaxAutotune = False,
@@ -82,8 +87,10 @@ def generate(
 ) -> None:
     """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
     from agent import runs
+    from verifier.spec import load
 
-    chosen = session.choose_provider(provider.value, spec)
+    recorded = load(spec, check=False).name  # a spec that cannot be read says so first
+    chosen = session.choose_provider(provider.value, recorded)
     options = {
         "provider": chosen,
         "attempts": attempts,
@@ -92,9 +99,10 @@ def generate(
         "weak_jail": weak_jail,
         "directory": str(directory) if directory else None,
         "time_limit": time_limit,
+        "max_tokens": max_tokens,
     }
-    if chosen == "replay" and spec.is_file():
-        options["replays"] = session.recorded_run(spec)
+    if chosen == "replay":
+        options["replays"] = session.recorded_run(recorded)
     session.need_gpu(gpu)
     run = runs.start(spec, options)
     _go(run, gpu, session.arms_of(max_autotune, quack), rounds, as_json)
@@ -261,11 +269,15 @@ def show(
     """Show what a kernel does: its steps, resources on sm_90a and roofline."""
     from agent import show as showing
     from primitives.compile import report
+    from primitives.ir import ProgramError
     from verifier.spec import load
 
     loaded = load(spec or _spec_of(kernel), check=False)
     program = _program(kernel, loaded, weak_jail)
-    resources = report(program)
+    try:
+        resources = report(program)
+    except ProgramError as error:
+        raise typer.BadParameter(f"{kernel}: {error.message}") from None
     sizes = {case.name: case.sizes for case in loaded.cases}
     if as_json:
         data = showing.as_dict(
@@ -288,7 +300,7 @@ def doctor(as_json: Json = False) -> None:
         typer.echo(json.dumps(doctors.as_dict(findings), indent=1))
     else:
         _console(False).print(doctors.table(findings))
-    raise typer.Exit(OK if all(f.status != "broken" for f in findings) else ABSENT)
+    raise typer.Exit(OK if doctors.healthy(findings) else ABSENT)
 
 
 def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json: bool) -> None:
@@ -300,6 +312,9 @@ def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json:
     try:
         with render.Watch(console) as watch:
             outcome = session.author(run, watch, session.measurer(gpu, arms, rounds, watch))
+    except KeyboardInterrupt:
+        typer.echo(f"coda-agent resume {run.name} goes on", err=True)
+        raise
     finally:
         run.journal.close()
     if not as_json:
@@ -374,7 +389,7 @@ def main() -> None:
         app()  # which exits by itself: with OK, with what a command chose, with 2 on wrong usage
     except SystemExit as ended:
         if ended.code == INTERRUPTED:
-            typer.echo("interrupted: coda-agent resume goes on", err=True)
+            typer.echo("coda-agent: interrupted", err=True)
         raise
     except session.Absent as error:
         typer.echo(f"coda-agent: {error}", err=True)

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from agent import prompt
-from agent.journal import Journal
+from agent.journal import Journal, JournalError
 from agent.providers import Message, Provider, Turn, Usage
-from primitives.ir import Program
+from primitives.ir import Program, ProgramError
 from verifier.report import (
     MEASUREMENT,
     REPORT,
@@ -28,6 +30,7 @@ from verifier.report import (
 from verifier.spec import Spec
 from verifier.verify import Verdict, check
 
+OTHER_VERSION = "the run's journal was written by another version of coda-agent; start a new run"
 BLOCK = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 Measure = Callable[[Spec, Program], Measured | Rejected]
 
@@ -165,14 +168,19 @@ def standing(journal: Journal, spec: Spec) -> Outcome | None:
 
 def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rejected, Program | None]:
     text = payload["program"]
-    return REPORT.validate_python(payload["report"]), Program.from_json(
-        text, spec.signature()
-    ) if text else None
+    try:
+        report = REPORT.validate_python(payload["report"])
+        return report, Program.from_json(text, spec.signature()) if text else None
+    except (ValidationError, ProgramError):
+        raise JournalError(OTHER_VERSION) from None
 
 
 def _recorded(journal: Journal, number: int) -> Measured | Rejected | None:
     found = [e.payload for e in journal.events() if e.key == f"measurement/{number}"]
-    return MEASUREMENT.validate_python(found[0]) if found else None
+    try:
+        return MEASUREMENT.validate_python(found[0]) if found else None
+    except ValidationError:
+        raise JournalError(OTHER_VERSION) from None
 
 
 def _authorship(journal: Journal, turn: Turn, number: int) -> Authorship:

@@ -18,7 +18,7 @@ import primitives
 from agent.tips import Tip, read_tips
 
 if TYPE_CHECKING:
-    from verifier.report import Checked, Rejected
+    from verifier.report import Rejected
     from verifier.spec import Spec
 
 HERE = Path(__file__).parent
@@ -140,9 +140,3 @@ def feedback(report: Rejected) -> str:
         f"Rejected at gate `{report.gate}`, reason `{report.code}`{place}:\n\n{report.message}\n\n"
         f"Gates passed before: {passed}.\n\n{ANSWER}"
     )
-
-
-def resources(report: Checked) -> str:
-    """The compiler's findings in a line each."""
-    compiled = next(g for g in report.gates if g.gate == "compile")
-    return "\n".join(compiled.findings)

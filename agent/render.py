@@ -46,9 +46,11 @@ class Watch:
         self._update()
 
     def text(self, words: str) -> None:
-        self._words = (self._words + words)[-400:]
-        if not self._live and words.endswith("\n"):
-            self.console.print(Text("  " + words.strip(), style="dim"))
+        self._words += words
+        if not self._live:
+            *whole, self._words = self._words.split("\n")
+            for line in whole:
+                self.console.print(Text("  " + line, style="dim"))
         self._update()
 
     def gate(self, name: str, words: str) -> None:
@@ -64,7 +66,7 @@ class Watch:
 
     def _view(self) -> Group:
         rows: list[Any] = [Text(self._title, style="bold")]
-        if self._words and not self._states:
+        if self._words.strip() and not self._states:
             rows.append(Text(self._words.strip().splitlines()[-1][-100:], style="dim"))
         for name in GATES:
             words = self._states.get(name)
@@ -94,7 +96,7 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
     if isinstance(report, Checked):
         for name in GATES:
             if name not in passed:
-                table.add_row(name, "[dim]not run", "", "[dim]needs a CUDA device")
+                table.add_row(name, "[dim]not run", "", "[dim]needs an H100")
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass
@@ -42,27 +43,38 @@ def start(path: Path, options: dict[str, Any]) -> Run:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
         name = f"{spec.name}-{stamp}{suffix}"
-        if not (runs_dir() / name).exists():
+        if _claim(runs_dir() / name, text):
             break
+    # The journal last: without one a folder is no run, so a start that was cut off leaves none.
     header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
-    journal = Journal.create(runs_dir() / name / "journal.db", header)
+    return Run(name, Journal.create(runs_dir() / name / "journal.db", header), spec, text)
+
+
+def _claim(directory: Path, spec: str) -> bool:
+    """Make a run's folder, with its spec; whether no other run had it. Raises JournalError."""
     try:
-        write_atomic(runs_dir() / name / "spec.yaml", text)
+        directory.mkdir(parents=True)
+        write_atomic(directory / "spec.yaml", spec)
+    except FileExistsError:
+        return False
     except OSError as error:
-        journal.close()
-        raise JournalError(
-            f"{runs_dir() / name}: {error.strerror}; make room or set CODA_AGENT_RUNS"
-        ) from None
-    return Run(name, journal, spec, text)
+        full = error.errno == errno.ENOSPC
+        remedy = (
+            "make room or set CODA_AGENT_RUNS" if full else "choose a directory that can be made and written"
+        )
+        raise JournalError(f"{directory}: {error.strerror}; {remedy}") from None
+    return True
 
 
 def reopen(name: str) -> Run:
     """An existing run, with the spec as it was then. Raises JournalError for one that is not there, or
     whose spec was edited since."""
-    name = Path(name).name
+    given, name = Path(name), Path(name).name
     if not NAME.fullmatch(name) or not (runs_dir() / name).is_dir():
         known = ", ".join(names()[-5:]) or "none"
         raise JournalError(f"{runs_dir()}: there is no run {name!r}; the latest are: {known}")
+    if given.is_dir() and given.resolve() != (runs_dir() / name).resolve():
+        raise JournalError(f"{given} is no run of {runs_dir()}; set CODA_AGENT_RUNS to the folder it is in")
     journal = Journal.open(runs_dir() / name / "journal.db")
     path = runs_dir() / name / "spec.yaml"
     try:

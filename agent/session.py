@@ -12,35 +12,38 @@ if TYPE_CHECKING:
     from agent.runs import Run
 
 
+HOPPER = (9, 0)  # lowered kernels are sm_90a code: no other GPU runs them
+
+
 class Absent(Exception):
     """Something that was asked for is not on this machine: what, and how to get it."""
 
 
-def choose_provider(provider: str, spec: Path) -> str:
+def choose_provider(provider: str, spec: str) -> str:
     """auto: a key authors, a recording replays."""
     from agent.accept import RECORDINGS
 
-    recorded = (RECORDINGS / f"{spec.stem}.jsonl").is_file()
+    recorded = (RECORDINGS / f"{spec}.jsonl").is_file()
     if provider == "auto":
         if os.environ.get("ANTHROPIC_API_KEY"):
             return "anthropic"
-        if recorded or not spec.is_file():  # a missing spec gets its own words
+        if recorded:
             return "replay"
         raise Absent(
-            f"no ANTHROPIC_API_KEY, and no recorded run of {spec.stem} to replay; set the key, or answer "
+            f"no ANTHROPIC_API_KEY, and no recorded run of {spec} to replay; set the key, or answer "
             "yourself with --provider handoff"
         )
-    if provider == "replay" and spec.is_file() and not recorded:
-        raise Absent(f"{RECORDINGS}: no recorded run of {spec.stem}; author one first")
+    if provider == "replay" and not recorded:
+        raise Absent(f"{RECORDINGS}: no recorded run of {spec}; author one first")
     return provider
 
 
-def recorded_run(spec: Path) -> str:
+def recorded_run(spec: str) -> str:
     """The name of the run that a replay of this spec plays back."""
     from agent.accept import RECORDINGS
     from agent.journal import read_export
 
-    header, _ = read_export(RECORDINGS / f"{spec.stem}.jsonl")
+    header, _ = read_export(RECORDINGS / f"{spec}.jsonl")
     return str(header["run"])
 
 
@@ -69,10 +72,11 @@ def provider_of(run: Run) -> Provider:
 
     header = run.journal.header
     options: dict[str, Any] = {
-        "anthropic": {"model": header["model"]},
+        "anthropic": {"model": header["model"], "max_tokens": header.get("max_tokens")},
         "handoff": {
             "directory": Path(header["directory"] or run.directory / "handoff"),
             "author": header["author"],
+            "run": run.name,
             "time_limit": header["time_limit"],
         },
         "replay": {"path": RECORDINGS / f"{run.spec.name}.jsonl"},
@@ -126,7 +130,9 @@ def use_gpu(gpu: bool | None) -> bool:
         return False
     import torch
 
-    there = torch.cuda.is_available()
+    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
     if gpu and not there:
-        raise Absent("no CUDA device here; leave out --gpu, or take a bundle to a machine with an H100")
+        raise Absent(
+            "no H100 (CUDA capability 9.0) here; leave out --gpu, or take a bundle to a machine with an H100"
+        )
     return there

@@ -215,7 +215,7 @@ def test_no_gpu(command: Command, spec: Path, kernel: Callable[[str], Path], tmp
         ("measure", tmp_path / "bundle.json"),
     ):
         done = command(*arguments)
-        assert done.status == 3 and "no CUDA device here; " in done.said()
+        assert done.status == 3 and "no H100 (CUDA capability 9.0) here; " in done.said()
     assert len(runs.names()) == 1  # generate began none
 
 
@@ -356,7 +356,7 @@ def test_review(command: Command, spec: Path) -> None:
         done.status == 0 and f"written by Ada [/x] [bold] via handoff in 1 attempt(s), run {name}" in done.out
     )
     assert '{"c": gemm(a, b) * per_row(v)}' in done.out and "checked, not benchmarked" in done.out
-    assert "needs a CUDA device" in done.out
+    assert "needs an H100" in done.out
     report = REPORT.validate_json(command("review", name, "--json").out)
     assert isinstance(report, Checked)
 
@@ -456,6 +456,7 @@ def test_generate_with_a_gpu(
         return measured(spec, program)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("verifier.measure.measure", measure)
     directory = answered(tmp_path / "handoff", fenced(TOY_KERNEL))
     done = command("generate", spec, "--provider", "handoff", "--directory", directory, "--gpu", "--quack")
@@ -521,7 +522,7 @@ def test_a_handoff_is_stopped_interrupted_and_resumed(spec: Path, tmp_path: Path
     waiting.send_signal(signal.SIGINT)
     done = finished(waiting)
     assert done.status == 130 and done.out == ""
-    assert done.err.endswith("interrupted: coda-agent resume goes on\n")
+    assert "goes on\n" in done.err and done.err.endswith("coda-agent: interrupted\n")
 
     answered(directory, fenced(BROKEN), "I have no other idea.")
     done = of_process(coda_agent("resume", name, "--no-gpu", "--json"))
@@ -608,3 +609,12 @@ def nothing_beside(tmp_path: Path) -> Iterator[None]:
     before = set(os.listdir(ROOT))
     yield
     assert set(os.listdir(ROOT)) - before <= {".cache", ".coverage"}
+
+
+def test_a_gpu_of_another_kind_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability, used in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda c=capability: c)
+        assert session.use_gpu(None) is used
+    with pytest.raises(session.Absent, match="no H100"):
+        session.use_gpu(True)

@@ -202,12 +202,12 @@ def test_no_server_is_a_fault_of_the_line() -> None:
 @pytest.mark.parametrize(
     ("fault", "remedy"),
     [
-        (fake.answer("half", "max_tokens"), "raise --max-tokens"),
+        (fake.answer("half", "max_tokens"), "raise --max-tokens in a new run"),
         (fake.answer("no", "refusal"), "hints"),
         (fake.answer("no", "model_context_window_exceeded"), "fewer rounds"),
         (fake.answer("no", "tool_use"), "--model"),
         (fake.answer(""), "no text"),
-        (fake.status(400, "invalid_request_error"), "--effort"),
+        (fake.status(400, "invalid_request_error"), "--max-tokens"),
         (fake.status(401, "authentication_error"), "ANTHROPIC_API_KEY"),
         (fake.status(404, "not_found_error"), "CODA_AGENT_MODEL"),
         (fake.status(429, "rate_limit_error", x_should_retry="false"), "message"),

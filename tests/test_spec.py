@@ -282,3 +282,13 @@ def test_a_reference_of_a_spec_made_in_python_is_checked(write):
     broken = spec.model_copy(update={"reference": "c = a\nr = scale"})
     with pytest.raises(BadReference, match="output 'c' has shape"):
         reference.check_reference(broken)
+
+
+@pytest.mark.parametrize(
+    "text", ["name: 2026-13-45\n", "name: !!int abc\n", "name: !!float abc\n", "[" * 3000]
+)
+def test_yaml_that_cannot_be_built_is_one_message(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="no YAML"):
+        load(path, check=False)

@@ -27,7 +27,7 @@ from verifier import verify as gates
 from verifier.jail import JailUnavailable
 from verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected
 from verifier.spec import Spec, load
-from verifier.verify import check, check_program, small_sizes, verify
+from verifier.verify import check, small_sizes, verify
 
 pytestmark = pytest.mark.usefixtures("no_compiler")
 
@@ -255,18 +255,7 @@ def test_a_rejection_on_the_gpu_keeps_the_gates_before(spec: Spec, monkeypatch: 
     assert passed(report) == list(GATES[:4])
 
 
-# programs that were traced before, and machines without a jail
-
-
-def test_a_program_is_checked_without_its_source(spec: Spec) -> None:
-    right, wrong = (
-        program_of(spec, TOY_KERNEL),
-        program_of(spec, UNSCALED.replace("gemm(a, b)", "gemm(a, b) * 2")),
-    )
-    report = check_program(spec, right)
-    assert isinstance(report, Checked) and passed(report) == list(GATES[1:4])
-    refused = check_program(spec, wrong)
-    assert isinstance(refused, Rejected) and refused.gate == "interpret"
+# machines without a jail
 
 
 def test_no_jail_is_no_verdict(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:

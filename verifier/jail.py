@@ -70,7 +70,7 @@ def trace(
         raise JailUnavailable(
             "this system offers neither seccomp nor Landlock to confine a kernel's tracing: allow one "
             "(Linux 5.13 or later; in a container, a runtime that lets its processes set a seccomp filter), "
-            "or pass weak=True for sources you trust"
+            "or, for sources you trust, say --weak-jail"
         )
     result = _judge(answer, ending, wall_seconds, signature)
     if isinstance(result, Rejected):

@@ -260,6 +260,8 @@ def _read(path: Path) -> CommentedMap:
         raise SpecError(path, mark.line + 1 if mark else 1, f"this is no YAML mapping: {problem}") from None
     except YAMLError as error:
         raise SpecError(path, 1, f"this is no YAML mapping: {str(error).splitlines()[0]}") from None
+    except (ValueError, RecursionError) as error:  # a date of no calendar, !!int abc, nested too deep
+        raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
     if not isinstance(tree, CommentedMap):
         raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(Spec.model_fields)}")
     return tree

@@ -20,7 +20,6 @@ from verifier.report import Accepted, Checked, Gate, Identity, Measured, Rejecte
 from verifier.spec import Spec
 
 Progress = Callable[[str, str], None]  # (gate, "started" or words on how it ended)
-UNMEASURED = "checked, not benchmarked: no CUDA device"
 
 
 class Verdict(NamedTuple):
@@ -105,14 +104,6 @@ def check(spec: Spec, source: str, *, weak_jail: bool = False, progress: Progres
         return Verdict(stop.rejected, None)
 
 
-def check_program(spec: Spec, program: Program, *, progress: Progress = _silent) -> Checked | Rejected:
-    """The gates after the jail, for a program that was traced before."""
-    try:
-        return _check_program(spec, program, Gates(progress))
-    except _Stop as stop:
-        return stop.rejected
-
-
 def verify(
     spec: Spec,
     source: str,
@@ -156,7 +147,14 @@ def _check_program(spec: Spec, program: Program, gates: Gates) -> Checked:
         _interpret(spec, program, figures)
     with gates.gate("compile") as figures:
         _compile(program, figures)
-    return Checked(identity=identity(spec, program), gates=tuple(gates.passed), unmeasured=UNMEASURED)
+    return Checked(identity=identity(spec, program), gates=tuple(gates.passed), unmeasured=_unmeasured())
+
+
+def _unmeasured() -> str:
+    import torch
+
+    why = "none was asked for" if torch.cuda.is_available() else "no CUDA device"
+    return f"checked, not benchmarked: {why}"
 
 
 def _contract(spec: Spec, program: Program, figures: dict[str, Any]) -> None:

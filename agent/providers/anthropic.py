@@ -136,18 +136,20 @@ class Anthropic:
                 return _broken("the stream ended in the middle of the answer", usage)
             case "max_tokens":
                 cut = f"the answer was cut off at {self._max_tokens} tokens, thinking included"
-                return _Fault(cut, "raise --max-tokens", False, usage)
+                return _Fault(cut, "raise --max-tokens in a new run", False, usage)
             case "refusal":
                 details = message.stop_details
                 reason = (details.explanation or details.category) if details else None
                 refused = f"{message.model} refused to answer" + (f" ({reason})" if reason else "")
-                return _Fault(refused, "reword the spec's hints, or choose another --model", False, usage)
+                return _Fault(
+                    refused, "reword the spec's hints, or choose another --model, in a new run", False, usage
+                )
             case "model_context_window_exceeded":
                 full = f"the conversation is longer than {message.model} can read"
                 return _Fault(full, "start a new run, or allow fewer rounds", False, usage)
             case other:
                 odd = f"the answer ended with stop_reason {other!r}, which no request here leads to"
-                return _Fault(odd, "choose another --model", False, usage)
+                return _Fault(odd, "choose another --model in a new run", False, usage)
 
     def _wait(self, attempts: int, retry_after: float) -> float:
         """Seconds before the next attempt; the jitter keeps parallel runs from returning in step."""
@@ -231,7 +233,7 @@ def _status_fault(error: anthropic.APIStatusError, usage: Usage) -> _Fault:
 _PASSING = {"overloaded_error", "api_error", "rate_limit_error", "timeout_error"}
 
 _REMEDIES = {
-    400: "check --model, --max-tokens and --effort against what the model takes",
+    400: "check --model and --max-tokens against what the model takes, in a new run",
     401: "check ANTHROPIC_API_KEY",
     403: "use a key that may use this model",
     404: "check --model or CODA_AGENT_MODEL",

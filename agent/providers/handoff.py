@@ -7,6 +7,7 @@ into place is never read half-written. A file named `stop` in the directory ends
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,12 +30,16 @@ class Handoff:
         directory: str | Path,
         author: str,
         *,
+        run: str = "",
         time_limit: float = 3600.0,
         settle: float = 1.0,
         poll: float = 0.2,
     ):
         self._directory = Path(directory)
         self._author = author
+        self._run = run
+        if not 0 <= time_limit < math.inf:
+            raise ProviderError(f"a time limit of {time_limit} s", "give a positive number of seconds")
         self._time_limit = time_limit
         self._settle = settle
         self._poll = poll
@@ -50,7 +55,7 @@ class Handoff:
         number = turn_number(messages)
         prompt, answer = self._directory / f"prompt-{number}.md", self._directory / f"answer-{number}.md"
         try:
-            self._put(prompt, answer, _render(number, system, messages))
+            self._put(prompt, answer, _render(number, system, messages, self._run))
             say(f"prompt {prompt} awaits its answer in {answer}\n")
             text = self._wait(answer)
         except OSError as error:
@@ -114,8 +119,10 @@ def _read(answer: Path) -> str:
     return text if text.strip() else ""
 
 
-def _render(number: int, system: str, messages: Sequence[Message]) -> str:
-    parts = [f"<!-- system -->\n\n{system}"]
+def _render(number: int, system: str, messages: Sequence[Message], run: str) -> str:
+    # The run tells its prompts from those of another run of the same spec, and so their answers.
+    parts = [f"<!-- run {run} -->"] if run else []
+    parts.append(f"<!-- system -->\n\n{system}")
     parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(messages, 1)]
     name = f"answer-{number}.md"
     parts.append(
