@@ -130,10 +130,11 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Around each of the tests below, some fifty of them hostile: no process, descriptor or file stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    processes, descriptors = children(), os.listdir("/proc/self/fd")
+    processes, descriptors = children(), set(os.listdir("/proc/self/fd"))
     yield
     assert children() == processes
-    assert os.listdir("/proc/self/fd") == descriptors
+    # None more: fewer there may be, when a server thread of tests before these lets its connections go.
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
     assert list(tmp_path.iterdir()) == []
 
 
