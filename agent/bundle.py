@@ -257,7 +257,7 @@ def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
             named = [result.identity]
             if isinstance(measurement, Measured):
                 named.append(measurement.identity)
-            if not isinstance(report, Checked) or not all(_same(report.identity, n) for n in named):
+            if not isinstance(report, Checked) or not all(report.identity.same(n) for n in named):
                 raise BundleError(
                     f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
                     "another kernel than this run's: bundle the run again"
@@ -272,10 +272,6 @@ def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
             run.journal.close()
         taken.append((run.name, measurement))
     return taken
-
-
-def _same(a: Identity, b: Identity) -> bool:
-    return a.model_dump(exclude={"versions"}) == b.model_dump(exclude={"versions"})
 
 
 def _write(path: Path, content: BaseModel) -> None:

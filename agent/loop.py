@@ -25,7 +25,7 @@ from verifier.report import (
     Checked,
     Measured,
     Rejected,
-    accepted,
+    joined,
 )
 from verifier.spec import Spec
 from verifier.verify import Verdict, check
@@ -138,17 +138,6 @@ class Loop:
             lambda: measure(self.spec, program).model_dump(mode="json"),
         )
         return MEASUREMENT.validate_python(payload)
-
-
-def joined(
-    report: Accepted | Checked | Rejected, found: Measured | Rejected | None
-) -> Accepted | Checked | Rejected:
-    """What was checked, with what was measured of it, if anything was."""
-    if found is None or not isinstance(report, Checked):
-        return report
-    if isinstance(found, Measured):
-        return accepted(report, found, None)
-    return found.model_copy(update={"gates": report.gates + found.gates})
 
 
 def standing(journal: Journal, spec: Spec) -> Outcome | None:

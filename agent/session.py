@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from agent.runs import Run
 
 
-HOPPER = (9, 0)  # lowered kernels are sm_90a code: no other GPU runs them
-
-
 class Absent(Exception):
     """Something that was asked for is not on this machine: what, and how to get it."""
 
@@ -129,6 +126,8 @@ def use_gpu(gpu: bool | None) -> bool:
     if gpu is False:
         return False
     import torch
+
+    from primitives.compile import HOPPER  # lowered kernels are sm_90a code: no other GPU runs them
 
     there = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
     if gpu and not there:

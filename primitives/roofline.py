@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from primitives.cut import REDUCTIONS, GemmStep, Steps, cut
+from primitives.finish import by_length
 from primitives.interpret import store_dtypes
 from primitives.ir import TILES, Program
 
@@ -73,10 +74,7 @@ def vector_steps(program: Program, steps: Steps) -> tuple[VectorStep, ...]:
     """The kernels between GEMM steps, by stage and then length."""
     found = []
     for stage, members in sorted(steps.finishes.items()):
-        lengths: dict[str, list[int]] = {}
-        for index in members:
-            lengths.setdefault(str(steps.types[index].shape[0]), []).append(index)
-        found += [_vector_step(program, steps, stage, tuple(lengths[key])) for key in sorted(lengths)]
+        found += [_vector_step(program, steps, stage, tuple(roots)) for roots in by_length(steps, members)]
     return tuple(found)
 
 

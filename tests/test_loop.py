@@ -28,10 +28,10 @@ from authoring import (
 )
 
 from agent import runs
-from agent.loop import Loop, Outcome, extract, joined, standing
+from agent.loop import Loop, Outcome, extract, standing
 from agent.providers import ProviderError, Usage
 from primitives.ir import Program
-from verifier.report import Accepted, Checked, Measured, Rejected
+from verifier.report import Accepted, Checked, Measured, Rejected, joined
 from verifier.spec import Spec
 
 GOOD, BAD, WRONG = fenced(TOY_KERNEL), fenced(BROKEN), fenced(UNSCALED)

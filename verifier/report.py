@@ -35,6 +35,10 @@ class Identity(_Record):
     lowered_hash: str
     versions: dict[str, str]
 
+    def same(self, other: Identity) -> bool:
+        """Whether both are of one kernel, on whatever versions of packages."""
+        return self.model_dump(exclude={"versions"}) == other.model_dump(exclude={"versions"})
+
 
 class Ratio(_Record):
     """A ratio with its confidence interval, from paired interleaved rounds."""
@@ -138,9 +142,18 @@ def accepted(checked: Checked, measured: Measured, authorship: Authorship | None
 
     ValueError if they speak of different things.
     """
-    if checked.identity.model_dump(exclude={"versions"}) != measured.identity.model_dump(
-        exclude={"versions"}
-    ):
+    if not checked.identity.same(measured.identity):
         raise ValueError("the measurement is of another spec, program or lowered text than what was checked")
     fields = measured.model_dump(exclude={"status", "gates"})
     return Accepted(**fields, gates=checked.gates + measured.gates, authorship=authorship)
+
+
+def joined(
+    report: Accepted | Checked | Rejected, found: Measured | Rejected | None
+) -> Accepted | Checked | Rejected:
+    """What was checked, with what was measured of it, if anything was."""
+    if found is None or not isinstance(report, Checked):
+        return report
+    if isinstance(found, Measured):
+        return accepted(report, found, None)
+    return found.model_copy(update={"gates": report.gates + found.gates})

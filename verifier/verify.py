@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from primitives.ir import Program, ProgramError
 from primitives.lower import PACKAGES, lower
 from verifier import jail
-from verifier.report import Accepted, Checked, Gate, Identity, Measured, Rejected
+from verifier.report import Accepted, Checked, Gate, Identity, Rejected, joined
 from verifier.spec import Spec
 
 Progress = Callable[[str, str], None]  # (gate, "started" or words on how it ended)
@@ -118,12 +118,8 @@ def verify(
     if program is None or not gpu or not isinstance(report, Checked):
         return Verdict(report, program)
     from verifier.measure import measure
-    from verifier.report import accepted
 
-    found = measure(spec, program, progress=progress, **options)
-    if isinstance(found, Measured):
-        return Verdict(accepted(report, found, None), program)
-    return Verdict(found.model_copy(update={"gates": report.gates + found.gates}), program)
+    return Verdict(joined(report, measure(spec, program, progress=progress, **options)), program)
 
 
 def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) -> Program:
