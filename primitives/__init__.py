@@ -4,15 +4,40 @@ A kernel is written as straight-line tensor code; ``@kernel`` traces it into a P
 interpreter, the lowering and the launcher work on. Importing this needs the standard library only.
 """
 
-from primitives.elementwise import exp, log, maximum, minimum, rsqrt, sigmoid, silu, sqrt, tanh, where
-from primitives.reductions import row_sums
-from primitives.tiles import gemm, join, pairs
+from primitives.elementwise import (
+    abs,
+    cos,
+    exp,
+    gelu,
+    log,
+    maximum,
+    minimum,
+    rope,
+    rsqrt,
+    sigmoid,
+    silu,
+    sin,
+    sqrt,
+    tanh,
+    where,
+)
+from primitives.reductions import column_abs_max, column_max, column_sums, row_abs_max, row_max, row_sums
+from primitives.stateful import head_sums, row_logsumexp, row_select
+from primitives.tiles import column_index, gemm, join, pairs
 from primitives.trace import kernel
-from primitives.vectors import per_column, per_row
+from primitives.vectors import per_column, per_head, per_row
 
 __all__ = [
+    "abs",
+    "column_abs_max",
+    "column_index",
+    "column_max",
+    "column_sums",
+    "cos",
     "exp",
+    "gelu",
     "gemm",
+    "head_sums",
     "join",
     "kernel",
     "log",
@@ -20,11 +45,18 @@ __all__ = [
     "minimum",
     "pairs",
     "per_column",
+    "per_head",
     "per_row",
+    "rope",
+    "row_abs_max",
+    "row_logsumexp",
+    "row_max",
+    "row_select",
     "row_sums",
     "rsqrt",
     "sigmoid",
     "silu",
+    "sin",
     "sqrt",
     "tanh",
     "where",

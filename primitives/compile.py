@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
 
 HOPPER = (9, 0)
-FORMAT = 1  # of the file that keeps a report, and of what is counted in it
+FORMAT = 2  # of the file that keeps a report, and of what is counted in it
 # One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
@@ -82,37 +82,50 @@ def load_module(lowered: Lowered) -> ModuleType:
 
 
 def _cute_dtype(argument: Argument) -> Any:
+    return numeric("fp32" if argument.packed else argument.dtype)
+
+
+def numeric(dtype: str) -> Any:
+    """A signature's dtype -> CuTeDSL's."""
     import cutlass
 
-    if argument.packed:
-        return cutlass.Float32
-    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[argument.dtype]
+    return {
+        "bf16": cutlass.BFloat16,
+        "fp16": cutlass.Float16,
+        "fp32": cutlass.Float32,
+        "fp8_e4m3": cutlass.Float8E4M3FN,
+        "int32": cutlass.Int32,
+        "int64": cutlass.Int64,
+    }[dtype]
 
 
-def _resource_key(argument: Argument) -> tuple[str, Any]:
+def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, Any]:
     """What QuACK's compile wants to know of a resource's argument (its ``host_arg_key``)."""
     dtype = _cute_dtype(argument)
-    key = {
-        "load": (dtype, "n"),
-        "store": (dtype, "n"),
-        "row": (dtype, 1),
-        "column": (dtype, 1),
-        "partial": (dtype, 3),
-        "scalar": ("immediate", dtype),
-    }[argument.role]
+    match argument.role:
+        case "load" | "store":
+            key: Any = (dtype, "n")
+        case "scalar":
+            key = ("immediate", dtype)
+        case "pointer":
+            key = ("pointer", dtype)
+        case "head":
+            assert argument.period is not None  # every head has a width
+            key = ("width", argument.period(sizes))
+        case _:
+            key = (dtype, argument.rank)
     return argument.name, key
 
 
 def compile_gemm(
-    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, *, cached: bool = True
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], *, cached: bool = True
 ) -> Callable[..., Any]:
-    """Compile a step for one schedule. Its A crosses as [M, K], whatever its strides; B as it is stored:
-    [K, N], or [N, K] where ``b_transposed``."""
-    import cutlass
+    """Compile a step for one schedule; of ``sizes`` only those of static dims matter. Its A crosses as
+    [M, K], whatever its strides; B as it is stored: [K, N], or [N, K] where ``b_transposed``."""
     from quack.gemm_runtime.host import _compile_gemm_epi
     from quack.gemm_runtime.identity import static_gemm_class_ref
 
-    operand = cutlass.BFloat16 if kernel.dtype == "bf16" else cutlass.Float16
+    operand = numeric(kernel.dtype)
     compile_it = _compile_gemm_epi if cached else _compile_gemm_epi.__wrapped__
     return compile_it(
         static_gemm_class_ref(getattr(load_module(lowered), kernel.name)),
@@ -134,8 +147,12 @@ def compile_gemm(
         False,
         False,  # unbatched
         not kernel.b_transposed,
-        tuple(sorted(_resource_key(a) for a in kernel.arguments)),
-        post_init_attrs=(("evict_loads", schedule.evict_loads), ("evict_stores", schedule.evict_stores)),
+        tuple(sorted(_resource_key(a, sizes) for a in kernel.arguments)),
+        post_init_attrs=(
+            ("evict_loads", schedule.evict_loads),
+            ("evict_stores", schedule.evict_stores),
+            ("head_widths", kernel.head_widths(sizes)),
+        ),
     )
 
 
@@ -143,7 +160,7 @@ def compile_vector(lowered: Lowered, kernel: VectorKernel, *, cached: bool = Tru
     """Compile the kernel for vectors between steps."""
     load_module(lowered)
     compile_it = _cached_vector() if cached else _compile_vector
-    return compile_it(lowered.module, kernel.name, tuple((a.role, a.dtype) for a in kernel.arguments))
+    return compile_it(lowered.module, kernel.name, tuple((a.role, a.dtype, a.rank) for a in kernel.arguments))
 
 
 def _cached_vector() -> Callable[..., Any]:
@@ -158,37 +175,43 @@ def _cached_vector() -> Callable[..., Any]:
 _vector_cache: Callable[..., Any] | None = None
 
 
-def _compile_vector(module: str, name: str, arguments: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+def _compile_vector(
+    module: str, name: str, arguments: tuple[tuple[str, str, int], ...]
+) -> Callable[..., Any]:
     import cutlass
     import cutlass.cute as cute
     from quack.compile_utils import make_fake_stream, make_fake_tensor
 
-    dtypes = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
     rows = cute.sym_int()
     fakes: list[Any] = []
-    for role, dtype in arguments:
-        if role == "scalar":
+    for role, dtype, rank in arguments:
+        if role in ("scalar", "extent"):
             fakes.append(cutlass.Float32(1.0))
-        elif role == "partial":
-            fakes.append(make_fake_tensor(dtypes[dtype], (cute.sym_int(), rows, cute.sym_int())))
+        elif role == "pointer":
+            fakes.append(make_fake_tensor(numeric(dtype), (1,)))
+        elif rank == 3:
+            fakes.append(make_fake_tensor(numeric(dtype), (cute.sym_int(), cute.sym_int(), cute.sym_int())))
         else:
-            fakes.append(make_fake_tensor(dtypes[dtype], (rows,)))
+            fakes.append(make_fake_tensor(numeric(dtype), (rows,)))
     made = getattr(sys.modules[module], name)()
     return cute.compile(made, *fakes, make_fake_stream(), options="--enable-tvm-ffi")
 
 
-def report(program: Program, schedules: Iterable[Schedule] = PROBES) -> tuple[Resources, ...]:
+def report(
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[Schedule] = PROBES
+) -> tuple[Resources, ...]:
     """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins.
 
-    Runs in a child process (a compiler can crash) and is kept by content. Raises CompileError.
+    ``sizes`` holds the static dims; schedules whose tiles heads do not fit are left out. Runs in a child
+    process (a compiler can crash) and is kept by content. Raises CompileError.
     """
     lowered = lower(program)
-    schedules = tuple(schedules)
-    made = [FORMAT, program._replace(schedule={}).hash, lowered.hash]
-    key = json.dumps([*made, [s.to_json() for s in schedules]], sort_keys=True)
+    static = {dim: sizes[dim] for dim in program.signature.static}
+    raw = [s.to_json() for s in schedules]
+    key = json.dumps([FORMAT, program._replace(schedule={}).hash, lowered.hash, static, raw], sort_keys=True)
     path = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     if not path.exists():
-        request = json.dumps({"program": program.to_json(), "schedules": [s.to_json() for s in schedules]})
+        request = json.dumps({"program": program.to_json(), "sizes": static, "schedules": raw})
         write_atomic(path, _run_child(request))
     return tuple(Resources(**r) for r in json.loads(path.read_text(encoding="utf-8")))
 
@@ -231,11 +254,13 @@ def _shorten(words: str, limit: int = 1500) -> str:
 def _child(scratch: Path) -> None:
     request = json.load(sys.stdin)
     lowered = lower(Program.from_json(request["program"]))
-    found: list[Resources] = []
+    sizes, found = request["sizes"], []
     for gemm in lowered.gemms:
         for raw in request["schedules"]:
             schedule = Schedule.from_json(raw)
-            build = partial(compile_gemm, lowered, gemm, schedule, cached=False)
+            if not gemm.admits(schedule, sizes):
+                continue
+            build = partial(compile_gemm, lowered, gemm, schedule, sizes, cached=False)
             found.append(_measured(scratch, gemm.name, raw, build))
     for vector in lowered.vectors:
         build = partial(compile_vector, lowered, vector, cached=False)
@@ -272,7 +297,7 @@ def inspect_cubin(cubin: Path, name: str, schedule: dict[str, Any] | None, secon
         int(found["SHARED"]),
         count("LDL"),
         count("STL"),
-        count("HGMMA"),
+        count("[HQ]GMMA"),  # of 16-bit operands, and of fp8
         count("UTMALDG"),
         count("UTMASTG"),
         round(seconds, 2),

@@ -1,20 +1,20 @@
 """Cutting a program into steps: one GEMM each, with the tile expressions that ride on its
 accumulator, and the vector arithmetic that becomes possible once its reductions are final.
 
-A tile expression's *home* is the last GEMM it needs. It is computed there, in registers; a tile of
-an earlier home is stored once and read back. An expression that needs a vector which is final only
-after its home is *pending*: it waits for a later GEMM to ride on, and is refused if none comes.
-Standard library only: the jail imports this module.
+A tile of an earlier home (``primitives.place``) is stored once and read back. What no kernel can do is
+refused here, with the line of the kernel file. Standard library only: the jail imports this module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from primitives.ir import Node, Program, ProgramError, Type
+from primitives.dims import Dim
+from primitives.ir import DTYPES, OPERANDS, Program, ProgramError, Type, reduction
+from primitives.place import Placement, place, untransposed, values_read
 
 WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its step's N
-REDUCTIONS = ("row_sums",)
 
 
 class GemmStep:
@@ -22,171 +22,74 @@ class GemmStep:
 
     def __init__(self, index: int, gemm: int):
         self.index, self.gemm = index, gemm
-        self.stores: list[int] = []
+        self.stores: list[int] = []  # tiles, and statistics of heads
         self.reductions: list[int] = []
+        self.statistics: list[int] = []  # head_sums, of a sweep before the epilogue
         self.loads: list[int] = []
+        self.repeats: list[int] = []  # per_head of vectors and tiles in memory
         self.vectors: list[int] = []  # the row and column nodes it spreads
         self.scalars: list[int] = []
-        self.body: list[int] = []  # every tile node, in order
+        self.sweep: list[int] = []  # every tile node that statistics need, in order
+        self.body: list[int] = []  # every tile node of the epilogue, in order
 
 
 class Steps(NamedTuple):
-    """``gemms`` in order; ``finishes[k]``: vectors to store once step k is done (-1: before all)."""
+    """``gemms`` in order; ``finishes[k]``: vectors to store once step k is done (-1: before all);
+    ``width`` of a tile by (step, node): 0.5, 1 or 2 of that step's N; ``dtypes`` of what leaves its step."""
 
     gemms: tuple[GemmStep, ...]
     finishes: dict[int, tuple[int, ...]]
-    width: dict[tuple[int, int], float]  # of a tile by (step, node): 0.5, 1 or 2 of that step's N
+    width: dict[tuple[int, int], float]
     types: tuple[Type, ...]
+    dtypes: dict[int, str]
+
+
+def cut(program: Program, lines: list[int | None] | None = None) -> Steps:
+    """The steps of a checked program; ProgramError (with the line, if known) where none exist."""
+    return _Cutter(program, lines).cut()
 
 
 class _Cutter:
     def __init__(self, program: Program, lines: list[int | None] | None):
         self.program, self.nodes, self.types = program, program.nodes, program.types()
         self.lines = lines or [None] * len(self.nodes)
-        gemms = self.gemms_in_order()
-        self.steps = [GemmStep(k, g) for k, g in enumerate(gemms)]
-        self.step_of = {g: k for k, g in enumerate(gemms)}
-        self.home: list[int] = []  # of tiles: the step of the accumulator they need, -1 for none
-        self.after: list[int] = []  # the step whose reductions must be final first, -1 for none
+        self.placed: Placement = place(program, self.types)
+        self.steps = [GemmStep(k, g) for k, g in enumerate(self.placed.gemms)]
         self.finishes: dict[int, list[int]] = {}
         self.width: dict[tuple[int, int], float] = {}
+        self.dtypes: dict[int, str] = {}
 
     def fail(self, code: str, message: str, index: int) -> ProgramError:
         return ProgramError(code, message, self.lines[index])
 
-    def gemms_in_order(self) -> list[int]:
-        """GEMMs after those that their operands need, and where possible after those whose reductions
-        their epilogue spreads, whatever the order of independent ones in the program."""
-        needs, wishes = self.dependencies()
-        order: dict[int, None] = {}
-        while len(order) < len(needs):
-            free = [g for g in needs if g not in order and needs[g] <= order.keys()]
-            order[next((g for g in free if wishes[g] <= order.keys()), free[0])] = None
-        return list(order)
-
-    def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """By GEMM: the GEMMs that its operands need, and those whose sums meet its accumulator alone."""
-        needs: dict[int, set[int]] = {}
-        wishes: dict[int, set[int]] = {}
-        tiles: list[set[int]] = []  # by node: the accumulators it reads,
-        sums: list[set[int]] = []  # and the GEMMs whose reductions it reads
-        for index, node in enumerate(self.nodes):
-            read = set().union(*(tiles[a] for a in node.args))
-            summed = set().union(*(sums[a] for a in node.args))
-            if node.op == "gemm":
-                needs[index] = (read | summed).union(*(needs[g] for g in read | summed))
-                wishes[index] = set()
-                read, summed = {index}, set()
-            elif node.op in REDUCTIONS:
-                read, summed = set(), read | summed
-            elif len(read) == 1:
-                (home,) = read
-                wishes[home] |= {g for g in summed if g != home and home not in needs[g]}
-            tiles.append(read)
-            sums.append(summed)
-        return needs, wishes
-
-    def place(self) -> None:
-        """Homes, in node order. A tile of inputs alone that must leave its step rides along with the
-        first GEMM that loads all of those inputs anyway."""
-        reads = self.inputs_read()
-        loaded = self.loaded(reads)
-        roots = self.roots()
-        for index, node in enumerate(self.nodes):
-            home = max((self.home[a] for a in node.args), default=-1)
-            after = max((self.after[a] for a in node.args), default=-1)
-            if node.op == "gemm":
-                home, after = self.step_of[index], -1
-            elif node.op in REDUCTIONS:
-                home, after = -1, home
-            elif self.types[index].kind != "tile":
-                home = -1
-            elif home < 0 and index in roots:
-                home = next((k for k in range(after + 1, roots[index]) if reads[index] <= loaded[k]), -1)
-            self.home.append(home)
-            self.after.append(after)
-
-    def roots(self) -> dict[int, int]:
-        """Tiles that must be computed somewhere, with the number of steps that come early enough."""
-        found = {a: len(self.steps) for n in self.nodes if n.op in REDUCTIONS for a in n.args}
-        found |= {i: len(self.steps) for i in self.program.outputs.values()}
-        for step in self.steps:
-            for operand in self.nodes[step.gemm].args:
-                source = self.untransposed(operand)
-                found[source] = min(step.index, found.get(source, step.index))
-        return {i: k for i, k in found.items() if self.nodes[i].op != "input"}
-
-    def loaded(self, reads: list[set[int]]) -> list[set[int]]:
-        """The input tiles that each step's accumulator meets."""
-        found: list[set[int]] = [set() for _ in self.steps]
-        last = [-1] * len(self.nodes)
-        for index, node in enumerate(self.nodes):
-            if node.op == "gemm":
-                last[index] = self.step_of[index]
-            elif self.types[index].kind == "tile" and node.args:
-                last[index] = max(last[a] for a in node.args)
-                if last[index] >= 0:
-                    for argument in node.args:
-                        if last[argument] < 0:
-                            found[last[index]] |= reads[argument]
-        return found
-
-    def inputs_read(self) -> list[set[int]]:
-        """By node: the input tiles that it reads through tiles; a gemm's operands do not count."""
-        found: list[set[int]] = []
-        for index, node in enumerate(self.nodes):
-            if self.types[index].kind != "tile" or node.op == "gemm":
-                found.append(set())
-            else:
-                found.append({index} if node.op == "input" else set().union(*(found[a] for a in node.args)))
-        return found
-
-    def untransposed(self, operand: int) -> int:
-        node = self.nodes[operand]
-        return node.args[0] if node.op == "transpose" else operand
-
-    def ready(self, index: int, use: str) -> int:
-        """The step that computes a tile which must leave it; ProgramError if none can."""
-        home, after = self.home[index], self.after[index]
-        if home < 0:
-            raise self.fail(
-                "homeless",
-                f"{use} has no GEMM to ride on: a tile is computed in the epilogue of a gemm "
-                "whose result it uses, or whose epilogue loads all that it reads anyway",
-                index,
-            )
-        if after >= home:
-            raise self.fail(
-                "pending",
-                f"{use} needs a reduction over whole rows of a step that is not done until "
-                "all of its tiles are: a row scale commutes with the next matmul, so write "
-                "gemm(t, w) * per_row(scale) instead of gemm(t * per_row(scale), w)",
-                index,
-            )
-        return home
-
     def cut(self) -> Steps:
         self.check_outputs()
-        self.place()
         for name, index in self.program.outputs.items():
-            if self.types[index].kind == "tile":
-                self.store(index, f"output {name!r}")
-            else:
+            self.dtypes[index] = self.program.signature.outputs[name].dtype
+            if self.types[index].kind == "vector":
                 self.finish(index)
+            else:
+                self.store(index, f"output {name!r}")
         for step in self.steps:
-            for operand in self.nodes[step.gemm].args:
-                self.operand(operand)
+            self.operands(step)
         for index, node in enumerate(self.nodes):
-            if node.op in REDUCTIONS:
+            if reduction(node):
                 home = self.ready(node.args[0], f"the argument of {node.op}")
                 self.steps[home].reductions.append(index)
+                if node.op == "row_select":
+                    self.finish(
+                        index
+                    )  # finishing it empties its buffer: what reads it later reads the vector
         # Later steps first: what they read back, earlier ones must store.
         for step in reversed(self.steps):
             self.collect(step)
         if not self.steps:
             raise ProgramError("homeless", "the kernel calls gemm nowhere: there is no epilogue to fuse into")
+        self.check_updates()
         finishes = {k: tuple(sorted(v)) for k, v in self.finishes.items()}
-        return Steps(tuple(self.steps), finishes, self.width, self.types)
+        return Steps(tuple(self.steps), finishes, self.width, self.types, self.dtypes)
+
+    # What leaves a step
 
     def check_outputs(self) -> None:
         """Each output is written once, by a kernel: it is a value of its own."""
@@ -208,10 +111,28 @@ class _Cutter:
                 )
             seen[index] = name
 
-    def operand(self, index: int) -> None:
-        source = self.untransposed(index)
-        if self.nodes[source].op != "input":
-            self.store(source, "this operand of gemm")
+    def ready(self, index: int, use: str) -> int:
+        """The step that computes a tile which must leave it; ProgramError if none can."""
+        home, after = self.placed.home[index], self.placed.after[index]
+        if home < 0:
+            raise self.homeless(use, index)
+        if after >= home:
+            raise self.fail(
+                "pending",
+                f"{use} needs a reduction over whole rows or columns of a step that is not done until "
+                "all of its tiles are: a row scale commutes with the next matmul, so write "
+                "gemm(t, w) * per_row(scale) instead of gemm(t * per_row(scale), w)",
+                index,
+            )
+        return home
+
+    def homeless(self, use: str, index: int) -> ProgramError:
+        return self.fail(
+            "homeless",
+            f"{use} has no GEMM to ride on: a tile is computed in the epilogue of a gemm "
+            "whose result it uses, or whose epilogue loads all that it reads anyway",
+            index,
+        )
 
     def store(self, index: int, use: str) -> None:
         step = self.steps[self.ready(index, use)]
@@ -222,77 +143,235 @@ class _Cutter:
         """A vector that something outside the vector kernels reads must be stored."""
         if self.nodes[index].op == "input":
             return
-        stage = self.finishes.setdefault(self.after[index], [])
+        stage = self.finishes.setdefault(self.placed.after[index], [])
         if index not in stage:
             stage.append(index)
+
+    def operands(self, step: GemmStep) -> None:
+        """The operands' dtypes agree, and a tile among them is stored in the other one's."""
+        sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args]
+        given = [
+            self.program.signature.inputs[str(n.attribute)].dtype
+            for n in map(self.nodes.__getitem__, sources)
+            if n.op == "input"
+        ]
+        dtype = next(iter(given), self.any_operand())
+        for source in sources:
+            if self.nodes[source].op != "input":
+                self.store(source, "this operand of gemm")
+                if self.placed.home[source] >= step.index:  # with what it is made of, which must leave too
+                    raise self.homeless("this operand of gemm", source)
+                given.append(self.dtypes.setdefault(source, dtype))
+        if len(set(given)) > 1 or given[0] == "fp32":
+            raise self.fail(
+                "dtype",
+                f"gemm's operands are {' and '.join(sorted(set(given)))}: both must be bf16, both fp16, "
+                "or both fp8_e4m3",
+                step.gemm,
+            )
+        a, b = (self.nodes[i].op for i in self.nodes[step.gemm].args)
+        own = all(self.nodes[i].op == "input" for i in sources)
+        if given[0] in OPERANDS and not (own and (a, b) == ("input", "transpose")):
+            raise self.fail(
+                "dtype",
+                f"gemm of {given[0]} reads both operands along K: gemm(x, w.mT) of inputs [M, K] and [N, K]",
+                step.gemm,
+            )
+
+    def any_operand(self) -> str:
+        """The 16-bit dtype of the inputs that GEMMs read, for a GEMM of two earlier tiles."""
+        for gemm in self.placed.gemms:
+            for operand in self.nodes[gemm].args:
+                node = self.nodes[untransposed(self.program, operand)]
+                if node.op == "input" and self.program.signature.inputs[str(node.attribute)].dtype in DTYPES:
+                    return self.program.signature.inputs[str(node.attribute)].dtype
+        return "bf16"
+
+    def check_updates(self) -> None:
+        """An input that is written over is read where the output is made, and nowhere else."""
+        for output, name in self.program.signature.updates.items():
+            target = self.program.outputs[output]
+            readers = [i for i, n in enumerate(self.nodes) for a in n.args if self.reads_input(a, name)]
+            apart = [
+                i
+                for i in readers
+                if self.nodes[i].op in ("gemm", "transpose", "per_row", "per_column", "per_head")
+            ]
+            if self.types[target].kind == "tile":
+                home = self.placed.home[target]
+                apart += [
+                    s.gemm
+                    for s in self.steps
+                    if s.index != home
+                    for i in s.loads
+                    if self.reads_input(i, name)
+                ]
+            else:
+                apart += [
+                    root
+                    for stage, roots in self.finishes.items()
+                    if stage != self.placed.after[target]
+                    for root in roots
+                    if self.finishes_from(root, name)
+                ]
+            if apart:
+                raise self.fail(
+                    "updates",
+                    f"output {output!r} is written over input {name!r}, which is read elsewhere too: use it "
+                    "element by element where that output is computed, and nowhere else",
+                    apart[0],
+                )
+
+    def finishes_from(self, root: int, name: str) -> bool:
+        """Whether the kernel that finishes a vector reads this input, beside vectors that are stored."""
+        stored = {i for roots in self.finishes.values() for i in roots}
+        seen, pending = set[int](), [root]
+        while pending:
+            index = pending.pop()
+            if self.reads_input(index, name):
+                return True
+            if not reduction(self.nodes[index]):
+                pending += [a for a in self.nodes[index].args if a not in seen | stored]
+                seen.update(self.nodes[index].args)
+        return False
+
+    def reads_input(self, index: int, name: str) -> bool:
+        return self.nodes[index].op == "input" and self.nodes[index].attribute == name
+
+    # What a step does
 
     def collect(self, step: GemmStep) -> None:
         """Everything the epilogue computes or loads, walking back from what it stores and reduces."""
         wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
         step.stores.sort()
+        for reduced in step.reductions:
+            if self.nodes[reduced].op == "row_select":
+                self.check_own_width(self.nodes[reduced].args[0], step, "row_select", reduced)
+        self.walk(wanted, lambda index: self.visit(index, step, step.body))
+        swept = {self.nodes[i].args[0] for i in step.statistics}
+        for statistic in step.statistics:
+            self.check_own_width(self.nodes[statistic].args[0], step, "head_sums", statistic)
+        before = len(step.loads), len(step.statistics)
+        self.walk(swept, lambda index: self.visit(index, step, step.sweep))
+        if (len(step.loads), len(step.statistics)) != before or self.addressed(step):
+            raise self.fail(
+                "sweep",
+                "head_sums of what is loaded or uses column_index, per_head, another head statistic or a "
+                "vector of another width: the sweep sees the accumulator, its vectors and scalars alone",
+                step.statistics[0],
+            )
+        for nodes in (step.loads, step.repeats, step.vectors, step.scalars, step.statistics):
+            nodes[:] = sorted(set(nodes))
+        step.body.reverse()
+        step.sweep.reverse()
+
+    def addressed(self, step: GemmStep) -> bool:
+        """Whether the sweep reads what threads address by their columns, which only the epilogue knows."""
+        read = {a for i in step.sweep for a in self.nodes[i].args}
+        numbered = any(self.nodes[i].op == "column_index" for i in step.sweep)
+        narrow = any(self.nodes[a].op == "per_column" and self.width[step.index, a] != 1 for a in read)
+        return numbered or narrow or bool(read & set(step.repeats))
+
+    def walk(self, wanted: set[int], visit: Callable[[int], tuple[int, ...]]) -> None:
         for index in range(max(wanted, default=-1), -1, -1):
             if index in wanted:
-                wanted.update(self.visit(index, step))
-        for nodes in (step.loads, step.vectors, step.scalars, step.body):
-            nodes.reverse()
+                wanted.update(visit(index))
 
-    def visit(self, index: int, step: GemmStep) -> tuple[int, ...]:
+    def visit(self, index: int, step: GemmStep, body: list[int]) -> tuple[int, ...]:
         """Say how a step comes by a value: loaded, or computed from those returned."""
         node, kind = self.nodes[index], self.types[index].kind
         if node.op == "constant":
             return ()
-        if node.op == "dim":
+        if kind == "scalar" and node.op in ("dim", "input"):
             step.scalars.append(index)
             return ()
         if node.op in ("per_row", "per_column"):
             self.finish(node.args[0])
-            if node.op == "per_column":
-                self.check_width(index, step, axis=0)
+            if kind == "column":
+                self.width[step.index, index] = self.relative(index, step, axis=0)
             step.vectors.append(index)
             return ()
         if kind == "tile":
-            self.check_width(index, step)
-            stored = self.home[index] >= 0 and self.after[index] < self.home[index] < step.index
-            if stored:
-                self.store(index, "this tile")
-            if stored or node.op == "input":
+            self.width[step.index, index] = self.relative(index, step)
+            if self.comes_loaded(index, step):
                 step.loads.append(index)
                 return ()
-        step.body.append(index)
-        return () if node.op == "gemm" else node.args
+        elif kind in ("head", "spread") and self.placed.home[index] not in (-1, step.index):
+            raise self.fail(
+                "pending",
+                "a statistic of heads stays in its step: use it on that step's tile, before the next gemm",
+                index,
+            )
+        if node.op == "head_sums":
+            self.static(self.types[index].period, index)
+            step.statistics.append(index)
+            return ()
+        read = values_read(self.program, index)
+        for argument in read:
+            if self.types[argument].kind == "repeated":
+                self.repeat(argument, index, step)
+        if node.op == "per_head" and kind == "repeated":
+            step.repeats.append(index)
+            return ()
+        body.append(index)
+        return () if node.op == "gemm" else read
 
-    def check_width(self, index: int, step: GemmStep, axis: int = 1) -> None:
+    def comes_loaded(self, index: int, step: GemmStep) -> bool:
+        """Whether a tile lies in memory: an input, or one of an earlier step, which then stores it."""
+        if self.nodes[index].op == "input":
+            return True
+        home = self.placed.home[index]
+        if home >= 0 and self.placed.after[index] < home < step.index:
+            self.store(index, "this tile")
+            self.dtypes.setdefault(index, self.any_operand())
+            return True
+        return False
+
+    def repeat(self, index: int, reader: int, step: GemmStep) -> None:
+        """A value that repeats for each head has the width of the tile it meets."""
+        width = self.width[step.index, reader] * (
+            2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
+        )
+        if width > 1 or self.width.setdefault((step.index, index), width) != width:
+            raise self.fail(
+                "width",
+                f"{self.types[index]} meets tiles of two widths, or one wider than its gemm",
+                index,
+            )
+        self.static(self.types[index].period, index)
+        if self.nodes[index].op == "per_head":
+            source = self.nodes[index].args[0]
+            if self.types[source].kind == "vector":
+                self.finish(source)
+            elif self.nodes[source].op != "input":
+                raise self.fail("argument", "per_head of a tile takes an input", index)
+
+    def static(self, period: Dim | None, index: int) -> None:
+        names = period.names if period else frozenset()
+        missing = sorted(names - set(self.program.signature.static))
+        if missing:
+            raise self.fail(
+                "static",
+                f"heads of {period} columns: the spec must declare {', '.join(missing)} static",
+                index,
+            )
+
+    def check_own_width(self, tile: int, step: GemmStep, use: str, index: int) -> None:
+        if self.relative(tile, step) != 1:
+            raise self.fail(
+                "width", f"{use} takes a tile as wide as its gemm; use pairs or join after it", index
+            )
+
+    def relative(self, index: int, step: GemmStep, axis: int = 1) -> float:
+        """How wide a tile, or a vector spread over columns, is beside the step's accumulator."""
         rows, columns = self.types[step.gemm].shape
         own = self.types[index].shape
         width = WIDTHS.get(own[axis].ratio(columns) or (0, 0))
-        if axis == 1 and own[0] != rows or width is None:
+        if width is None or axis == 1 and own[0] != rows:
             raise self.fail(
                 "width",
-                f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: tiles "
-                "there have its rows, and half, once or twice its columns",
+                f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: what meets there has "
+                "its rows, and half, once or twice its columns",
                 index,
             )
-        if axis == 0 and width != 1:
-            raise self.fail(
-                "width",
-                f"per_column of {own[0]} values in the epilogue of a gemm with {columns} columns: "
-                "a vector spread over columns has the gemm's own length",
-                index,
-            )
-        self.width[step.index, index] = width
-
-
-def cut(program: Program, lines: list[int | None] | None = None) -> Steps:
-    """The steps of a checked program; ProgramError (with the line, if known) where none exist."""
-    return _Cutter(program, lines).cut()
-
-
-def materialised(steps: Steps, nodes: tuple[Node, ...]) -> set[int]:
-    """Tile nodes that are read again after rounding: operands of later GEMMs and tiles read back."""
-    read = {i for s in steps.gemms for i in s.loads if nodes[i].op != "input"}
-    for step in steps.gemms:
-        for operand in nodes[step.gemm].args:
-            source = nodes[operand].args[0] if nodes[operand].op == "transpose" else operand
-            if nodes[source].op != "input":
-                read.add(source)
-    return read
+        return width

@@ -70,6 +70,24 @@ class Dim:
             raise ValueError(f"{self} is not divisible by 2")
         return Dim({m: c // 2 for m, c in self.terms})
 
+    def divided(self, other: Dim) -> Dim:
+        """self / other, where ``other`` is one positive product such as 2*P; ValueError if that is no
+        polynomial."""
+        if len(other.terms) != 1 or other.terms[0][1] < 1:
+            raise ValueError(f"{self} is not divisible by {other}")
+        ((factors, number),) = other.terms
+        terms: dict[Monomial, int] = {}
+        for monomial, coefficient in self.terms:
+            left = list(monomial)
+            for name in factors:
+                if name not in left:
+                    raise ValueError(f"{self} is not divisible by {other}")
+                left.remove(name)
+            if coefficient % number:
+                raise ValueError(f"{self} is not divisible by {other}")
+            terms[tuple(left)] = coefficient // number
+        return Dim(terms)
+
     def __add__(self, other: Dim) -> Dim:
         terms = dict(self.terms)
         for monomial, coefficient in other.terms:

@@ -1,4 +1,4 @@
-"""Family 1, elementwise: arithmetic, activations, pairs of adjacent columns.
+"""Family 1, elementwise: arithmetic, comparisons, activations, rotation.
 
 Every operation works on tiles, vectors and scalars alike, in fp32 registers. Each one's three
 meanings stand together: the symbolic rule (the decorated function's call), PyTorch, and CuTeDSL.
@@ -10,10 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from primitives.dims import Dim
 from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from primitives.tiles import join, pairs
 from primitives.trace import Tensor, apply
-
-_SPREAD = {"row": 0, "column": 1}
+from primitives.vectors import per_head, per_row
 
 
 def broadcast(name: str, types: tuple[Type, ...]) -> Type:
@@ -29,20 +30,55 @@ def _meet(name: str, a: Type, b: Type) -> Type:
         return b
     if b.kind == "scalar" or a == b:
         return a
-    if b.kind == "tile":
-        a, b = b, a
-    if a.kind == "tile" and b.kind in _SPREAD and a.shape[_SPREAD[b.kind]] == b.shape[0]:
-        return a
-    if a.kind == "tile" and b.kind == "vector":
-        raise ProgramError(
-            "broadcast",
-            f"{name}: a {b} meets a {a}: say how it spreads, with per_row(v) (one value "
-            "a row) or per_column(v) (one a column)",
-        )
-    if a.kind == "operand" or b.kind == "operand":
+    for wide, narrow in ((a, b), (b, a)):
+        if covers(wide, narrow):
+            return wide
+        if (wide.kind, narrow.kind) == ("row", "column"):  # an outer product, say
+            return Type("tile", (*wide.shape, *narrow.shape))
+    if "operand" in (a.kind, b.kind):
         raise ProgramError("broadcast", f"{name}: .mT is for operands of gemm only")
-    hint = "; pairs(t) and join(a, b) change a tile's width" if a.kind == b.kind == "tile" else ""
-    raise ProgramError("broadcast", f"{name}: {a} and {b} do not fit together{hint}")
+    raise ProgramError("broadcast", f"{name}: {a} and {b} do not fit together{_remedy(a, b)}")
+
+
+def covers(wide: Type, narrow: Type) -> bool:
+    """Whether ``narrow`` has one value for each element of ``wide``: a tile, or a statistic a head."""
+    if wide.kind not in ("tile", "head") or narrow.kind == "scalar":
+        return wide.kind == "tile"
+    rows, columns = wide.shape
+    match narrow.kind:
+        case "row":
+            return narrow.shape[0] == rows
+        case "column":
+            return wide.kind == "tile" and narrow.shape[0] == columns
+        case "spread":
+            return (
+                wide.kind == "tile" and narrow.shape[0] == rows and _heads(columns, narrow) == narrow.shape[1]
+            )
+        case "repeated":
+            fits = wide.kind == "tile" and _heads(columns, narrow) is not None
+            return fits and (len(narrow.shape) == 1 or narrow.shape[0] == rows)
+    return False
+
+
+def _heads(columns: Dim, narrow: Type) -> Dim | None:
+    """How many heads of ``narrow.period`` columns there are."""
+    try:
+        return columns.divided(narrow.period) if narrow.period else None
+    except ValueError:
+        return None
+
+
+def _remedy(a: Type, b: Type) -> str:
+    kinds = {a.kind, b.kind}
+    if kinds == {"tile", "vector"}:
+        return (
+            ": say how the vector spreads, with per_row(v) (one value a row) or per_column(v) (one a column)"
+        )
+    if kinds == {"tile", "head"}:
+        return ": say how the statistic spreads, with per_head(v)"
+    if kinds == {"tile"}:
+        return "; pairs(t) and join(a, b) change a tile's width"
+    return ""
 
 
 def elementwise(
@@ -116,6 +152,16 @@ def less_equal(a, b):
     """``a <= b``: 1 where it holds, 0 elsewhere."""
 
 
+@elementwise(torch=lambda torch, a, b: (a == b) * 1.0, cute="choose({0} == {1}, 1.0, 0.0)")
+def equal(a, b):
+    """``a == b``: 1 where it holds, 0 elsewhere. Indices are exact up to 2**24."""
+
+
+@elementwise(torch=lambda torch, a, b: (a != b) * 1.0, cute="choose({0} != {1}, 1.0, 0.0)")
+def not_equal(a, b):
+    """``a != b``: 1 where it holds, 0 elsewhere."""
+
+
 @elementwise(torch=lambda torch, c, a, b: torch.where(c != 0, a, b), cute="choose({0} != 0.0, {1}, {2})")
 def where(condition, a, b):
     """Per element ``a`` where the comparison ``condition`` holds, else ``b``. Both are computed.
@@ -132,6 +178,11 @@ def maximum(a, b):
 @elementwise(torch=lambda torch, a, b: torch.minimum(a, b), cute="(-cute.arch.fmax(-{0}, -{1}))")
 def minimum(a, b):
     """The smaller of ``a`` and ``b`` per element."""
+
+
+@elementwise(torch=lambda torch, a: torch.abs(a), cute="cute.arch.fmax({0}, -{0})")
+def abs(a):
+    """The magnitude of ``a``."""
 
 
 @elementwise(torch=lambda torch, a: torch.exp(a), cute="cute.math.exp({0}, fastmath=True)")
@@ -159,6 +210,16 @@ def tanh(a):
     """Hyperbolic tangent."""
 
 
+@elementwise(torch=lambda torch, a: torch.sin(a), cute="sine({0})", fast="sine_fast({0})")
+def sin(a):
+    """Sine of an angle in radians: the argument is reduced exactly enough for positions up to 2**20."""
+
+
+@elementwise(torch=lambda torch, a: torch.cos(a), cute="cosine({0})", fast="cosine_fast({0})")
+def cos(a):
+    """Cosine of an angle in radians, as sin."""
+
+
 @elementwise(torch=lambda torch, a: torch.sigmoid(a), cute="sigmoid({0})", fast="sigmoid_fast({0})")
 def sigmoid(a):
     """``1 / (1 + exp(-a))``. Two special-function instructions: compute it once and reuse the value."""
@@ -169,3 +230,41 @@ def sigmoid(a):
 )
 def silu(a):
     """``a * sigmoid(a)``, also called swish."""
+
+
+@elementwise(
+    torch=lambda torch, a: torch.nn.functional.gelu(a, approximate="tanh"),
+    cute="gelu({0})",
+    fast="gelu_fast({0})",
+)
+def gelu(a):
+    """GELU in its tanh form: ``0.5 * a * (1 + tanh(0.7978845608 * (a + 0.044715 * a**3)))``.
+
+    Its derivative has no primitive of its own: write it with tanh, which both share.
+    """
+
+
+def _as_tile(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if len(types) != 2 or types[1].kind != "tile" or not covers(types[1], types[0]):
+        raise ProgramError(
+            "broadcast", f"{' and '.join(map(str, types))}: the first does not cover the second"
+        )
+    return types[1]
+
+
+register(Operation("as_tile", _as_tile, lambda torch, a, t: torch.broadcast_to(a, t.shape), "{0}"))
+
+
+def rope(t: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotary embedding of a tile [M, H*2P]: in each head, columns 2j and 2j + 1 are turned by the angle
+    ``positions[row] * inv_freq[j]``.
+
+    ``positions`` [M] (integers, or fp32) and ``inv_freq`` [P]; P is a static dim, so that no head straddles
+    tiles. Angles and rotation are fp32. Cost: a sine and a cosine a pair. Backward: rope with -inv_freq.
+    ``q = rope(gemm(x, w.mT), positions, inv_freq)``
+    """
+    even, odd = pairs(t)
+    angle = multiply(apply("as_tile", per_row(positions), even), per_head(inv_freq))
+    sine, cosine = sin(angle), cos(angle)
+    turned = subtract(multiply(even, cosine), multiply(odd, sine))
+    return join(turned, add(multiply(even, sine), multiply(odd, cosine)))

@@ -1,11 +1,11 @@
-"""Vectors that are final after a step, in one kernel: sums of partials in a fixed order, and arithmetic."""
+"""Vectors that are final after a step, in one kernel: partials reduced in a fixed order, and arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from primitives.cut import REDUCTIONS, Steps
-from primitives.ir import Program
+from primitives.cut import Steps
+from primitives.ir import Program, reduction
 from primitives.lowered import Argument, VectorKernel, Writer, literal
 
 
@@ -17,32 +17,59 @@ def by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
 
 
 class FinishWriter(Writer):
-    """Vectors of one length: a thread group a row sums its partials, then does the arithmetic."""
+    """Vectors of one length: a thread group a value finishes its partials, then does the arithmetic."""
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
         super().__init__(program, steps)
         self.stage, self.roots = stage, roots
         self.stored = {i for members in steps.finishes.values() for i in members}
         self.order: list[int] = []
+        self.reductions: list[int] = []
         self.arguments: list[Argument] = []
         for root in roots:
             self.visit(root)
-        self.arguments += [Argument(f"o{i}", "out", i, self.output_dtype(i)) for i in roots]
+        self.arguments += [Argument(f"o{i}", "out", i, self.dtype(i)) for i in roots]
 
     def visit(self, index: int) -> None:
         node = self.nodes[index]
-        if index in self.order or any(a.node == index for a in self.arguments) or node.op == "constant":
+        if index in self.order or index in self.reductions or node.op == "constant":
             return
-        if node.op == "input" or (index in self.stored and index not in self.roots):
-            self.arguments.append(Argument(f"v{index}", "vector", index, self.vector_dtype(index)))
-        elif node.op in REDUCTIONS:  # of this step or an earlier one: partials stay in the workspace
-            self.arguments.append(Argument(f"p{index}", "partial", index, "fp32"))
+        if any(a.node == index and a.role != "extent" for a in self.arguments):
+            return
+        if self.steps.types[index].kind == "vector" and (
+            node.op == "input" or (index in self.stored and index not in self.roots)
+        ):
+            self.arguments.append(Argument(f"v{index}", "vector", index, self.dtype(index)))
+        elif reduction(node):  # of this step or an earlier one: partials stay in the workspace
+            self.reduce(index)
+        elif node.op == "input":
+            self.arguments.append(Argument(f"s{index}", "pointer", index, "fp32", rank=0))
         elif node.op == "dim":
-            self.arguments.append(Argument(f"s{index}", "scalar", index, "fp32"))
+            self.arguments.append(Argument(f"s{index}", "scalar", index, "fp32", rank=0))
         else:
             for argument in node.args:
                 self.visit(argument)
             self.order.append(index)
+
+    def reduce(self, index: int) -> None:
+        how, tile = reduction(self.nodes[index]), self.nodes[index].args[0]
+        assert how is not None  # asked for by visit
+        parts = 2 if how.axis == "column" and self.width(index) == 2 else 1
+        self.arguments += [
+            Argument(
+                f"p{index}_{k}", "partial", index, "fp32", part=k, rank=1 if how.combine == "select" else 3
+            )
+            for k in range(parts)
+        ]
+        if how.combine == "select":
+            self.visit(self.nodes[index].args[1])
+            self.arguments.append(Argument(f"e{index}", "extent", tile, "fp32", rank=0))
+        self.reductions.append(index)
+
+    def width(self, reduced: int) -> float:
+        """Of the tile that is reduced, beside its GEMM's."""
+        step = next(s.index for s in self.steps.gemms if reduced in s.reductions)
+        return self.steps.width[step, self.nodes[reduced].args[0]]
 
     @property
     def name(self) -> str:
@@ -59,32 +86,50 @@ class FinishWriter(Writer):
             f"class @@{self.name}:\n"
             "    @cute.jit\n"
             f"    def __call__(self, {names}, stream):\n"
-            f"        blocks = cute.ceil_div({length} * LANES_PER_ROW, BLOCK)\n"
+            f"        blocks = cute.ceil_div({length} * LANES, BLOCK)\n"
             f"        launched = self.kernel({names})\n"
             "        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)\n\n"
             "    @cute.kernel\n"
             f"    def kernel(self, {names}):\n"
             "        thread = cute.arch.block_idx()[0] * BLOCK + cute.arch.thread_idx()[0]\n"
-            "        lane = thread % LANES_PER_ROW\n"
-            "        # Past the end, the last row again: shuffles want whole warps.\n"
-            f"        row = cutlass.min(thread // LANES_PER_ROW, {length} - 1)\n"
+            "        lane = thread % LANES\n"
+            "        # Past the end, the last value again: shuffles want whole warps.\n"
+            f"        at = cutlass.min(thread // LANES, {length} - 1)\n"
             f"{lines}"
         )
 
     def row(self) -> Iterator[str]:
         for a in self.arguments:
-            if a.role == "partial":
-                yield f"n{a.node} = sum_partials({a.name}, row, lane)"
-            elif a.role == "vector":
-                yield f"n{a.node} = {a.name}[row].to(Float32)"
+            if a.role == "vector":
+                yield f"n{a.node} = {a.name}[at].to(Float32)"
+            elif a.role == "pointer":
+                yield f"n{a.node} = {a.name}[0]"
             elif a.role == "scalar":
                 yield f"n{a.node} = {a.name}"
+        for index in self.reductions:
+            yield f"n{index} = {self.reduced(index)}"
         for index in self.order:
             parts = [self.value(a) for a in self.nodes[index].args]
             yield f"n{index} = {self.expression(index, parts, exact=True)}"
-        yield "if thread == row * LANES_PER_ROW:"
+        yield "if thread == at * LANES:"
         for root in self.roots:
-            yield f"    o{root}[row] = ({self.value(root)}).to(o{root}.element_type)"
+            yield f"    o{root}[at] = ({self.value(root)}).to(o{root}.element_type)"
+        for a in self.arguments:
+            if a.role == "partial" and a.rank == 1:
+                yield f"    {a.name}[at] = Float32(LOWEST)  # what it holds where nothing is selected"
+
+    def reduced(self, index: int) -> str:
+        """A reduction, finished."""
+        how = reduction(self.nodes[index])
+        assert how is not None  # listed by reduce
+        if how.combine == "select":
+            return f"finish_select(p{index}_0, at, n{self.nodes[index].args[1]}, e{index})"
+        if how.combine == "logsumexp":
+            return f"finish_logsumexp(p{index}_0, at, lane)"
+        if how.axis == "row":
+            return f'finish_row(p{index}_0, at, lane, "{how.combine}")'
+        parts = "".join(f"{a.name}, " for a in self.arguments if a.role == "partial" and a.node == index)
+        return f'finish_column(({parts}), at, lane, "{how.combine}", {self.width(index) < 1})'
 
     def value(self, index: int) -> str:
         node = self.nodes[index]

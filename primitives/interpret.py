@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from primitives.cut import GemmStep, cut, materialised
+from primitives.cut import GemmStep, cut
 from primitives.dims import Dim, solve
 from primitives.ir import OPERATIONS, Node, Program, Signature
 
@@ -18,39 +18,22 @@ if TYPE_CHECKING:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """bf16, fp16, fp32 -> torch's dtype."""
+    """A signature's dtype -> torch's."""
     import torch
 
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    return {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "int32": torch.int32,
+        "int64": torch.int64,
+    }[name]
 
 
 def solve_sizes(signature: Signature, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Each dim's value from the inputs' shapes. ValueError where they do not fit the signature."""
     return solve({name: t.shape for name, t in signature.inputs.items()}, signature.dims, shapes)
-
-
-def store_dtypes(program: Program) -> dict[int, str]:
-    """The dtype in which each tile that leaves its step is stored: its output's, else the other
-    operand's of the gemm that reads it."""
-    steps = cut(program)
-    dtypes: dict[int, str] = {}
-    for name, index in program.outputs.items():
-        dtypes.setdefault(index, program.signature.outputs[name].dtype)
-    for index in sorted(materialised(steps, program.nodes)):
-        dtypes.setdefault(index, _operand_dtype(program))
-    return dtypes
-
-
-def _operand_dtype(program: Program) -> str:
-    """The 16-bit dtype that the program's GEMMs read from inputs."""
-    for node in program.nodes:
-        if node.op == "gemm":
-            for argument in node.args:
-                source = program.nodes[argument]
-                source = program.nodes[source.args[0]] if source.op == "transpose" else source
-                if source.op == "input":
-                    return program.signature.inputs[str(source.attribute)].dtype
-    return "bf16"
 
 
 def interpret(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -70,57 +53,95 @@ class _Run:
     """Steps in order. ``memory`` holds what lies there, in its dtype: a later step reads it rounded."""
 
     def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor]):
-        self.nodes, self.steps, self.dtypes = program.nodes, cut(program), store_dtypes(program)
+        self.nodes, self.steps = program.nodes, cut(program)
+        self.types = self.steps.types
         self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()})
         self.device = next(iter(inputs.values())).device
         self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(self.nodes) if n.op == "input"}
-        self.sums: dict[int, torch.Tensor] = {}
+        self.reduced: dict[int, torch.Tensor] = {}
         self.scalars: dict[int, torch.Tensor] = {}
         for index, node in enumerate(self.nodes):
-            if self.steps.types[index].kind == "scalar":
-                self.scalars[index] = self.scalar(node)
+            if self.types[index].kind == "scalar":
+                self.scalars[index] = self.scalar(index, node)
 
-    def scalar(self, node: Node) -> torch.Tensor:
+    def scalar(self, index: int, node: Node) -> torch.Tensor:
         import torch
 
+        if node.op == "input":
+            return self.memory[index].float()
         if node.op == "constant":
             return torch.tensor(node.attribute, dtype=torch.float32, device=self.device)
         if node.op == "dim":
             extent = Dim.parse(str(node.attribute))(self.sizes)
             return torch.tensor(extent, dtype=torch.float32, device=self.device)
-        return self.compute(node, self.scalars)
+        return self.compute(index, self.scalars)
 
-    @staticmethod
-    def compute(node: Node, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def compute(self, index: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
         import torch
 
+        node = self.nodes[index]
         meaning = OPERATIONS[node.op].torch
         assert meaning is not None  # inputs, constants, dims and gemms are treated apart
-        result: torch.Tensor = meaning(torch, *(values[a] for a in node.args))
+        arguments: list[torch.Tensor | int] = [self.met(a, index, values) for a in node.args]
+        if node.op == "head_sums":
+            arguments.append(Dim.parse(str(node.attribute))(self.sizes))
+        result: torch.Tensor = meaning(torch, *arguments)
         return result
 
+    def met(self, index: int, reader: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """A value as its reader sees it: over all columns of a tile, where it is kept once a head."""
+        value, kind = values[index], self.types[index].kind
+        if self.types[reader].kind != "tile" or kind not in ("spread", "repeated"):
+            return value
+        period, columns = self.types[index].period, self.types[reader].shape[1]
+        assert period is not None  # both kinds have one
+        width = period(self.sizes)
+        if kind == "spread":
+            return value.repeat_interleave(width, dim=1)
+        return value.repeat(1, columns(self.sizes) // width)
+
     def write(self, index: int, value: torch.Tensor) -> None:
-        self.memory[index] = value.to(torch_dtype(self.dtypes.get(index, "fp32")))
+        self.memory[index] = value.to(torch_dtype(self.steps.dtypes.get(index, "fp32")))
 
     def epilogue(self, step: GemmStep) -> None:
         """One GEMM and all that rides on it, unrounded until it is stored."""
         values = dict(self.scalars)
         for index in step.loads:
             values[index] = self.memory[index].float()
-        for index in step.vectors:
-            vector = self.nodes[index].args[0]
-            values[index] = self.compute(self.nodes[index], {vector: self.memory[vector].float()})
+        for index in (*step.vectors, *step.repeats):
+            source = self.nodes[index].args[0]
+            values[index] = self.compute(index, {source: self.memory[source].float()})
+        for index in step.sweep:
+            self.ride(index, values)
+        for index in step.statistics:
+            values[index] = self.compute(index, values)
         for index in step.body:
-            node = self.nodes[index]
-            if node.op == "gemm":
-                a, b = (self.operand(i) for i in node.args)
-                values[index] = a @ b
-            else:
-                values[index] = self.compute(node, values)
+            self.ride(index, values)
         for index in step.stores:
             self.write(index, values[index])
         for index in step.reductions:
-            self.sums[index] = self.compute(self.nodes[index], values)
+            tile, *others = self.nodes[index].args
+            known = {tile: values[tile]} | {i: self.memory[i].float() for i in others}
+            self.reduced[index] = self.compute(index, known)
+
+    def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
+        """A value of the epilogue, unless the sweep before it has made it."""
+        node = self.nodes[index]
+        if index in values:
+            return
+        if node.op == "gemm":
+            a, b = (self.operand(i) for i in node.args)
+            values[index] = a @ b
+        else:
+            values[index] = self.compute(index, self.with_shapes(node, values))
+
+    def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """The values, and for a tile of which only the shape is used, one of that shape."""
+        import torch
+
+        missing = [a for a in node.args if a not in values]
+        shapes = {a: [d(self.sizes) for d in self.types[a].shape] for a in missing}
+        return values | {a: torch.zeros(1, device=self.device).expand(s) for a, s in shapes.items()}
 
     def operand(self, index: int) -> torch.Tensor:
         node = self.nodes[index]
@@ -129,11 +150,11 @@ class _Run:
     def finish(self, stage: int) -> None:
         """The vectors that are stored once step ``stage`` is done."""
         wanted = self.steps.finishes.get(stage, ())
-        values = self.scalars | self.sums
-        values |= {i: t.float() for i, t in self.memory.items() if t.ndim == 1}
+        values = self.scalars | self.reduced
+        values |= {i: t.float() for i, t in self.memory.items() if self.types[i].kind == "vector"}
         for index, node in enumerate(self.nodes[: max(wanted, default=-1) + 1]):
-            known = index in values or self.steps.types[index].kind != "vector"
+            known = index in values or self.types[index].kind != "vector"
             if not known and all(a in values for a in node.args):
-                values[index] = self.compute(node, values)
+                values[index] = self.compute(index, values)
         for index in wanted:
             self.write(index, values[index])

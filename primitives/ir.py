@@ -11,18 +11,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from primitives.dims import NAME as DIM_NAME
 from primitives.dims import Dim
 
 DTYPES = ("bf16", "fp16", "fp32")
-VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+OPERANDS = ("fp8_e4m3",)  # read by gemm alone
+INDICES = ("int32", "int64")  # vectors of targets and positions
+VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of specs and their values
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
 MAX_BYTES = 1 << 20
-FORMAT = 1
+FORMAT = 2
 
 
 class ProgramError(Exception):
@@ -34,10 +36,18 @@ class ProgramError(Exception):
 
 
 class TensorType(NamedTuple):
-    """A tensor outside the kernel: symbolic shape and dtype (bf16, fp16 or fp32)."""
+    """A tensor outside the kernel: symbolic shape (rank 0 to 2) and dtype.
+
+    Inputs and outputs may be bf16, fp16 or fp32; matrices that only gemm reads also fp8_e4m3, vectors of
+    targets or positions int32 or int64; a scalar is fp32.
+    """
 
     shape: tuple[Dim, ...]
     dtype: str
+
+    def type(self) -> Type:
+        """What a kernel sees of it."""
+        return Type(("scalar", "vector", "tile")[len(self.shape)], self.shape)
 
     def to_json(self) -> dict[str, Any]:
         return {"shape": [str(d) for d in self.shape], "dtype": self.dtype}
@@ -48,13 +58,19 @@ class TensorType(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a kernel must match, and all that a tracer sees of a spec."""
+    """What a kernel must match, and all that a tracer sees of a spec.
+
+    ``static``: dims fixed when the kernel is compiled. ``updates``: outputs that are written over an
+    input's buffer, by name.
+    """
 
     name: str
     dims: tuple[str, ...]
     inputs: dict[str, TensorType]
     outputs: dict[str, TensorType]
     constants: Mapping[str, float] = {}  # never written to: no instance owns it
+    static: tuple[str, ...] = ()
+    updates: Mapping[str, str] = {}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -63,6 +79,8 @@ class Signature(NamedTuple):
             "inputs": {k: t.to_json() for k, t in self.inputs.items()},
             "outputs": {k: t.to_json() for k, t in self.outputs.items()},
             "constants": {k: v.hex() for k, v in self.constants.items()},
+            "static": list(self.static),
+            "updates": dict(self.updates),
         }
 
     @classmethod
@@ -75,6 +93,8 @@ class Signature(NamedTuple):
                 {str(k): TensorType.from_json(t) for k, t in data["inputs"].items()},
                 {str(k): TensorType.from_json(t) for k, t in data["outputs"].items()},
                 {str(k): float.fromhex(v) for k, v in data["constants"].items()},
+                tuple(str(d) for d in data["static"]),
+                {str(k): str(v) for k, v in data["updates"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProgramError("signature", f"the program's signature is malformed: {error}") from None
@@ -90,27 +110,56 @@ class Signature(NamedTuple):
             or next((f"name {n!r}, used twice" for n in names[:-1] if names[:-1].count(n) > 1), None)
             or next((f"dim {n!r}" for n in self.dims if not DIM_NAME.fullmatch(n)), None)
             or next((f"dim {n!r}" for n in sorted(unknown)), None)
-            or next((f"dtype {t.dtype!r}" for _, t in tensors if t.dtype not in DTYPES), None)
-            or next((f"rank of {n!r}" for n, t in tensors if len(t.shape) not in (1, 2)), None)
+            or next((f"dtype or rank of {n!r}" for n, t in self.inputs.items() if not _readable(t)), None)
+            or next((f"dtype or rank of {n!r}" for n, t in self.outputs.items() if not _writable(t)), None)
+            or next((f"static dim {n!r}" for n in self.static if n not in self.dims), None)
+            or next((f"update of {n!r}" for n in self.updates if not self._updatable(n)), None)
             or next((f"constant {n!r}" for n, v in self.constants.items() if not math.isfinite(v)), None)
         )
         if bad:
             raise ProgramError("signature", f"the program's signature has an unusable {bad}")
 
+    def _updatable(self, output: str) -> bool:
+        target = self.updates[output]
+        alone = list(self.updates.values()).count(target) == 1
+        return alone and self.inputs.get(target, ()) == self.outputs.get(output)
 
-Kind = Literal["tile", "operand", "vector", "row", "column", "scalar"]
+
+def _readable(tensor: TensorType) -> bool:
+    return tensor.dtype in {
+        0: ("fp32",),
+        1: DTYPES + INDICES,
+        2: DTYPES + OPERANDS,
+    }.get(len(tensor.shape), ())
+
+
+def _writable(tensor: TensorType) -> bool:
+    return len(tensor.shape) in (1, 2) and tensor.dtype in DTYPES
+
+
+Kind = Literal["tile", "operand", "vector", "row", "column", "scalar", "head", "spread", "repeated"]
 
 
 class Type(NamedTuple):
     """What a node is: a tile [M, N], a gemm operand x.mT, a vector [M], a vector spread over a tile
-    by per_row (``row``) or per_column (``column``), or a scalar."""
+    by per_row (``row``) or per_column (``column``), or a scalar. With heads ``period`` columns wide: a
+    statistic [M, heads] (``head``), the same spread over the heads' columns (``spread``), and a vector
+    [period] or a tile [M, period] that is ``repeated`` for each head."""
 
     kind: Kind
     shape: tuple[Dim, ...] = ()
+    period: Dim | None = None
 
     def __str__(self) -> str:
         size = ", ".join(map(str, self.shape))
-        spread = {"row": f"per_row of [{size}]", "column": f"per_column of [{size}]", "scalar": "a scalar"}
+        spread = {
+            "row": f"per_row of [{size}]",
+            "column": f"per_column of [{size}]",
+            "scalar": "a scalar",
+            "head": f"head statistic [{size}]",
+            "spread": f"per_head of a statistic [{size}]",
+            "repeated": f"per_head of [{size}]",
+        }
         return spread.get(self.kind, f"{self.kind} [{size}]")
 
 
@@ -129,8 +178,9 @@ class Operation(NamedTuple):
     """An operation's meanings: the typing rule, PyTorch, and the text of its CuTeDSL.
 
     ``torch`` takes (torch, *values) and gives a value. ``cute`` is a template over fp32 register
-    values ``{0}``, ``{1}``; ``fast`` one that may round coarser, used where only a 16-bit output
-    can see it. ``None`` where lowering treats the operation itself.
+    values ``{0}``, ``{1}``; ``fast`` one that may round coarser, used where only a bf16 output
+    can see it. ``None`` where lowering treats the operation itself. ``reduction`` of a tile, its first
+    argument, says along which axis it makes a vector, and how two values become one.
     """
 
     name: str
@@ -138,10 +188,25 @@ class Operation(NamedTuple):
     torch: Callable[..., Any] | None = None
     cute: str | None = None
     fast: str | None = None
+    reduction: Reduction | None = None
+
+
+class Reduction(NamedTuple):
+    """``axis``: "row" gives a value a row, [M]; "column" one a column."""
+
+    axis: Literal["row", "column"]
+    combine: Literal["add", "max", "max_abs", "logsumexp", "select"]
 
 
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
+ATTRIBUTED = (*LEAVES, "head_sums")  # operations that name something: an input, a number, a size
+IN_STEP = ("tile", "head", "spread", "repeated")  # kinds that live in the registers of one step
+
+
+def reduction(node: Node) -> Reduction | None:
+    """How a node reduces a tile to a vector; None if it does not."""
+    return OPERATIONS[node.op].reduction
 
 
 def register(operation: Operation) -> Operation:
@@ -191,7 +256,7 @@ class Schedule(NamedTuple):
 # What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.
 TILES = frozenset(
     [(256, n, False) for n in (128, 160, 192, 208)]
-    + [(128, n, False) for n in (224, 256)]
+    + [(128, n, False) for n in (128, 160, 192, 224, 256)]
     + [(128, n, True) for n in (128, 160, 192, 208)]
     + [(192, 128, True)]
 )
@@ -218,7 +283,7 @@ class Program(NamedTuple):
                 raise ProgramError(
                     "graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read"
                 )
-            if node.attribute is not None and node.op not in LEAVES:
+            if node.attribute is not None and node.op not in ATTRIBUTED:
                 raise ProgramError(
                     "arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}"
                 )
@@ -228,8 +293,8 @@ class Program(NamedTuple):
                 known.append(operation.infer(tuple(known[a] for a in node.args), node.attribute))
         return tuple(known)
 
-    def check(self) -> Program:
-        """Types, outputs and bounds; returns itself. Raises ProgramError."""
+    def check(self, lines: Sequence[int | None] | None = None) -> Program:
+        """Types, outputs and bounds; returns itself. Raises ProgramError, with a node's line if known."""
         if len(self.nodes) > MAX_NODES:
             raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
         types = self.types()
@@ -238,6 +303,7 @@ class Program(NamedTuple):
                 raise ProgramError(
                     "dim", f"node {index}: {node.attribute!r} has dims that the spec does not declare"
                 )
+            self._check_reading(node, lines[index] if lines else None)
         check_output_names(self.outputs, self.signature)
         if any(step > sum(n.op == "gemm" for n in self.nodes) - 1 for step in self.schedule):
             raise ProgramError(
@@ -248,7 +314,7 @@ class Program(NamedTuple):
                 raise ProgramError("graph", f"output {name!r} names node {index}, which is not there")
             expected = self.signature.outputs[name]
             got = types[index]
-            if got.kind not in ("tile", "vector") or got.shape != expected.shape:
+            if got.kind not in ("tile", "vector", "head") or got.shape != expected.shape:
                 want = "tile" if len(expected.shape) == 2 else "vector"
                 raise ProgramError(
                     "output_shape",
@@ -257,6 +323,30 @@ class Program(NamedTuple):
                 )
         self._check_use()
         return self
+
+    def _check_reading(self, node: Node, line: int | None) -> None:
+        """fp8 is for gemm alone, and an index is an input that holds integers."""
+        for argument in node.args:
+            source = self.nodes[argument]
+            if source.op != "input":
+                continue
+            name = str(source.attribute)
+            dtype = self.signature.inputs[name].dtype
+            if dtype in OPERANDS and node.op not in ("gemm", "transpose"):
+                raise ProgramError(
+                    "dtype",
+                    f"input {name!r} is {dtype}: only gemm reads that; scale its product instead",
+                    line,
+                )
+        if node.op == "row_select":
+            source = self.nodes[node.args[1]]
+            known = self.signature.inputs.get(str(source.attribute)) if source.op == "input" else None
+            if known is None or known.dtype not in INDICES:
+                raise ProgramError(
+                    "dtype",
+                    f"row_select's index is an input of {' or '.join(INDICES)}, one value a row",
+                    line,
+                )
 
     def _check_use(self) -> None:
         """Every node serves an output: a dead gemm would be a step that nothing asked for."""
@@ -330,7 +420,7 @@ def _input_type(signature: Signature, node: Node) -> Type:
         raise ProgramError(
             "input", f"{node.attribute!r} is no input; the spec has {', '.join(signature.inputs)}"
         )
-    return Type("tile" if len(tensor.shape) == 2 else "vector", tensor.shape)
+    return tensor.type()
 
 
 def _encode(attribute: Attribute) -> str | list[str] | None:

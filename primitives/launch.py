@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from primitives.compile import compile_gemm, compile_vector, load_module
 from primitives.cut import cut
 from primitives.dims import Dim
-from primitives.interpret import solve_sizes, store_dtypes, torch_dtype
-from primitives.ir import Program, Schedule
+from primitives.interpret import solve_sizes, torch_dtype
+from primitives.ir import Program, Schedule, Signature, reduction
 from primitives.lower import Argument, GemmKernel, VectorKernel, lower
 
 if TYPE_CHECKING:
@@ -32,9 +32,12 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
     """Which rows are no multiple of 16 bytes at these sizes, in words; empty if all are."""
     signature, types = program.signature, program.types()
     tensors = {name: (t.shape, t.dtype) for name, t in {**signature.inputs, **signature.outputs}.items()}
-    for index, dtype in store_dtypes(program).items():
+    for index, dtype in cut(program).dtypes.items():
         if types[index].kind == "tile" and index not in program.outputs.values():
             tensors[f"the tile that node {index} hands on"] = (types[index].shape, dtype)
+    for name, index in program.outputs.items():
+        if types[index].kind == "head":  # threads store statistics themselves, one by one
+            del tensors[name]
     found = []
     for name, (shape, dtype) in tensors.items():
         if len(shape) == 2:
@@ -58,7 +61,7 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[s
             raise LaunchError(f"input {name!r} is {tensor.dtype}; the spec says {declared.dtype}")
         if tensor.ndim != len(declared.shape):
             raise LaunchError(f"input {name!r} has {tensor.ndim} dims; the spec says {len(declared.shape)}")
-        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
+        if not tensor.is_contiguous() or tensor.ndim and tensor.data_ptr() % ALIGNMENT:
             raise LaunchError(
                 f"input {name!r} must be contiguous and {ALIGNMENT}-byte aligned: call .contiguous()"
             )
@@ -66,10 +69,20 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[s
         sizes = solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    errors = alignment_errors(program, sizes)
+    errors = [*empty(signature, sizes), *alignment_errors(program, sizes)]
     if errors:
         raise LaunchError("; ".join(errors))
     return sizes
+
+
+def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
+    """Which inputs and outputs would have no elements at these sizes, in words: a shape may subtract."""
+    found = []
+    for name, tensor in {**signature.inputs, **signature.outputs}.items():
+        extents = [d(sizes) for d in tensor.shape]
+        if min(extents, default=1) < 1:
+            found.append(f"{name} would be {extents} at {dict(sizes)}: every extent is at least 1")
+    return found
 
 
 class _Slots:
@@ -111,6 +124,14 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.mT
 
 
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _listed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(1)
+
+
 def _picker(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """itemgetter that gives a tuple for one item too."""
     if len(slots) > 1:
@@ -150,33 +171,44 @@ class Plan:
         self._inputs, self._outputs = tuple(program.signature.inputs), tuple(program.signature.outputs)
         self._slots = _Slots([*self._inputs, *self._outputs])
         kernels: list[GemmKernel | VectorKernel] = [*self.lowered.gemms, *self.lowered.vectors]
-        scalars = {a.node for k in kernels for a in k.arguments if a.role == "scalar"}
-        fixed = {("scalar", node): self._scalar(node) for node in sorted(scalars)} | self._allocate(workspace)
+        scalars = {(a.role, a.node) for k in kernels for a in k.arguments if a.role in ("scalar", "extent")}
+        fixed = {key: self._scalar(*key) for key in sorted(scalars)} | self._allocate(workspace)
         for key, value in fixed.items():
             self._slots.fix(key, value)
         kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
-        self._launches: list[Launch] = [
-            self._gemm(k) if isinstance(k, GemmKernel) else self._vector(k) for k in kernels
+        self._launches: list[tuple[int, Launch]] = [
+            (k.step, self._gemm(k) if isinstance(k, GemmKernel) else self._vector(k)) for k in kernels
         ]
+        added = {self._names[k.adds] for k in self.lowered.gemms if k.adds is not None}
+        self._added = [(o, name) for o, name in program.signature.updates.items() if name in added]
 
     def _shape(self, index: int) -> list[int]:
         return [d(self.sizes) for d in self._steps.types[index].shape]
 
-    def _allocate(self, workspace: torch.Tensor | None) -> dict[tuple[str, int], torch.Tensor]:
+    @staticmethod
+    def _selects(argument: Argument) -> bool:
+        return argument.role == "partial" and argument.rank == 1
+
+    def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
+        """[1, M, tiles along N] of a reduction along rows, [1, tiles along M, N] of one along columns."""
+        rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
+        schedule, how = self.schedules[gemm.step], reduction(self.program.nodes[reduced])
+        if how is not None and how.axis == "column":
+            return [1, -(-rows // schedule.tile_m), columns]
+        return [1, rows, -(-columns // schedule.tile_n)]
+
+    def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
         """What lives between kernels, in one buffer: tiles and vectors that are no outputs, and partials
         sized by the chosen tiles."""
         import torch
 
-        stored = store_dtypes(self.program)
-        wanted: dict[tuple[str, int], tuple[list[int], str]] = {}
+        wanted: dict[Hashable, tuple[list[int], str]] = {}
         for gemm in self.lowered.gemms:
-            columns = self._shape(self._steps.gemms[gemm.step].gemm)[1]
-            tiles = -(-columns // self.schedules[gemm.step].tile_n)
             for a in (*gemm.arguments, gemm.d):
-                if a is not None and a.role == "partial":
-                    wanted["partial", a.node] = ([1, *self._shape(a.node), tiles], "fp32")
+                if a is not None and a.role == "partial" and a.rank == 3:
+                    wanted["partial", a.node, a.part] = (self._partials(gemm, a.node), "fp32")
                 elif a is not None and a.role == "store" and a.node not in self._names:
-                    wanted["value", a.node] = (self._shape(a.node), stored[a.node])
+                    wanted["value", a.node] = (self._shape(a.node), self._steps.dtypes[a.node])
         for vector in self.lowered.vectors:
             for a in vector.arguments:
                 if a.role == "out" and a.node not in self._names:
@@ -189,16 +221,28 @@ class Plan:
         if workspace is None or workspace.numel() < total:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
-        tensors, offset = {}, 0
+        # Selections start and are left at -inf (the finishing kernel sees to it): no other plan's bytes.
+        selected = {
+            ("partial", a.node, 0) for g in self.lowered.gemms for a in g.arguments if self._selects(a)
+        }
+        tensors: dict[Hashable, torch.Tensor] = {
+            key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
+        }
+        offset = 0
         for key, (shape, dtype) in wanted.items():
             tensors[key] = workspace[offset : offset + sizes[key]].view(torch_dtype(dtype)).view(shape)
             offset += -(-sizes[key] // 256) * 256
         return tensors
 
-    def _scalar(self, node: int) -> Any:
+    def _scalar(self, role: str, node: int) -> Any:
+        """The size that a node names, or for an ``extent`` how many columns it has."""
         from cutlass import Float32
 
-        return Float32(float(Dim.parse(str(self.program.nodes[node].attribute))(self.sizes)))
+        named = role == "scalar"
+        size = (
+            Dim.parse(str(self.program.nodes[node].attribute)) if named else self._steps.types[node].shape[1]
+        )
+        return Float32(float(size(self.sizes)))
 
     def _value(self, node: int) -> int:
         return self._slots.at(self._names.get(node) or ("value", node))
@@ -207,8 +251,12 @@ class Plan:
         """Where a launch finds an argument."""
         if argument is None:
             return self._slots.nothing
-        if argument.role in ("partial", "scalar"):
+        if argument.role == "head":  # a number in the compiled kernel
+            return self._slots.nothing
+        if argument.role in ("scalar", "extent"):
             return self._slots.at((argument.role, argument.node))
+        if argument.role == "partial":
+            return self._slots.at(("partial", argument.node, argument.part))
         slot = self._value(argument.node)
         return self._slots.derive(slot, _packed) if argument.packed else slot
 
@@ -217,9 +265,17 @@ class Plan:
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         schedule = self.schedules[kernel.step]
-        compiled = compile_gemm(self.lowered, kernel, schedule)
+        if not kernel.admits(schedule, self.sizes):
+            raise LaunchError(
+                f"step {kernel.step}: a tile of {schedule.tile_n} columns does not hold "
+                f"{kernel.wants(self.sizes)}"
+            )
+        compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
         made = getattr(load_module(self.lowered), kernel.name).EpilogueArguments
         own = {a.name: self._slot(a) for a in kernel.arguments}
+        own |= {
+            a.name: self._slots.derive(own[a.name], _address) for a in kernel.arguments if a.role == "pointer"
+        }
         epilogue = _picker([own.get(field, self._slots.nothing) for field in made._fields])
         make = made._make
         a = self._value(kernel.a)
@@ -236,11 +292,12 @@ class Plan:
 
     def _vector(self, kernel: VectorKernel) -> Launch:
         compiled = compile_vector(self.lowered, kernel)
-        arguments = _picker([self._slot(a) for a in kernel.arguments])
+        slots = [(self._slot(a), a.role) for a in kernel.arguments]
+        arguments = _picker([self._slots.derive(s, _listed) if r == "pointer" else s for s, r in slots])
         return lambda slots: compiled(*arguments(slots))
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Fresh, uninitialised outputs."""
+        """Fresh, uninitialised outputs; those that update an input among them, too."""
         import torch
 
         return {
@@ -251,14 +308,36 @@ class Plan:
         }
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Launch on the current stream. The caller vouches for shapes, dtypes and device."""
+        """Launch on the current stream. The caller vouches for shapes, dtypes and device. An output that
+        updates an input may be that input's tensor: it is then written over."""
+        slots = self._fill(inputs, outputs)
+        for _, launch in self._launches:
+            launch(slots)
+
+    def run_step(
+        self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """One GEMM and the vectors that are final after it, on what ``run`` left for it."""
+        slots = self._fill(inputs, outputs)
+        for number, launch in self._launches:
+            if number == step:
+                launch(slots)
+
+    def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:
+        for output, name in self._added:
+            if outputs[output] is not inputs[name]:  # a sum is added to what is there
+                outputs[output].copy_(inputs[name])
         slots: list[Any] = [inputs[name] for name in self._inputs]
         slots += [outputs[name] for name in self._outputs]
         slots += self._slots.fixed
         for source, change in self._slots.derived:
             slots.append(change(slots[source]))
-        for launch in self._launches:
-            launch(slots)
+        return slots
+
+    def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs as a caller wants them: fresh ones, but for those that are written over an input."""
+        updated = {output: inputs[name] for output, name in self.program.signature.updates.items()}
+        return {**self.outputs(), **updated}
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         outputs = self.outputs()
@@ -304,4 +383,8 @@ class Kernel:
         return self._plans[key]
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.plan(inputs)(inputs)
+        """Outputs by name; one that updates an input is that input's tensor, written over."""
+        plan = self.plan(inputs)
+        outputs = plan.in_place(inputs)
+        plan.run(inputs, outputs)
+        return outputs

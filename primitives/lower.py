@@ -6,8 +6,10 @@ Each step becomes a class (``primitives.visitor``), vector arithmetic after it o
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -15,8 +17,7 @@ from pathlib import Path
 
 from primitives.cut import cut
 from primitives.finish import FinishWriter, by_length
-from primitives.interpret import store_dtypes
-from primitives.ir import Program, ProgramError
+from primitives.ir import Program
 from primitives.lowered import Argument, GemmKernel, Lowered, VectorKernel
 from primitives.visitor import StepWriter
 
@@ -26,25 +27,18 @@ PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 def lower(program: Program) -> Lowered:
     """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would."""
     steps = cut(program)
-    stored = store_dtypes(program)
-    writers = [StepWriter(program, steps, step, stored) for step in steps.gemms]
+    writers = [StepWriter(program, steps, step) for step in steps.gemms]
     finishes = [
         FinishWriter(program, steps, stage, nodes)
         for stage, members in sorted(steps.finishes.items())
         for nodes in by_length(steps, members)
     ]
     body = "\n\n".join([w.text() for w in writers] + [w.text() for w in finishes])
-    digest = hashlib.sha256("\0".join([body, device_sources(), *map(version, PACKAGES)]).encode()).hexdigest()
+    header = _header(body)
+    meant = [header, body, *_device_sources(header), *map(version, PACKAGES)]
+    digest = hashlib.sha256("\0".join(meant).encode()).hexdigest()
     suffix = f"_{digest[:12]}"
-    text = _HEADER + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
-    for kernel in (w.kernel() for w in writers):
-        schedule = program.schedule.get(kernel.step)
-        if kernel.half and schedule and schedule.tile_n % 32:
-            raise ProgramError(
-                "schedule",
-                f"step {kernel.step} stores a tile half as wide as its gemm: tile_n is a multiple of 32 "
-                f"then, not {schedule.tile_n}",
-            )
+    text = header + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
     return Lowered(
         text,
         digest,
@@ -53,24 +47,51 @@ def lower(program: Program) -> Lowered:
     )
 
 
+DEVICE = Path(__file__).parent / "device"
+RESOURCES = ("ColVecLoad", "ColVecSelect", "OnlineLSEReduce", "RowVecLoad", "Scalar", "TileLoad", "TileStore")
+
+
+def _header(body: str) -> str:
+    """The docstring and imports of a module: of ours and QuACK's, what it uses."""
+    used = set(re.findall(r"\w+", body))
+    lines = ["import cutlass", "import cutlass.cute as cute", "from cutlass import Float32"]
+    chosen: dict[str, Iterable[str]] = {"quack.epilogue.ops": RESOURCES}
+    chosen |= {f"primitives.device.{module}": names for module, names in _exports().items()}
+    for module, names in chosen.items():
+        found = sorted(used.intersection(names))
+        lines += [f"from {module} import {', '.join(found)}"] if found else []
+    return (
+        '"""Lowered by coda-agent from a program: do not edit, lower again."""\n\n' + "\n".join(lines) + "\n"
+    )
+
+
 @cache
-def device_sources() -> str:
-    """The project's own device code: it is part of what a lowered text means."""
-    return (Path(__file__).parent / "device.py").read_text(encoding="utf-8")
+def _exports() -> dict[str, list[str]]:
+    """The names that each module of device code offers: its ``__all__``, without importing it."""
+    found = {}
+    for path in sorted(DEVICE.glob("[a-z]*.py")):
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+                found[path.stem] = list(ast.literal_eval(statement.value))
+    return found
 
 
-_HEADER = '''\
-"""Lowered by coda-agent from a program: do not edit, lower again."""
+@cache
+def device_source(module: str) -> str:
+    """A module of the project's own device code: it is part of what a lowered text means."""
+    return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
 
-import cutlass
-import cutlass.cute as cute
-from cutlass import Float32
-from quack.epilogue.ops import ColVecLoad, RowVecLoad, Scalar, TileLoad, TileStore
 
-from primitives.device import (
-    BLOCK, LANES_PER_ROW, FusedGemm, RowSum, arguments, choose, edge, fragment, half_fragment, inside,
-    pack, sigmoid, sigmoid_fast, sum_partials, tanh, tanh_fast, unpack, wide_fragment,
-)
-'''
+def _device_sources(text: str) -> list[str]:
+    """The device code that a text imports, and what that imports: a change elsewhere changes no kernel."""
+    pending = re.findall(r"^from primitives\.device\.(\w+) import", text, re.M)
+    found: dict[str, str] = {}
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found[module] = device_source(module)
+            pending += re.findall(r"^from primitives\.device\.(\w+) import", found[module], re.M)
+    return [found[module] for module in sorted(found)]
 
-__all__ = ["PACKAGES", "Argument", "GemmKernel", "Lowered", "VectorKernel", "device_sources", "lower"]
+
+__all__ = ["PACKAGES", "Argument", "GemmKernel", "Lowered", "VectorKernel", "device_source", "lower"]

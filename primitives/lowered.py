@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from primitives.cut import Steps
-from primitives.ir import OPERATIONS, Program
+from primitives.dims import Dim
+from primitives.ir import OPERATIONS, Program, Schedule
 
-CUTE_DTYPES = {"bf16": "cutlass.BFloat16", "fp16": "cutlass.Float16", "fp32": "Float32"}
+CUTE_DTYPES = {
+    "bf16": "cutlass.BFloat16",
+    "fp16": "cutlass.Float16",
+    "fp32": "Float32",
+    "int32": "cutlass.Int32",
+    "int64": "cutlass.Int64",
+}
+HEAD_GRAIN = 8  # columns after which a thread's lanes of the accumulator recur
+SUM_GRAIN = 32  # columns of an epilogue subtile
+PAIR_GRAIN = Dim.parse(32)  # tile_n is a multiple of this where a tile half as wide is stored by TMA
+
+Role = Literal[
+    "load",
+    "store",
+    "row",
+    "column",
+    "index",
+    "memory",
+    "head",
+    "partial",
+    "scalar",
+    "pointer",
+    "extent",
+    "vector",
+    "out",
+]
 
 
 @dataclass(frozen=True)
 class Argument:
     """One tensor or number that a kernel takes: a node of the program under an invented name.
 
-    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes.
+    ``load`` and ``store`` are tiles through TMA, ``memory`` one that threads address themselves; ``row`` and
+    ``column`` vectors, ``index`` integers, ``head`` the width of heads, ``scalar`` a number, ``pointer`` one
+    in memory, ``extent`` a tile's columns.
+    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: of two
+    partial sums for columns twice as many as the GEMM's. ``period``: how wide heads are.
     """
 
     name: str
-    role: Literal["load", "store", "row", "column", "partial", "scalar", "vector", "out"]
+    role: Role
     node: int
     dtype: str
     packed: bool = False
+    part: int = 0
+    rank: int = 1
+    period: Dim | None = None
 
 
 @dataclass(frozen=True)
 class GemmKernel:
     """A step's class and what it is called with. ``c`` and ``d`` are the mainloop's own epilogue
-    load and store; further ones are among ``arguments``."""
+    load and store; further ones are among ``arguments``. ``periods``: heads' widths in the GEMM's columns,
+    which its tiles must be multiples of, as of ``grains``. ``adds``: the input to which D is added, where D
+    is written over it."""
 
     step: int
     name: str
@@ -40,7 +76,32 @@ class GemmKernel:
     c: Argument | None
     d: Argument | None
     arguments: tuple[Argument, ...]
-    half: bool  # stores a tile half as wide, which wants tile_n % 32 == 0
+    periods: tuple[Dim, ...]
+    grains: tuple[Dim, ...]
+    adds: int | None = None
+
+    def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
+        """Whether a schedule's tile holds whole heads and whole pairs; ``sizes`` has the static dims."""
+        return not self.narrow(sizes) and not any(schedule.tile_n % grain(sizes) for grain in self.grains)
+
+    def narrow(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a thread's lanes would mix heads: it has two of every HEAD_GRAIN columns, and what it sums
+        over heads is folded SUM_GRAIN columns at a time."""
+        sums = [a.period for a in self.arguments if a.period]
+        return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
+
+    def wants(self, sizes: Mapping[str, int]) -> str:
+        """What its tiles have to hold, in words for who chose the sizes or the tile."""
+        found = [f"whole heads of {width} columns" for width in self.head_widths(sizes)]
+        if found:
+            found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
+        if PAIR_GRAIN in self.grains:
+            found.append(f"multiples of {PAIR_GRAIN} columns for its pairs")
+        return " and ".join(found)
+
+    def head_widths(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """``periods`` at these sizes of the static dims."""
+        return tuple(period(sizes) for period in self.periods)
 
 
 @dataclass(frozen=True)
@@ -90,15 +151,8 @@ class Writer:
     def constant(self, index: int) -> float:
         return float(str(self.nodes[index].attribute))
 
-    def input_dtype(self, index: int) -> str:
-        return self.program.signature.inputs[str(self.nodes[index].attribute)].dtype
-
-    def vector_dtype(self, index: int) -> str:
-        """Vectors in memory keep their input's or output's dtype; further ones are fp32."""
-        return self.input_dtype(index) if self.nodes[index].op == "input" else self.output_dtype(index)
-
-    def output_dtype(self, index: int) -> str:
-        for name, node in self.program.outputs.items():
-            if node == index:
-                return self.program.signature.outputs[name].dtype
-        return "fp32"
+    def dtype(self, index: int) -> str:
+        """Of what lies in memory: an input's, an output's, or a tile's between steps; else fp32."""
+        if self.nodes[index].op == "input":
+            return self.program.signature.inputs[str(self.nodes[index].attribute)].dtype
+        return self.steps.dtypes.get(index, "fp32")

@@ -1,4 +1,4 @@
-"""Family 4, reductions along rows: partial sums a tile, finished in a fixed order between steps.
+"""Family 4, reductions along rows and columns: partials a CTA tile, finished in a fixed order between steps.
 
 To the author a reduction is a finished vector. Lanes outside a ragged tile count as its identity,
 whatever the expression makes of zeros.
@@ -6,19 +6,37 @@ whatever the expression makes of zeros.
 
 from __future__ import annotations
 
-from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from collections.abc import Callable
+from typing import Any
+
+from primitives.ir import Attribute, Operation, ProgramError, Reduction, Type, register
 from primitives.trace import Tensor, apply
 
 
-def _rows(types: tuple[Type, ...], attribute: Attribute) -> Type:
-    if [t.kind for t in types] != ["tile"]:
-        raise ProgramError(
-            "arguments", f"row_sums takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
-        )
-    return Type("vector", types[0].shape[:1])
+def reduces(name: str, how: Reduction) -> Callable[[tuple[Type, ...], Attribute], Type]:
+    """The typing rule of a reduction: one tile in, a vector out."""
+
+    def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
+        if [t.kind for t in types] != ["tile"]:
+            raise ProgramError(
+                "arguments", f"{name} takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
+            )
+        rows, columns = types[0].shape
+        return Type("vector", (rows if how.axis == "row" else columns,))
+
+    return infer
 
 
-register(Operation("row_sums", _rows, lambda torch, t: t.sum(dim=-1)))
+def _register(name: str, how: Reduction, torch: Callable[..., Any]) -> None:
+    register(Operation(name, reduces(name, how), torch, reduction=how))
+
+
+_register("row_sums", Reduction("row", "add"), lambda torch, t: t.sum(dim=-1))
+_register("row_max", Reduction("row", "max"), lambda torch, t: t.amax(dim=-1))
+_register("row_abs_max", Reduction("row", "max_abs"), lambda torch, t: t.abs().amax(dim=-1))
+_register("column_sums", Reduction("column", "add"), lambda torch, t: t.sum(dim=0))
+_register("column_max", Reduction("column", "max"), lambda torch, t: t.amax(dim=0))
+_register("column_abs_max", Reduction("column", "max_abs"), lambda torch, t: t.abs().amax(dim=0))
 
 
 def row_sums(t: Tensor) -> Tensor:
@@ -29,3 +47,34 @@ def row_sums(t: Tensor) -> Tensor:
     Paper: partial reductions. ``mean = row_sums(t) / t.columns``
     """
     return apply("row_sums", t)
+
+
+def row_max(t: Tensor) -> Tensor:
+    """The largest value of each row of a tile, as a vector [M] in fp32; final after its step, as row_sums."""
+    return apply("row_max", t)
+
+
+def row_abs_max(t: Tensor) -> Tensor:
+    """The largest magnitude of each row of a tile, as a vector [M] in fp32: what a quantised output's scale
+    is made from. Final after its step. ``scale = row_abs_max(t) / 448``
+    """
+    return apply("row_abs_max", t)
+
+
+def column_sums(t: Tensor) -> Tensor:
+    """The sum of each column of a tile [M, N], as a vector [N] in fp32: gradients of biases and norm weights.
+
+    It sees the unrounded values and is final after its step. Cost: M / tile_m partials a column.
+    ``dbias = column_sums(dz)``
+    """
+    return apply("column_sums", t)
+
+
+def column_max(t: Tensor) -> Tensor:
+    """The largest value of each column of a tile, as a vector [N] in fp32; final after its step."""
+    return apply("column_max", t)
+
+
+def column_abs_max(t: Tensor) -> Tensor:
+    """The largest magnitude of each column of a tile, as a vector [N] in fp32; final after its step."""
+    return apply("column_abs_max", t)

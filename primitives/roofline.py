@@ -2,24 +2,30 @@
 
 FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is left out: it runs on other pipes, beside the
 tensor cores, so counting it could only lift the floor above what is possible. Bytes are compulsory
-ones: each tensor that a step reads counts once, each that it writes once, and what passes between
-steps is written by one and read by the other. Standard library only.
+ones: each tensor that a step reads counts once (a vector or tile repeated over heads, too), each that it
+writes once, and what passes between steps is written by one and read by the other; a buffer that is
+updated counts as read and as written. Standard library only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from primitives.cut import REDUCTIONS, GemmStep, Steps, cut
-from primitives.finish import by_length
-from primitives.interpret import store_dtypes
-from primitives.ir import TILES, Program
+from primitives.cut import GemmStep, Steps, cut
+from primitives.dims import Dim
+from primitives.finish import FinishWriter, by_length
+from primitives.ir import OPERANDS, TILES, Program, reduction
+from primitives.lowered import Writer
+from primitives.place import untransposed
 
-ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-PARTIAL_BYTES = 4  # partial sums are fp32
-WIDEST_TILE = max(n for _, n, _ in TILES)  # the fewest partials a row
+ITEM_BYTES = {"fp8_e4m3": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
+PARTIAL_BYTES = 4  # partials are fp32
+# The largest tile each way: the fewest partials a row or a column.
+LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}
+Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # how many, or how many tiles
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,12 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``cache``: the L2."""
+    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``tensor_fp8``: the same of
+    fp8 operands; ``cache``: the L2."""
 
     name: str
     tensor: Ceiling
+    tensor_fp8: Ceiling
     memory: Ceiling
     cache: Ceiling
     multiprocessors: Ceiling
@@ -49,77 +57,83 @@ class Machine:
 H100 = Machine(
     "H100 SXM",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
+    Ceiling(1978.9e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 3,958 TFLOPS fp8 sparse, half of it dense"),
     Ceiling(3.35e12, "B/s", "NVIDIA H100 datasheet, SXM: 3.35 TB/s of HBM3"),
     Ceiling(50 * 2**20, "B", "NVIDIA H100 architecture whitepaper, SXM5: 50 MB of L2"),
     Ceiling(132, "SMs", "NVIDIA H100 architecture whitepaper, SXM5"),
 )
 
 
-@dataclass(frozen=True)
-class VectorStep:
-    """Vectors of one length that one small kernel stores once GEMM step ``stage`` is done (-1: before all).
-
-    ``partials``: reductions whose partial sums it adds up; ``vectors``: finished ones it reads;
-    ``roots``: those it stores; ``body``: the nodes it computes, in order.
-    """
-
-    stage: int
-    roots: tuple[int, ...]
-    partials: tuple[int, ...]
-    vectors: tuple[int, ...]
-    body: tuple[int, ...]
+def vector_steps(program: Program, steps: Steps) -> list[FinishWriter]:
+    """The kernels between GEMM steps, by stage and then length; stage -1 runs before all."""
+    return [
+        FinishWriter(program, steps, stage, roots)
+        for stage, members in sorted(steps.finishes.items())
+        for roots in by_length(steps, members)
+    ]
 
 
-def vector_steps(program: Program, steps: Steps) -> tuple[VectorStep, ...]:
-    """The kernels between GEMM steps, by stage and then length."""
-    found = []
-    for stage, members in sorted(steps.finishes.items()):
-        found += [_vector_step(program, steps, stage, tuple(roots)) for roots in by_length(steps, members)]
-    return tuple(found)
+def gemm_reads(program: Program, step: GemmStep) -> list[int]:
+    """What a GEMM step takes from memory, each node once: an operand that the epilogue loads too need not
+    be fetched twice."""
+    nodes = program.nodes
+    read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
+    read += step.loads
+    read += [nodes[i].args[0] for i in (*step.vectors, *step.repeats)]
+    read += [i for i in step.scalars if nodes[i].op == "input"]
+    read += [nodes[r].args[1] for r in step.reductions if selects(program, r)]
+    return list(dict.fromkeys(read))
 
 
-def _vector_step(program: Program, steps: Steps, stage: int, roots: tuple[int, ...]) -> VectorStep:
-    stored = {i for members in steps.finishes.values() for i in members}
-    partials: set[int] = set()
-    vectors: set[int] = set()
-    body: set[int] = set()
-    pending = list(roots)
-    while pending:
-        index = pending.pop()
-        node = program.nodes[index]
-        if node.op == "input" or (index in stored and index not in roots):
-            vectors.add(index)
-        elif node.op in REDUCTIONS:
-            partials.add(index)
-        elif steps.types[index].kind == "vector":
-            body.add(index)
-            pending.extend(node.args)
-    return VectorStep(stage, roots, *(tuple(sorted(s)) for s in (partials, vectors, body)))
+def gemm_writes(step: GemmStep) -> list[int]:
+    """What it leaves there: nodes, and ``~node`` for a reduction's partials."""
+    return [*step.stores, *(~r for r in step.reductions)]
 
 
-def operand_source(program: Program, operand: int) -> int:
-    """The tile in memory behind a gemm's operand, which may be its transpose."""
-    node = program.nodes[operand]
-    return node.args[0] if node.op == "transpose" else operand
+def vector_reads(kernel: FinishWriter) -> list[int]:
+    """What a kernel between steps takes from memory, each once; ``~node`` for a reduction's partials."""
+    given = [a for a in kernel.arguments if a.role in ("partial", "vector", "pointer")]
+    return list(dict.fromkeys(~a.node if a.role == "partial" else a.node for a in given))
 
 
-def memory_dtypes(program: Program) -> dict[int, str]:
-    """The dtype of inputs, stored tiles and outputs; further vectors are fp32."""
-    inputs = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
-    return store_dtypes(program) | {i: program.signature.inputs[name].dtype for i, name in inputs.items()}
+def vector_writes(kernel: FinishWriter) -> list[int]:
+    """What it leaves there: its vectors, and selections emptied again for the next call."""
+    return [*kernel.roots, *(~r for r in kernel.reductions if selects(kernel.program, r))]
+
+
+def selects(program: Program, reduced: int) -> bool:
+    """Whether a reduction picks one element a row: that needs one buffer, and no partial a tile."""
+    how = reduction(program.nodes[reduced])
+    return how is not None and how.combine == "select"
+
+
+def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
+    """What a reduction's partials are sized by: one a row and tile along N, or one a tile along M and column
+    of the GEMM, twice that for a tile of twice as many columns. A selection has one value a row."""
+    step = next(s for s in steps.gemms if reduced in s.reductions)
+    rows, columns = steps.types[step.gemm].shape
+    how, tile = reduction(program.nodes[reduced]), program.nodes[reduced].args[0]
+    if how is not None and how.axis == "column":
+        twice: list[Extent] = [(Dim.parse(2), None)] if steps.width[step.index, tile] == 2 else []
+        return [*twice, (rows, "tile_m"), (columns, None)]
+    return [(rows, None)] if selects(program, reduced) else [(rows, None), (columns, "tile_n")]
 
 
 def value_names(program: Program, steps: Steps) -> dict[int, str]:
     """Names of all that lies in memory: inputs' and outputs' own; ``t0``, ``v0`` for what passes between
-    steps, ``partials0`` (by ``~node``) for reductions."""
+    steps, ``partials0`` and ``selected0`` (by ``~node``) for reductions."""
     names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
     for name, index in sorted(program.outputs.items()):
         names.setdefault(index, name)
-    tiles = sorted({i for s in steps.gemms for i in s.stores} - names.keys())
-    vectors = sorted({i for members in steps.finishes.values() for i in members} - names.keys())
-    reductions = sorted(~r for s in steps.gemms for r in s.reductions)[::-1]
+    reductions = sorted(r for s in steps.gemms for r in s.reductions)
+    invented = {
+        "t": sorted({i for s in steps.gemms for i in s.stores} - names.keys()),
+        "v": sorted({i for members in steps.finishes.values() for i in members} - names.keys()),
+        "partials": [~r for r in reductions if not selects(program, r)],
+        "selected": [~r for r in reductions if selects(program, r)],
+    }
     taken = {*program.signature.inputs, *program.signature.outputs}
-    for prefix, indices in (("t", tiles), ("v", vectors), ("partials", reductions)):
+    for prefix, indices in invented.items():
         free = (n for n in (f"{prefix}{k}" for k in range(len(indices) + len(taken))) if n not in taken)
         names |= dict(zip(indices, free, strict=False))
     return names
@@ -214,7 +228,7 @@ class Roofline:
 def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = H100) -> Roofline:
     """The floor of a checked program at ``sizes``. ValueError unless every dim has a positive size.
 
-    Partials are those of the program's own schedule, else of the widest tile, which writes the fewest.
+    Partials are those of the program's own schedule, else of the largest tiles, which write the fewest.
     """
     wrong = {d: sizes.get(d) for d in program.signature.dims if sizes.get(d, 0) < 1}
     if wrong:
@@ -224,67 +238,59 @@ def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = H100
             f"{', '.join(program.signature.dims)} a positive integer"
         )
     own = {d: sizes[d] for d in program.signature.dims}
-    return Roofline(machine, own, _Counter(program, own, machine).steps())
+    return Roofline(machine, own, _Counter(program, own, machine).floors())
 
 
-class _Counter:
+class _Counter(Writer):
     def __init__(self, program: Program, sizes: Mapping[str, int], machine: Machine):
-        self.program, self.sizes, self.machine = program, sizes, machine
-        self.cut = cut(program)
-        self.names = value_names(program, self.cut)
-        self.dtypes = memory_dtypes(program)
+        super().__init__(program, cut(program))
+        self.sizes, self.machine = sizes, machine
+        self.names = value_names(program, self.steps)
 
     def extents(self, index: int) -> list[int]:
-        return [d(self.sizes) for d in self.cut.types[index].shape]
+        return [d(self.sizes) for d in self.steps.types[index].shape]
 
     def size(self, index: int) -> int:
         """Bytes of a tensor in memory; of a reduction's partials for ``~node``."""
         if index < 0:
-            return self.extents(~index)[0] * self.tiles(~index) * PARTIAL_BYTES
-        count = ITEM_BYTES[self.dtypes.get(index, "fp32")]
-        for extent in self.extents(index):
-            count *= extent
-        return count
+            return PARTIAL_BYTES * math.prod(self.partial_extents(~index))
+        return ITEM_BYTES[self.dtype(index)] * math.prod(self.extents(index))
 
-    def tiles(self, reduction: int) -> int:
-        """How many partials a row has: tiles along its GEMM's N."""
-        step = next(s for s in self.cut.gemms if reduction in s.reductions)
-        schedule = self.program.schedule.get(step.index)
-        return -(-self.extents(step.gemm)[1] // (schedule.tile_n if schedule else WIDEST_TILE))
+    def partial_extents(self, reduced: int) -> list[int]:
+        step = next(s.index for s in self.steps.gemms if reduced in s.reductions)
+        schedule = self.program.schedule.get(step)
+        tiles: Mapping[str, int] = schedule._asdict() if schedule else LARGEST
+        shape = partial_shape(self.program, self.steps, reduced)
+        return [-(-dim(self.sizes) // (tiles[tile] if tile else 1)) for dim, tile in shape]
 
-    def sized(self, indices: set[int]) -> dict[str, int]:
+    def sized(self, indices: list[int]) -> dict[str, int]:
         return {self.names[i]: self.size(i) for i in sorted(indices, key=lambda i: self.names[i])}
 
-    def steps(self) -> tuple[StepFloor, ...]:
-        floors = [(float(s.index), self.gemm(s)) for s in self.cut.gemms]
-        floors += [(v.stage + 0.5, self.vector(v)) for v in vector_steps(self.program, self.cut)]
-        return tuple(floor for _, floor in sorted(floors, key=lambda f: f[0]))
+    def floors(self) -> tuple[StepFloor, ...]:
+        found = [(float(s.index), self.gemm(s)) for s in self.steps.gemms]
+        found += [(v.stage + 0.5, self.vector(v)) for v in vector_steps(self.program, self.steps)]
+        return tuple(floor for _, floor in sorted(found, key=lambda f: f[0]))
 
     def gemm(self, step: GemmStep) -> StepFloor:
-        nodes = self.program.nodes
-        operands = nodes[step.gemm].args
-        # Sets: an operand that the epilogue loads too need not be fetched twice.
-        reads = {operand_source(self.program, o) for o in operands} | set(step.loads)
-        reads |= {nodes[i].args[0] for i in step.vectors}
-        writes = set(step.stores) | {~r for r in step.reductions}
+        operands = self.nodes[step.gemm].args
         (rows, inner), columns = self.extents(operands[0]), self.extents(step.gemm)[1]
-        return self.floor(step.index, "gemm", 2 * rows * columns * inner, reads, writes)
+        fp8 = self.dtype(untransposed(self.program, operands[0])) in OPERANDS
+        flops, peak = 2 * rows * columns * inner, self.machine.tensor_fp8 if fp8 else self.machine.tensor
+        read, written = self.sized(gemm_reads(self.program, step)), self.sized(gemm_writes(step))
+        return self.floor(step.index, "gemm", flops, flops / peak.value, read, written)
 
-    def vector(self, step: VectorStep) -> StepFloor:
-        reads = {~p for p in step.partials} | set(step.vectors)
-        return self.floor(step.stage, "vector", 0, reads, set(step.roots))
+    def vector(self, kernel: FinishWriter) -> StepFloor:
+        read, written = self.sized(vector_reads(kernel)), self.sized(vector_writes(kernel))
+        return self.floor(kernel.stage, "vector", 0, 0.0, read, written)
 
     def floor(
-        self, step: int, kind: Literal["gemm", "vector"], flops: int, reads: set[int], writes: set[int]
+        self,
+        step: int,
+        kind: Literal["gemm", "vector"],
+        flops: int,
+        seconds: float,
+        read: dict[str, int],
+        written: dict[str, int],
     ) -> StepFloor:
-        read, written = self.sized(reads), self.sized(writes)
-        total = sum(read.values()) + sum(written.values())
-        return StepFloor(
-            step,
-            kind,
-            flops,
-            read,
-            written,
-            flops / self.machine.tensor.value,
-            total / self.machine.memory.value,
-        )
+        moved = sum(read.values()) + sum(written.values())
+        return StepFloor(step, kind, flops, read, written, seconds, moved / self.machine.memory.value)

@@ -34,18 +34,20 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 
 def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
-    if [t.kind for t in types] != ["tile"]:
+    if len(types) != 1 or types[0].kind not in ("tile", "repeated"):
         raise ProgramError(
             "arguments", f"pairs takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
         )
-    rows, columns = types[0].shape
+    (whole,) = types
     try:
-        return Type("tile", (rows, columns.halved()))
+        half = whole.shape[-1].halved()
     except ValueError:
         raise ProgramError(
             "width",
-            f"pairs of {types[0]}: {columns} columns are not even for every size; the spec must say 2*F, say",
+            f"pairs of {whole}: {whole.shape[-1]} columns are not even for every size; "
+            "the spec must say 2*F, say",
         ) from None
+    return Type(whole.kind, (*whole.shape[:-1], half), half if whole.kind == "repeated" else None)
 
 
 def _join(types: tuple[Type, ...], attribute: Attribute) -> Type:
@@ -57,15 +59,26 @@ def _join(types: tuple[Type, ...], attribute: Attribute) -> Type:
     return Type("tile", (rows, columns + columns))
 
 
+def _index(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile"]:
+        raise ProgramError("arguments", "column_index takes the tile whose columns it numbers")
+    return types[0]
+
+
+def _columns(torch: Any, t: Any) -> Any:
+    return torch.arange(t.shape[1], device=t.device, dtype=torch.float32).expand(t.shape)
+
+
 def _interleave(torch: Any, a: Any, b: Any) -> Any:
     return torch.stack((a, b), dim=-1).flatten(-2)
 
 
 register(Operation("transpose", _transpose, lambda torch, a: a.mT))
 register(Operation("gemm", _gemm))
-register(Operation("even", _half, lambda torch, a: a[:, 0::2]))
-register(Operation("odd", _half, lambda torch, a: a[:, 1::2]))
+register(Operation("even", _half, lambda torch, a: a[..., 0::2]))
+register(Operation("odd", _half, lambda torch, a: a[..., 1::2]))
 register(Operation("join", _join, _interleave))
+register(Operation("column_index", _index, _columns))
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
@@ -73,7 +86,8 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     epilogue works on. Starts a step.
 
     ``a`` and ``b`` are inputs, transposes ``x.mT`` of such, or tiles of an earlier step (which are
-    then stored once, rounded to the other operand's dtype). Both have one 16-bit dtype.
+    then stored once, rounded to the other operand's dtype). Both have one 16-bit dtype, or both are
+    fp8_e4m3: then ``a`` is an input and ``b`` the transpose of one (both are contiguous along K).
     ``t = gemm(x, w.mT)`` with ``w`` [N, K]
     """
     return apply("gemm", a, b)
@@ -82,7 +96,7 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
 def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
     """Take adjacent columns apart: a tile [M, 2F] gives (even columns, odd columns), each [M, F].
 
-    Both lanes of a pair live in one thread's registers, so this costs nothing.
+    Both lanes of a pair live in one thread's registers, so this costs nothing. Also of per_head(v).
     ``left, right = pairs(t)``
     """
     return apply("even", t), apply("odd", t)
@@ -94,3 +108,11 @@ def join(even: Tensor, odd: Tensor) -> Tensor:
     ``t = join(left, right)``
     """
     return apply("join", even, odd)
+
+
+def column_index(t: Tensor) -> Tensor:
+    """The number of each column of a tile [M, N], from 0, as a tile: for masks and one-hot rows.
+
+    ``onehot = where(column_index(t) == per_row(target), 1, 0)``
+    """
+    return apply("column_index", t)

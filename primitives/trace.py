@@ -58,8 +58,7 @@ class Trace:
         if node in self._known:
             return self._known[node]
         if node.op == "input":
-            tensor = self.signature.inputs[str(node.attribute)]
-            kind = Type("tile" if len(tensor.shape) == 2 else "vector", tensor.shape)
+            kind = self.signature.inputs[str(node.attribute)].type()
         else:
             kind = OPERATIONS[node.op].infer(tuple(self.types[a] for a in node.args), node.attribute)
         self.nodes.append(node)
@@ -162,6 +161,9 @@ class Tensor:
             "argument", "a traced value cannot be unpacked or iterated; pairs(t) gives two tiles"
         )
 
+    def __abs__(self) -> Tensor:
+        return apply("abs", self)
+
     def __getitem__(self, key: Any) -> Any:
         raise ProgramError(
             "argument", "a traced value cannot be indexed: pairs(t) takes adjacent columns apart"
@@ -193,21 +195,34 @@ for _name, _op in (("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("t
     _forward, _reflected = _binary(_op)
     setattr(Tensor, f"__{_name}__", _forward)
     setattr(Tensor, f"__r{_name}__", _reflected)
-for _name, _op in (("gt", "greater"), ("ge", "greater_equal"), ("lt", "less"), ("le", "less_equal")):
+for _name, _op in (
+    ("gt", "greater"),
+    ("ge", "greater_equal"),
+    ("lt", "less"),
+    ("le", "less_equal"),
+    ("eq", "equal"),
+    ("ne", "not_equal"),
+):
     setattr(Tensor, f"__{_name}__", _binary(_op)[0])
-for _name in ("eq", "ne", "matmul", "mod", "floordiv", "and", "or"):
+for _name in ("matmul", "mod", "floordiv", "and", "or"):
 
     def _refuse(self: Tensor, other: Any, _name: str = _name) -> Tensor:
         raise ProgramError(
             "argument",
-            f"__{_name}__ is not in the vocabulary: gemm multiplies matrices, comparisons are < <= > >=",
+            f"__{_name}__ is not in the vocabulary: gemm multiplies matrices, where(condition, a, b) chooses",
         )
 
     setattr(Tensor, f"__{_name}__", _refuse)
 
 
 def trace_source(source: str, signature: Signature) -> Program:
-    """Execute a kernel file's code and trace its kernel against ``signature``.
+    """Execute a kernel file's code and trace its kernel against ``signature``; see ``trace_lines``."""
+    return trace_lines(source, signature)[0]
+
+
+def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | None]]:
+    """Execute a kernel file's code and trace its kernel against ``signature``: the program, and for each of
+    its nodes the line that made it.
 
     Raises ProgramError with a line of the file for whatever is wrong with it. The code runs with a
     handful of builtins and no import machinery; names come from ``primitives.__all__``.
@@ -220,7 +235,7 @@ def trace_source(source: str, signature: Signature) -> Program:
         with _tracing(trace):
             outputs = _call(function, trace)
             indices = {name: _output(name, value) for name, value in outputs.items()}
-            program = _canonical(trace, indices)
+            traced = _canonical(trace, indices)
     except ProgramError as error:
         if error.line is None:
             error.line = _line_of(error) or start
@@ -243,7 +258,7 @@ def trace_source(source: str, signature: Signature) -> Program:
         ValueError,
     ) as error:
         raise ProgramError("python", f"{type(error).__name__}: {error}", _line_of(error)) from None
-    return program
+    return traced
 
 
 def _line_of(error: BaseException) -> int | None:
@@ -290,7 +305,7 @@ def _call(function: Callable[..., Any], trace: Trace) -> dict[str, Any]:
     signature = trace.signature
     code = function.__code__
     given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    expected = [*signature.inputs, *signature.constants]
+    expected = [*signature.inputs, *signature.constants, *signature.static]
     if sorted(given) != sorted(expected):
         wrong = [n for n in given if n not in expected]
         missing = [n for n in expected if n not in given]
@@ -304,7 +319,8 @@ def _call(function: Callable[..., Any], trace: Trace) -> dict[str, Any]:
             code.co_firstlineno,
         )
     values: dict[str, Any] = {n: Tensor(trace.add(Node("input", (), n))) for n in signature.inputs}
-    outputs = function(**values, **signature.constants)
+    sizes = {n: apply("dim", attribute=n) for n in signature.static}
+    outputs = function(**values, **signature.constants, **sizes)
     if not isinstance(outputs, dict) or not all(isinstance(k, str) for k in outputs):
         raise ProgramError("outputs", "the kernel must return a dict of outputs by name", code.co_firstlineno)
     check_output_names(outputs, signature)
@@ -317,7 +333,7 @@ def _output(name: str, value: Any) -> int:
     return value._index
 
 
-def _canonical(trace: Trace, outputs: dict[str, int]) -> Program:
+def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:
     """Only what outputs reach, numbered depth first from them: names and order of lines leave no mark."""
     order: dict[int, int] = {}
     for root in (outputs[name] for name in sorted(outputs)):
@@ -335,9 +351,33 @@ def _canonical(trace: Trace, outputs: dict[str, int]) -> Program:
         Node(n.op, tuple(order[a] for a in n.args), n.attribute) for n in (trace.nodes[i] for i in order)
     )
     lines = [trace.lines[i] for i in order]
-    program = Program(trace.signature, nodes, {k: order[v] for k, v in outputs.items()}).check()
+    program = Program(trace.signature, nodes, {k: order[v] for k, v in outputs.items()}).check(lines)
     cut(program, lines)
-    return program
+    return program, lines
+
+
+def size_of(value: Any) -> str:
+    """The size that a static dim, or a product of such, stands for."""
+    if _current is not None and isinstance(value, Tensor):
+        found = _size(_current.nodes, value._index)
+        if found is not None:
+            return str(found)
+    raise ProgramError(
+        "argument", "head_sums: the width is a static dim, a parameter of the kernel, or 2 * such a dim"
+    )
+
+
+def _size(nodes: list[Node], index: int) -> Dim | None:
+    """The polynomial that a scalar node computes from dims and whole numbers, if it is one."""
+    node = nodes[index]
+    if node.op == "dim":
+        return Dim.parse(str(node.attribute))
+    if node.op == "constant" and isinstance(node.attribute, float) and node.attribute.is_integer():
+        return Dim.parse(int(node.attribute))
+    parts = [_size(nodes, a) for a in node.args] if node.op in ("add", "multiply") else []
+    if len(parts) == 2 and parts[0] is not None and parts[1] is not None:
+        return parts[0] + parts[1] if node.op == "add" else parts[0] * parts[1]
+    return None
 
 
 def dim_attribute(attribute: Attribute) -> Dim:

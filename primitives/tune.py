@@ -35,6 +35,8 @@ ROUNDS = 9
 FINALISTS = 3
 FINAL = 6
 FINAL_ROUNDS = 40
+FEWEST = 4  # rounds of a race among kernels so long that each round tells them apart better
+PER_ROUND = 3.5  # milliseconds that a kernel may take before its race gets fewer rounds
 WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles at
 
 HEAD_START = 1_000_000  # cycles of idling before each call: as when scored, not at the power limit throughout
@@ -44,15 +46,25 @@ Choice = TypeVar("Choice")
 Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
 
 
-def candidates(kernel: GemmKernel) -> list[Schedule]:
-    """First stage: tiles that the step's stores allow, on clusters of two."""
-    tiles = sorted(t for t in TILES if not kernel.half or t[1] % 32 == 0)
-    return [
+def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
+    """First stage: tiles that the step admits at these static sizes, on clusters of two."""
+    every = [
         Schedule(m, n, pingpong, *cluster)
-        for m, n, pingpong in tiles
+        for m, n, pingpong in sorted(TILES)
         for cluster in CLUSTERS
         if cluster != (1, 1)
     ]
+    return [schedule for schedule in every if kernel.admits(schedule, sizes)]
+
+
+def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
+    """The candidates, at least one."""
+    from primitives.launch import LaunchError
+
+    found = candidates(kernel, sizes)
+    if not found:
+        raise LaunchError(f"step {kernel.step}: no tile holds {kernel.wants(sizes)}")
+    return found
 
 
 def refinements(best: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
@@ -83,7 +95,8 @@ def tuned(
 ) -> dict[int, Schedule]:
     """The fastest schedule for each step: from the cache, or measured now (seconds to minutes).
 
-    ``known``: by step, schedules that were good before: only these race. RuntimeError if none runs.
+    ``known``: by step, schedules that were good before: only these race. LaunchError where no tile holds a
+    whole head, RuntimeError if no schedule runs.
     """
     path = cache_path(program, sizes)
     if path.exists():
@@ -91,14 +104,19 @@ def tuned(
         return {int(k): Schedule.from_json(v) for k, v in kept["schedules"].items()}
     start = time.monotonic()
     lowered = lower(program)
-    chosen = {g.step: Schedule() for g in lowered.gemms} | dict(program.schedule)
+    first = {g.step: _fitting(g, sizes) for g in lowered.gemms}
+    chosen = {
+        g.step: next(s for s in (Schedule(), *first[g.step]) if g.admits(s, sizes)) for g in lowered.gemms
+    }
+    chosen |= program.schedule
     evidence: dict[str, Any] = {}
     for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes)
-        if known and known.get(kernel.step):
-            ranked = race(list(known[kernel.step]), FINAL_ROUNDS)
+        again = [s for s in (known or {}).get(kernel.step, ()) if kernel.admits(s, sizes)]
+        if again:
+            ranked = race(again, FINAL_ROUNDS)
         else:
-            ranked = search(candidates(kernel), partial(refinements, kernel=kernel), race)
+            ranked = search(first[kernel.step], partial(refinements, kernel=kernel), race)
         if not ranked:
             raise RuntimeError(f"no schedule of {kernel.name} runs at {dict(sizes)}")
         chosen[kernel.step] = ranked[0][0]
@@ -132,30 +150,33 @@ def cache_path(program: Program, sizes: Mapping[str, int]) -> Path:
 
 
 # What this process has seen compile, by program: sizes are symbolic, so one object serves all cases.
-_compiled: dict[tuple[str, int, Schedule], bool] = {}
+_compiled: dict[tuple[str, str, int, Schedule], bool] = {}
 
 
-def compile_all(program: Program, schedules: Iterable[tuple[int, Schedule]]) -> list[bool]:
+def compile_all(
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]]
+) -> list[bool]:
     """Fill the object cache with these (step, schedule) in parallel; whether each compiled."""
     text = program._replace(schedule={}).to_json()
+    static = json.dumps({dim: sizes[dim] for dim in program.signature.static})
     # Rasterisation is a launch argument: one object serves every group size.
-    wanted = [(text, step, s._replace(swizzle=8)) for step, s in schedules]
+    wanted = [(text, static, step, s._replace(swizzle=8)) for step, s in schedules]
     new = [w for w in dict.fromkeys(wanted) if w not in _compiled]
     _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
     return [_compiled[w] for w in wanted]
 
 
-def _compile_one(task: tuple[str, int, Schedule]) -> bool:
+def _compile_one(task: tuple[str, str, int, Schedule]) -> bool:
     """In a worker process: a configuration that the compiler refuses is one not to race."""
     from cutlass.base_dsl.common import DSLBaseError
 
-    text, step, schedule = task
+    text, static, step, schedule = task
     lowered = lower(Program.from_json(text))
     for vector in lowered.vectors:
         compile_vector(lowered, vector)
     kernel = next(g for g in lowered.gemms if g.step == step)
     try:
-        compile_gemm(lowered, kernel, schedule)
+        compile_gemm(lowered, kernel, schedule, json.loads(static))
     except (DSLBaseError, RuntimeError, ValueError, AssertionError):
         return False
     return True
@@ -173,15 +194,20 @@ def _race(
     """Milliseconds of each schedule that runs, fastest first."""
     from primitives.launch import Plan
 
-    fine = compile_all(program, [(kernel.step, s) for s in schedules])
+    fine = compile_all(program, sizes, [(kernel.step, s) for s in schedules])
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []
     # The narrowest tiles need the largest workspace: all candidates take turns in it.
     for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
         shared = plans[0][1].workspace if plans else None
         plans.append((s, Plan(program, sizes, others | {kernel.step: s}, device, shared)))
-    outputs = plans[0][1].outputs() if plans else {}
-    return race_calls([(s, partial(plan.run, inputs, outputs)) for s, plan in plans], rounds)
+    outputs = plans[0][1].in_place(inputs) if plans else {}
+    running = []
+    for schedule, plan in plans:
+        with contextlib.suppress(RuntimeError, ValueError):  # needs more of an SM than there is, say
+            plan.run(inputs, outputs)  # what earlier steps leave for this one
+            running.append((schedule, partial(plan.run_step, kernel.step, inputs, outputs)))
+    return race_calls(running, rounds)
 
 
 def race_calls(
@@ -197,9 +223,10 @@ def race_calls(
             call()
             running.append((choice, call))
     torch.cuda.synchronize()
-    until = time.monotonic() + WARM_UP
+    until, once = time.monotonic() + WARM_UP, [0.0]
     while running and time.monotonic() < until:
-        _interleaved([call for _, call in running], 1)
+        once = _interleaved([call for _, call in running], 1)
+    rounds = max(FEWEST, min(rounds, round(rounds * PER_ROUND / max(*once, 1e-3))))
     times = _interleaved([call for _, call in running], rounds)
     ranked = sorted(range(len(running)), key=times.__getitem__)
     return [(running[i][0], times[i]) for i in ranked]

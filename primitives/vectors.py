@@ -27,6 +27,19 @@ def _column(types: tuple[Type, ...], attribute: Attribute) -> Type:
     return Type("column", _vector("per_column", types).shape)
 
 
+def _per_head(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    match types:
+        case (Type(kind="head") as given,):
+            return Type("spread", given.shape, given.period)
+        case (Type(kind="vector" | "tile") as given,):
+            return Type("repeated", given.shape, given.shape[-1])
+    raise ProgramError(
+        "arguments",
+        "per_head takes a statistic of head_sums, a vector or an input tile, "
+        f"not {', '.join(map(str, types)) or 'nothing'}",
+    )
+
+
 def _leaf(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if types or not isinstance(attribute, float):
         raise ProgramError("arguments", "a constant is one number")
@@ -51,6 +64,7 @@ register(Operation("constant", _leaf))
 register(Operation("dim", _dim))
 register(Operation("per_row", _row, lambda torch, v: v[:, None]))
 register(Operation("per_column", _column, lambda torch, v: v[None, :]))
+register(Operation("per_head", _per_head, lambda torch, v: v))
 
 
 def per_row(v: Tensor) -> Tensor:
@@ -65,6 +79,16 @@ def per_row(v: Tensor) -> Tensor:
 def per_column(v: Tensor) -> Tensor:
     """Spread a vector [N] over a tile [M, N]: one value a column, such as a bias.
 
-    N is the gemm's own number of columns. ``biased = t + per_column(bias)``
+    N is the tile's number of columns. ``biased = t + per_column(bias)``
     """
     return apply("per_column", v)
+
+
+def per_head(v: Tensor) -> Tensor:
+    """Spread over a tile [M, H*W] of H heads, W columns each, what is the same for each head or all over one.
+
+    ``v`` is a head statistic [M, H] (spread over its head's columns), a vector [W] or an input tile [M, W]
+    (both repeated for each head). W is made of static dims. Meets a tile; two of a kind may meet before.
+    ``normed = t * per_head(rstd) * per_head(gamma)``
+    """
+    return apply("per_head", v)

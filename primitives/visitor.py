@@ -6,57 +6,29 @@ The visitor works on pairs of accumulator lanes, so any mix of half, single and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from primitives.cut import GemmStep, Steps
-from primitives.ir import OPERATIONS, Program, ProgramError
-from primitives.lowered import CUTE_DTYPES, Argument, GemmKernel, Writer, literal
+from primitives.ir import OPERATIONS, Program, reduction
+from primitives.lowered import CUTE_DTYPES, GemmKernel, Writer, literal
+from primitives.place import untransposed
+from primitives.resources import StepResources
+
+Values = dict[int, list[str]]  # texts of a node's values in one pair of lanes: one, two or four
+BLOCKED = ("logsumexp", "select")  # reductions over a subtile's fragment, not lane by lane
 
 
 class StepWriter(Writer):
-    def __init__(self, program: Program, steps: Steps, step: GemmStep, stored_dtype: dict[int, str]):
+    def __init__(self, program: Program, steps: Steps, step: GemmStep):
         super().__init__(program, steps)
-        self.step, self.stored_dtype = step, stored_dtype
+        self.step = step
+        self.resources = StepResources(program, steps, step)
         self.exact = self.exact_nodes()
         self.past_edge = self.values_past_edge()
-        self.loads = [self.load(i) for i in step.loads]
-        self.stores = [self.store(i) for i in step.stores]
-        # The mainloop's own operand and output take the widest: they size its epilogue tile.
-        self.c = max(self.loads, key=lambda a: self.width(a.node), default=None)
-        wide = [s for s in self.stores if self.width(s.node) >= 1]
-        self.d = max(wide, key=lambda a: self.width(a.node), default=None)
-
-    def width(self, index: int) -> float:
-        return self.steps.width[self.step.index, index]
-
-    def load(self, index: int) -> Argument:
-        width = self.width(index)
-        dtype = self.input_dtype(index) if self.nodes[index].op == "input" else self.stored_dtype[index]
-        if width < 1:
-            raise ProgramError(
-                "width",
-                "a tile half as wide as its gemm can be stored but not loaded: "
-                "let the gemm's own width be the narrower one",
-            )
-        self.check_packed(width, dtype, "loaded")
-        return Argument(f"t{index}", "load", index, dtype, width == 2)
-
-    def store(self, index: int) -> Argument:
-        width, dtype = self.width(index), self.stored_dtype[index]
-        self.check_packed(width, dtype, "stored")
-        return Argument(f"o{index}", "store", index, dtype, width == 2)
-
-    @staticmethod
-    def check_packed(width: float, dtype: str, done: str) -> None:
-        if width != 1 and dtype == "fp32":
-            raise ProgramError(
-                "width", f"an fp32 tile {done} at another width than its gemm's: use bf16 or fp16 there"
-            )
 
     def exact_nodes(self) -> set[int]:
-        """Nodes that an fp32 output can see: no coarse instruction may reach one."""
-        pending = [a for r in self.step.reductions for a in self.nodes[r].args]
-        pending += [i for i in self.step.stores if self.stored_dtype[i] != "bf16"]
+        """Nodes that an fp32 or fp16 output can see: no coarse instruction may reach one."""
+        pending = [self.nodes[r].args[0] for r in (*self.step.reductions, *self.step.statistics)]
+        pending += [i for i in self.step.stores if self.dtype(i) != "bf16"]
         found: set[int] = set()
         while pending:
             index = pending.pop()
@@ -65,34 +37,9 @@ class StepWriter(Writer):
                 pending.extend(self.nodes[index].args)
         return found
 
-    def resources(self) -> list[tuple[Argument, str]]:
-        """The epilogue's resources beside C and D: argument and constructor."""
-        found: list[tuple[Argument, str]] = []
-        for load in self.loads:
-            if load is not self.c:
-                found.append((load, f'TileLoad("{load.name}")'))
-        for index in self.step.vectors:
-            vector = self.nodes[index].args[0]
-            row = self.nodes[index].op == "per_row"
-            role: Literal["row", "column"] = "row" if row else "column"
-            argument = Argument(f"v{index}", role, vector, self.vector_dtype(vector))
-            found.append((argument, f'{"ColVecLoad" if row else "RowVecLoad"}("v{index}")'))
-        for index in self.step.scalars:
-            found.append((Argument(f"s{index}", "scalar", index, "fp32"), f'Scalar("s{index}")'))
-        for store in self.stores:
-            if store is not self.d:
-                gated = ", gated=True" if self.width(store.node) < 1 else ""
-                found.append((store, f'TileStore("{store.name}"{gated})'))
-        for index in self.step.reductions:
-            masked = not self.vanishes(self.nodes[index].args[0])
-            found.append(
-                (Argument(f"p{index}", "partial", index, "fp32"), f'RowSum("p{index}", masked={masked})')
-            )
-        return found
-
     def values_past_edge(self) -> dict[int, float | None]:
-        """What each value is past a ragged edge, where accumulator and loads are zero; None if unknown."""
-        known: dict[int, float | None] = dict.fromkeys(self.step.loads, 0.0)
+        """What each value is past a ragged edge, where accumulator and TMA loads are zero, if known."""
+        known: dict[int, float | None] = {a.node: 0.0 for a in self.resources.loads if a.role == "load"}
         for index in self.step.body:
             node = self.nodes[index]
             arguments = [
@@ -109,125 +56,228 @@ class StepWriter(Writer):
     @staticmethod
     def evaluated(op: str, arguments: list[float | None]) -> float | None:
         """An operation on numbers. A spread vector holds anything past the edge: that is None."""
-        meaning = OPERATIONS[op].torch
-        if None in arguments or meaning is None:
+        operation = OPERATIONS[op]
+        if None in arguments or operation.torch is None or operation.cute is None:
             return None
         import torch
 
-        return float(meaning(torch, *(torch.tensor(a) for a in arguments)))
+        return float(operation.torch(torch, *(torch.tensor(a) for a in arguments)))
 
-    def vanishes(self, index: int) -> bool:
-        """Whether a tile is certainly zero past a ragged edge."""
-        return self.past_edge.get(index) == 0.0
+    def masked(self, reduced: int) -> bool:
+        """Whether lanes past a ragged edge must be left out: they are not certainly the identity."""
+        how = reduction(self.nodes[reduced])
+        zero = self.past_edge.get(self.nodes[reduced].args[0]) == 0.0
+        return how is not None and not (zero and how.combine in ("add", "max_abs"))
 
     def kernel(self) -> GemmKernel:
-        a, b = (self.nodes[i] for i in self.nodes[self.step.gemm].args)
-        sources = [
-            n.args[0] if n.op == "transpose" else i
-            for n, i in zip((a, b), self.nodes[self.step.gemm].args, strict=True)
-        ]
-        dtypes = {
-            self.input_dtype(s) if self.nodes[s].op == "input" else self.stored_dtype[s] for s in sources
-        }
-        if len(dtypes) != 1 or "fp32" in dtypes:
-            raise ProgramError(
-                "dtype",
-                f"gemm's operands are {' and '.join(sorted(dtypes))}: both must be bf16, or both fp16",
-            )
+        operands = self.nodes[self.step.gemm].args
+        a, b = (untransposed(self.program, i) for i in operands)
+        a_transposed, b_transposed = (self.nodes[i].op == "transpose" for i in operands)
         return GemmKernel(
             self.step.index,
             f"Step{self.step.index}",
-            sources[0],
-            sources[1],
-            a.op == "transpose",
-            b.op == "transpose",
-            dtypes.pop(),
-            self.c,
-            self.d,
-            tuple(argument for argument, _ in self.resources()),
-            any(self.width(s.node) < 1 for s in self.stores),
+            a,
+            b,
+            a_transposed,
+            b_transposed,
+            self.dtype(a),
+            self.resources.c,
+            self.resources.d,
+            tuple(argument for argument, _ in self.resources.all()),
+            tuple(self.resources.periods),
+            self.resources.grains(),
+            self.resources.sums[1] if self.resources.sums else None,
         )
 
+    # The class
+
     def text(self) -> str:
-        resources = self.resources()
-        made = "".join(f"        {constructor},\n" for _, constructor in resources)
-        lines = "\n".join(f"        {line}".rstrip() for line in self.visitor())
+        made = "".join(f"        {constructor},\n" for _, constructor in self.resources.all())
+        methods = self.method(
+            "epi_visit_subtile(self, params, resources, accumulator, operand=None)", self.visit()
+        )
+        if self.step.statistics:
+            sweep = "epi_prepass_subtile(self, params, states, accumulator, at, number)"
+            methods = (
+                "    epi_needs_acc_prepass = True\n\n" + self.method(sweep, self.sweep()) + "\n" + methods
+            )
+        adds = ", adds=True" if self.resources.sums else ""
         return (
             f"class @@Step{self.step.index}(FusedGemm):\n"
             f"    _epi_ops = (\n{made}    )\n"
-            "    EpilogueArguments = arguments(_epi_ops)\n\n"
-            "    @cute.jit\n"
-            "    def epi_visit_subtile(self, params, resources, accumulator, operand=None):\n"
-            f"{lines}\n"
+            f"    EpilogueArguments = arguments(_epi_ops{adds})\n\n{methods}"
         )
 
-    def visitor(self) -> Iterator[str]:
+    @staticmethod
+    def method(head: str, lines: Iterator[str]) -> str:
+        body = "\n".join(f"        {line}".rstrip() for line in lines)
+        return f"    @cute.jit\n    def {head}:\n{body}\n"
+
+    def sweep(self) -> Iterator[str]:
+        """Before the epilogue: what statistics of heads sum up."""
+        used = {a for i in self.step.sweep for a in self.nodes[i].args}
+        for index in self.step.vectors:
+            if index in used:
+                yield f'v{index} = at_subtile(self, "v{index}", states, at)'
+        for index in self.step.scalars:
+            yield f's{index} = states["s{index}"]'
+        for index in self.step.statistics:
+            yield f"f{index} = fragment(accumulator)"
+        yield "for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):"
+        values: Values = {}
+        for index in self.step.sweep:
+            for line in self.compute(index, values):
+                yield "    " + line
+        for index in self.step.statistics:
+            for k, value in enumerate(self.value(self.nodes[index].args[0], values)):
+                yield f"    f{index}[2 * i + {k}] = {value}"
+        for index in self.step.statistics:
+            yield f'fold(self, "h{index}", at_subtile(self, "h{index}", states, at), f{index})'
+
+    def visit(self) -> Iterator[str]:
         yield from self.prologue()
         yield "for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):"
         for line in self.lanes():
             yield "    " + line
-        for store in self.stores:
+        for index in self.blocked():
+            (name,) = self.resources.partials(index)
+            for part in range(self.fragments(index)):
+                yield f'fold(self, "{name}", resources["{name}"], {self.collected(index)}_{part})'
+        d, stores = self.resources.d, [s for s in self.resources.stores if s.role == "store"]
+        for store in stores:
             if store.packed:
-                target = "accumulator" if store is self.d else store.name
+                target = "accumulator" if store is d else store.name
                 yield f"pack(w{store.node}, {CUTE_DTYPES[store.dtype]}, {target})"
-        extra = [s.name for s in self.stores if s is not self.d]
-        yield f"return ({''.join(name + ', ' for name in extra)})"
+        yield f"return ({''.join(s.name + ', ' for s in stores if s is not d)})"
+
+    def blocked(self) -> list[int]:
+        """Reductions over fragments, selections first: a log-sum-exp masks its fragment in place."""
+        found = {i: how.combine for i in self.step.reductions if (how := reduction(self.nodes[i]))}
+        return [i for kind in reversed(BLOCKED) for i, combine in found.items() if combine == kind]
+
+    def collected(self, reduced: int) -> str:
+        """The fragment that a blocked reduction reads: one for each tile that is reduced."""
+        return f"f{self.nodes[reduced].args[0]}"
+
+    def fragments(self, reduced: int) -> int:
+        return 2 if self.resources.width(self.nodes[reduced].args[0]) == 2 else 1
 
     def prologue(self) -> Iterator[str]:
         """Fragments and resources, outside the loop over lanes."""
-        for load in self.loads:
-            source = "operand" if load is self.c else f'resources["{load.name}"]'
-            yield (
-                f"{load.name} = unpack({source}, {CUTE_DTYPES[load.dtype]})"
-                if load.packed
-                else f"{load.name} = {source}.to(Float32)"
-            )
-        for index in self.step.vectors:
-            yield f'v{index} = resources["v{index}"]'
-        for index in self.step.scalars:
-            yield f's{index} = resources["s{index}"]'
-        for store in self.stores:
+        yield 'place = resources["place"]'
+        for load in self.resources.loads:
+            source = "operand" if load is self.resources.c else f'resources["{load.name}"]'
+            if load.role == "memory":
+                yield f"{load.name} = {source}"
+            else:
+                unpacked = f"unpack({source}, {CUTE_DTYPES[load.dtype]})"
+                yield f"{load.name} = {unpacked if load.packed else f'{source}.to(Float32)'}"
+        for prefix, nodes in (("v", self.step.vectors), ("r", self.step.repeats), ("s", self.step.scalars)):
+            for index in nodes:
+                yield f'{prefix}{index} = resources["{prefix}{index}"]'
+        for index in self.step.statistics:
+            yield f'h{index} = statistic(self, "h{index}", resources["h{index}"])'
+        for store in self.resources.stores:
             if store.packed:
                 yield f"w{store.node} = wide_fragment(accumulator)"
-            if store is not self.d:
-                half = self.width(store.node) < 1
+            if store.role == "memory":
+                yield f'{store.name} = resources["{store.name}"]'
+            elif store is not self.resources.d:
+                half = self.resources.width_of(store) < 1
                 yield f"{store.name} = {'half_fragment' if half else 'fragment'}(accumulator)"
         for index in self.step.reductions:
-            if self.vanishes(self.nodes[index].args[0]):
-                yield f'p{index} = resources["p{index}"]'
-            else:
-                yield f'p{index} = resources["p{index}"][0]'
-                yield f'offsets{index}, left{index} = edge(self, resources["p{index}"])'
+            if index not in self.blocked():
+                for name in self.resources.partials(index):
+                    yield f'{name} = resources["{name}"]'
+        for name in dict.fromkeys(
+            f"{self.collected(i)}_{p}" for i in self.blocked() for p in range(self.fragments(i))
+        ):
+            yield f"{name} = fragment(accumulator)"
+
+    # One pair of lanes
 
     def lanes(self) -> Iterator[str]:
-        """One pair of accumulator lanes: every value of the step, then stores and sums."""
-        values: dict[int, list[str]] = {}
-        for load in self.loads:
-            count = int(2 * self.width(load.node))
-            values[load.node] = [f"{load.name}[{count} * i + {k}]" for k in range(count)]
+        """One pair of accumulator lanes: every value of the step, then stores and reductions."""
+        values: Values = {}
+        for load in self.resources.loads:
+            if load.role == "load":
+                count = int(2 * self.resources.width_of(load))
+                values[load.node] = [f"{load.name}[{count} * i + {k}]" for k in range(count)]
+            else:
+                yield from self.fetch(load.node, load.name, "take", self.resources.width_of(load), values)
+        for index in self.step.vectors:
+            if self.nodes[index].op == "per_column" and self.resources.width(index) != 1:
+                yield from self.fetch(index, f"v{index}", "take", self.resources.width(index), values)
+        for index in self.step.repeats:
+            yield from self.fetch(index, f"r{index}", "repeated", self.resources.width(index), values)
+        sums = self.resources.sums
         for index in self.step.body:
-            yield from self.compute(index, values)
-        for store in self.stores:
-            got = self.value(store.node, values)
-            target = f"w{store.node}" if store.packed else "accumulator" if store is self.d else store.name
-            for k, value in enumerate(got):
-                place = f"{len(got)} * i + {k}" if len(got) > 1 else "i"
-                yield f"{target}[{place}] = {value}"
+            if not sums or index != sums[0]:
+                yield from self.compute(index, values)
+        for index in self.step.stores:
+            yield from self.keep(index, self.value(sums[2] if sums and index == sums[0] else index, values))
         for index in self.step.reductions:
-            yield self.fold(index, self.value(self.nodes[index].args[0], values))
+            if index not in self.blocked():
+                yield from self.fold(index, self.value(self.nodes[index].args[0], values))
+        for tile in dict.fromkeys(self.nodes[i].args[0] for i in self.blocked()):
+            got = self.value(tile, values)
+            for part in range(max(1, len(got) // 2)):
+                first, second = got[part :: max(1, len(got) // 2)] if len(got) > 1 else (*got, "LOWEST")
+                yield f"f{tile}_{part}[2 * i], f{tile}_{part}[2 * i + 1] = {first}, {second}"
 
-    def compute(self, index: int, values: dict[int, list[str]]) -> Iterator[str]:
+    def fetch(self, index: int, name: str, how: str, width: float, values: Values) -> Iterator[str]:
+        """Values that each thread reads from memory itself, at its columns."""
+        count = int(2 * width)
+        values[index] = [f"n{index}_{k}" for k in range(count)]
+        for k in range(count):
+            heads = f", {self.resources.heads(index)}" if how == "repeated" else ""
+            yield f"n{index}_{k} = {how}(place, {name}, {self.lane(count, k)}, {self.scale(count, k)}{heads})"
+
+    @staticmethod
+    def lane(count: int, k: int) -> str:
+        """The accumulator lane over which the k-th of ``count`` values of a pair lies."""
+        return f"2 * i + {k * 2 // count}" if count > 1 else "2 * i"
+
+    @staticmethod
+    def scale(count: int, k: int) -> str:
+        """How a tile's column follows from the GEMM's: (half, twice and how many past)."""
+        return {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
+
+    def keep(self, index: int, got: list[str]) -> Iterator[str]:
+        """Values into the fragment of a store, or straight to memory."""
+        store = next(s for s in self.resources.stores if s.node == index)
+        if self.steps.types[index].kind == "head":
+            width = self.steps.types[index].period
+            at = self.resources.periods.index(width) if width else 0
+            yield f"put_head(place, {store.name}, 2 * i, self.head_widths[{at}], {got[0]})"
+            return
+        for k, value in enumerate(got):
+            if store.role == "memory":
+                where = f"{self.lane(len(got), k)}, {self.scale(len(got), k)}"
+                yield f"put(place, {store.name}, {where}, {value})"
+                continue
+            d = store is self.resources.d
+            target = f"w{index}" if store.packed else "accumulator" if d else store.name
+            yield f"{target}[{f'{len(got)} * i + {k}' if len(got) > 1 else 'i'}] = {value}"
+
+    def compute(self, index: int, values: Values) -> Iterator[str]:
         node = self.nodes[index]
         if node.op == "gemm":
             yield f"n{index}_0, n{index}_1 = accumulator[2 * i], accumulator[2 * i + 1]"
             values[index] = [f"n{index}_0", f"n{index}_1"]
             return
-        arguments = [self.value(a, values) for a in node.args]
+        if node.op == "column_index":
+            yield from self.number(index, values)
+            return
+        arguments = [self.value(a, values) for a in node.args[: 1 if node.op == "as_tile" else None]]
         if node.op in ("even", "odd"):
             values[index] = arguments[0][0 if node.op == "even" else 1 :: 2]
             return
         if node.op == "join":
             values[index] = [v for pair in zip(*arguments, strict=True) for v in pair]
+            return
+        if node.op in ("per_head", "as_tile"):
+            values[index] = arguments[0]
             return
         count = max(len(a) for a in arguments)
         values[index] = [f"n{index}_{k}" for k in range(count)]
@@ -237,27 +287,52 @@ class StepWriter(Writer):
                 parts = [f"Float32({p})" for p in parts]  # never an operation on Python numbers alone
             yield f"n{index}_{k} = {self.expression(index, parts, index in self.exact)}"
 
-    def value(self, index: int, values: dict[int, list[str]]) -> list[str]:
+    def number(self, index: int, values: Values) -> Iterator[str]:
+        count = int(2 * self.resources.width(index))
+        values[index] = [f"n{index}_{k}" for k in range(count)]
+        for k in range(count):
+            yield f"n{index}_{k} = Float32(column(place, {self.lane(count, k)}, {self.scale(count, k)}))"
+
+    def value(self, index: int, values: Values) -> list[str]:
         node = self.nodes[index]
         if index in values:
             return values[index]
         if node.op == "constant":
             return [literal(self.constant(index))]
-        if node.op == "dim":
+        if self.steps.types[index].kind == "scalar" and node.op in ("dim", "input"):
             return [f"s{index}"]
+        if node.op == "head_sums":
+            return [f"h{index}[2 * i]"]
         if node.op == "per_row":
             return [f"v{index}[2 * i]"]
         if node.op == "per_column":
             return [f"v{index}[2 * i]", f"v{index}[2 * i + 1]"]
         raise ValueError(f"node {index} ({node.op}) is read before it is computed")
 
-    def fold(self, index: int, values: list[str]) -> str:
-        """Straight into the running sum, which costs no fragment of its own."""
-        if self.vanishes(self.nodes[index].args[0]):
-            return f"p{index}[2 * i] = p{index}[2 * i] + ({' + '.join(values)})"
-        per_lane = len(values) // 2 or 1
-        terms = [
-            f"choose(inside(offsets{index}, 2 * i + {k // per_lane}, left{index}), {value}, 0.0)"
-            for k, value in enumerate(values)
-        ]
-        return f"p{index}[2 * i] = p{index}[2 * i] + ({' + '.join(terms)})"
+    def fold(self, index: int, values: list[str]) -> Iterator[str]:
+        """Straight into the running value, which costs no fragment of its own."""
+        how = reduction(self.nodes[index])
+        assert how is not None  # the step lists reductions only
+        count = len(values)
+        if self.masked(index):
+            inside = "inside_columns" if how.axis == "row" else "inside_rows"
+            empty = "LOWEST" if how.combine == "max" else "0.0"
+            lanes = [self.lane(count, k) for k in range(count)]
+            values = [
+                f"choose({inside}(place, {at}), {v}, {empty})" for at, v in zip(lanes, values, strict=True)
+            ]
+        names = self.resources.partials(index)
+        if how.axis == "row":
+            yield f"{names[0]}[2 * i] = {self.combined(how.combine, f'{names[0]}[2 * i]', values)}"
+            return
+        for k, value in enumerate(values):
+            target = f"{names[k % len(names)]}[{self.lane(count, k)}]"
+            yield f"{target} = {self.combined(how.combine, target, [value])}"
+
+    @staticmethod
+    def combined(combine: str, running: str, values: list[str]) -> str:
+        if combine == "add":
+            return f"{running} + ({' + '.join(values)})"
+        for value in values:
+            running = f"largest({running}, {value if combine == 'max' else f'magnitude({value})'})"
+        return running

@@ -1,43 +1,46 @@
-"""Signatures and kernel sources that several tests share, inputs for them, and a way to run lowered text.
-
-``run_lowered`` executes what ``lower`` wrote, lane by lane, with Python in CuTeDSL's place: a fragment is
-a list of columns, each of all rows at once. Past the ragged edge, accumulator and tiles are zero and
-spread vectors are NaN, so that a mask that is missing shows.
-"""
+"""Signatures and kernel sources that several tests share, and inputs for them."""
 
 from __future__ import annotations
 
-import types
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from machine import Tensors, kernel_names, run_lowered
 
 import primitives
 from primitives.dims import Dim
-from primitives.interpret import solve_sizes, torch_dtype
-from primitives.ir import Program, Signature, TensorType
-from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
+from primitives.interpret import torch_dtype
+from primitives.ir import INDICES, Program, Signature, TensorType
 from primitives.trace import trace_source
 
+__all__ = [
+    "EXAMPLES", "IMPORTS", "Example", "Tensors", "draw", "kernel_names", "run_lowered", "signature", "source",
+    "tensor", "trace",
+]  # fmt: skip
 IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
-Tensors = dict[str, torch.Tensor]
 
 
 def tensor(shape: str, dtype: str = "bf16") -> TensorType:
-    """``tensor("M, 2*F")``"""
-    return TensorType(tuple(Dim.parse(d.strip()) for d in shape.split(",")), dtype)
+    """``tensor("M, 2*F")``, a scalar ``tensor("", "fp32")``"""
+    return TensorType(tuple(Dim.parse(d.strip()) for d in shape.split(",") if d), dtype)
 
 
-def signature(inputs: dict[str, TensorType], outputs: dict[str, TensorType], **constants: float) -> Signature:
+def signature(
+    inputs: dict[str, TensorType],
+    outputs: dict[str, TensorType],
+    static: tuple[str, ...] = (),
+    updates: Mapping[str, str] | None = None,
+    **constants: float,
+) -> Signature:
     """A signature whose dims are those that its shapes name."""
     dims = sorted({n for t in (*inputs.values(), *outputs.values()) for d in t.shape for n in d.names})
-    return Signature("kernel", tuple(dims), inputs, outputs, constants)
+    return Signature("kernel", tuple(dims), inputs, outputs, constants, static, updates or {})
 
 
 def source(signature: Signature, *lines: str) -> str:
     """A kernel file with the right parameters; the first of ``lines`` is line 4 of it."""
-    parameters = ", ".join([*signature.inputs, *signature.constants])
+    parameters = ", ".join([*signature.inputs, *signature.constants, *signature.static])
     return f"{IMPORTS}@kernel\ndef k({parameters}):\n" + "".join(f"    {line}\n" for line in lines)
 
 
@@ -113,221 +116,150 @@ CHAIN = Example(
     ),
     {"M": 24, "K": 32, "N": 48, "P": 40},
 )  # fmt: skip
-EXAMPLES = {"norm": NORM, "swiglu": SWIGLU, "backward": BACKWARD, "chain": CHAIN}
-
-
-def draw(signature: Signature, sizes: dict[str, int], seed: int = 0) -> Tensors:
-    """Normal inputs; matrices scaled so that a product over any of these sizes stays near one."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = {}
-    for name, declared in signature.inputs.items():
-        values = torch.randn([d(sizes) for d in declared.shape], generator=generator)
-        drawn[name] = (values * 0.4).to(torch_dtype(declared.dtype))
-    return drawn
-
-
-class Lanes:
-    """A fragment: one tensor [M] a lane."""
-
-    def __init__(self, lanes: list[Any]):
-        self.lanes = lanes
-
-    def __getitem__(self, lane: int) -> Any:
-        return self.lanes[lane]
-
-    def __setitem__(self, lane: int, value: Any) -> None:
-        self.lanes[lane] = torch.as_tensor(value, dtype=torch.float32)
-
-    def to(self, dtype: Any) -> Lanes:
-        return self
-
-
-class Same:
-    """A vector along M, or a running sum: the same value whatever the column."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __getitem__(self, lane: int) -> Any:
-        assert lane % 2 == 0
-        return self.value
-
-    def __setitem__(self, lane: int, value: Any) -> None:
-        self.value = value
-
-
-class Element:
-    """One element of a vector in memory."""
-
-    def __init__(self, value: torch.Tensor):
-        self.value = value
-
-    def to(self, dtype: Any) -> Number:
-        return self.value.float().as_subclass(Number)
-
-
-class Vector:
-    element_type = "its own"
-
-    def __init__(self, values: torch.Tensor):
-        self.values, self.shape = values, values.shape
-
-    def __getitem__(self, row: int) -> Element:
-        return Element(self.values[row])
-
-    def __setitem__(self, row: int, value: Any) -> None:
-        self.values[row] = value
-
-
-class Number(torch.Tensor):
-    """A register of a vector kernel, which is converted on its way to memory."""
-
-    def to(self, *args: Any) -> Any:  # type: ignore[override]
-        return self if args == (Vector.element_type,) else super().to(*args)
-
-
-def _choose(condition: Any, a: Any, b: Any) -> torch.Tensor:
-    a, b = (torch.as_tensor(v, dtype=torch.float32) for v in (a, b))
-    return torch.where(torch.as_tensor(condition), a, b)
-
-
-def _unary(function: Any) -> Any:
-    return lambda x, fastmath=False: function(torch.as_tensor(x, dtype=torch.float32))
-
-
-def _fmax(a: Any, b: Any) -> torch.Tensor:
-    return torch.maximum(*(torch.as_tensor(v, dtype=torch.float32) for v in (a, b)))
-
-
-def _pack(wide: Lanes, dtype: Any, target: Lanes) -> None:
-    target.lanes = wide.lanes
-
-
-PAST_EDGE = 4  # lanes
-
-LANGUAGE: dict[str, Any] = {
-    "FusedGemm": object, "arguments": lambda resources: None,
-    "Float32": lambda value: torch.as_tensor(value, dtype=torch.float32),
-    "cutlass": types.SimpleNamespace(
-        range=lambda n, unroll_full: range(n), min=min, BFloat16="bf16", Float16="fp16"
+# Each head normed by its own statistic, then turned by an angle that rows and columns make.
+QK_NORM = Example(
+    signature(
+        {"x": tensor("M, K"), "w": tensor("2*H*P, K"), "gamma": tensor("2*P"),
+         "positions": tensor("M", "int32"), "inv_freq": tensor("P", "fp32")},
+        {"q": tensor("M, 2*H*P"), "rstd": tensor("M, H", "fp32")},
+        ("P",),
+        eps=1e-6,
     ),
-    "sigmoid": torch.sigmoid, "sigmoid_fast": torch.sigmoid, "tanh": torch.tanh, "tanh_fast": torch.tanh,
-    "choose": _choose, "pack": _pack, "unpack": lambda packed, dtype: packed,
-    "fragment": lambda like: Lanes([None] * len(like.lanes)),
-    "wide_fragment": lambda like: Lanes([None] * (2 * len(like.lanes))),
-    "half_fragment": lambda like: Lanes([None] * (len(like.lanes) // 2)),
-    "edge": lambda gemm, state: (None, state[1]), "inside": lambda offsets, lane, left: lane < left,
-    "BLOCK": 256, "LANES_PER_ROW": 8,
-    "sum_partials": lambda partials, row, lane: partials[row].as_subclass(Number),
-    **dict.fromkeys(("ColVecLoad", "RowVecLoad", "Scalar", "TileLoad", "TileStore", "RowSum"),
-                    lambda name, **flags: (name, flags)),
+    (
+        "t = gemm(x, w.mT)",
+        "rstd = rsqrt(head_sums(t * t, 2 * P) / (2 * P) + eps)",
+        "n = t * per_head(rstd) * per_head(gamma)",
+        "return {'q': rope(n, positions, inv_freq), 'rstd': rstd}",
+    ),
+    {"M": 24, "K": 32, "H": 3, "P": 8},
+)  # fmt: skip
+ROPE = Example(
+    signature(
+        {"x": tensor("M, K"), "w": tensor("2*H*P, K"), "cos_sin": tensor("M, 2*P")},
+        {"q": tensor("M, 2*H*P")},
+        ("P",),
+    ),
+    (
+        "even, odd = pairs(gemm(x, w.mT))",
+        "cosine, sine = pairs(per_head(cos_sin))",
+        "return {'q': join(even * cosine - odd * sine, even * sine + odd * cosine)}",
+    ),
+    {"M": 24, "K": 32, "H": 3, "P": 8},
+)
+CROSS_ENTROPY = Example(
+    signature(
+        {"x": tensor("M, D"), "w": tensor("V, D"), "target": tensor("M", "int64")},
+        {"logits": tensor("M, V"), "lse": tensor("M", "fp32"), "picked": tensor("M", "fp32")},
+    ),
+    (
+        "z = gemm(x, w.mT)",
+        "return {'logits': z, 'lse': row_logsumexp(z), 'picked': row_select(z, target)}",
+    ),
+    {"M": 24, "D": 32, "V": 40},
+)
+CROSS_ENTROPY_BACKWARD = Example(
+    signature(
+        {"x": tensor("M, D"), "w": tensor("V, D"), "target": tensor("M", "int64"),
+         "lse": tensor("M", "fp32"), "dloss": tensor("M", "fp32")},
+        {"dlogits": tensor("M, V")},
+    ),
+    (
+        "z = gemm(x, w.mT)",
+        "onehot = column_index(z) == per_row(target)",
+        "return {'dlogits': (exp(z - per_row(lse)) - onehot) * per_row(dloss)}",
+    ),
+    {"M": 24, "D": 32, "V": 40},
+)  # fmt: skip
+NORM_BACKWARD = Example(
+    signature(
+        {"dz": tensor("M, K"), "w": tensor("K, N"), "h": tensor("M, N"), "gamma": tensor("N"),
+         "rstd": tensor("M", "fp32"), "s": tensor("M", "fp32"), "dres": tensor("M, N")},
+        {"dx": tensor("M, N"), "dgamma": tensor("N", "fp32"), "hn": tensor("M, N")},
+    ),
+    (
+        "d = gemm(dz, w)",
+        "hhat = h * per_row(rstd)",
+        "dx = dres + per_row(rstd) * (d * per_column(gamma) - hhat * per_row(s))",
+        "return {'dx': dx, 'dgamma': column_sums(d * hhat), 'hn': hhat * per_column(gamma)}",
+    ),
+    {"M": 24, "K": 32, "N": 48},
+)  # fmt: skip
+GELU_BACKWARD = Example(
+    signature(
+        {"dy": tensor("M, D"), "w": tensor("D, F"), "z": tensor("M, F")},
+        {"dz": tensor("M, F"), "act": tensor("M, F"), "dbias": tensor("F", "fp32")},
+    ),
+    (
+        "d = gemm(dy, w)",
+        "t = tanh(0.7978845608 * (z + 0.044715 * z * z * z))",
+        "slope = 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * 0.7978845608 * (1 + 3 * 0.044715 * z * z)",
+        "return {'dz': d * slope, 'act': gelu(z), 'dbias': column_sums(d * slope)}",
+    ),
+    {"M": 24, "D": 32, "F": 16},
+)
+ACCUMULATE = Example(
+    signature(
+        {"dy": tensor("M, N"), "x": tensor("M, K"), "dw": tensor("N, K", "fp32")},
+        {"dw_new": tensor("N, K", "fp32")},
+        updates={"dw_new": "dw"},
+    ),
+    ("return {'dw_new': dw + gemm(dy.mT, x)}",),
+    {"M": 32, "K": 24, "N": 40},
+)
+ALPHA = Example(
+    signature(
+        {"y": tensor("M, K"), "w": tensor("N, K"), "x": tensor("M, N"), "alpha": tensor("", "fp32")},
+        {"h": tensor("M, N"), "amax": tensor("M", "fp32")},
+    ),
+    ("h = x + alpha * gemm(y, w.mT)", "return {'h': h, 'amax': row_abs_max(h) * alpha}"),
+    {"M": 24, "K": 32, "N": 40},
+)
+FP8 = Example(
+    signature(
+        {"x": tensor("M, K", "fp8_e4m3"), "w": tensor("N, K", "fp8_e4m3"), "sx": tensor("M", "fp32"),
+         "sw": tensor("N", "fp32")},
+        {"y": tensor("M, N")},
+    ),
+    ("return {'y': gemm(x, w.mT) * per_row(sx) * per_column(sw)}",),
+    {"M": 24, "K": 32, "N": 48},
+)  # fmt: skip
+# Every width of tile, vector and reduction that no bulk copy moves.
+WIDTHS = Example(
+    signature(
+        {"x": tensor("M, K"), "w": tensor("2*F, K"), "half": tensor("M, F"), "wide": tensor("M, 4*F", "fp32"),
+         "b": tensor("F"), "b2": tensor("4*F", "fp32")},
+        {"h": tensor("M, F", "fp32"), "d": tensor("M, 4*F", "fp32"), "sums": tensor("4*F", "fp32"),
+         "largest": tensor("F", "fp32"), "high": tensor("M", "fp32"), "lse": tensor("M", "fp32"),
+         "half_lse": tensor("M", "fp32")},
+    ),
+    (
+        "t = gemm(x, w.mT)",
+        "even, odd = pairs(t)",
+        "h = even * odd + half + per_column(b)",
+        "d = join(t, t * t) + wide * per_column(b2)",
+        "return {'h': h, 'd': d, 'sums': column_sums(d), 'largest': column_abs_max(h), 'high': row_max(h),"
+        " 'lse': row_logsumexp(d), 'half_lse': row_logsumexp(h)}",
+    ),
+    {"M": 24, "K": 32, "F": 16},
+)  # fmt: skip
+EXAMPLES = {
+    "norm": NORM, "swiglu": SWIGLU, "backward": BACKWARD, "chain": CHAIN, "qk norm": QK_NORM, "rope": ROPE,
+    "cross entropy": CROSS_ENTROPY, "cross entropy backward": CROSS_ENTROPY_BACKWARD,
+    "norm backward": NORM_BACKWARD, "gelu backward": GELU_BACKWARD, "accumulate": ACCUMULATE, "alpha": ALPHA,
+    "fp8": FP8, "widths": WIDTHS,
 }  # fmt: skip
 
 
-class _Machine:
-    def __init__(self, program: Program, inputs: Tensors):
-        self.program, self.lowered = program, lower(program)
-        self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()})
-        self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(program.nodes) if n.op == "input"}
-        self.partials: dict[int, torch.Tensor] = {}
-        self.thread = 0
-        functions = {
-            f.__name__: _unary(f) for f in (torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh)
-        }
-        arch = types.SimpleNamespace(
-            fmax=_fmax, block_idx=lambda: (0, 0, 0), thread_idx=lambda: (self.thread, 0, 0)
-        )
-        cute = types.SimpleNamespace(
-            jit=lambda f: f, kernel=lambda f: f, size=lambda lanes: len(lanes.lanes), arch=arch,
-            math=types.SimpleNamespace(**functions),
-        )  # fmt: skip
-        self.module: dict[str, Any] = LANGUAGE | {"cute": cute}
-        body = self.lowered.text[self.lowered.text.index("\nclass ") :]
-        exec(compile(body, "<lowered>", "exec"), self.module)
-
-    def scalar(self, argument: Argument) -> torch.Tensor:
-        extent = Dim.parse(str(self.program.nodes[argument.node].attribute))(self.sizes)
-        return torch.tensor(float(extent))
-
-    def lanes(self, argument: Argument, columns: int) -> Lanes:
-        tile = self.memory[argument.node].float()
-        assert str(self.memory[argument.node].dtype) == str(torch_dtype(argument.dtype))
-        past = tile.shape[1] * PAST_EDGE // columns
-        return Lanes([*tile.unbind(1), *torch.zeros(past, tile.shape[0])])
-
-    def gemm(self, kernel: GemmKernel) -> None:
-        a, b = (self.memory[i].float() for i in (kernel.a, kernel.b))
-        product = (a.mT if kernel.a_transposed else a) @ (b.mT if kernel.b_transposed else b)
-        columns = product.shape[1]
-        accumulator = Lanes([*product.unbind(1), *torch.zeros(PAST_EDGE, product.shape[0])])
-        made = self.module[kernel.name]()
-        masked = {name for name, flags in made._epi_ops if flags.get("masked")}
-        resources: dict[str, Any] = {}
-        for argument in kernel.arguments:
-            name = argument.name
-            if argument.role == "load":
-                resources[name] = self.lanes(argument, columns)
-            elif argument.role == "row":
-                resources[name] = Same(self.memory[argument.node].float())
-            elif argument.role == "column":
-                past = torch.full((PAST_EDGE,), torch.nan)
-                resources[name] = Lanes([*self.memory[argument.node].float(), *past])
-            elif argument.role == "scalar":
-                resources[name] = self.scalar(argument)
-            elif argument.role == "partial":
-                running = Same(torch.zeros(product.shape[0]))
-                resources[name] = (running, columns) if name in masked else running
-        operand = self.lanes(kernel.c, columns) if kernel.c else None
-        stored = made.epi_visit_subtile(None, resources, accumulator, operand)
-        stores = [argument for argument in kernel.arguments if argument.role == "store"]
-        for argument, fragment in zip(stores, stored, strict=True):
-            self.store(argument, fragment, columns)
-        if kernel.d:
-            self.store(kernel.d, accumulator, columns)
-        for argument in kernel.arguments:
-            if argument.role == "partial":
-                running = resources[argument.name]
-                self.partials[argument.node] = (running[0] if argument.name in masked else running).value
-
-    def store(self, argument: Argument, fragment: Lanes, columns: int) -> None:
-        keep = len(fragment.lanes) * columns // (columns + PAST_EDGE)
-        tile = torch.stack([torch.as_tensor(lane) for lane in fragment.lanes[:keep]], dim=1)
-        self.memory[argument.node] = tile.to(torch_dtype(argument.dtype))
-
-    def vectors(self, kernel: VectorKernel) -> None:
-        given: list[Any] = []
-        for argument in kernel.arguments:
-            if argument.role == "scalar":
-                given.append(self.scalar(argument))
-            elif argument.role == "partial":
-                given.append(self.partials[argument.node])
-            elif argument.role == "vector":
-                assert str(self.memory[argument.node].dtype) == str(torch_dtype(argument.dtype))
-                given.append(Vector(self.memory[argument.node]))
-            else:
-                given.append(Vector(torch.empty(self.rows(argument.node), dtype=torch_dtype(argument.dtype))))
-        for row in range(self.rows(kernel.length) + 3):  # a grid ends past the last row
-            self.thread = 8 * row
-            self.module[kernel.name]().kernel(*given)
-        for argument, vector in zip(kernel.arguments, given, strict=True):
-            if argument.role == "out":
-                self.memory[argument.node] = vector.values
-
-    def rows(self, node: int) -> int:
-        return self.program.types()[node].shape[0](self.sizes)
-
-
-def kernel_names(lowered: Lowered) -> list[str]:
-    return [g.name for g in lowered.gemms] + [v.name for v in lowered.vectors]
-
-
-def run_lowered(program: Program, inputs: Tensors) -> Tensors:
-    """Outputs of the lowered text, by name."""
-    machine = _Machine(program, inputs)
-    kernels: list[GemmKernel | VectorKernel] = [*machine.lowered.gemms, *machine.lowered.vectors]
-    for kernel in sorted(kernels, key=lambda k: (k.step, isinstance(k, VectorKernel))):
-        if isinstance(kernel, GemmKernel):
-            machine.gemm(kernel)
+def draw(signature: Signature, sizes: dict[str, int], seed: int = 0) -> Tensors:
+    """Normal inputs; matrices scaled so that a product over any of these sizes stays near one. Indices run
+    from a few below 0 to a few past any size."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for name, declared in signature.inputs.items():
+        shape = [d(sizes) for d in declared.shape]
+        if declared.dtype in INDICES:
+            drawn[name] = torch.randint(-3, max(sizes.values()) + 3, shape, generator=generator)
         else:
-            machine.vectors(kernel)
-    return {name: machine.memory[index] for name, index in program.outputs.items()}
+            drawn[name] = torch.randn(shape, generator=generator) * 0.4
+        drawn[name] = drawn[name].to(torch_dtype(declared.dtype))
+    return drawn

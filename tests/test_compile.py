@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernels import BACKWARD, NORM, kernel_names, signature, tensor, trace
+from kernels import BACKWARD, NORM, QK_NORM, kernel_names, signature, tensor, trace
 
 from primitives import compile as compiling
 from primitives.compile import PROBES, CompileError, Resources, cache_dir, report
 from primitives.files import write_atomic
-from primitives.ir import Program
+from primitives.ir import Program, Schedule
 from primitives.lower import lower
 
 
@@ -55,17 +56,19 @@ REST = trace(
 )
 
 
-def compiled(program: Program) -> dict[str, list[Resources]]:
+def compiled(
+    program: Program, schedules: tuple[Schedule, ...] = PROBES, **sizes: int
+) -> dict[str, list[Resources]]:
     """Reports by kernel, of every kernel."""
     found: dict[str, list[Resources]] = {}
-    for resources in report(program):
+    for resources in report(program, sizes, schedules):
         found.setdefault(resources.kernel, []).append(resources)
     assert list(found) == kernel_names(lower(program))
     return found
 
 
-def check_gemm(configurations: list[Resources]) -> None:
-    assert [r.schedule for r in configurations] == [p.to_json() for p in PROBES]
+def check_gemm(configurations: list[Resources], schedules: tuple[Schedule, ...] = PROBES) -> None:
+    assert [r.schedule for r in configurations] == [p.to_json() for p in schedules]
     for resources in configurations:
         assert 0 < resources.registers <= 255
         assert resources.hgmma > 0 and resources.tma_loads > 0 and resources.tma_stores > 0
@@ -85,14 +88,94 @@ def test_swiglu_backward(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(compiling, "_run_child", never)
-    assert list(report(BACKWARD.program)) == [*step, *finish]
+    assert list(report(BACKWARD.program, {})) == [*step, *finish]
 
 
 def test_masks_scalars_selects_and_two_steps() -> None:
-    first, second, *vectors = compiled(REST).values()
-    check_gemm(first)
-    check_gemm(second)
+    first, second, *vectors = compiled(REST, PROBES[1:]).values()
+    check_gemm(first, PROBES[1:])
+    check_gemm(second, PROBES[1:])
     assert len(vectors) == 2 and all(r.registers > 0 for configurations in vectors for r in configurations)
+
+
+# The rest of the vocabulary, in two steps: statistics of heads over vectors and scalars, all that repeats,
+# memory at every width and dtype, reductions of every kind, indices, comparisons, and an fp8 operand.
+WIDE = trace(
+    signature(
+        {
+            "x": tensor("M, K"),
+            "w": tensor("2*H*P, K"),
+            "b": tensor("2*H*P", "fp16"),
+            "alpha": tensor("", "fp32"),
+            "gamma": tensor("2*P"),
+            "freq": tensor("P", "fp32"),
+            "cos_sin": tensor("M, 2*P"),
+            "positions": tensor("M", "int32"),
+            "target": tensor("M", "int64"),
+            "half": tensor("M, H*P"),
+            "wide": tensor("M, 4*H*P", "fp32"),
+            "b_half": tensor("H*P"),
+            "b_wide": tensor("4*H*P", "fp32"),
+            "x8": tensor("M, K", "fp8_e4m3"),
+            "w8": tensor("2*H*P, K", "fp8_e4m3"),
+        },
+        {
+            "q": tensor("M, 2*H*P"),
+            "rstd": tensor("M, H", "fp32"),
+            "h": tensor("M, H*P", "fp32"),
+            "sums": tensor("4*H*P", "fp32"),
+            "largest": tensor("H*P"),
+            "highest": tensor("2*H*P", "fp32"),
+            "lse": tensor("M", "fp32"),
+            "loss": tensor("M", "fp32"),
+            "z": tensor("M, 2*H*P", "fp16"),
+        },
+        ("P",),
+    ),
+    "t = gemm(x, w.mT)",
+    "rstd = rsqrt(head_sums(t * t * alpha * per_column(b) * per_row(positions), 2 * P) / (2 * P))",
+    "left, right = pairs(t)",
+    "c, s = pairs(per_head(cos_sin))",
+    "h = left * c - right * s + half + per_column(b_half)",
+    "lse = row_logsumexp(h)",
+    "u = gemm(x8, w8.mT) * per_row(lse) * per_row(positions) * per_column(b)",
+    "z = gelu(u) * alpha + t - abs(sin(u))",
+    "d = join(z, column_index(z) == per_row(target)) + wide * per_column(b_wide)",
+    "return {'q': rope(t * per_head(rstd) * per_head(gamma), positions, freq), 'rstd': rstd, 'h': h,"
+    " 'sums': column_sums(d), 'largest': column_abs_max(h), 'highest': column_max(z), 'lse': lse, 'z': z,"
+    " 'loss': row_logsumexp(z) - row_select(z, target) * alpha + row_abs_max(z)}",
+)
+
+
+def test_the_rest_of_the_vocabulary() -> None:
+    schedules = (Schedule(128, 128, True, 2, 1),)
+    first, second, *vectors = compiled(WIDE, schedules, P=64, M=1).values()
+    check_gemm(first, schedules)
+    check_gemm(second, schedules)
+    assert len(vectors) == 5  # by length and stage
+    assert all(r.registers > 0 and r.hgmma == 0 for configurations in vectors for r in configurations)
+
+
+def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        compiling, "_measured", lambda scratch, name, raw, build: Resources(name, raw, *[0] * 9)
+    )
+    monkeypatch.setattr(compiling, "_run_child", in_this_process)
+    wanted = (Schedule(), Schedule(128, 192), Schedule(128, 208))
+    reports = {p: report(QK_NORM.program, {"P": p}, wanted) for p in (64, 96, 40)}
+    assert {p: [r.schedule["tile_n"] for r in found if r.schedule] for p, found in reports.items()} == {
+        64: [128], 96: [192], 40: [],
+    }  # fmt: skip
+
+
+def in_this_process(request: str) -> str:
+    """The child's work, its standard streams as arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        out = io.StringIO()
+        patch.setattr(sys, "stdin", io.StringIO(request))
+        patch.setattr(sys, "stdout", out)
+        compiling._child(Path())
+    return out.getvalue()
 
 
 @pytest.fixture
@@ -112,7 +195,7 @@ def play(script: Path, body: str) -> None:
 def test_the_compilers_words_are_kept_short(stand_in: Path) -> None:
     play(stand_in, "print('Warning: noise', file=sys.stderr)\nsys.exit('x' * 9000 + chr(10) + 'the reason')")
     with pytest.raises(CompileError) as caught:
-        report(NORM.program)
+        report(NORM.program, {})
     words = str(caught.value)
     assert words.endswith("the reason") and len(words) <= 1500 and "noise" not in words
     assert not (cache_dir() / "resources").exists()
@@ -121,14 +204,14 @@ def test_the_compilers_words_are_kept_short(stand_in: Path) -> None:
 def test_a_compiler_that_crashes_is_an_error_not_our_end(stand_in: Path) -> None:
     play(stand_in, "os.kill(os.getpid(), signal.SIGSEGV)")
     with pytest.raises(CompileError, match="died with status -11"):
-        report(NORM.program)
+        report(NORM.program, {})
 
 
 def test_a_compiler_that_hangs_is_ended(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
     play(stand_in, "time.sleep(60)")
     with pytest.raises(CompileError, match="did not finish in 1 s"):
-        report(NORM.program)
+        report(NORM.program, {})
 
 
 def test_the_compilers_environment_is_ours(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +223,7 @@ def test_the_compilers_environment_is_ours(stand_in: Path, monkeypatch: pytest.M
         stand_in,
         f"json.dump([sys.argv, dict(os.environ), json.load(sys.stdin)], open({str(seen)!r}, 'w'))\nprint([])",
     )
-    assert report(NORM.program) == ()
+    assert report(NORM.program, {}) == ()
     arguments, environment, request = json.loads(seen.read_text())
     assert arguments[1:3] == ["-m", "primitives.compile"] and not Path(arguments[3]).exists()
     settings = {k: v for k, v in environment.items() if k.startswith(("CUTE_DSL_", "QUACK_"))}

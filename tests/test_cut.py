@@ -5,7 +5,19 @@ from __future__ import annotations
 import time
 
 import pytest
-from kernels import BACKWARD, CHAIN, NORM, SWIGLU, signature, source, tensor, trace
+from kernels import (
+    BACKWARD,
+    CHAIN,
+    CROSS_ENTROPY,
+    NORM,
+    QK_NORM,
+    SWIGLU,
+    WIDTHS,
+    signature,
+    source,
+    tensor,
+    trace,
+)
 
 from primitives.cut import GemmStep, Steps, cut
 from primitives.ir import MAX_NODES, Node, Program, ProgramError, Signature, TensorType
@@ -23,6 +35,7 @@ INPUTS = {
     "b": tensor("N"),
     "b2": tensor("2*N"),
     "four": tensor("4*N, N"),
+    "i": tensor("M", "int32"),
 }
 H = "h = gemm(x, w.mT)"
 
@@ -264,19 +277,47 @@ REFUSED: dict[str, tuple[Signature, tuple[str, ...], str, int, str]] = {
         6,
         "half, once or twice",
     ),
-    "per_column of half": (
+    "per_column of a quarter": (
         ONE,
-        (H, "a, c = pairs(gemm(h, wide.mT))", "return {'o': a * per_column(b) + c}"),
+        ("f, _ = pairs(gemm(r, four.mT))", "t, _ = pairs(f)", "return {'o': gemm(t * per_column(b), q)}"),
         "width",
         6,
-        "has the gemm's own length",
+        "in the epilogue of a gemm [M, 4*N]",
     ),
-    "per_column of twice": (
-        given(o=tensor("M, 2*N")),
-        (H, "return {'o': join(h, h) * per_column(b2)}"),
+    "operand of inputs made of an output that comes later": (
+        tiles("o", "u"),
+        (H, "u = r * 2", "t = u + 1", "return {'o': gemm(t, q) + h + r, 'u': u}"),
+        "homeless",
+        6,
+        f"this operand of gemm {HOMELESS}",
+    ),
+    "selected from half": (
+        given(s=tensor("M", "fp32")),
+        (H, "return {'s': row_select(pairs(gemm(h, wide.mT))[0], i)}"),
         "width",
         5,
-        "per_column of 2*N values in the epilogue of a gemm with N columns",
+        "row_select takes a tile as wide as its gemm; use pairs or join after it",
+    ),
+    "selected from inputs": (
+        given(o=tensor("M, N"), s=tensor("M", "fp32")),
+        (H, "t = r * r", "return {'o': h, 's': row_select(t, i)}"),
+        "homeless",
+        5,
+        f"the argument of row_select {HOMELESS}",
+    ),
+    "scaled before the column is done": (
+        ONE,
+        (H, "t = h * per_column(column_abs_max(h))", "return {'o': t}"),
+        "pending",
+        5,
+        "output 'o' needs a reduction over whole rows or columns",
+    ),
+    "column of what is scaled": (
+        given(o=tensor("N", "fp32")),
+        (H, "t = h * per_row(row_logsumexp(h))", "return {'o': column_sums(t)}"),
+        "pending",
+        5,
+        "the argument of column_sums needs a reduction",
     ),
 }
 
@@ -287,6 +328,133 @@ def test_refusals_say_what_would_work(name: str) -> None:
     error = refused(given, *lines)
     assert (error.code, words in error.message) == (code, True), f"{error.code}: {error.message}"
     assert error.line == line
+
+
+def test_widths_of_vectors_and_stores_are_relative_to_the_gemm() -> None:
+    program = WIDTHS.program
+    steps = cut(program)
+    (step,) = steps.gemms
+    spread = {str(program.nodes[program.nodes[i].args[0]].attribute): steps.width[0, i] for i in step.vectors}
+    assert spread == {"b": 0.5, "b2": 2.0}
+    stored = {i: steps.width[0, i] for i in step.stores}
+    assert stored == {program.outputs["h"]: 0.5, program.outputs["d"]: 2.0}
+    assert sorted(said(program, step.loads)) == ["half", "wide"]
+    assert len(step.reductions) == 5 and len(steps.finishes[0]) == 5
+
+
+def test_statistics_of_heads_take_a_sweep_and_stay_in_their_step() -> None:
+    program = QK_NORM.program
+    steps = cut(program)
+    (step,) = steps.gemms
+    assert [program.nodes[i].op for i in step.sweep] == ["gemm", "multiply"]
+    assert said(program, step.statistics) == ["2*P"]
+    assert sorted(said(program, step.stores)) == ["q", "rstd"]
+    repeated = {
+        str(program.nodes[program.nodes[i].args[0]].attribute): steps.width[0, i] for i in step.repeats
+    }
+    assert repeated == {"gamma": 1.0, "inv_freq": 0.5}
+    assert said(program, [program.nodes[i].args[0] for i in step.vectors]) == ["positions"]
+    assert steps.finishes == {} and step.loads == [] and said(program, step.scalars) == ["P"]
+
+
+def test_a_selection_is_finished_where_its_step_is_done() -> None:
+    """Even where only a later step wants it: finishing it readies the mainloop's buffer for the next call."""
+    lines = (H, "s = row_select(h, i)", "return {'o': gemm(h, q) * per_row(s + 1)}")
+    program = trace(ONE, *lines)
+    steps = cut(program)
+    (select,) = (i for i, n in enumerate(program.nodes) if n.op == "row_select")
+    assert select in steps.finishes[0]
+    program = CROSS_ENTROPY.program
+    assert finishes(program, cut(program)) == {0: ["lse", "picked"]}
+
+
+def test_dtypes_are_those_of_what_leaves_a_step() -> None:
+    program = trace(
+        given(o=tensor("M, N", "fp16"), s=tensor("M", "bf16"), e=tensor("M, N", "fp32")),
+        "h = gemm(x, w.mT)",
+        "t = silu(h)",
+        "return {'o': gemm(t, q) + h, 's': row_sums(h), 'e': h * 2}",
+    )
+    dtypes = cut(program).dtypes
+    outputs = program.outputs
+    assert (dtypes[outputs["o"]], dtypes[outputs["s"]], dtypes[outputs["e"]]) == ("fp16", "bf16", "fp32")
+    between = {program.nodes[i].op: dtype for i, dtype in dtypes.items() if i not in outputs.values()}
+    assert between == {"gemm": "bf16", "silu": "bf16"}
+
+
+def test_rows_and_columns_alone_make_a_tile_that_rides_along() -> None:
+    program = trace(tiles("a", "o"), H, "return {'o': h, 'a': per_row(v) * per_column(b)}")
+    (step,) = cut(program).gemms
+    assert sorted(said(program, step.stores)) == ["a", "o"] and step.loads == []
+
+
+UPDATES: dict[str, tuple[dict[str, TensorType], dict[str, str], tuple[str, ...], int | None]] = {
+    # outputs, what they are written over, the kernel, the line that is refused
+    "read where it is made": ({"o": tensor("M, N")}, {"o": "r"}, (H, "return {'o': h + r}"), None),
+    "not read": ({"o": tensor("M, N")}, {"o": "r"}, (H, "return {'o': h}"), None),
+    "read for another output of the step": (
+        {"o": tensor("M, N"), "a": tensor("M, N")},
+        {"o": "r"},
+        (H, "return {'o': h + r, 'a': h * r}"),
+        None,
+    ),
+    "read in pairs": (
+        {"o": tensor("M, 2*N")},
+        {"o": "z"},
+        (H, "a, c = pairs(z)", "return {'o': join(c * h, a)}"),
+        None,
+    ),
+    "a vector with its sum": (
+        {"s": tensor("M", "fp32")},
+        {"s": "v"},
+        (H, "return {'s': v + row_sums(h)}"),
+        None,
+    ),
+    "an operand": ({"o": tensor("M, N")}, {"o": "r"}, ("return {'o': gemm(r, q)}",), 4),
+    "a transposed operand": (
+        {"o": tensor("M, N")},
+        {"o": "r"},
+        (H, "g = gemm(r.mT, h)", "return {'o': gemm(x, w.mT) + gemm(h, g)}"),
+        5,
+    ),
+    "read by a later step": (
+        {"o": tensor("M, N"), "a": tensor("M, N")},
+        {"o": "r"},
+        (H, "o = h + r", "return {'o': o, 'a': gemm(h, q) * r}"),
+        6,
+    ),
+    "read by an earlier step": (
+        {"o": tensor("M, N"), "a": tensor("M, N")},
+        {"o": "r"},
+        (H, "a = h * r", "return {'a': a, 'o': gemm(a, q) + r}"),
+        4,
+    ),
+    "a vector that is spread": (
+        {"o": tensor("M, N"), "s": tensor("M", "fp32")},
+        {"s": "v"},
+        (H, "t = h * per_row(v)", "return {'o': t, 's': v + row_sums(h)}"),
+        5,
+    ),
+    "a vector read at another time": (
+        {"e": tensor("M", "fp32"), "s": tensor("M", "fp32")},
+        {"s": "v"},
+        (H, "e = exp(v)", "return {'e': e, 's': v + row_sums(h)}"),
+        5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_what_is_written_over_is_read_in_its_place_alone(name: str) -> None:
+    outputs, updates, lines, line = UPDATES[name]
+    declared = signature(INPUTS, outputs, updates=updates)
+    if line is None:
+        assert trace(declared, *lines).signature.updates == updates
+        return
+    error = refused(declared, *lines)
+    assert (error.code, error.line) == ("updates", line)
+    (output,), (target,) = updates.keys(), updates.values()
+    assert f"output '{output}' is written over input '{target}', which is read elsewhere too" in error.message
 
 
 def test_widths_are_those_of_the_step_that_reads() -> None:

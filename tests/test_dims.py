@@ -119,3 +119,29 @@ def test_agrees_with_python(terms: list[tuple[int, list[str]]]) -> None:
     doubled = dim + dim
     assert doubled.ratio(dim) == ((2, 1) if dim.terms else None)
     assert doubled.halved() == dim
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "quotient"),
+    [
+        ("2*H*P", "2*P", "H"),
+        ("2*H*P", "H*P", "2"),
+        ("6*P + 4*H*P", "2*P", "3 + 2*H"),
+        ("P*P*H", "P", "P*H"),
+        ("128", "64", "2"),
+        ("2*P", "1", "2*P"),
+        ("M - M", "P", "0"),
+    ],
+)
+def test_divided(a: str, b: str, quotient: str) -> None:
+    assert Dim.parse(a).divided(Dim.parse(b)) == Dim.parse(quotient)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [("N", "P"), ("2*P", "4*P"), ("3*P", "2*P"), ("2*P", "P*P"), ("2*P + 1", "2*P"), ("4*P", "2*P + P*P"),
+     ("2*P", "-2*P"), ("2*P", "0"), ("2*P", "P - P"), ("64", "128")],
+)  # fmt: skip
+def test_what_is_no_whole_number_of_times_is_refused(a: str, b: str) -> None:
+    with pytest.raises(ValueError, match="is not divisible by"):
+        Dim.parse(a).divided(Dim.parse(b))

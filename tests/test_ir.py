@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import BACKWARD, EXAMPLES, NORM, SWIGLU, signature, source, tensor, trace
+from kernels import ACCUMULATE, BACKWARD, EXAMPLES, NORM, QK_NORM, signature, source, tensor, trace
 
 from primitives.ir import (
     MAX_BYTES,
@@ -120,10 +120,12 @@ def test_hash_covers_signature_and_schedule() -> None:
         Program(PLAIN._replace(name="other"), program.nodes, program.outputs),
         Program(PLAIN._replace(constants={"c": 0.25}), program.nodes, program.outputs),
         Program(PLAIN._replace(inputs=fp16), program.nodes, program.outputs),
+        Program(PLAIN._replace(static=("M",)), program.nodes, program.outputs),
+        Program(PLAIN._replace(updates={"o": "x"}), program.nodes, program.outputs),
         program._replace(schedule={0: Schedule()}),
         program._replace(schedule={0: Schedule(swizzle=4)}),
     ]
-    assert len({program.hash, *(p.hash for p in others)}) == 6
+    assert len({program.hash, *(p.hash for p in others)}) == 8
 
 
 def test_hash_is_the_same_in_every_process() -> None:
@@ -192,9 +194,10 @@ HOSTILE: dict[str, tuple[Edit, str]] = {
     "list": (lambda d: [d], "json"),
     "missing key": (lambda d: d.pop("schedule") and None, "json"),
     "extra key": (put("extra", 1), "json"),
-    "other format": (put("format", 2), "format"),
+    "older format": (put("format", 1), "format"),
+    "newer format": (put("format", 3), "format"),
     "format true": (put("format", True), "format"),
-    "format float": (put("format", 1.0), "format"),
+    "format float": (put("format", 2.0), "format"),
     "unknown operation": (node(8, ["system", [3, 3], None]), "operation"),
     "private operation": (node(8, ["__class__", [3, 3], None]), "operation"),
     "operation a list": (node(8, [["add"], [3, 3], None]), "json"),
@@ -283,14 +286,33 @@ HOSTILE_SIGNATURES: dict[str, Edit] = {
     "inputs a list": put("signature/inputs", ["y"]),
     "input of code": put("signature/inputs/__import__('os')", {"shape": ["M"], "dtype": "bf16"}),
     "input with a capital": put("signature/inputs/X", {"shape": ["M"], "dtype": "bf16"}),
-    "input's name too long": put(f"signature/inputs/{'x' * 33}", {"shape": ["M"], "dtype": "bf16"}),
+    "input's name too long": put(f"signature/inputs/{'x' * 65}", {"shape": ["M"], "dtype": "bf16"}),
     "output's name empty": put("signature/outputs/", {"shape": ["M"], "dtype": "bf16"}),
     "dim undeclared": put("signature/dims", ["M", "K"]),
     "dims a number": put("signature/dims", 3),
     "shape no size": put("signature/inputs/x/shape", ["M", "N/2"]),
     "shape huge": put("signature/inputs/x/shape", ["M", 10**4000]),
     "shape too many factors": put("signature/inputs/x/shape", ["M", "*".join("N" * 30)]),
-    "rank 0": put("signature/inputs/gamma/shape", []),
+    "scalar in bf16": put("signature/inputs/gamma/shape", []),
+    "scalar output": put("signature/outputs/rstd", {"shape": [], "dtype": "fp32"}),
+    "matrix of integers": put("signature/inputs/x/dtype", "int32"),
+    "vector in fp8": put("signature/inputs/gamma/dtype", "fp8_e4m3"),
+    "output of integers": put("signature/outputs/rstd/dtype", "int64"),
+    "output in fp8": put("signature/outputs/h/dtype", "fp8_e4m3"),
+    "static missing": lambda d: d["signature"].pop("static") and None,
+    "static a number": put("signature/static", 3),
+    "static no dim": put("signature/static", ["Q"]),
+    "static a formula": put("signature/static", ["2*N"]),
+    "static a list": put("signature/static", [["N"]]),
+    "updates missing": lambda d: d["signature"].pop("updates") and None,
+    "updates a list": put("signature/updates", ["h"]),
+    "update of no output": put("signature/updates", {"nothing": "x"}),
+    "update over no input": put("signature/updates", {"h": "nothing"}),
+    "update over an output": put("signature/updates", {"h": "hg"}),
+    "update over another shape": put("signature/updates", {"h": "y"}),
+    "update over another dtype": put("signature/updates", {"rstd": "gamma"}),
+    "update over nothing": put("signature/updates", {"h": None}),
+    "updates over one input": put("signature/updates", {"h": "x", "hg": "x"}),
     "rank 3": put("signature/inputs/x/shape", ["M", "N", "K"]),
     "dtype unknown": put("signature/inputs/x/dtype", "fp64"),
     "dtype missing": put("signature/inputs/x", {"shape": ["M", "N"]}),
@@ -305,6 +327,83 @@ def test_hostile_signatures_are_refused(name: str) -> None:
     text = edited(HOSTILE_SIGNATURES[name])
     assert refused(text).code == "signature"
     assert refused(text, NORM.signature).code == "signature"
+
+
+AT = {n.op: i for i, n in enumerate(QK_NORM.program.nodes)}  # the last of each operation
+SUMS, SPREAD, JOIN = AT["head_sums"], AT["per_head"], AT["join"]
+SQUARE, ANGLE = QK_NORM.program.nodes[SUMS].args[0], AT["as_tile"]
+
+
+def sums(attribute: Any) -> Edit:
+    return node(SUMS, ["head_sums", [SQUARE], attribute])
+
+
+HOSTILE_HEADS: dict[str, tuple[Edit, str]] = {
+    "width none": (sums(None), "dim"),
+    "width empty": (sums(""), "dim"),
+    "width a number": (sums(["float", "0x1p3"]), "dim"),
+    "width an integer": (sums(64), "json"),
+    "width of code": (sums("__import__('os')"), "dim"),
+    "width a quotient": (sums("4*P/2"), "dim"),
+    "width too long": (sums("2*" * 60 + "P"), "dim"),
+    "width huge": (sums("9" * 5000), "dim"),
+    "width zero": (sums("0"), "width"),
+    "width negative": (sums("-2*P"), "width"),
+    "width a sum": (sums("P + P*H"), "width"),
+    "width too large": (sums("4*P"), "width"),
+    "width undeclared": (sums("2*Q"), "width"),
+    "width of another shape": (sums("P"), "output_shape"),
+    "of two tiles": (node(SUMS, ["head_sums", [SQUARE, SQUARE], "2*P"]), "arguments"),
+    "of nothing": (node(SUMS, ["head_sums", [], "2*P"]), "arguments"),
+    "of a vector": (node(SPREAD, ["head_sums", [AT["input"]], "P"]), "arguments"),
+    "attribute on per_head": (node(SPREAD, ["per_head", [AT["input"]], "P"]), "arguments"),
+    "attribute on as_tile": (node(ANGLE, ["as_tile", [ANGLE - 1, ANGLE - 1], "P"]), "arguments"),
+    "per_head of two": (node(SPREAD, ["per_head", [0, 1], None]), "arguments"),
+    "per_head of an operand": (node(SPREAD, ["per_head", [2], None]), "arguments"),
+    "as_tile of one": (node(ANGLE, ["as_tile", [0], None]), "broadcast"),
+    "as_tile of tiles": (node(ANGLE, ["as_tile", [0, 1], None]), "broadcast"),
+    "as_tile of a vector": (node(ANGLE, ["as_tile", [ANGLE - 2, SQUARE], None]), "broadcast"),
+    "join of other things": (node(JOIN, ["join", [SUMS, SUMS], None]), "arguments"),
+    "select by a sum": (node(JOIN, ["row_select", [SQUARE, AT["input"]], None]), "arguments"),
+    "index of a head statistic": (node(JOIN, ["column_index", [SUMS], None]), "arguments"),
+    "logsumexp named": (node(JOIN, ["row_logsumexp", [SQUARE], "P"]), "arguments"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_HEADS)
+def test_hostile_heads_are_refused(name: str) -> None:
+    edit, code = HOSTILE_HEADS[name]
+    data = json.loads(QK_NORM.program.to_json())
+    edit(data)
+    assert refused(json.dumps(data)).code == code
+
+
+def test_an_index_from_a_file_is_an_input_of_integers() -> None:
+    given = {"x": tensor("M, K"), "w": tensor("N, K"), "i": tensor("M", "int32"), "v": tensor("M", "fp32")}
+    program = trace(
+        signature(given, {"s": tensor("M", "fp32")}), "return {'s': row_select(gemm(x, w.mT), i) + v}"
+    )
+    data = json.loads(program.to_json())
+    (select,) = (n for n in data["nodes"] if n[0] == "row_select")
+    select[1][1] = next(i for i, n in enumerate(data["nodes"]) if n == ["input", [], "v"])
+    assert refused(json.dumps(data)).code in ("dtype", "graph")  # v may come after it
+
+
+def test_an_fp8_input_from_a_file_is_read_by_gemm_alone() -> None:
+    data = json.loads(NORM.program.to_json())
+    data["signature"]["inputs"]["x"]["dtype"] = "fp8_e4m3"
+    assert refused(json.dumps(data)).code == "dtype"
+    data["signature"]["inputs"]["x"]["dtype"] = "bf16"
+    for name in "yw":
+        data["signature"]["inputs"][name]["dtype"] = "fp8_e4m3"
+    assert Program.from_json(json.dumps(data)).signature.inputs["y"].dtype == "fp8_e4m3"
+
+
+def test_what_updates_is_read_back() -> None:
+    again = Program.from_json(ACCUMULATE.program.to_json())
+    assert again.signature.updates == {"dw_new": "dw"} and again == ACCUMULATE.program
+    other = ACCUMULATE.signature._replace(updates={})
+    assert refused(ACCUMULATE.program.to_json(), other).code == "signature"
 
 
 def test_a_program_for_another_spec_is_refused() -> None:
@@ -329,7 +428,7 @@ DEEP = 100_000
         ('{"a":' * DEEP + "1" + "}" * DEEP, "json"),
         (" " * (MAX_BYTES + 1), "size"),
         ('"' + "\u20ac" * (MAX_BYTES // 3) + '"', "size"),
-        (NORM.program.to_json().replace('"format":1', '"format":1,"format":1'), "json"),
+        (NORM.program.to_json().replace('"format":2', '"format":2,"format":2'), "json"),
         (NORM.program.to_json().replace('"h":5', '"h":5,"h":8'), "json"),
         (NORM.program.to_json().replace('["float","0x1.0c6f7a0b5ed8dp-20"]', "NaN"), "json"),
         (NORM.program.to_json().replace('["float","0x1.0c6f7a0b5ed8dp-20"]', "-Infinity"), "json"),
@@ -376,14 +475,6 @@ def test_an_output_cannot_bear_an_inputs_name() -> None:
         Program.from_json(json.dumps(data))
 
 
-def test_a_schedule_must_suit_what_its_step_stores() -> None:
-    from primitives.lower import lower
-
-    program = SWIGLU.program._replace(schedule={0: Schedule(128, 208)})
-    with pytest.raises(ProgramError, match="multiple of 32 then, not 208"):
-        lower(program)
-
-
 def test_reports_are_kept_by_program_not_by_text_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,5 +495,24 @@ def test_reports_are_kept_by_program_not_by_text_alone(
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "_run_child", child)
     for program in (*made, made[0]):
-        compiler.report(program)
+        compiler.report(program, {"M": 8, "K": 8})  # of dims that are static, none
     assert len(requests) == 2
+    assert [json.loads(r)["sizes"] for r in requests] == [{}, {}]
+
+
+def test_reports_are_kept_by_the_sizes_of_static_dims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from primitives import compile as compiler
+
+    requests: list[str] = []
+
+    def child(request: str) -> str:
+        requests.append(request)
+        return "[]"
+
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "_run_child", child)
+    for p, m in ((16, 8), (32, 8), (16, 4096)):
+        compiler.report(QK_NORM.program, {"P": p, "M": m})
+    assert [json.loads(r)["sizes"] for r in requests] == [{"P": 16}, {"P": 32}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,13 @@ import kernels
 import pytest
 import torch
 
-from primitives import launch
-from primitives.interpret import torch_dtype
+from primitives import launch, tune
+from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program, Schedule
-from primitives.launch import Kernel, LaunchError, Plan, alignment_errors
+from primitives.launch import Kernel, LaunchError, Plan, alignment_errors, check_inputs
+from primitives.lower import lower
 
-SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 72}
+SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 
 
 @pytest.fixture
@@ -120,6 +122,308 @@ def test_a_second_call_takes_its_own_tensors(calls):
     plan.run(*others)
     again = calls[2][1]
     assert again[0] is others[0]["dy"] and same(again[3], others[0]["z"]) and same(again[2], others[1]["dz"])
+
+
+def given(plan: Plan, call: tuple[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """What a launch was given for each argument, by its name."""
+    name, arguments = call
+    gemm = next((g for g in plan.lowered.gemms if g.name == name), None)
+    if gemm is not None:
+        return {a.name: getattr(arguments[4], a.name) for a in gemm.arguments}
+    (vector,) = (v for v in plan.lowered.vectors if v.name == name)
+    return dict(zip([a.name for a in vector.arguments], arguments, strict=True))
+
+
+def by_role(plan: Plan, call: tuple[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    gemms, vectors = plan.lowered.gemms, plan.lowered.vectors
+    arguments = {k.name: k.arguments for k in gemms} | {k.name: k.arguments for k in vectors}
+    for argument in arguments[call[0]]:
+        found.setdefault(argument.role, []).append(given(plan, call)[argument.name])
+    return found
+
+
+def test_heads_vectors_and_memory_cross_as_they_are(calls):
+    plan, inputs, outputs = planned(kernels.QK_NORM.program)
+    plan.run(inputs, outputs)
+    (call,) = calls
+    found = by_role(plan, call)
+    assert found["head"] == [None]  # a number in the compiled kernel
+    assert found["row"] == [inputs["positions"]] and call[1][2] is outputs["q"]
+    assert {id(t) for t in found["memory"]} == {
+        id(inputs["gamma"]), id(inputs["inv_freq"]), id(outputs["rstd"])
+    }  # fmt: skip
+    assert [float(s.value) for s in found["scalar"]] == [64.0]
+
+
+def test_a_scalar_in_memory_crosses_as_its_address(calls):
+    plan, inputs, outputs = planned(kernels.ALPHA.program)
+    plan.run(inputs, outputs)
+    step, finish = calls
+    assert by_role(plan, step)["pointer"] == [inputs["alpha"].data_ptr()]
+    (listed,) = by_role(plan, finish)["pointer"]
+    assert listed.shape == (1,) and same(listed, inputs["alpha"])
+
+
+def test_selections_start_at_minus_infinity_in_a_buffer_of_their_own(calls):
+    plan, inputs, outputs = planned(kernels.CROSS_ENTROPY.program)
+    plan.run(inputs, outputs)
+    step, finish = calls
+    found = by_role(plan, step)
+    assert found["index"] == [inputs["target"]]
+    lse, selected = sorted(found["partial"], key=lambda t: -t.ndim)
+    assert lse.shape == (1, 100, 2) and selected.shape == (100,)
+    assert bool((selected == -math.inf).all())
+    assert selected.untyped_storage().data_ptr() != plan.workspace.untyped_storage().data_ptr()
+    last = by_role(plan, finish)
+    assert any(t is selected for t in last["partial"]) and any(t is lse for t in last["partial"])
+    assert [float(e.value) for e in last["extent"]] == [200.0] and last["vector"] == [inputs["target"]]
+
+
+def test_partials_of_columns_are_a_row_a_tile_and_two_for_twice_as_many(calls):
+    plan, inputs, outputs = planned(kernels.WIDTHS.program, Schedule(192, 128))
+    plan.run(inputs, outputs)
+    shapes = sorted(tuple(t.shape) for t in by_role(plan, calls[0])["partial"])
+    # 208 columns of the gemm in tiles of 128, 100 rows in one: three along rows, three along columns
+    assert shapes == [(1, 1, 208)] * 3 + [(1, 100, 2)] * 3
+    plan, inputs, outputs = planned(kernels.NORM_BACKWARD.program)
+    (partial,) = (t for t in plan._slots.fixed if isinstance(t, torch.Tensor))
+    assert partial.shape == (1, 1, 200)
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of this machine's are taken for a GPU's."""
+    monkeypatch.setattr(
+        launch,
+        "check_inputs",
+        lambda program, inputs: solve_sizes(
+            program.signature, {k: tuple(t.shape) for k, t in inputs.items()}
+        ),
+    )
+
+
+def test_an_update_is_written_into_the_inputs_own_tensor(calls, anywhere):
+    kernel = Kernel(kernels.ACCUMULATE.program, {0: Schedule()})
+    _, inputs, _ = planned(kernels.ACCUMULATE.program)
+    calls.clear()
+    outputs = kernel(**inputs)
+    (_, (a, b, d, c, *_)) = calls[0]
+    assert outputs["dw_new"] is inputs["dw"] is d and c is None  # the store adds to what is there
+    assert same(a, inputs["dy"]) and a.shape == (200, 100) and b is inputs["x"]
+
+
+def test_a_sum_into_another_tensor_starts_from_the_inputs_values(calls):
+    plan, inputs, outputs = planned(kernels.ACCUMULATE.program)
+    inputs["dw"].fill_(3.0)
+    plan.run(inputs, outputs)
+    assert calls[0][1][2] is outputs["dw_new"] and bool((outputs["dw_new"] == 3.0).all())
+
+
+def test_one_row_and_vectors_of_it(calls):
+    program = kernels.CROSS_ENTROPY.program
+    plan = Plan(program, {"M": 1, "D": 64, "V": 136}, {0: Schedule()}, "cpu")
+    assert [tuple(t.shape) for t in plan.outputs().values()] == [(1, 136), (1,), (1,)]
+    assert (1, 1, 2) in [tuple(t.shape) for t in plan._slots.fixed if isinstance(t, torch.Tensor)]
+
+
+class On:
+    """A tensor that says it lies on a GPU."""
+
+    def __init__(self, tensor: torch.Tensor, device: str = "cuda:0"):
+        self._tensor, self.device = tensor, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+def on_gpu(program: Program, **changed: Any) -> dict[str, Any]:
+    """Inputs of the program's at SIZES, some replaced; ``None`` leaves one out."""
+    _, inputs, _ = planned(program)
+    tensors = {
+        k: v if isinstance(v, On) else On(v) for k, v in {**inputs, **changed}.items() if v is not None
+    }
+    return tensors
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+BAD: dict[str, tuple[kernels.Example, dict[str, Any], str]] = {
+    "one on the CPU": (
+        kernels.ALPHA,
+        {"x": On(zeros(100, 200), "cpu")},
+        "inputs must be on one CUDA device; they are on cpu, cuda:0",
+    ),
+    "two GPUs": (kernels.ALPHA, {"alpha": On(torch.tensor(1.0), "cuda:1")}, "they are on cuda:0, cuda:1"),
+    "dtype": (
+        kernels.ALPHA,
+        {"x": zeros(100, 200, dtype=torch.float16)},
+        "'x' is torch.float16; the spec says bf16",
+    ),
+    "dtype of an index": (
+        kernels.CROSS_ENTROPY,
+        {"target": zeros(100, dtype=torch.int32)},
+        "'target' is torch.int32; the spec says int64",
+    ),
+    "dtype of a scalar": (
+        kernels.ALPHA,
+        {"alpha": torch.tensor(1)},
+        "'alpha' is torch.int64; the spec says fp32",
+    ),
+    "other fp8": (
+        kernels.FP8,
+        {"x": zeros(100, 64).to(torch.float8_e5m2)},
+        "'x' is torch.float8_e5m2; the spec says fp8_e4m3",
+    ),
+    "a number": (
+        kernels.ALPHA,
+        {"alpha": zeros(1, dtype=torch.float32)},
+        "'alpha' has 1 dims; the spec says 0",
+    ),
+    "rank": (kernels.ALPHA, {"x": zeros(100 * 200)}, "'x' has 1 dims; the spec says 2"),
+    "missing": (kernels.ALPHA, {"w": None}, "inputs must be y, w, x, alpha; got y, x, alpha"),
+    "extra": (kernels.ALPHA, {"z": zeros(1, 1)}, "inputs must be y, w, x, alpha; got y, w, x, alpha, z"),
+    "transposed": (
+        kernels.ALPHA,
+        {"x": zeros(200, 100).mT},
+        "'x' must be contiguous and 16-byte aligned: call .contig",
+    ),
+    "every other column": (kernels.ALPHA, {"x": zeros(100, 400)[:, ::2]}, "'x' must be contiguous"),
+    "a slice of columns": (kernels.ALPHA, {"x": zeros(100, 208)[:, :200]}, "'x' must be contiguous"),
+    "every other position": (
+        kernels.QK_NORM,
+        {"positions": zeros(200, dtype=torch.int32)[::2]},
+        "'positions' must be contiguous",
+    ),
+    "expanded": (kernels.ALPHA, {"x": zeros(1, 200).expand(100, 200)}, "'x' must be contiguous"),
+    "unaligned": (kernels.ALPHA, {"x": zeros(100 * 200 + 1)[1:].view(100, 200)}, "16-byte aligned"),
+    "unaligned vector": (
+        kernels.QK_NORM,
+        {"positions": zeros(101, dtype=torch.int32)[1:]},
+        "16-byte aligned",
+    ),
+    "shapes apart": (kernels.ALPHA, {"x": zeros(104, 200)}, "input 'x' has shape \\(104, 200\\)"),
+    "no rows": (
+        kernels.ALPHA,
+        {"y": zeros(0, 64), "x": zeros(0, 200)},
+        "input 'y', axis 0: no positive M makes M = 0",
+    ),
+    "no inner size": (
+        kernels.ALPHA,
+        {"y": zeros(100, 0), "w": zeros(200, 0)},
+        "input 'y', axis 1: no positive K makes K = 0",
+    ),
+    "no columns": (
+        kernels.ALPHA,
+        {"w": zeros(0, 64), "x": zeros(100, 0)},
+        "input 'w', axis 0: no positive N makes N = 0",
+    ),
+    "no heads": (
+        kernels.QK_NORM,
+        {"w": zeros(0, 64)},
+        "input 'w', axis 0: no positive H makes 2\\*H\\*P = 0",
+    ),
+    "odd columns where pairs are": (kernels.SWIGLU, {"w": zeros(207, 64)}, "no positive F makes 2\\*F = 207"),
+    "part of a head": (kernels.QK_NORM, {"w": zeros(200, 64)}, "no positive H makes 2\\*H\\*P = 200"),
+    "rows of 12 bytes": (
+        kernels.ALPHA,
+        {"w": zeros(206, 64), "x": zeros(100, 206)},
+        "x: rows of 206 bf16 are no multiple of 16 bytes",
+    ),
+    "K of fp8": (
+        kernels.FP8,
+        {"x": zeros(100, 72).to(torch.float8_e4m3fn), "w": zeros(200, 72).to(torch.float8_e4m3fn)},
+        "x: rows of 72 fp8_e4m3 are no multiple of 16 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_inputs_that_cannot_be_launched_on_are_refused(calls, name):
+    example, changed, words = BAD[name]
+    with pytest.raises(LaunchError, match=words):
+        check_inputs(example.program, on_gpu(example.program, **changed))
+
+
+@pytest.mark.parametrize("example", kernels.EXAMPLES.values(), ids=kernels.EXAMPLES)
+def test_good_inputs_give_the_sizes(calls, example):
+    sizes = check_inputs(example.program, on_gpu(example.program))
+    assert sizes == {d: SIZES[d] for d in example.signature.dims}
+
+
+def test_a_scalar_may_lie_anywhere_and_one_row_is_enough(calls):
+    alpha = torch.zeros(3)[1]
+    inputs = on_gpu(kernels.ALPHA.program, alpha=alpha, y=zeros(1, 64), x=zeros(1, 200))
+    assert check_inputs(kernels.ALPHA.program, inputs)["M"] == 1
+
+
+def test_outputs_without_elements_are_refused(calls):
+    shape = kernels.tensor
+    declared = kernels.signature(
+        {"x": shape("M, K"), "w": shape("N, K"), "v": shape("N - 8")}, {"o": shape("M, N")}
+    )
+    program = kernels.trace(declared, "return {'o': gemm(x, w.mT)}")
+    good = {"x": On(zeros(8, 64)), "w": On(zeros(16, 64)), "v": On(zeros(8))}
+    assert check_inputs(program, good) == {"M": 8, "K": 64, "N": 16}
+    bad = {"x": On(zeros(8, 64)), "w": On(zeros(8, 64)), "v": On(zeros(0))}
+    with pytest.raises(LaunchError, match=r"v would be \[0\] at .*: every extent is at least 1"):
+        check_inputs(program, bad)
+
+
+def test_statistics_of_heads_need_no_alignment():
+    sizes = {"M": 8, "K": 64, "H": 3, "P": 64}
+    assert alignment_errors(kernels.QK_NORM.program, sizes) == []  # three fp32 a row, stored one by one
+    (error,) = alignment_errors(kernels.ROPE.program, sizes | {"P": 2, "H": 4})
+    assert error.startswith("cos_sin: rows of 4 bf16")
+
+
+@pytest.mark.parametrize("width", [40, 8, 24, 104, 256])
+def test_heads_that_fit_no_tile_are_named_before_anything_is_compiled(calls, monkeypatch, tmp_path, width):
+    program = kernels.QK_NORM.program
+    sizes = {"M": 100, "K": 64, "H": 3, "P": width}
+    said = rf"whole heads of {2 * width} columns \(multiples of 8, or of 32 for head_sums\)"
+    with pytest.raises(LaunchError, match=rf"step 0: a tile of 128 columns does not hold {said}"):
+        Plan(program, sizes, {0: Schedule()}, "cpu")
+    (kernel,) = lower(program).gemms
+    assert tune.candidates(kernel, sizes) == []
+    monkeypatch.setattr(tune, "cache_path", lambda program, sizes: tmp_path / "none")
+    with pytest.raises(LaunchError, match=f"step 0: no tile holds {said}"):
+        tune.tuned(program, {}, sizes)
+    assert not calls and not list(tmp_path.iterdir())
+
+
+def test_a_tile_that_pairs_do_not_fit_is_named(calls):
+    with pytest.raises(LaunchError, match="208 columns does not hold multiples of 32 columns for its pairs"):
+        planned(kernels.SWIGLU.program, Schedule(128, 208))
+
+
+def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_path):
+    """Heads of 96 columns fit no tile but 192: the first step must not be raced beside a default one."""
+    shape = kernels.tensor
+    declared = kernels.signature(
+        {"x": shape("M, K"), "w": shape("N, K"), "q": shape("2*H*P, N"), "gamma": shape("2*P")},
+        {"o": shape("M, 2*H*P")},
+        ("P",),
+    )
+    program = kernels.trace(declared, "t = gemm(x, w.mT)", "return {'o': gemm(t, q.mT) * per_head(gamma)}")
+    sizes = {"M": 8, "K": 64, "N": 64, "H": 2, "P": 48}
+    gemms = lower(program).gemms
+    beside = []
+
+    def race(program, kernel, others, inputs, sizes, schedules, rounds):
+        beside.append(others)
+        assert schedules and all(kernel.admits(s, sizes) for s in schedules)
+        return [(s, float(i)) for i, s in enumerate(schedules)]
+
+    monkeypatch.setattr(tune, "_race", race)
+    monkeypatch.setattr(tune, "cache_path", lambda program, sizes: tmp_path / "kept")
+    known = {1: [Schedule(), Schedule(128, 192, swizzle=4)]}  # the first was good for other heads
+    chosen = tune.tuned(program, {}, sizes, known)
+    assert beside and all(g.admits(others[g.step], sizes) for others in beside for g in gemms)
+    assert chosen[1] == Schedule(128, 192, swizzle=4)
+    assert tune.tuned(program, {}, sizes) == chosen
 
 
 def test_tensors_off_the_gpu_are_refused_before_anything_runs(calls):

@@ -62,12 +62,21 @@ def test_traces_a_graph_without_names_or_repeats() -> None:
         ("h / h.rows", [Node("dim", (), "M"), Node("divide", (3, 4))]),
         ("h * z.columns", [Node("dim", (), "2*N"), Node("multiply", (3, 4))]),
         ("where(h, c, h)", [Node("constant", (), 0.5), Node("where", (3, 4, 3))]),
+        ("h == 1", [Node("constant", (), 1.0), Node("equal", (3, 4))]),
+        ("1 != h", [Node("constant", (), 1.0), Node("not_equal", (3, 4))]),
+        ("abs(h)", [Node("abs", (3,))]),
+        ("column_index(h)", [Node("column_index", (3,))]),
     ],
 )
 def test_operators(expression: str, tail: list[Node]) -> None:
     nodes = trace(TILE, "h = gemm(x, w.mT)", f"return {{'o': {expression}}}").nodes
     assert nodes[3].op == "gemm"
     assert list(nodes[4:]) == tail
+
+
+def test_rows_and_columns_make_a_tile() -> None:
+    nodes = trace(TILE, "h = gemm(x, w.mT)", "return {'o': h + per_row(v) * per_column(b)}").nodes
+    assert [n.op for n in nodes[4:]] == ["input", "per_row", "input", "per_column", "multiply", "add"]
 
 
 def test_subtraction_from_a_number_keeps_its_sides() -> None:
@@ -105,11 +114,10 @@ ERRORS: list[tuple[str, str, int, str]] = [
     ("return {'o': h.columns}", "output_shape", 2, "'o' is a scalar"),
     ("return {'o': w.mT}", "output_shape", 2, "operand [K, N]"),
     ("return {'o': x}", "output_shape", 2, "tile [M, K]"),
-    ("h + v", "broadcast", 5, "say how it spreads, with per_row(v)"),
+    ("h + v", "broadcast", 5, "say how the vector spreads, with per_row(v)"),
     ("b * h", "broadcast", 5, "per_column(v)"),
     ("h + per_row(b)", "broadcast", 5, "tile [M, N] and per_row of [N] do not fit"),
     ("h + per_column(v)", "broadcast", 5, "do not fit"),
-    ("per_row(v) + per_column(b)", "broadcast", 5, "do not fit"),
     ("v + b", "broadcast", 5, "vector [M] and vector [N] do not fit"),
     ("h + x", "broadcast", 5, "do not fit together; pairs(t) and join(a, b)"),
     ("h + z", "broadcast", 5, "pairs(t)"),
@@ -144,8 +152,25 @@ ERRORS: list[tuple[str, str, int, str]] = [
     ("not h", "control_flow", 5, "no truth value"),
     ("0 < h < 1", "control_flow", 5, "no truth value"),
     ("h and h", "control_flow", 5, "no truth value"),
-    ("h == h", "argument", 5, "not in the vocabulary"),
-    ("h != 0", "argument", 5, "not in the vocabulary"),
+    ("h == v", "broadcast", 5, "equal: tile [M, N] and vector [M] do not fit together"),
+    ("h != None", "argument", 5, "not_equal: expected a tile, vector or number, got NoneType"),
+    ("1 if h == 0 else 2", "control_flow", 5, "where(condition, a, b)"),
+    ("h in (x, w)", "broadcast", 5, "equal: tile [M, K] and tile [M, N] do not fit"),
+    ("h in (z, h)", "broadcast", 5, "equal: tile [M, 2*N] and tile [M, N] do not fit"),
+    ("h in (h * 2, h)", "control_flow", 5, "no truth value"),
+    ("abs(h, h)", "arguments", 5, "abs takes 1 argument(s), not 2"),
+    ("gelu('h')", "argument", 5, "gelu: expected a tile, vector or number, got str"),
+    ("column_max(v)", "arguments", 5, "column_max takes one tile, not vector [M]"),
+    ("row_logsumexp(per_row(v))", "arguments", 5, "row_logsumexp takes one tile, not per_row of [M]"),
+    ("column_index(v)", "arguments", 5, "column_index takes the tile whose columns it numbers"),
+    ("row_select(h)", "python", 5, "TypeError"),
+    (
+        "row_select(h, 3)",
+        "arguments",
+        5,
+        "row_select takes a tile and one index a row, not tile [M, N], a scalar",
+    ),
+    ("row_select(h, b)", "arguments", 5, "not tile [M, N], vector [N]"),
     ("x @ w.mT", "argument", 5, "gemm multiplies matrices"),
     ("h % 2", "argument", 5, "not in the vocabulary"),
     ("h // 2", "argument", 5, "not in the vocabulary"),
@@ -179,6 +204,167 @@ def test_mistakes_are_refused_with_code_and_line(line: str, code: str, at: int, 
     assert error.line == at
 
 
+HEADS = signature(
+    {
+        "x": tensor("M, K"),
+        "w": tensor("2*H*P, K"),
+        "q": tensor("2*H*P, 2*H*P"),
+        "r": tensor("M, 2*H*P"),
+        "cos_sin": tensor("M, 2*P"),
+        "gamma": tensor("2*P"),
+        "freq": tensor("P", "fp32"),
+        "v": tensor("M", "fp32"),
+        "target": tensor("M", "int64"),
+        "alpha": tensor("", "fp32"),
+        "x8": tensor("M, K", "fp8_e4m3"),
+        "w8": tensor("2*H*P, K", "fp8_e4m3"),
+        "n8": tensor("K, 2*H*P", "fp8_e4m3"),
+        "s8": tensor("2*H*P, 2*H*P", "fp8_e4m3"),
+    },
+    {"o": tensor("M, 2*H*P")},
+    ("P",),
+)
+
+
+def test_static_dims_are_parameters_and_widths_are_made_of_them() -> None:
+    wanted = Node("head_sums", (3,), "2*P")
+    for text in ("2 * P", "P * 2", "P + P", "P * (1 + 1)"):
+        lines = ("t = gemm(x, w.mT)", f"return {{'o': t * per_head(head_sums(t, {text}))}}")
+        assert trace(HEADS, *lines).nodes[4] == wanted
+    nodes = trace(HEADS, "t = gemm(x, w.mT)", "return {'o': t / P}").nodes
+    assert nodes[4:] == (Node("dim", (), "P"), Node("divide", (3, 4)))
+
+
+def test_rope_is_made_of_other_primitives() -> None:
+    made = trace(HEADS, "t = gemm(x, w.mT)", "return {'o': rope(t, v, freq)}")
+    spread = {"input", "per_row", "as_tile", "per_head", "multiply", "sin", "cos"}
+    assert {n.op for n in made.nodes[3:]} == spread | {"gemm", "even", "odd", "add", "subtract", "join"}
+
+
+SUMS = "head_sums: the width is a static dim, a parameter of the kernel, or 2 * such a dim"
+SWEEP = "the sweep sees the accumulator, its vectors and scalars alone"
+MISUSES: list[tuple[str, str, int, str]] = [
+    # statement on line 5, after "t = gemm(x, w.mT)" on line 4; if it is no "return", its value is returned
+    ("head_sums(t)", "python", 5, "TypeError"),
+    ("head_sums(t, 4)", "argument", 5, SUMS),
+    ("head_sums(t, '2*P')", "argument", 5, SUMS),
+    ("head_sums(t, alpha)", "argument", 5, SUMS),
+    ("head_sums(t, t)", "argument", 5, SUMS),
+    ("head_sums(t, 2.5 * P)", "argument", 5, SUMS),
+    ("head_sums(t, 4 * P / 2)", "argument", 5, SUMS),
+    ("head_sums(t, 3 * P)", "width", 5, "2*H*P is not divisible by 3*P: a tile is a whole number of heads"),
+    ("head_sums(t, P * P)", "width", 5, "2*H*P is not divisible by P*P"),
+    ("head_sums(t, 0 * P)", "width", 5, "2*H*P is not divisible by 0"),
+    ("head_sums(t, -2 * P)", "width", 5, "2*H*P is not divisible by -2*P"),
+    ("head_sums(t, P + 1)", "width", 5, "2*H*P is not divisible by 1 + P"),
+    ("head_sums(x, 2 * P)", "width", 5, "K is not divisible by 2*P"),
+    ("head_sums(v, P)", "arguments", 5, "head_sums takes one tile, not vector [M]"),
+    (
+        "t * per_head(head_sums(t, t.columns))",
+        "static",
+        5,
+        "heads of 2*H*P columns: the spec must declare H static",
+    ),
+    ("t * per_head(head_sums(r, 2 * P))", "sweep", 5, SWEEP),
+    ("t * per_head(head_sums(t + r, 2 * P))", "sweep", 5, SWEEP),
+    ("t * per_head(head_sums(t * per_head(gamma), 2 * P))", "sweep", 5, SWEEP),
+    ("t * per_head(head_sums(t * column_index(t), 2 * P))", "sweep", 5, SWEEP),
+    ("t * per_head(head_sums(t * per_head(head_sums(t, 2 * P)), 2 * P))", "sweep", 5, SWEEP),
+    ("t * head_sums(t, 2 * P)", "broadcast", 5, "say how the statistic spreads, with per_head(v)"),
+    (
+        "t * per_row(head_sums(t, 2 * P))",
+        "arguments",
+        5,
+        "per_row takes one vector, not head statistic [M, H]",
+    ),
+    ("row_sums(head_sums(t, 2 * P))", "arguments", 5, "row_sums takes one tile, not head statistic [M, H]"),
+    ("gemm(head_sums(t, 2 * P), x)", "arguments", 5, "gemm takes two matrices, not head statistic [M, H]"),
+    ("pairs(head_sums(t, 2 * P))", "arguments", 5, "pairs takes one tile, not head statistic [M, H]"),
+    ("head_sums(t, 2 * P).columns", "argument", 5, ".columns is a tile's; this is head statistic [M, H]"),
+    ("head_sums(t, 2 * P)", "output_shape", 2, "'o' is head statistic [M, H], but the spec says tile"),
+    ("per_head(head_sums(t, 2 * P)) * 1", "output_shape", 2, "'o' is per_head of a statistic [M, H]"),
+    ("gemm(t, q) * per_head(head_sums(t, 2 * P))", "pending", 5, "a statistic of heads stays in its step"),
+    (
+        "t * per_head(alpha)",
+        "arguments",
+        5,
+        "per_head takes a statistic of head_sums, a vector or an input tile",
+    ),
+    ("t * per_head(per_row(v))", "arguments", 5, "not per_row of [M]"),
+    ("t * per_head(v)", "broadcast", 5, "tile [M, 2*H*P] and per_head of [M] do not fit"),
+    ("t * per_head(x)", "broadcast", 5, "tile [M, 2*H*P] and per_head of [M, K] do not fit"),
+    (
+        "t * (per_head(gamma) * per_head(cos_sin))",
+        "broadcast",
+        5,
+        "per_head of [2*P] and per_head of [M, 2*P]",
+    ),
+    ("t * per_head(cos_sin * 2)", "argument", 5, "per_head of a tile takes an input"),
+    ("t * per_head(r)", "static", 5, "heads of 2*H*P columns: the spec must declare H static"),
+    ("pairs(join(t, t) * per_head(gamma))[0]", "width", 5, "or one wider than its gemm"),
+    ("join(pairs(t)[0] * per_head(freq), pairs(t)[1]) * per_head(freq)", "width", 5, "tiles of two widths"),
+    ("rope(t, v, gamma)", "broadcast", 5, "tile [M, H*P] and per_head of [2*P] do not fit"),
+    ("rope(t, freq, freq)", "broadcast", 5, "the first does not cover the second"),
+    ("rope(x, v, freq)", "width", 5, "K columns are not even"),
+    ("rope(t, v)", "python", 5, "TypeError"),
+    ("t * per_row(row_select(t, v))", "dtype", 5, "row_select's index is an input of int32 or int64"),
+    (
+        "t * per_row(row_select(t, target + 1))",
+        "dtype",
+        5,
+        "row_select's index is an input of int32 or int64",
+    ),
+    ("t * per_row(row_select(pairs(t)[0], target))", "pending", 5, "needs a reduction"),
+    (
+        "gemm(t, q) * per_row(row_select(pairs(t)[0], target))",
+        "width",
+        5,
+        "row_select takes a tile as wide as its gemm",
+    ),
+    ("t * per_row(row_logsumexp(t))", "pending", 5, "needs a reduction over whole rows or columns"),
+    ("t * per_column(column_max(t))", "pending", 5, "needs a reduction over whole rows or columns"),
+    ("alpha * 2", "output_shape", 2, "'o' is a scalar"),
+    ("alpha.columns", "argument", 5, ".columns is a tile's; this is a scalar"),
+    ("t * s8", "broadcast", 5, "do not fit"),
+    (
+        "t * per_row(row_sums(x8))",
+        "dtype",
+        5,
+        "input 'x8' is fp8_e4m3: only gemm reads that; scale its product instead",
+    ),
+    ("gemm(x8 * 2, w8.mT)", "dtype", 5, "input 'x8' is fp8_e4m3: only gemm reads that"),
+    ("t * per_head(s8)", "broadcast", 5, "do not fit"),
+    ("gemm(x8, n8)", "dtype", 5, "reads both operands along K: gemm(x, w.mT) of inputs [M, K] and [N, K]"),
+    ("gemm(n8.mT, w8.mT)", "output_shape", 2, "'o' is tile [2*H*P, 2*H*P]"),
+    ("gemm(gemm(n8.mT, w8.mT), q)", "output_shape", 2, "'o' is tile [2*H*P, 2*H*P]"),
+    ("gemm(x8, w.mT)", "dtype", 5, "gemm's operands are bf16 and fp8_e4m3"),
+    ("gemm(t, s8)", "dtype", 5, "reads both operands along K"),
+    ("gemm(gemm(x8, w8.mT), s8.mT)", "dtype", 5, "reads both operands along K"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "at", "words"), MISUSES, ids=[e[0] for e in MISUSES])
+def test_misuses_are_refused_with_code_and_line(line: str, code: str, at: int, words: str) -> None:
+    error = refused(source(HEADS, "t = gemm(x, w.mT)", f"o = {line}", "return {'o': o}"), HEADS)
+    assert (error.code, words in error.message) == (code, True), f"{error.code}: {error.message}"
+    assert error.line == at
+
+
+def test_an_fp8_operand_is_no_tile_of_the_kernels_own() -> None:
+    declared = signature(
+        {"x": tensor("M, K", "fp8_e4m3"), "w": tensor("N, K", "fp8_e4m3"), "s": tensor("N, N", "fp8_e4m3")},
+        {"o": tensor("N, M")},
+    )
+    error = refused(source(declared, "t = gemm(x, w.mT)", "return {'o': gemm(s, t.mT)}"), declared)
+    assert (error.code, error.line) == ("dtype", 5) and "reads both operands along K" in error.message
+
+
+def test_parameters_include_static_dims() -> None:
+    text = f"{IMPORTS}@kernel\ndef k({', '.join(HEADS.inputs)}):\n    return {{'o': gemm(x, w.mT)}}\n"
+    error = refused(text, HEADS)
+    assert (error.code, error.line) == ("parameters", 2) and error.message.endswith("missing P")
+
+
 FILES: list[tuple[str, str, int | None, str]] = [
     ("", "kernel", None, "this has 0"),
     ("from primitives import kernel\n\ndef k(x):\n    pass\n", "kernel", None, "this has 0"),
@@ -191,7 +377,7 @@ FILES: list[tuple[str, str, int | None, str]] = [
         "from primitives import (\n    kernel,\n    relu,\n)\n",
         "vocabulary",
         1,
-        "primitives has no 'relu'; it has exp",
+        "primitives has no 'relu'; it has abs, column_abs_max",
     ),
     ("\nfrom primitives import __builtins__ as b\n", "vocabulary", 2, "no '__builtins__'"),
     ("from primitives import Tensor\n", "vocabulary", 1, "no 'Tensor'"),

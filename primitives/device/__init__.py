@@ -1,0 +1,1 @@
+"""What lowered modules are written in. Imports cutlass: only lowered modules import this."""

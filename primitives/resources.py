@@ -1,0 +1,148 @@
+"""What a step's epilogue needs beside its accumulator: tiles by TMA, vectors, reductions, heads, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from primitives.cut import GemmStep, Steps
+from primitives.dims import Dim
+from primitives.ir import Program, reduction
+from primitives.lowered import PAIR_GRAIN, Argument, Writer
+
+HALF = {0.5: 2, 1.0: 1}  # columns of the GEMM for one of a tile's
+
+
+class StepResources(Writer):
+    """A step's arguments by what they are for, and the constructors of QuACK's and our resources."""
+
+    def __init__(self, program: Program, steps: Steps, step: GemmStep):
+        super().__init__(program, steps)
+        self.step = step
+        self.sums = self.accumulated()
+        self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
+        self.stores = [self.store(i) for i in step.stores]
+        # The mainloop's own operand and output take the widest: they size its epilogue tile.
+        self.c = max((a for a in self.loads if a.role == "load"), key=self.width_of, default=None)
+        wide = [s for s in self.stores if s.role == "store" and self.width_of(s) >= 1]
+        self.d = max(wide, key=self.width_of, default=None)
+        if self.sums:
+            self.d = next(s for s in wide if self.sums and s.node == self.sums[0])
+        self.periods = sorted({self.period(i) for i in (*step.repeats, *step.statistics)}, key=str)
+
+    def width(self, index: int) -> float:
+        return self.steps.width[self.step.index, index]
+
+    def width_of(self, argument: Argument) -> float:
+        return self.width(argument.node)
+
+    def accumulated(self) -> tuple[int, int, int] | None:
+        """An fp32 output that is a sum with the input it overwrites, that input, and what is added: the
+        output's store then adds in memory, so that nothing is loaded."""
+        for output, name in self.program.signature.updates.items():
+            index = self.program.outputs[output]
+            node = self.nodes[index]
+            if index not in self.step.stores or node.op != "add" or self.dtype(index) != "fp32":
+                continue
+            readers = [n.args for n in self.nodes if index in n.args]
+            for old, new in (node.args, node.args[::-1]):
+                used = [n for n in self.nodes if old in n.args]
+                is_it = self.nodes[old].op == "input" and self.nodes[old].attribute == name
+                alone = used == [node] and old != new and not readers
+                if is_it and alone and self.steps.types[new].kind == "tile" and self.width(index) == 1:
+                    return index, old, new
+        return None
+
+    def load(self, index: int) -> Argument:
+        width, dtype = self.width(index), self.dtype(index)
+        role: Literal["load", "memory"] = "load" if self.streams(width, dtype) and width >= 1 else "memory"
+        return Argument(f"t{index}", role, index, dtype, role == "load" and width == 2, rank=2)
+
+    def store(self, index: int) -> Argument:
+        dtype = self.dtype(index)
+        head = self.steps.types[index].kind == "head"
+        width = 0.0 if head else self.width(index)
+        role: Literal["store", "memory"] = "store" if not head and self.streams(width, dtype) else "memory"
+        return Argument(f"o{index}", role, index, dtype, role == "store" and width == 2, rank=2)
+
+    @staticmethod
+    def streams(width: float, dtype: str) -> bool:
+        """Whether TMA moves such a tile: at another width than the GEMM's, two 16-bit values make a lane."""
+        return width == 1 or dtype in ("bf16", "fp16")
+
+    def period(self, index: int) -> Dim:
+        """The width of heads in the GEMM's columns."""
+        period = self.steps.types[index].period
+        assert period is not None  # of a repeated value or a statistic
+        if self.nodes[index].op == "head_sums":
+            return period
+        return period * Dim.parse(HALF[self.width(index)])
+
+    def heads(self, index: int) -> str:
+        """The text of that width, which is a number when the kernel is compiled."""
+        return f"self.head_widths[{self.periods.index(self.period(index))}]"
+
+    def grains(self) -> tuple[Dim, ...]:
+        halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
+        return (*self.periods, PAIR_GRAIN) if halves else tuple(self.periods)
+
+    def partials(self, index: int) -> list[str]:
+        """Names of a reduction's partials: columns twice as many as the GEMM's take two."""
+        how = reduction(self.nodes[index])
+        two = how is not None and how.axis == "column" and self.width(self.nodes[index].args[0]) == 2
+        return [f"p{index}_{part}" for part in range(1 + two)]
+
+    def all(self) -> Iterator[tuple[Argument, str]]:
+        """The epilogue's resources beside C and D: argument and constructor."""
+        for load in self.loads:
+            if load is not self.c:
+                kind = "TileLoad" if load.role == "load" else "Memory"
+                yield load, f'{kind}("{load.name}")'
+        for index in self.step.vectors:
+            yield self.vector(index)
+        for index in self.step.repeats:
+            source = self.nodes[index].args[0]
+            rank = len(self.steps.types[source].shape)
+            yield (
+                Argument(f"r{index}", "memory", source, self.dtype(source), rank=rank),
+                f'Memory("r{index}")',
+            )
+        for index in self.step.scalars:
+            role: Literal["pointer", "scalar"] = "pointer" if self.nodes[index].op == "input" else "scalar"
+            yield Argument(f"s{index}", role, index, "fp32", rank=0), f'Scalar("s{index}")'
+        for index in self.step.statistics:
+            head = Argument(f"h{index}", "head", index, "fp32", period=self.period(index))
+            yield head, f'HeadSums("h{index}")'
+        for store in self.stores:
+            if store.role == "memory":
+                yield store, f'Memory("{store.name}")'
+            elif store is not self.d:
+                gated = ", gated=True" if self.width_of(store) < 1 else ""
+                yield store, f'TileStore("{store.name}"{gated})'
+        for index in self.step.reductions:
+            yield from self.reduction(index)
+
+    def vector(self, index: int) -> tuple[Argument, str]:
+        name, vector = f"v{index}", self.nodes[index].args[0]
+        if self.nodes[index].op == "per_row":
+            return Argument(name, "row", vector, self.dtype(vector)), f'ColVecLoad("{name}")'
+        if self.width(index) == 1:
+            return Argument(name, "column", vector, self.dtype(vector)), f'RowVecLoad("{name}")'
+        return Argument(name, "memory", vector, self.dtype(vector)), f'Memory("{name}")'
+
+    def reduction(self, index: int) -> Iterator[tuple[Argument, str]]:
+        how = reduction(self.nodes[index])
+        assert how is not None  # the step lists reductions only
+        if how.combine == "select":
+            chosen = self.nodes[index].args[1]
+            yield Argument(f"i{index}", "index", chosen, self.dtype(chosen)), f'ColVecLoad("i{index}")'
+        for part, name in enumerate(self.partials(index)):
+            rank = 1 if how.combine == "select" else 3
+            argument = Argument(name, "partial", index, "fp32", part=part, rank=rank)
+            if how.combine == "select":
+                yield argument, f'ColVecSelect("{name}", ColVecLoad("i{index}"))'
+            elif how.combine == "logsumexp":
+                yield argument, f'OnlineLSEReduce("{name}")'
+            else:
+                kind = "RowPartials" if how.axis == "row" else "ColumnPartials"
+                yield argument, f'{kind}("{name}", "{how.combine}")'

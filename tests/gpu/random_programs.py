@@ -1,0 +1,219 @@
+"""One random program on the GPU, from compiling to comparing: a task for ``primitives.workers``.
+
+In a process of its own: a kernel that hangs or that faults takes down its own case alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from programs import Made, Tensors, random_program, random_schedule
+
+from primitives.compile import PROBES
+from primitives.cut import cut
+from primitives.interpret import interpret, torch_dtype
+from primitives.ir import OPERATIONS, Program, ProgramError, Schedule
+from primitives.launch import Plan
+from primitives.lower import lower
+
+DEVICE = "cuda"
+GUARD = 4096  # bytes on either side of a tensor, which nothing may write, or read and use
+POISON = 255  # as every byte: NaN in each float, -1 in integers
+SECONDS = 150  # for one case, most of it compiling
+REFUSED = (RuntimeError, ValueError, AssertionError)  # DSLBaseError among them: what the tuner passes over
+ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
+
+
+class Limits(NamedTuple):
+    """How far an output may be from the interpreter's, beside its own rounding: at most, and in the root mean
+    square; relative to the output's root mean square."""
+
+    most: float
+    mean: float
+
+
+# Sums in another order, and the hardware's exp, log and rsqrt.
+EXACT = Limits(1e-4, 1e-5)
+# The hardware's tanh, of 2**-11, in what only bf16 shows.
+COARSE = Limits(8e-3, 2e-3)
+# fp8 products are summed with about 14 bits between promotions to fp32.
+FP8 = Limits(8e-3, 2e-3)
+# A value near the middle of two 16-bit ones is stored as either: one ulp of bf16 in what the next step reads.
+CHAINED = Limits(4e-2, 4e-3)
+
+
+def guarded(shape: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A poisoned tensor, and the bytes that hold it and its guards."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    held = torch.full((size + 2 * GUARD + -size % 256,), POISON, dtype=torch.uint8, device=DEVICE)
+    return held[GUARD : GUARD + size].view(dtype).view(shape), held
+
+
+def intact(tensor: torch.Tensor, held: torch.Tensor) -> bool:
+    end = GUARD + tensor.numel() * tensor.element_size()
+    return bool((held[:GUARD] == POISON).all() and (held[end:] == POISON).all())
+
+
+def limits(program: Program, dtype: torch.dtype) -> Limits:
+    steps = cut(program)
+    chained = len(steps.gemms) > 1 or -1 in steps.finishes
+    fp8 = any(t.dtype == "fp8_e4m3" for t in program.signature.inputs.values())
+    coarse = dtype == torch.bfloat16
+    chosen = [CHAINED] * chained + [FP8] * fp8 + [COARSE] * coarse + [EXACT]
+    return Limits(max(c.most for c in chosen), max(c.mean for c in chosen))
+
+
+def distance(got: torch.Tensor, want: torch.Tensor, allowed: Limits) -> float:
+    """How far an output is off, in what is allowed: above one is too far. Infinite for a NaN."""
+    if not got.isfinite().all():
+        return float("inf")
+    got, exact = got.double(), want.double()
+    scale = max(exact.square().mean().sqrt().item(), 0.05)
+    error = (got - exact).abs()
+    rounding = 1.5 * ULP[want.dtype] * exact.abs()  # both are rounded; one ulp apart is no error
+    past = (error - rounding).clamp(min=0)
+    most = (past / (allowed.most * scale + 1e-30)).max().item()
+    mean = past.square().mean().sqrt().item() / (allowed.mean * scale)
+    return max(most, mean)
+
+
+class Case(NamedTuple):
+    seed: int
+    made: Made
+    program: Program
+    sizes: dict[str, int]
+    schedules: dict[int, Schedule]
+
+
+def case(seed: int) -> Case | None:
+    """All that a seed decides; None for a program that the tracer refuses."""
+    made, random = random_program(seed), Random(seed)
+    try:
+        program = made.trace()
+    except ProgramError:
+        return None
+    sizes = made.sizes(program, random, large=True)
+    schedules = {g.step: random_schedule(random, g, sizes) for g in lower(program).gemms}
+    return Case(seed, made, program, sizes, schedules)
+
+
+def run_case(task: tuple[int, str]) -> bool:
+    """Compile, run and compare the program of a seed; the findings go to a file as JSON."""
+    seed, path = task
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    found: dict[str, Any] = {"seed": seed, "error": ""}
+    try:
+        chosen = case(seed)
+        assert chosen is not None  # the caller asks for those that trace
+        found |= check(chosen)
+    except (ArithmeticError, AttributeError, LookupError, NameError, OSError, TypeError, *REFUSED):
+        found["error"] = traceback.format_exc(limit=-6)[-3000:]
+    faulthandler.cancel_dump_traceback_later()
+    Path(path).write_text(json.dumps(found), encoding="utf-8")
+    torch.cuda.synchronize()  # a fault stays with a process: end it
+    return not found["error"]
+
+
+def check(chosen: Case) -> dict[str, Any]:
+    """What was found. Schedules that need more of an SM than there is are passed over, as when tuning."""
+    words = []
+    for schedules in (chosen.schedules, *fallbacks(chosen)):
+        try:
+            plan = Plan(chosen.program, chosen.sizes, schedules, DEVICE)
+            found = compare(chosen.made, plan, chosen.seed)
+        except REFUSED:
+            words.append(traceback.format_exc(limit=-3)[-1500:])
+            if "illegal" in words[-1] or "misaligned" in words[-1]:
+                break
+        else:
+            return found | {"passed_over": words}
+    return {"error": "\n".join(words)}
+
+
+def fallbacks(chosen: Case) -> list[dict[int, Schedule]]:
+    gemms = lower(chosen.program).gemms
+    common = [s for s in PROBES if all(g.admits(s, chosen.sizes) for g in gemms)]
+    return [{g.step: s for g in gemms} for s in common]
+
+
+def compare(made: Made, plan: Plan, seed: int) -> dict[str, Any]:
+    """Run twice, and hold it against the interpreter."""
+    program, signature = plan.program, plan.program.signature
+    drawn = made.draw(plan.sizes, seed, DEVICE)
+    inputs, outputs, held = {}, {}, {}
+    for name, tensor in drawn.items():
+        inputs[name], held[name] = guarded(list(tensor.shape), tensor.dtype)
+    for name, t in signature.outputs.items():
+        if name not in signature.updates:
+            shape = [d(plan.sizes) for d in t.shape]
+            outputs[name], held[name] = guarded(shape, torch_dtype(t.dtype))
+    outputs |= {name: inputs[old] for name, old in signature.updates.items()}
+    runs = [launch(plan, drawn, inputs, outputs) for _ in range(2)]
+    whole = [k for k, b in held.items() if intact((inputs | outputs)[k], b)]
+    faults = [f"{k}: the bytes around it were written" for k in sorted(held.keys() - set(whole))]
+    read_only = drawn.keys() - signature.updates.values()
+    faults += [f"{k}: an input was written" for k in sorted(read_only) if differ(inputs[k], drawn[k])]
+    faults += [f"{k}: two runs differ" for k in outputs if differ(runs[0][k], runs[1][k])]
+    expected = interpret(program, drawn)
+    far = {k: distance(v, expected[k], limits(program, v.dtype)) for k, v in runs[0].items()}
+    faults += [f"{k}: {describe(runs[0][k], expected[k])}" for k, v in far.items() if not v <= 1]
+    return {"error": "; ".join(faults), "far": far}
+
+
+def launch(plan: Plan, drawn: Tensors, inputs: Tensors, outputs: Tensors) -> Tensors:
+    """One run from poisoned memory; copies of the outputs."""
+    for tensor in outputs.values():
+        tensor.copy_(torch.full_like(tensor, float("nan")))
+    plan.workspace.fill_(POISON)
+    for name, tensor in inputs.items():
+        tensor.copy_(drawn[name])
+    plan.run(inputs, outputs)
+    torch.cuda.synchronize()
+    return {name: t.clone() for name, t in outputs.items()}
+
+
+def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+
+
+def describe(got: torch.Tensor, want: torch.Tensor) -> str:
+    """Where an output is off the most."""
+    error = (got.double() - want.double()).abs().nan_to_num(nan=1e30, posinf=1e30)
+    at = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
+    many = int((error > 0.05 * error.max()).sum())
+    nan = int((~got.isfinite()).sum())
+    return (
+        f"{list(got.shape)} {got.dtype} at {at}: {float(got[tuple(at)]):.6g} for "
+        f"{float(want[tuple(at)]):.6g}; {many} of {error.numel()} elements off like that, {nan} not finite"
+    )
+
+
+def operations(cases: list[Case]) -> set[str]:
+    return {n.op for c in cases for n in c.program.nodes} & OPERATIONS.keys()
+
+
+def account(chosen: Case) -> Mapping[str, Any]:
+    """What is needed to see a failure again."""
+    return {
+        "seed": chosen.seed,
+        "sizes": chosen.sizes,
+        "schedules": {k: s.to_json() for k, s in chosen.schedules.items()},
+        "signature": chosen.made.signature.to_json(),
+        "source": chosen.made.source,
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(FileNotFoundError):
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return {"error": f"the process died, or took more than {SECONDS} s"}

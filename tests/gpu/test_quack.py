@@ -1,0 +1,113 @@
+"""On an H100: QuACK's arms give what their specs ask for, on fixed schedules and on those they find.
+
+They are not gated as kernels of ours are: the library uses approximate functions where we may not. The
+limits here are those of a formula that is right.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from verifier import numerics, reference
+from verifier.numerics import Limits
+from verifier.quack_baseline import ARMS, chained, config, tuned_library
+from verifier.quack_library import LIBRARY, quack_library
+from verifier.spec import Spec, load
+
+SPECS = Path(__file__).parent.parent.parent / "specs"
+LIMITS = Limits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)
+WIDEST = 16384  # no size of a decode case is taken larger: its truth is computed in fp64
+INEXACT = 2.0**-9  # RMS error of an output of approximate functions, as a share of the RMS truth
+SCHEDULES = {
+    "pingpong": config(128, 128, True),
+    "cooperative": config(256, 128, False, cluster=(1, 2)),
+    "swapped": replace(config(128, 192, True), swap_ab=True),
+}
+
+
+def judge(spec: Spec, got: dict[str, Tensor], inputs: dict[str, Tensor], sizes: dict[str, int]) -> None:
+    torch.cuda.synchronize()
+    truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
+    loose = LIBRARY[spec.name].inexact
+    errors = numerics.compare(spec, got, truth, yard, LIMITS)
+    assert all(e.passed for e in errors if e.name not in loose), [e.reason for e in errors]
+    for name in loose:
+        error = (got[name].double() - truth[name]).square().mean().sqrt()
+        assert error < INEXACT * truth[name].square().mean().sqrt(), name
+
+
+def poisoned(stages):
+    for stage in stages:
+        for tensor in () if stage.accumulate else stage.outs.values():
+            tensor.fill_(float("nan"))
+
+
+def admitted(stages):
+    """QuACK swaps the operands only of epilogues that neither pair nor reduce."""
+    swaps = not any(s.paired or s.mod.sinks for s in stages)
+    return {label: c for label, c in SCHEDULES.items() if swaps or not c.swap_ab}
+
+
+@pytest.mark.parametrize("family", numerics.FAMILIES)
+@pytest.mark.parametrize("case", ["ragged", "decode"])
+@pytest.mark.parametrize("name", LIBRARY)
+def test_an_arm_computes_the_outputs_of_its_spec(name, case, family):
+    spec = load(SPECS / f"{name}.yaml", check=False)
+    sizes = {dim: min(size, WIDEST) for dim, size in spec.case(case).sizes.items()}
+    inputs = numerics.draw(spec, sizes, 1, device="cuda", family=family)
+    for chosen in admitted(quack_library(name, inputs, sizes, spec.constants)).values():
+        stages = quack_library(name, inputs, sizes, spec.constants)  # afresh: one of them adds to its output
+        poisoned(stages)
+        judge(spec, chained([s.prepare(chosen) for s in stages])(), inputs, sizes)
+
+
+def test_an_ignored_target_leaves_no_logit_of_the_call_before():
+    spec = load(SPECS / "gemm_partial_cross_entropy.yaml", check=False)
+    sizes = dict(spec.case("ragged").sizes)
+    inputs = numerics.draw(spec, sizes, 0, device="cuda")
+    (stage,) = quack_library(spec.name, inputs, sizes, spec.constants)
+    call = stage.prepare(config(128, 128, True))
+    assert call()["target_logit"].count_nonzero() > 800
+    inputs["target"].fill_(-100)
+    assert call()["target_logit"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("name", ["gemm_rmsnorm", "gemm_swiglu_mlp", "gemm_qk_norm_rope"])
+def test_a_search_finds_a_schedule_that_is_right(name, arm, tmp_path, monkeypatch):
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    spec = load(SPECS / f"{name}.yaml", check=False)
+    sizes = dict(spec.case("ragged").sizes)
+    inputs = numerics.draw(spec, sizes, 0, device="cuda")
+    judge(spec, tuned_library(spec, inputs, sizes, arm)(), inputs, sizes)
+    (kept,) = (tmp_path / "tuning").iterdir()
+    written = os.stat(kept).st_mtime_ns
+    judge(spec, tuned_library(spec, inputs, sizes, arm)(), inputs, sizes)
+    assert os.stat(kept).st_mtime_ns == written  # found again, not searched again
+
+
+def test_a_call_that_finishes_reductions_is_captured_in_a_cuda_graph():
+    """Nothing in it waits for the host, or is compiled again."""
+    for name in (
+        "gemm_partial_cross_entropy",
+        "gemm_residual_rmsnorm_gemm",
+        "gemm_residual_partial_layernorm",
+    ):
+        spec = load(SPECS / f"{name}.yaml", check=False)
+        sizes = dict(spec.case("ragged").sizes)
+        inputs = numerics.draw(spec, sizes, 0, device="cuda")
+        stages = quack_library(name, inputs, sizes, spec.constants)
+        call = chained([s.prepare(config(128, 128, True)) for s in stages])
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = call()
+        poisoned(stages)
+        graph.replay()
+        judge(spec, outputs, inputs, sizes)

@@ -1,0 +1,83 @@
+"""Random programs on an H100 against the interpreter: ragged sizes, any schedule, poisoned memory.
+
+CODA_AGENT_GPU_PROGRAMS says how many (200), CODA_AGENT_GPU_SEED the first seed (0), CODA_AGENT_FAILURES a
+file for what failed: seed, sizes, schedules, source and error of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from random_programs import Case, account, case, operations, read, run_case
+
+from primitives import workers
+from primitives.ir import OPERATIONS
+
+HERE = Path(__file__).parent
+
+
+class Sample(NamedTuple):
+    cases: list[Case]
+    found: list[dict[str, Any]]
+    refused: int
+    seconds: float
+
+
+def draw_cases(wanted: int, first: int) -> tuple[list[Case], int]:
+    """So many programs that trace, and how many did not."""
+    cases: list[Case] = []
+    for tried in count():
+        if len(cases) == wanted:
+            return cases, tried - wanted
+        drawn = case(first + tried)
+        cases += [drawn] if drawn else []
+    raise AssertionError("count() never ends")
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sample]:
+    wanted = int(os.environ.get("CODA_AGENT_GPU_PROGRAMS", "200"))
+    cases, refused = draw_cases(wanted, int(os.environ.get("CODA_AGENT_GPU_SEED", "0")))
+    folder = tmp_path_factory.mktemp("found")
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent)]))
+        workers.run_all(run_case, [(c.seed, str(folder / f"{c.seed}.json")) for c in cases])
+    found = [read(folder / f"{c.seed}.json") for c in cases]
+    yield Sample(cases, found, refused, time.monotonic() - start)
+
+
+def test_random_programs_agree_with_the_interpreter(
+    sample: Sample, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = [(c, f["error"]) for c, f in zip(sample.cases, sample.found, strict=True) if f["error"]]
+    far = [d for f in sample.found for d in f.get("far", {}).values()]
+    passed_over = sum(len(f.get("passed_over", [])) for f in sample.found)
+    with capsys.disabled():
+        print(
+            f"\nrandom programs: {len(sample.cases)} ran in {sample.seconds:.0f} s, {len(failed)} failed; "
+            f"{sample.refused} refused by the tracer, {passed_over} schedules passed over; "
+            f"{len(operations(sample.cases))} of {len(OPERATIONS)} operations; worst error "
+            f"{max(far, default=0):.2f} of what is allowed"
+        )
+    if path := os.environ.get("CODA_AGENT_FAILURES"):
+        records = [{**account(c), "error": error} for c, error in failed]
+        records += [
+            {**account(c), "passed_over": f["passed_over"]}
+            for c, f in zip(sample.cases, sample.found, strict=True)
+            if f.get("passed_over")
+        ]
+        Path(path).write_text(json.dumps(records, indent=1), encoding="utf-8")
+    assert not failed, "\n".join(f"seed {c.seed}: {error[-300:]}" for c, error in failed[:10])
+
+
+def test_the_sample_covers_the_vocabulary(sample: Sample) -> None:
+    if len(sample.cases) >= 200:
+        assert operations(sample.cases) == OPERATIONS.keys()

@@ -1,0 +1,114 @@
+"""Random kernels: a source, its signature, sizes that fit, and inputs in sane ranges.
+
+Everything follows from a ``random.Random``: that of a seed, or Hypothesis's own, which shrinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from writing import Init, Writer
+
+from primitives.dims import Dim
+from primitives.interpret import torch_dtype
+from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule, Signature
+from primitives.launch import alignment_errors
+from primitives.lower import GemmKernel
+from primitives.trace import trace_source
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Made:
+    """A random kernel: its file, how its inputs are drawn, and what its dims are multiples of."""
+
+    signature: Signature
+    source: str
+    inits: Mapping[str, Init]
+    grains: Mapping[str, int]
+
+    def trace(self) -> Program:
+        """ProgramError where it is refused."""
+        return trace_source(self.source, self.signature)
+
+    def sizes(self, program: Program, random: Random, large: bool) -> dict[str, int]:
+        """Sizes at which the program can be launched: ragged, and for ``large`` up to several tiles."""
+        for _ in range(100):
+            found = {d: self._size(d, random, large) for d in self.signature.dims}
+            if not alignment_errors(program, found):
+                return found
+        raise ValueError(f"no sizes fit:\n{self.source}")
+
+    def _size(self, dim: str, random: Random, large: bool) -> int:
+        grain = self.grains.get(dim, 8)
+        if dim == "P":
+            return random.choice((32, 64) if large else (32,))
+        if dim == "M":
+            rows = (1, 77, 200, 1000) if large else (1, 3, 13, 24)
+            return -(-random.choice(rows) // grain) * grain
+        if dim in ("H", "J"):
+            return random.choice((1, 2, 3, 4, 8, 8) if large else (1, 2, 4, 8, 8))
+        return grain * random.randint(1, (576 if large else 24) // grain)
+
+    def draw(self, sizes: Mapping[str, int], seed: int, device: str = "cpu") -> Tensors:
+        """Inputs, from a generator of their own."""
+        generator = torch.Generator(device).manual_seed(seed)
+        return {
+            name: _draw(
+                [d(sizes) for d in t.shape], self.inits[name], sizes, generator, torch_dtype(t.dtype), device
+            )
+            for name, t in self.signature.inputs.items()
+        }
+
+
+def _draw(
+    shape: list[int],
+    init: Init,
+    sizes: Mapping[str, int],
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: str,
+) -> torch.Tensor:
+    match init:
+        case ("normal", fan):
+            std = Dim.parse(fan)(sizes) ** -0.5
+            values = torch.randn(shape, generator=generator, device=device) * std
+        case ("uniform", low, high):
+            values = torch.rand(shape, generator=generator, device=device) * (high - low) + low
+        case ("integers", columns):  # some out of range, on either side
+            high = Dim.parse(columns)(sizes) + 3
+            values = torch.randint(-3, high, shape, generator=generator, device=device)
+            ignored = torch.rand(shape, generator=generator, device=device) < 0.1
+            values = values.masked_fill(ignored, -100)
+        case ("count", period):
+            values = torch.arange(shape[0], device=device) % period
+        case ("geometric", low, high):
+            steps = torch.arange(shape[0], device=device) / shape[0]
+            values = low * (high / low) ** steps
+        case _:
+            raise ValueError(f"init {init!r}")
+    return values.to(dtype)
+
+
+def make(random: Random, bold: float = 0.03) -> Made:
+    """A random kernel; ``bold`` is how often it breaks a rule on purpose."""
+    writer = Writer(random, bold)
+    writer.write(random.randint(3, 12))
+    return Made(writer.signature, writer.source, writer.inits, writer.grains)
+
+
+def random_program(seed: int) -> Made:
+    """The kernel of a seed."""
+    return make(Random(seed))
+
+
+def random_schedule(random: Random, kernel: GemmKernel, sizes: Mapping[str, int]) -> Schedule:
+    """Any schedule that a step admits at these static sizes."""
+    tiles = [t for t in sorted(TILES) if kernel.admits(Schedule(*t), sizes)]
+    tile, cluster = random.choice(tiles), random.choice(CLUSTERS)
+    hints = random.choice((False, True)), random.choice((False, True))
+    return Schedule(*tile, *cluster, random.choice(SWIZZLES), *hints)
