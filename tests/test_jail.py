@@ -17,7 +17,7 @@ import pytest
 import primitives  # noqa: F401  # trace_source looks the vocabulary up
 from primitives.dims import Dim
 from primitives.ir import Signature, TensorType
-from primitives.trace import trace_source
+from primitives.trace import trace_lines, trace_source
 from verifier import jail
 from verifier.jail import JailUnavailable, Traced
 from verifier.report import Rejected
@@ -143,11 +143,12 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def test_an_honest_kernel_gives_the_program_that_tracing_it_here_gives() -> None:
     results = [jail.trace(HONEST, SIGNATURE) for _ in range(8)]
-    here = trace_source(HONEST, SIGNATURE)
+    here, lines = trace_lines(HONEST, SIGNATURE)
     seconds = []
     for result in results:
         assert isinstance(result, Traced), result
         assert result.program == here and result.program.hash == here.hash
+        assert list(result.lines) == lines
         assert not result.missing
         seconds.append(result.seconds)
     print(f"jailed trace: median {sorted(seconds)[4] * 1e3:.0f} ms, best {min(seconds) * 1e3:.0f} ms")
@@ -271,7 +272,8 @@ def test_what_a_system_lacks_is_named_and_too_little_is_refused(bare: Bare) -> N
     both = ("seccomp", "landlock")
     with pytest.raises(JailUnavailable, match="neither seccomp nor Landlock"):
         bare("answer = 1 / 0", lacking=both)
-    weak = f"answer = {{'program': {trace_source(HONEST, SIGNATURE).to_json()!r}}}"
+    program, lines = trace_lines(HONEST, SIGNATURE)
+    weak = f"answer = {{'program': {program.to_json()!r}, 'lines': {lines}}}"
     result = bare(weak, lacking=both, weak=True)
     assert isinstance(result, Traced) and set(result.missing) == set(both)
     result = bare(weak, lacking=("seccomp",))
@@ -307,10 +309,11 @@ def test_a_jail_that_does_not_start_is_our_error_not_the_kernels(monkeypatch: py
         ("raise SystemError('at sea')", "crashed", "at sea"),
         ("import os\nwhile 1: os.write(3, b' ' * 65536)", "too_large", "1048576"),
         ("answer = {'program': ' ' * (2 << 20)}", "too_large", "1048576"),
-        ("answer = {'program': '{}'}", "json", "exactly"),
-        ("answer = {'program': '[' * 99999}", "json", "JSON"),
-        ("answer = {'program': 7}", "forged", ""),
-        ("answer = {'program': '{}', 'layers': []}", "forged", ""),
+        ("answer = {'program': '{}', 'lines': []}", "json", "exactly"),
+        ("answer = {'program': '[' * 99999, 'lines': []}", "json", "JSON"),
+        ("answer = {'program': 7, 'lines': []}", "forged", ""),
+        ("answer = {'program': '{}'}", "forged", ""),
+        ("answer = {'program': '{}', 'lines': [], 'layers': []}", "forged", ""),
         ("answer = [1]", "forged", ""),
         ("answer = {'error': {'code': 'ACCEPTED!', 'message': '', 'line': None}}", "forged", ""),
         ("answer = {'error': {'code': 'x', 'message': '', 'line': 10**30}}", "forged", ""),
@@ -328,7 +331,14 @@ def test_a_child_taken_over_is_rejected(bare: Bare, source: str, code: str, word
 
 def test_a_program_for_another_signature_is_rejected(bare: Bare) -> None:
     text = trace_source(HONEST, SIGNATURE).to_json().replace('"fp32"', '"bf16"')
-    assert rejected(bare(f"answer = {{'program': {text!r}}}")).code == "signature"
+    assert rejected(bare(f"answer = {{'program': {text!r}, 'lines': []}}")).code == "signature"
+
+
+@pytest.mark.parametrize("lines", ["[1]", "[True] * n", "[0] * n", "[1 << 40] * n", "['1'] * n", "None"])
+def test_lines_that_no_kernel_file_has_are_forged(bare: Bare, lines: str) -> None:
+    program, known = trace_lines(HONEST, SIGNATURE)
+    told = f"n = {len(known)}\nanswer = {{'program': {program.to_json()!r}, 'lines': {lines}}}"
+    assert rejected(bare(told)).code == "forged"
 
 
 def test_cpu_time_is_limited_where_wall_time_is_not(bare: Bare) -> None:

@@ -12,6 +12,7 @@ import torch
 from primitives.dims import Dim
 from verifier import reference
 from verifier.spec import BadReference, Spec, SpecError, load
+from verifier.spec_trial import check_reference
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
@@ -21,13 +22,13 @@ name: scaled
 summary: A matmul, scaled.
 dims: {M: rows, K: inner, N: columns}
 inputs:
-  a: {shape: [M, K], dtype: bf16}
+  a: {shape: [M, K], dtype: fp16}
   b: {shape: [2*N, K], dtype: fp16, init: {normal: {std: K**-0.5}}}
   scale: {shape: [M], dtype: fp32, init: {uniform: [0.5, 1.5]}}
-  old: {shape: [M, 2*N], dtype: bf16}
+  old: {shape: [M, 2*N], dtype: fp16}
 constants: {eps: 1e-6}
 outputs:
-  c: {shape: [M, 2*N], dtype: bf16, updates: old}
+  c: {shape: [M, 2*N], dtype: fp16, updates: old}
   r: {shape: [M], dtype: fp32}
 static: [K]
 reference: |
@@ -69,9 +70,11 @@ def fails(path: Path, check: bool = True) -> str:
 def test_shipped_specs_load(name):
     spec = load(ROOT / "specs" / f"{name}.yaml")
     assert spec.name == name
-    assert {case.name for case in spec.cases} >= {"1B", "7B", "70B", "ragged"}
-    assert all(case.sizes["M"] == 16384 for case in spec.cases if case.bench)
-    assert reference.row_dim(spec) == ("M", False)
+    assert {case.name for case in spec.cases} >= {"1B", "7B", "70B", "decode", "ragged"}
+    assert all(case.sizes["M"] == 16384 for case in spec.cases if case.decides)
+    assert spec.case("decode").bench == "report" and not spec.case("ragged").bench
+    summed = any(output.updates for output in spec.outputs.values())  # over M, onto what was there
+    assert reference.row_dim(spec) == (None if summed else ("M", False))
 
 
 def test_parts_of_a_good_spec(write):
@@ -88,7 +91,7 @@ def test_parts_of_a_good_spec(write):
 def test_signature_survives_json(write):
     signature = load(write()).signature()
     assert type(signature).from_json(signature.to_json()) == signature
-    assert signature.outputs["c"].dtype == "bf16" and signature.dims == ("M", "K", "N")
+    assert signature.outputs["c"].dtype == "fp16" and signature.dims == ("M", "K", "N")
 
 
 def test_loading_without_check_needs_no_torch(write):
@@ -104,8 +107,8 @@ def test_loading_without_check_needs_no_torch(write):
     ("old", "new", "line", "words"),
     [
         ("accept:", "acept:", 25, "unknown key 'acept'; did you mean 'accept'?"),
-        ("dtype: bf16, updates", "dtyp: bf16, updates", 11, "unknown key 'dtyp'; did you mean 'dtype'?"),
-        ("fp16", "bfloat", 6, "dtype 'bfloat' is unknown; use one of bf16, fp16, fp32"),
+        ("dtype: fp16, updates", "dtyp: fp16, updates", 11, "unknown key 'dtyp'; did you mean 'dtype'?"),
+        ("fp16", "bfloat", 5, "dtype 'bfloat' is unknown; use one of bf16, fp16, fp32"),
         ("2*N, K]", "2*L, K]", 6, "dim 'L' is not declared; use one of K, M, N"),
         ("2*N, K]", "N/2, K]", 6, "'N / 2' is no integer polynomial"),
         ("2*N, K]", "1.5, K]", 6, "1.5 is no size"),
@@ -119,7 +122,7 @@ def test_loading_without_check_needs_no_torch(write):
         ("{speedup: 1.1}", "fast", 25, "accept is 'fast'; it must be a mapping"),
         ("speedup: 1.1", "speedup: quick", 25, "speedup is 'quick'; it must be a number"),
         ("speedup: 1.1", "speedup: 0", 25, "speedup 0.0 must be positive"),
-        ("bench: false", "bench: no", 24, "bench is 'no'; it must be true or false"),
+        ("bench: false", "bench: no", 24, "bench is 'no'; it must be true, false or report"),
         (", K: 16, N: 4", ", N: 4", 19, "case 'small' gives no size for K"),
         ("    N: 12", "    N: 0", 23, "case 'large': N is 0; it must be a positive integer"),
         ("    N: 12", "    N: 12.0", 23, "case 'large': N is 12.0; it must be a positive integer"),
@@ -135,11 +138,12 @@ def test_loading_without_check_needs_no_torch(write):
         ("eps: 1e-6", "eps: small", 9, "eps is 'small'; it must be a number"),
         ("static: [K]", "static: [Q]", 13, "static dim 'Q' is not declared"),
         ("updates: old", "updates: odl", 11, "updates 'odl' is no input; did you mean 'old'?"),
-        ("updates: old", "updates: a", 11, "c is bf16 [M, 2*N] but updates a, bf16 [M, K]"),
+        ("updates: old", "updates: a", 11, "c is fp16 [M, 2*N] but updates a, fp16 [M, K]"),
         ("std: K**-0.5", "std: Q**-0.5", 6, "dim 'Q' is not declared"),
         ("std: K**-0.5", "std: K - 16", 6, "is 0.0; it must be positive"),
         ("std: K**-0.5", "std: sqrt(K)", 6, "'sqrt(K)' is no arithmetic"),
         ("uniform: [0.5, 1.5]", "uniform: [1.5, 0.5]", 7, "must be finite, low then high"),
+        ("uniform: [0.5, 1.5]", "uniform: [0.5, 1.5, 2]", 7, "it must be a list of two numbers"),
         ("uniform: [0.5, 1.5]", "unifrom: [0.5, 1.5]", 7, "unknown key 'unifrom'; did you mean 'uniform'?"),
         ("accept: {", "tolerance: {factor: 2, reason: ' '}\naccept: {", 25, "a tolerance needs its reason"),
         ("accept: {", "tolerance: {factor: .nan, reason: x}\naccept: {", 25, "nan must be between 1 and 10"),
@@ -155,6 +159,18 @@ def test_a_mistake_is_named_with_its_line(write, old, new, line, words):
     assert message.startswith(f"scaled.yaml:{line}: "), message
     assert words in message
     assert "\n" not in message
+
+
+def test_a_reference_is_tried_in_the_dtypes_it_is_measured_in(write):
+    other = ("b: {shape: [2*N, K], dtype: fp16", "b: {shape: [2*N, K], dtype: bf16")
+    message = fails(write(*other))
+    assert message.startswith("scaled.yaml:16: ") and "same dtype" in message
+    assert message.endswith("give a baseline with casts")
+    for product in ("(a @ b.mT.half())", "torch.mm(a, b.mT.half(), out_dtype=torch.float32)"):  # GPUs only
+        path = write(*other)
+        text = f"{path.read_text()}baseline: |\n  c = {product} * scale[:, None] + old\n  r = scale\n"
+        path.write_text(text)
+        assert load(path).baseline
 
 
 @pytest.mark.parametrize(
@@ -281,7 +297,7 @@ def test_a_reference_of_a_spec_made_in_python_is_checked(write):
     spec = load(write())
     broken = spec.model_copy(update={"reference": "c = a\nr = scale"})
     with pytest.raises(BadReference, match="output 'c' has shape"):
-        reference.check_reference(broken)
+        check_reference(broken)
 
 
 @pytest.mark.parametrize(

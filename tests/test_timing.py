@@ -6,11 +6,14 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from verifier.baselines import BASELINES, arm, compiled, eager, formulation, matmul
+from verifier.baselines import BASELINES, _products, arm, compiled, eager, formulation, matmul
+from verifier.inputs import draw
 from verifier.spec import Spec
 from verifier.statistics import ratio, student_quantile
 from verifier.timing import Arm, host_time, measure, record_conditions
@@ -359,6 +362,96 @@ def test_matmul_takes_the_formulation_s_own_operands(inputs: dict[str, torch.Ten
     torch.testing.assert_close(product, inputs["x"] @ inputs["w"].mT)
     again = call()
     assert again[0] is product  # preallocated
+
+
+UPDATE = {
+    "dims": {"M": "rows", "D": "depth", "F": "columns"},
+    "inputs": {
+        "x": {"shape": ("M", "D"), "dtype": "bf16"},
+        "dy": {"shape": ("M", "F"), "dtype": "bf16"},
+        "dw": {"shape": ("F", "D"), "dtype": "fp32"},
+        "target": {"shape": ("M",), "dtype": "int64", "init": {"integers": (0, "D")}},
+        "alpha": {"shape": (), "dtype": "fp32"},
+    },
+    "outputs": {
+        "picked": {"shape": ("M",), "dtype": "fp32"},
+        "new": {"shape": ("F", "D"), "dtype": "fp32", "updates": "dw"},
+        "old": {"shape": ("D",), "dtype": "fp32"},
+    },
+    "reference": (
+        "new = dw + alpha * (dy.mT @ x)\npicked = x.gather(1, target[:, None])[:, 0]\nold = dw.sum(0)\n"
+    ),
+}
+
+
+def updating() -> tuple[Spec, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x, dy, dw = (torch.randn(*shape, generator=generator) for shape in ((24, 32), (24, 16), (16, 32)))
+    target = torch.randint(0, 32, (24,), generator=generator)
+    inputs = {"x": x.bfloat16(), "dy": dy.bfloat16(), "dw": dw, "target": target, "alpha": torch.tensor(0.5)}
+    return tiny(**UPDATE), inputs
+
+
+@pytest.mark.parametrize("build", [eager, partial(compiled, backend="aot_eager")])
+def test_an_update_is_written_into_the_input_s_buffer(build: Callable[..., Callable[[], Any]]) -> None:
+    spec, inputs = updating()
+    first = inputs["dw"].clone()
+    step = 0.5 * (inputs["dy"].mT @ inputs["x"])
+    call = build(spec, inputs, SIZES)
+    for calls in (1, 2, 3):
+        before = first + (calls - 1) * step
+        out = call()
+        assert list(out) == ["picked", "new", "old"]
+        assert out["new"].data_ptr() == inputs["dw"].data_ptr()
+        torch.testing.assert_close(inputs["dw"], before + step)
+        torch.testing.assert_close(out["old"], before.sum(0))  # read before it is overwritten
+    rows = torch.arange(24)
+    torch.testing.assert_close(out["picked"], inputs["x"][rows, inputs["target"]].float())
+
+
+def test_the_compiler_sees_an_update_in_place() -> None:
+    graphs: list[str] = []
+
+    def spy(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(graph.code)
+        assert {t.dtype for t in example} == {torch.bfloat16, torch.float32, torch.int64}
+        return graph.forward
+
+    spec, inputs = updating()
+    compiled(spec, inputs, SIZES, backend=spy)()  # type: ignore[arg-type]
+    assert len(graphs) == 1 and graphs[0].count("copy_(") == 1
+
+
+def test_matmul_of_an_update_and_of_addmm() -> None:
+    spec, inputs = updating()
+    (product,) = matmul(spec, inputs, SIZES)()
+    torch.testing.assert_close(product, inputs["dy"].mT @ inputs["x"])
+    assert product.dtype == torch.bfloat16
+    text = "new = torch.addmm(dw, dy.mT.float(), x.float())\npicked = x[:, 0]\nold = dw.sum(0)"
+    (product,) = matmul(spec.model_copy(update={"reference": text}), inputs, SIZES)()
+    torch.testing.assert_close(product, inputs["dy"].mT.float() @ inputs["x"].float())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_matmul_of_fp8_is_a_scaled_one(fast: bool) -> None:
+    eights = {name: {"shape": shape, "dtype": "fp8_e4m3"} for name, shape in
+              {"x": ("M", "D"), "w": ("F", "D")}.items()}  # fmt: skip
+    scales = {name: {"shape": (dim,), "dtype": "fp32"} for name, dim in {"sx": "M", "sw": "F"}.items()}
+    how = f"scale_a=sx[:, None], scale_b=sw[None], out_dtype=torch.bfloat16, use_fast_accum={fast}"
+    spec = tiny(
+        inputs=eights | scales,
+        outputs={"y": {"shape": ("M", "F"), "dtype": "bf16"}},
+        reference="y = (x @ w.mT) * sx[:, None] * sw + 1",
+        baseline=f"y = torch._scaled_mm(x, w.mT, {how}) + 1",
+    )
+    inputs = draw(spec, SIZES, 0) | {"sx": torch.rand(24) + 0.5, "sw": torch.rand(16) + 0.5}
+    call = matmul(spec, inputs, SIZES)
+    (product,) = call()
+    want = (inputs["x"].double() @ inputs["w"].double().mT) * inputs["sx"][:, None] * inputs["sw"]
+    assert product.dtype == torch.bfloat16 and call()[0] is product
+    torch.testing.assert_close(product.double(), want, rtol=2**-8, atol=1e-3)
+    (found,) = _products(eager(spec, inputs, SIZES))
+    assert found.fast_accum == fast and found.scales is not None and found.dtype == torch.bfloat16
 
 
 def test_baseline_mistakes_are_named(inputs: dict[str, torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ from verifier import verify as gates
 from verifier.jail import JailUnavailable
 from verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected
 from verifier.spec import Spec, load
-from verifier.verify import check, small_sizes, verify
+from verifier.verify import check, line_behind, small_sizes, verify
 
 pytestmark = pytest.mark.usefixtures("no_compiler")
 
@@ -276,3 +276,10 @@ def test_a_report_of_a_wrong_form_is_refused(change: dict[str, Any]) -> None:
     assert REPORT.validate_python(good) == MEASUREMENT.validate_python(good)
     with pytest.raises(ValueError):
         REPORT.validate_python(good | change)
+
+
+def test_a_compilers_words_lead_back_to_the_kernel_file() -> None:
+    words = 'File "coda_lowered.py", line 30\n    n2_0 = accumulator[i]\n    n3_1 = nonsense(n2_0)\nNameError'
+    assert line_behind(words, (None, 1, 4, 7)) == 7
+    assert line_behind(words, (None, 1, 4)) == 4  # a value that no node of ours made
+    assert line_behind("ptxas died", (1, 2, 3)) is None

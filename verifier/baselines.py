@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifier.spec import Spec
 from verifier.timing import Arm
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 # torch.compile's "max-autotune" replays CUDA graphs, which copy every input into the graph's own
@@ -60,26 +61,52 @@ def eager(
 
 
 def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Callable[[], list[Tensor]]:
-    """cuBLAS's bare matmuls of the formulation: ``torch.mm`` on the very operands (values, layouts),
-    into outputs allocated beforehand. Runs the formulation once to collect them.
+    """cuBLAS's bare matmuls of the formulation: ``torch.mm`` on the very operands (values, layouts) and
+    with the very output dtypes, into outputs allocated beforehand. Runs the formulation once to collect
+    them.
 
+    fp8 operands have no ``torch.mm``: there it is ``torch._scaled_mm`` with the formulation's scales,
+    output dtype and accumulation, which cuBLAS applies within the product (a bias is left out).
     Raises ValueError for a formulation without a matmul.
     """
-    operands = _operands(eager(spec, inputs, sizes))
-    if not operands:
+    products = _products(eager(spec, inputs, sizes))
+    if not products:
         raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")
-    return bare_matmuls(operands)
+    return bare_matmuls(products)
 
 
-def bare_matmuls(operands: list[tuple[Tensor, Tensor]]) -> Callable[[], list[Tensor]]:
-    """``torch.mm(a, b)`` for each a [M, K], b [K, N] of any strides, into fixed outputs [M, N]."""
-    import torch
+class Product(NamedTuple):
+    """A matmul that a formulation ran: a [M, K] and b [K, N] of any strides, and what it was to give.
 
-    outs = [a.new_empty(a.shape[0], b.shape[1]) for a, b in operands]
+    ``scales`` of a and b: fp8 operands, with the ``fast_accum`` that was asked for.
+    """
+
+    a: Tensor
+    b: Tensor
+    dtype: torch.dtype
+    scales: tuple[Tensor, Tensor] | None = None
+    fast_accum: bool = False
+
+    def into(self, out: Tensor) -> None:
+        """Compute it again, bare."""
+        import torch
+
+        if self.scales is not None:
+            fast, (a, b) = self.fast_accum, self.scales
+            torch._scaled_mm(self.a, self.b, a, b, out_dtype=self.dtype, use_fast_accum=fast, out=out)
+        elif self.dtype != self.a.dtype:
+            torch.mm(self.a, self.b, out_dtype=self.dtype, out=out)
+        else:
+            torch.mm(self.a, self.b, out=out)
+
+
+def bare_matmuls(products: list[Product]) -> Callable[[], list[Tensor]]:
+    """Each product again, into fixed outputs [M, N]."""
+    outs = [p.a.new_empty(p.a.shape[0], p.b.shape[1], dtype=p.dtype) for p in products]
 
     def call() -> list[Tensor]:
-        for (a, b), out in zip(operands, outs, strict=True):
-            torch.mm(a, b, out=out)
+        for product, out in zip(products, outs, strict=True):
+            product.into(out)
         return outs
 
     return call
@@ -103,8 +130,9 @@ def arm(name: str, spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str,
 def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:
     """The spec's ``baseline``, else its ``reference``, as a function of the input tensors in order.
 
-    Nothing is cast but the outputs, to their declared dtypes: inputs keep theirs and promote as
-    PyTorch promotes.
+    Nothing is cast but the outputs, to their declared dtypes: inputs (scalars, integers and fp8 too)
+    keep theirs and promote as PyTorch promotes. An output that ``updates`` an input is written into that
+    input's tensor, which is what is returned for it: every call changes the inputs it was given.
     """
     from verifier.reference import DTYPES, function
 
@@ -112,10 +140,13 @@ def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str,
     names = tuple(spec.inputs)
     known = {dim: sizes[dim] for dim in spec.dims} | spec.constants
     dtypes = {name: DTYPES[out.dtype] for name, out in spec.outputs.items()}
+    updates = spec.signature().updates
 
     def step(*tensors: Tensor) -> dict[str, Tensor]:
-        outs = text(**dict(zip(names, tensors, strict=True)), **known)
-        return {name: outs[name].to(dtype) for name, dtype in dtypes.items()}
+        given = dict(zip(names, tensors, strict=True))
+        outs = text(**given, **known)
+        cast = {name: outs[name].to(dtype) for name, dtype in dtypes.items()}
+        return cast | {name: given[target].copy_(cast[name]) for name, target in updates.items()}
 
     # A code object of its own: torch.compile keeps its results by code object and gives up after eight,
     # and every spec and size would share this one.
@@ -132,22 +163,30 @@ def _bind(
     return lambda: step(*tensors)
 
 
-def _operands(call: Callable[[], object]) -> list[tuple[Tensor, Tensor]]:
-    """The (a, b) of every matmul that ``call`` runs, in order."""
+def _products(call: Callable[[], object]) -> list[Product]:
+    """Every matmul that ``call`` runs, in order."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    found: list[tuple[Tensor, Tensor]] = []
+    found: list[Product] = []
+    aten = torch.ops.aten
+    plain = {aten.mm.default: 0, aten.mm.dtype: 0, aten.addmm.default: 1, aten.addmm.dtype: 1}
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if func is torch.ops.aten.mm.default:
-                found.append((args[0], args[1]))
-            elif func is torch.ops.aten.addmm.default:
-                found.append((args[1], args[2]))
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if func in plain:
+                a, b = args[plain[func] :][:2]
+                found.append(Product(a, b, result.dtype))
+            elif func is aten._scaled_mm.default:
+                bound = dict(zip((x.name for x in func._schema.arguments), args, strict=False))
+                bound |= kwargs or {}
+                scales = bound["scale_a"], bound["scale_b"]
+                fast = bool(bound.get("use_fast_accum"))
+                found.append(Product(bound["self"], bound["mat2"], result.dtype, scales, fast))
+            return result
 
     # As in verifier.reference: in inference mode linear would arrive here before it is taken apart.
     with torch.inference_mode(False), torch.no_grad(), Recorder():

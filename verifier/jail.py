@@ -42,9 +42,11 @@ class JailUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Traced:
-    """A program from the jail, the layers that held it, those this system lacks, and wall seconds."""
+    """A program from the jail, its nodes' lines as the child tells them, the layers that held it, those
+    this system lacks, and wall seconds."""
 
     program: Program
+    lines: tuple[int | None, ...]
     layers: tuple[str, ...]
     missing: tuple[str, ...]
     seconds: float
@@ -75,7 +77,7 @@ def trace(
     result = _judge(answer, ending, wall_seconds, signature)
     if isinstance(result, Rejected):
         return result
-    return Traced(result, layers, missing, time.monotonic() - start)
+    return Traced(*result, layers, missing, time.monotonic() - start)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,10 @@ def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str
         ) from None
 
 
-def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signature) -> Program | Rejected:
+Judged = tuple[Program, tuple[int | None, ...]] | Rejected
+
+
+def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signature) -> Judged:
     if ending.flooded:
         return _reject("too_large", f"the result is over {MAX_OUTPUT_BYTES} bytes: trace fewer operations")
     if ending.late or ending.status == -signal.SIGXCPU:
@@ -171,14 +176,21 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
     record = _record(answer)
     try:
         match record:
-            case {"program": str(text)} if len(record) == 1:
-                return Program.from_json(text, signature)
+            case {"program": str(text), "lines": list(lines)} if len(record) == 2:
+                program = Program.from_json(text, signature)
+                if len(lines) == len(program.nodes) and all(map(_is_line, lines)):
+                    return program, tuple(lines)
             case {"error": {"code": str(code), "message": str(message), "line": int() | None as line}}:
-                if _CODE.fullmatch(code) and (line is None or 0 < line <= MAX_SOURCE_BYTES):
+                if _CODE.fullmatch(code) and _is_line(line):
                     return _reject(code, _printable(message), line)
     except ProgramError as error:
         return _reject(error.code, _printable(error.message), error.line)
     return _reject("forged", "the tracing process sent something that is no result of the tracer's")
+
+
+def _is_line(line: object) -> bool:
+    """Whether a kernel file can have such a line; None where none is known."""
+    return line is None or type(line) is int and 0 < line <= MAX_SOURCE_BYTES
 
 
 def _record(answer: bytes) -> Any:

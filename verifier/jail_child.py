@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import primitives
 from primitives.ir import ProgramError, Signature
-from primitives.trace import trace_source
+from primitives.trace import trace_lines
 from verifier import language, sandbox
 
 MESSAGE_CHARACTERS = 4000
@@ -39,10 +39,11 @@ def main() -> NoReturn:
 
 
 def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
-    """Check and trace: ``{"program": text}`` or ``{"error": {code, message, line}}``."""
+    """Check and trace: ``{"program": text, "lines": [...]}`` or ``{"error": {code, message, line}}``."""
     try:
         language.check(source, primitives.__all__)
-        return {"program": trace_source(source, Signature.from_json(signature)).to_json()}
+        program, lines = trace_lines(source, Signature.from_json(signature))
+        return {"program": program.to_json(), "lines": lines}
     except ProgramError as error:
         return _failure(error.code, error.message, error.line)
     except MemoryError:

@@ -1,4 +1,4 @@
-"""Inputs, the error gate, and whether a spec is strong enough to judge by.
+"""The error gate, and whether a spec is strong enough to judge by.
 
 The gate compares a candidate's error with the yardstick's, which is what any kernel must lose; see
 ``compare``. ``mutants`` are wrong versions of a spec's reference that the gate must catch.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,46 +17,15 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from verifier import reference
-from verifier.reference import DTYPES, Sizes, Tensors
-from verifier.spec import Spec, TensorSpec
+from verifier.inputs import DTYPES
+from verifier.inputs import FAMILIES as FAMILIES
+from verifier.inputs import draw as draw
+from verifier.reference import Sizes, Tensors
+from verifier.spec import Spec
 
 TILE = 128
 CHUNK = 1 << 25  # elements compared at once: about 2 GB of fp64 temporaries
 FLOOR = 2.0**-24  # half an fp32 ulp: as a share of the RMS truth, the least a yardstick may be said to lose
-
-#: How inputs may be drawn. "normal" is the spec's own init. "positive" takes magnitudes, so that sums grow
-#: with K and a low-precision accumulator stalls. "tiny" scales normal inputs by 2**-10: only there does
-#: an eps of 1e-6 matter. A uniform init is a range the operator relies on, and stays.
-FAMILIES = ("normal", "positive", "tiny")
-
-
-def draw(
-    spec: Spec, sizes: Sizes, seed: int, device: str | torch.device = "cpu", family: str = "normal"
-) -> dict[str, Tensor]:
-    """Inputs by name, in the spec's shapes and dtypes, on ``device``.
-
-    A seed and an input's name fix its values on one kind of device (a GPU draws other ones than a CPU).
-    """
-    if family not in FAMILIES:
-        raise ValueError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES)}")
-    return {name: _draw(t, name, sizes, seed, device, family) for name, t in spec.inputs.items()}
-
-
-def _draw(
-    tensor: TensorSpec, name: str, sizes: Sizes, seed: int, device: str | torch.device, family: str
-) -> Tensor:
-    stream = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "little")
-    generator = torch.Generator(device).manual_seed(stream)
-    values = torch.empty([d(sizes) for d in tensor.shape], device=device)
-    if tensor.init.uniform:
-        values.uniform_(*tensor.init.uniform, generator=generator)
-    elif tensor.init.normal:
-        values.normal_(std=tensor.init.normal.at(sizes), generator=generator)
-        if family == "positive":
-            values.abs_()
-        elif family == "tiny":
-            values.mul_(2.0**-10)
-    return values.to(DTYPES[tensor.dtype])
 
 
 @dataclass(frozen=True)

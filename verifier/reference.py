@@ -1,4 +1,4 @@
-"""Running a spec's reference: truth in fp64, the yardstick in fp32, and the check at load time.
+"""Running a spec's reference: truth in fp64, the yardstick in fp32.
 
 A reference is the spec owner's text, so it is trusted; its names are checked so that a typing error has
 a line. Large cases run in blocks of rows, where a trial at tiny sizes shows that blocks give the same.
@@ -10,9 +10,7 @@ import ast
 import builtins
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from difflib import get_close_matches
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +18,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from primitives.dims import Dim
-from verifier.spec import BadReference, OutputSpec, Spec, TensorSpec
+from verifier.inputs import DTYPES as DTYPES
+from verifier.inputs import Sizes as Sizes
+from verifier.inputs import trial
+from verifier.spec import OutputSpec, Spec, TensorSpec
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take
 TEMPORARIES = 6  # a guess: how many times all of a block's tensors together a reference keeps alive
 TEXT = "<reference>"
 
 Tensors = Mapping[str, Tensor]
-Sizes = Mapping[str, int]
 Function = Callable[..., dict[str, Tensor]]
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
@@ -59,20 +58,20 @@ def _compiled(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) -
     head = shell.body[0]
     if isinstance(head, ast.FunctionDef):
         head.body = [*ast.parse(text).body, *head.body]
-    scope = dict(_scope())
-    exec(compile(shell, TEXT, "exec"), scope)
-    compiled: Function = scope["reference"]
+    names = dict(scope())
+    exec(compile(shell, TEXT, "exec"), names)
+    compiled: Function = names["reference"]
     return compiled
 
 
 @functools.cache
-def _scope() -> dict[str, Any]:
+def scope() -> dict[str, Any]:
     """What a reference may name: torch's and torch.nn.functional's functions, and a few builtins."""
-    scope: dict[str, Any] = {"torch": torch}
+    known: dict[str, Any] = {"torch": torch}
     for module in (torch, torch.nn.functional):  # the latter's signatures are the friendlier ones
         names = (n for n in dir(module) if not n.startswith("_"))
-        scope |= {n: f for n in names if callable(f := getattr(module, n))}
-    return scope | {n: getattr(builtins, n) for n in _BUILTINS}  # torch.range is not the one meant
+        known |= {n: f for n in names if callable(f := getattr(module, n))}
+    return known | {n: getattr(builtins, n) for n in _BUILTINS}  # torch.range is not the one meant
 
 
 def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
@@ -137,80 +136,6 @@ def _blocks_agree(spec: Spec, inputs: Tensors, sizes: Sizes, row: RowDim) -> boo
     )
 
 
-def trial(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, even and distinct so that no mistake hides in equal numbers, and fp64 inputs there."""
-    primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
-    sizes = {dim: 2 * prime for dim, prime in zip(spec.dims, primes, strict=False)}
-    generator = torch.Generator().manual_seed(0)
-    inputs = {
-        name: torch.rand([d(sizes) for d in t.shape], generator=generator, dtype=torch.float64) + 0.5
-        for name, t in spec.inputs.items()
-    }
-    return sizes, inputs
-
-
-def check_reference(spec: Spec) -> None:
-    """Run reference and baseline at tiny sizes; BadReference for the first name, shape or output amiss."""
-    sizes, inputs = trial(spec)
-    for key in ("reference", "baseline"):
-        text = getattr(spec, key)
-        if text is None:
-            continue
-        try:
-            _check_defined(spec, text)
-            outputs = _attempt(spec, inputs, sizes, text)
-            for name in spec.outputs:
-                _check_output(spec, name, outputs[name], sizes)
-        except BadReference as error:
-            raise BadReference(f"{key}: {error.message}", error.line, key) from None
-
-
-def _check_defined(spec: Spec, text: str) -> None:
-    names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
-    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    own = {*spec.inputs, *spec.dims, *spec.constants, *stored}
-    for node in names:
-        if node.id not in own and node.id not in _scope():
-            close = get_close_matches(node.id, sorted(own), n=1) or get_close_matches(node.id, _scope(), n=1)
-            remedy = f"did you mean {close[0]!r}?" if close else "declare it, or use torch's names"
-            raise BadReference(f"name {node.id!r} is not defined; {remedy}", node.lineno)
-
-
-def _attempt(spec: Spec, inputs: Tensors, sizes: Sizes, text: str) -> dict[str, Tensor]:
-    try:
-        return run(spec, inputs, sizes, text)
-    except MISTAKES as error:
-        line = _text_line(error.__traceback__)
-        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
-        reason = str(error).splitlines()[0]
-        raise BadReference(f"{reason} (tried with {shapes}, where {_assignments(sizes)})", line) from None
-
-
-def _check_output(spec: Spec, name: str, value: object, sizes: Sizes) -> None:
-    declared = spec.outputs[name]
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-        raise BadReference(f"output {name!r} is {kind}; it must be a floating-point tensor")
-    expected = [d(sizes) for d in declared.shape]
-    if list(value.shape) != expected:
-        symbols = ", ".join(map(str, declared.shape))
-        message = f"output {name!r} has shape {list(value.shape)}, declared [{symbols}] = {expected}"
-        raise BadReference(f"{message} with {_assignments(sizes)}")
-
-
-def _assignments(sizes: Sizes) -> str:
-    return ", ".join(f"{dim}={size}" for dim, size in sizes.items())
-
-
-def _text_line(traceback: TracebackType | None) -> int | None:
-    line = None
-    while traceback:
-        if traceback.tb_frame.f_code.co_filename == TEXT:
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return line
-
-
 def _evaluate(
     spec: Spec,
     inputs: Tensors,
@@ -230,13 +155,44 @@ def _evaluate(
 def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
     """Where to cut and how many rows a block takes; None where all fits in one or nothing can be cut."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
-    elements = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
+    declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
+    made = _made(spec, sizes)
+    elements = max([declared, *(shape.numel() for shape in made)])
     if elements * 8 * TEMPORARIES <= BLOCK_BYTES or (row := row_dim(spec)) is None:
         return None
+    total = sizes[row.name]
     leading = [t for t in tensors if _leads(t, row.name)]
-    per_row = sum(torch.Size([d(sizes) for d in t.shape[1:]]).numel() for t in leading)
+    declared = sum(torch.Size([d(sizes) for d in t.shape[1:]]).numel() for t in leading)
+    per_row = max([declared, *(shape.numel() // total for shape in made if total in shape)])
     fit = BLOCK_BYTES // (8 * TEMPORARIES * per_row)
     return row, max(128, fit // 128 * 128)
+
+
+def _made(spec: Spec, sizes: Sizes) -> list[torch.Size]:
+    """Shapes of all that the reference makes on its way, found without numbers: logits that it does not
+    return take room too. As far as that goes: a way that depends on numbers is left where it does."""
+    inputs = {
+        name: torch.empty([d(sizes) for d in t.shape], dtype=DTYPES[t.dtype], device="meta")
+        for name, t in spec.inputs.items()
+    }
+    recorder = _Shapes()
+    with suppress(*MISTAKES), recorder:
+        run(spec, {name: cast(t, torch.float32) for name, t in inputs.items()}, sizes)
+    return recorder.shapes
+
+
+class _Shapes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        several = result if isinstance(result, tuple | list) else [result]
+        self.shapes += [value.shape for value in several if isinstance(value, Tensor)]
+        return result
 
 
 def _whole(
@@ -247,8 +203,13 @@ def _whole(
     dtypes: Mapping[str, torch.dtype],
     text: str | None = None,
 ) -> dict[str, Tensor]:
-    outputs = run(spec, {name: t.to(dtype) for name, t in inputs.items()}, sizes, text)
+    outputs = run(spec, {name: cast(t, dtype) for name, t in inputs.items()}, sizes, text)
     return {name: value.to(dtypes[name], copy=True) for name, value in outputs.items()}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Indices stay the integers they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _in_blocks(
@@ -262,7 +223,7 @@ def _in_blocks(
     text: str | None = None,
 ) -> dict[str, Tensor]:
     cut = {name for name, t in spec.inputs.items() if _leads(t, row.name)}
-    common = {name: t.to(dtype) for name, t in inputs.items() if name not in cut}
+    common = {name: cast(t, dtype) for name, t in inputs.items() if name not in cut}
     device = next(iter(inputs.values())).device
     result: dict[str, Tensor] = {}
     for name, output in spec.outputs.items():
@@ -270,7 +231,7 @@ def _in_blocks(
         result[name] = torch.zeros([d(sizes) for d in output.shape], dtype=kept, device=device)
 
     def block(start: int, stop: int) -> None:  # its own frame, so that temporaries die with it
-        part = {name: inputs[name][start:stop].to(dtype) for name in cut}
+        part = {name: cast(inputs[name][start:stop], dtype) for name in cut}
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
         for name, value in run(spec, {**common, **part}, seen, text).items():
             if _leads(spec.outputs[name], row.name):
@@ -295,9 +256,10 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec) -> AbstractContextManager[object]:
-    """Matmul operands in the 16-bit dtype of the inputs, the coarser where both occur."""
+    """Matmul operands in the 16-bit dtype of the inputs, the coarser where both occur; both hold fp8."""
     present = {t.dtype for t in spec.inputs.values()}
-    narrow = next((DTYPES[d] for d in ("bf16", "fp16") if d in present), None)
+    holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
+    narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
     return _RoundedOperands(narrow) if narrow else nullcontext()
 
 

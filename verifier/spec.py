@@ -1,7 +1,7 @@
 """Specs: what an operator must compute, in one YAML file an operator.
 
 ``load`` either gives a consistent ``Spec`` or raises ``SpecError``, whose text names the file, the line,
-the value and what would do. Nothing here needs torch; the reference is run by ``verifier.reference``.
+the value and what would do. Nothing here needs torch; the reference is tried by ``verifier.spec_trial``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    SkipValidation,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, SkipValidation, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
@@ -31,7 +24,8 @@ from ruamel.yaml.scalarstring import FoldedScalarString, LiteralScalarString
 
 from primitives.dims import Dim, solve
 from primitives.ir import Signature, TensorType
-from verifier.spec_rules import check, describe, fault, instead, positive
+from verifier.spec_init import Init, Model, Normal
+from verifier.spec_rules import check, describe, fault, instead
 
 Place = tuple[str | int, ...]
 
@@ -60,55 +54,24 @@ def _dim(value: object) -> Dim:
 
 
 Size = Annotated[Dim, BeforeValidator(_dim)]
-Dtype = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int32", "int64"]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, arbitrary_types_allowed=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_keys(cls, data: Any) -> Any:
-        for key in data if isinstance(data, dict) else ():
-            if key not in cls.model_fields:
-                raise fault(f"unknown key {key!r}; {instead(key, cls.model_fields)}", key)
-        return data
+def _bench(value: object) -> object:
+    if isinstance(value, bool) or value == "report":
+        return value
+    raise fault(f"bench is {value!r}; it must be true, false or report")
 
 
-class Normal(_Model):
-    """Zero-mean normal; ``std`` is a number or arithmetic over dims such as ``D**-0.5``."""
-
-    std: float | str = 1.0
-
-    def at(self, sizes: Mapping[str, int]) -> float:
-        """The standard deviation at these sizes; ValueError where the arithmetic has no positive value."""
-        return positive(self.std, sizes)
-
-
-class Init(_Model):
-    """How an input is drawn: exactly one of ``normal`` and ``uniform: [low, high]``."""
-
-    normal: Normal | None = None
-    uniform: tuple[float, float] | None = None
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        if (self.normal is None) == (self.uniform is None):
-            raise fault("init takes one form: {normal: {std: D**-0.5}} or {uniform: [0.5, 1.5]}")
-        if self.uniform and not (all(map(math.isfinite, self.uniform)) and self.uniform[0] < self.uniform[1]):
-            raise fault(f"uniform {list(self.uniform)} must be finite, low then high", "uniform")
-        return self
-
-
-class TensorSpec(_Model):
-    """An input: symbolic shape, dtype, distribution."""
+class TensorSpec(Model):
+    """An input: symbolic shape ([] for a scalar), dtype, distribution."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
     init: Init = Init(normal=Normal())
 
 
-class OutputSpec(_Model):
+class OutputSpec(Model):
     """An output; with ``updates`` it is written over that input's buffer."""
 
     shape: tuple[Size, ...]
@@ -116,12 +79,20 @@ class OutputSpec(_Model):
     updates: str | None = None
 
 
-class Case(_Model):
-    """Sizes at which a kernel is checked and, where ``bench``, measured."""
+class Case(Model):
+    """Sizes at which a kernel is checked and, unless ``bench`` is False, measured.
+
+    ``bench="report"``: measured and reported, but it does not decide acceptance.
+    """
 
     name: str
     sizes: dict[str, Annotated[int, SkipValidation]]  # checked by Spec, which knows the dims
-    bench: bool = True
+    bench: Annotated[bool | Literal["report"], BeforeValidator(_bench)] = True
+
+    @property
+    def decides(self) -> bool:
+        """Whether its speedup must exceed what the spec demands."""
+        return self.bench is True
 
     @model_validator(mode="before")
     @classmethod
@@ -132,8 +103,8 @@ class Case(_Model):
         return own | {"sizes": {str(k): v for k, v in data.items() if k not in own}}
 
 
-class Accept(_Model):
-    """What the lower confidence bound of the speedup must exceed on every measured case."""
+class Accept(Model):
+    """What the lower confidence bound of the speedup must exceed on every case that decides."""
 
     speedup: float = 1.0
 
@@ -144,7 +115,7 @@ class Accept(_Model):
         return self
 
 
-class Tolerance(_Model):
+class Tolerance(Model):
     """Widens the error gate's ratios by ``factor``, for a ``reason`` a reviewer can judge."""
 
     factor: float
@@ -159,7 +130,7 @@ class Tolerance(_Model):
         return self
 
 
-class Spec(_Model):
+class Spec(Model):
     """An operator: signature, mathematics, cases and what counts as good enough."""
 
     name: str
@@ -189,20 +160,25 @@ class Spec(_Model):
             inputs={n: TensorType(t.shape, t.dtype) for n, t in self.inputs.items()},
             outputs={n: TensorType(t.shape, t.dtype) for n, t in self.outputs.items()},
             constants=dict(self.constants),
+            static=self.static,
+            updates={n: t.updates for n, t in self.outputs.items() if t.updates is not None},
         )
 
     @property
     def hash(self) -> str:
         """SHA-256 of what decides meaning: not of comments, layout, order of keys or prose."""
-        meaning = self.model_dump(include={"name", "static", "constants", "cases", "accept"}, mode="json")
+        # exclude_none: a form of init added later leaves the hashes of specs without it as they are
+        said = {"name", "constants", "cases", "accept"}
+        meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
             meaning[kind] = {
-                name: t.model_dump(exclude={"shape"}) | {"shape": [str(d) for d in t.shape]}
+                name: t.model_dump(mode="json", exclude={"shape"}, exclude_none=True)
+                | {"shape": [str(d) for d in t.shape]}
                 for name, t in getattr(self, kind).items()
             }
         for text in ("reference", "baseline"):
             meaning[text] = ast.unparse(ast.parse(getattr(self, text) or ""))
-        meaning["dims"] = sorted(self.dims)
+        meaning |= {"dims": sorted(self.dims), "static": sorted(self.static)}
         meaning["tolerance"] = self.tolerance and self.tolerance.factor
         return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
 
@@ -231,7 +207,7 @@ def load(path: str | Path, check: bool = True) -> Spec:
     try:
         spec = Spec.model_validate(_plain(tree))
         if check:
-            from verifier.reference import check_reference  # torch: only when a reference is to be run
+            from verifier.spec_trial import check_reference  # torch: only when a reference is to be run
 
             check_reference(spec)
     except ValidationError as error:
@@ -311,7 +287,7 @@ _NEEDED = {
     "model_type": "a mapping",
     "string_type": "text (in quotes, where YAML reads something else)",
     "float_type": "a number",
-    "bool_type": "true or false",
+    "int_type": "an integer",
     "too_long": "a list of two numbers",
 }
 
@@ -321,7 +297,7 @@ def _explain(error: ErrorDetails) -> tuple[Place, str]:
     place, kind = tuple(error["loc"]), error["type"]
     if kind == "spec":
         return place + error["ctx"]["place"], error["ctx"]["message"]
-    keys = [part for part in place if isinstance(part, str) and part not in ("[key]", "float", "str")]
+    keys = [part for part in place if isinstance(part, str) and part not in ("[key]", "float", "int", "str")]
     key = keys[-1] if keys else "spec"
     if kind == "missing":
         return place, f"{'.'.join(map(str, place))} is missing"

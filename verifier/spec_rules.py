@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from primitives.dims import NAME as DIM_NAME
 from primitives.dims import Unsolvable, solving_order
-from primitives.ir import VALUE_NAME
+from primitives.ir import DTYPES, INDICES, OPERANDS, VALUE_NAME
 
 if TYPE_CHECKING:
     from verifier.spec import Case, OutputSpec, Spec, TensorSpec
@@ -41,6 +41,7 @@ def check(spec: Spec) -> None:
     """Every rule, in the order in which a reader would ask."""
     _check_names(spec)
     _check_shapes(spec)
+    _check_kinds(spec)
     _check_solvable(spec)
     _check_updates(spec)
     _check_cases(spec)
@@ -56,6 +57,8 @@ def _check_names(spec: Spec) -> None:
     for dim in spec.static:
         if dim not in spec.dims:
             raise fault(f"static dim {dim!r} is not declared; {instead(dim, spec.dims)}", "static")
+        if spec.static.count(dim) > 1:
+            raise fault(f"static names dim {dim!r} twice; name it once", "static")
     _check_name(spec.name, "name")
     taken = {dim: "a dim" for dim in spec.dims}
     for kind in ("inputs", "outputs", "constants"):
@@ -71,7 +74,7 @@ def _check_names(spec: Spec) -> None:
 
 def _check_name(name: str, *place: str | int) -> None:
     if not VALUE_NAME.fullmatch(name) or keyword.iskeyword(name):
-        rule = "use a-z, 0-9 and _, a letter first, at most 32, no Python keyword"
+        rule = "use a-z, 0-9 and _, a letter first, at most 64, no Python keyword"
         raise fault(f"{name!r} is no name for a value; {rule}", *place)
 
 
@@ -85,6 +88,45 @@ def _check_shapes(spec: Spec) -> None:
                 for unknown in sorted(dim.names - set(spec.dims)):
                     message = f"dim {unknown!r} is not declared; {instead(unknown, spec.dims)}"
                     raise fault(message, kind, name, "shape", axis)
+
+
+def _check_kinds(spec: Spec) -> None:
+    """Which dtypes stand at which rank, and which of them take which values."""
+    for name, output in spec.outputs.items():
+        if output.dtype not in DTYPES:
+            message = f"output {name} is {output.dtype}, which only inputs may be; use bf16, fp16 or fp32"
+            raise fault(message, "outputs", name, "dtype")
+        if len(output.shape) not in (1, 2):
+            message = f"output {name} has {len(output.shape)} axes; give it one or two"
+            raise fault(message, "outputs", name, "shape")
+    for name, tensor in spec.inputs.items():
+        _check_rank(name, tensor)
+        _check_init(name, tensor)
+        if tensor.dtype in OPERANDS and spec.baseline is None:
+            message = f"input {name} is {tensor.dtype}, which torch.matmul does not take: give a baseline"
+            raise fault(f"{message} with torch._scaled_mm", "inputs", name, "dtype")
+
+
+def _check_rank(name: str, tensor: TensorSpec) -> None:
+    rank, dtype = len(tensor.shape), tensor.dtype
+    if rank > 2:
+        raise fault(f"input {name} has {rank} axes; give it at most two", "inputs", name, "shape")
+    allowed = ("fp32",) if rank == 0 else DTYPES + INDICES if rank == 1 else DTYPES + OPERANDS
+    if dtype not in allowed:
+        kind = ("scalar", "vector", "matrix")[rank]
+        message = f"input {name} is a {kind} of {dtype}; a {kind} may be {', '.join(allowed)}"
+        raise fault(message, "inputs", name, "dtype")
+
+
+def _check_init(name: str, tensor: TensorSpec) -> None:
+    form, place = tensor.init.form, ("inputs", name, "init")
+    if tensor.dtype in INDICES:
+        if form not in ("integers", "count"):
+            message = f"input {name} is {tensor.dtype}: give init {{integers: [0, V]}} or {{count: 8192}}"
+            raise fault(message, *place)
+    elif form == "integers":
+        message = f"input {name} is {tensor.dtype}: integers are for {' and '.join(INDICES)}"
+        raise fault(f"{message}; use normal or uniform", *place, "integers")
 
 
 def _check_solvable(spec: Spec) -> None:
@@ -151,12 +193,24 @@ def _check_values(spec: Spec, case: Case) -> None:
                     message = f"size {dim} is {dim(case.sizes)} in case {case.name!r}; it must be positive"
                     raise fault(message, kind, name, "shape", axis)
     for name, tensor in spec.inputs.items():
-        if tensor.init.normal:
-            try:
-                tensor.init.normal.at(case.sizes)
-            except ValueError as error:
-                message = f"std {error} in case {case.name!r}"
-                raise fault(message, "inputs", name, "init", "normal", "std") from None
+        _check_range(name, tensor, case)
+
+
+def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
+    """Arithmetic over dims has a value of its kind at every case."""
+    init = tensor.init
+    place: tuple[str, ...] = ("normal", "std") if init.normal else (init.form,)
+    try:
+        if init.normal:
+            init.normal.at(case.sizes)
+        elif init.form in ("integers", "count"):
+            bounds = *init.range_at(case.sizes), init.ignored or 0
+            limit = 1 << (31 if tensor.dtype == "int32" else 63)
+            if tensor.dtype in INDICES and not all(-limit <= value < limit for value in bounds):
+                raise ValueError(f"range {bounds[0]} to {bounds[1]} does not fit {tensor.dtype}")
+    except ValueError as error:
+        message = f"{place[-1]} {error} in case {case.name!r}"
+        raise fault(message, "inputs", name, "init", *place) from None
 
 
 def _check_text(spec: Spec, key: Literal["reference", "baseline"]) -> None:
@@ -177,16 +231,30 @@ def _check_text(spec: Spec, key: Literal["reference", "baseline"]) -> None:
 
 def positive(formula: float | str, sizes: Mapping[str, int]) -> float:
     """Arithmetic over dims, evaluated; ValueError where it has no positive finite value."""
+    value = _value(formula, sizes)
+    if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
+    return value
+
+
+def integer(formula: int | str, sizes: Mapping[str, int], least: int | None = None) -> int:
+    """Arithmetic over dims, evaluated; ValueError where it is no integer, or one below ``least``."""
+    value = _value(formula, sizes)
+    if isinstance(value, complex) or not math.isfinite(value) or value != int(value):
+        raise ValueError(f"{formula!r} is {value}; it must be an integer")
+    if least is not None and value < least:
+        raise ValueError(f"{formula!r} is {int(value)}; it must be at least {least}")
+    return int(value)
+
+
+def _value(formula: float | str, sizes: Mapping[str, int]) -> float:
     try:
-        value = _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
+        return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
     except (SyntaxError, ArithmeticError) as error:
         raise ValueError(f"{formula!r} has no value ({error})") from None
     except KeyError as error:
         remedy = instead(error.args[0], sizes)
         raise ValueError(f"{formula!r}: dim {error} is not declared; {remedy}") from None
-    if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
-    return value
 
 
 def _arithmetic(node: ast.expr, sizes: Mapping[str, int]) -> float:

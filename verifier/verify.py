@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -98,8 +99,8 @@ def check(spec: Spec, source: str, *, weak_jail: bool = False, progress: Progres
     gates = Gates(progress)
     try:
         with gates.gate("trace") as figures:
-            program = _trace(spec, source, weak_jail, figures)
-        return Verdict(_check_program(spec, program, gates), program)
+            traced = _trace(spec, source, weak_jail, figures)
+        return Verdict(_check_program(spec, traced, gates), traced.program)
     except _Stop as stop:
         return Verdict(stop.rejected, None)
 
@@ -122,7 +123,7 @@ def verify(
     return Verdict(joined(report, measure(spec, program, progress=progress, **options)), program)
 
 
-def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) -> Program:
+def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) -> jail.Traced:
     traced = jail.trace(source, spec.signature(), weak=weak_jail)
     if isinstance(traced, Rejected):
         raise Failed(traced.code, traced.message, traced.line, **traced.evidence)
@@ -133,16 +134,17 @@ def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) ->
     }
     if traced.missing:
         figures["findings"] = [f"the jail lacks {', '.join(traced.missing)} on this machine"]
-    return traced.program
+    return traced
 
 
-def _check_program(spec: Spec, program: Program, gates: Gates) -> Checked:
+def _check_program(spec: Spec, traced: jail.Traced, gates: Gates) -> Checked:
+    program = traced.program
     with gates.gate("contract") as figures:
         _contract(spec, program, figures)
     with gates.gate("interpret") as figures:
         _interpret(spec, program, figures)
     with gates.gate("compile") as figures:
-        _compile(program, figures)
+        _compile(spec, traced, figures)
     return Checked(identity=identity(spec, program), gates=tuple(gates.passed), unmeasured=_unmeasured())
 
 
@@ -156,6 +158,7 @@ def _unmeasured() -> str:
 def _contract(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
     """Names and shapes were checked with the types; here what the hardware demands of them."""
     from primitives.launch import alignment_errors
+    from primitives.tune import candidates
 
     try:
         lowered = lower(program)
@@ -165,15 +168,20 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
         errors = alignment_errors(program, case.sizes)
         if errors:
             raise Failed("alignment", f"case {case.name}: {'; '.join(errors)}")
+        for gemm in lowered.gemms:
+            if not candidates(gemm, case.sizes):
+                wanted = gemm.wants(case.sizes)
+                raise Failed("heads", f"case {case.name}, step {gemm.step}: no tile holds {wanted}")
     figures |= {"steps": len(lowered.gemms), "vector_kernels": len(lowered.vectors)}
 
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
     """Sizes that the interpreter runs in a blink, all dims apart so that swapped axes show; the second
-    set is smaller than a tile and no multiple of one."""
+    set is smaller than a tile and no multiple of one. Static dims are those of the first and last case."""
+    first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
     return [
-        {dim: 264 + 40 * i for i, dim in enumerate(spec.dims)},
-        {dim: 72 + 16 * ((3 * i) % 5) for i, dim in enumerate(spec.dims)},
+        {dim: 264 + 40 * i for i, dim in enumerate(spec.dims)} | first,
+        {dim: 72 + 16 * ((3 * i) % 5) for i, dim in enumerate(spec.dims)} | last,
     ]
 
 
@@ -204,13 +212,24 @@ def judge(errors: list[Any], where: str) -> None:
         )
 
 
-def _compile(program: Program, figures: dict[str, Any]) -> None:
+_VALUE = re.compile(r"\bn(\d+)_\d+ =")
+
+
+def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
+    """The line of the kernel file behind a compiler's words: they quote the lowered text, whose values are
+    named after nodes."""
+    nodes = [int(found) for found in _VALUE.findall(words)]
+    return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
+
+
+def _compile(spec: Spec, traced: jail.Traced, figures: dict[str, Any]) -> None:
     from primitives.compile import CompileError, report
 
     try:
-        resources = report(program)
+        resources = report(traced.program, spec.cases[0].sizes)
     except CompileError as error:
-        raise Failed("compiler", f"the lowered kernel does not compile for sm_90a: {error}") from None
+        words = f"the lowered kernel does not compile for sm_90a: {error}"
+        raise Failed("compiler", words, line_behind(str(error), traced.lines)) from None
     figures["kernels"] = [
         {k: getattr(r, k) for k in ("kernel", "registers", "stack", "spill_loads", "spill_stores", "hgmma")}
         | {

@@ -1,0 +1,76 @@
+"""Who decides: each case that is measured, except those that are only to be reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import TOY, TOY_KERNEL, case_result, checked, measured, program_of
+
+from verifier import evidence
+from verifier.measure import _decide
+from verifier.report import Accepted, Authorship, accepted
+from verifier.spec import Spec, load
+from verifier.verify import Failed
+
+
+def toy(tmp_path: Path, wide: str) -> Spec:
+    """The toy spec, whose case wide has that ``bench``."""
+    path = tmp_path / "toy.yaml"
+    assert "N: 8192}" in TOY
+    path.write_text(TOY.replace("N: 8192}", f"N: 8192, bench: {wide}}}"))
+    return load(path, check=False)
+
+
+def decide(spec: Spec, speedups: dict[str, float]) -> dict[str, Any]:
+    """The decision's figures for these speedups over torch.compile; intervals reach 0.05 to either side."""
+    figures: dict[str, Any] = {}
+    results = [case_result(case, speedups.get(case.name, 1.3)) for case in spec.cases]
+    _decide(spec, program_of(spec, TOY_KERNEL), results, figures)
+    return figures
+
+
+def evidence_of(spec: Spec, speedup: float) -> Accepted:
+    program = program_of(spec, TOY_KERNEL)
+    author = Authorship(author="Ada", attempts=1, run="r")
+    return accepted(checked(spec, program), measured(spec, program, speedup), author)
+
+
+@pytest.mark.parametrize("slow", ["large", "wide"])
+def test_every_measured_case_decides(tmp_path: Path, slow: str) -> None:
+    spec = toy(tmp_path, "true")
+    assert list(decide(spec, {})["speedup"]) == ["large", "wide"]
+    with pytest.raises(Failed, match=rf"case {slow}: 1.120x torch.compile \[1.070, 1.170\], but") as caught:
+        decide(spec, {slow: 1.12})
+    assert caught.value.code == "slow"
+
+
+def test_a_reported_case_has_no_vote(tmp_path: Path) -> None:
+    spec = toy(tmp_path, "report")
+    figures = decide(spec, {"wide": 0.4})
+    assert figures["speedup"].keys() == {"large"}
+    assert figures["reported"]["wide"]["estimate"] == 0.4
+    with pytest.raises(Failed, match="case large"):
+        decide(spec, {"large": 1.12})
+
+
+def test_a_reported_case_that_beats_the_hardware_is_a_wrong_measurement(tmp_path: Path) -> None:
+    spec = toy(tmp_path, "report")
+    results = [case_result(case) for case in spec.cases]
+    timing = results[1].timing
+    assert timing is not None and timing.case == "wide"
+    fast = timing.model_copy(update={"milliseconds": timing.milliseconds | {"candidate": 1e-4}})
+    results[1] = results[1].model_copy(update={"timing": fast})
+    with pytest.raises(Failed, match="case wide: 0.0001 ms is less than") as caught:
+        _decide(spec, program_of(spec, TOY_KERNEL), results, {})
+    assert caught.value.code == "impossible"
+
+
+def test_evidence_needs_a_reported_case_s_timing_but_not_its_speedup(tmp_path: Path) -> None:
+    spec = toy(tmp_path, "report")
+    report = evidence_of(spec, 0.9)
+    assert evidence._case("toy", spec, report, "wide") == []
+    assert "does not exceed 1.1" in evidence._case("toy", spec, report, "large")[0]
+    untimed = report.model_copy(update={"timings": report.timings[:1]})
+    assert "0 timings of case wide" in evidence._case("toy", spec, untimed, "wide")[0]

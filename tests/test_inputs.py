@@ -1,0 +1,173 @@
+"""What is drawn for each form of init, family and dtype, and what the reference makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from verifier import reference
+from verifier.inputs import FAMILIES, draw
+from verifier.numerics import compare, weak_spots
+from verifier.spec import Spec
+
+SPEC: dict[str, Any] = {
+    "name": "wide",
+    "summary": "A scaled matmul of fp8, an angle a row and column, and one column's value a row.",
+    "dims": {"M": "rows", "K": "inner", "N": "columns"},
+    "inputs": {
+        "a": {"shape": ("M", "K"), "dtype": "fp8_e4m3", "init": {"normal": {"std": 200.0}}},
+        "b": {"shape": ("N", "K"), "dtype": "fp8_e4m3"},
+        "scale": {"shape": (), "dtype": "fp32", "init": {"uniform": (0.5, 1.5)}},
+        "target": {"shape": ("M",), "dtype": "int64", "init": {"integers": (0, "N"), "ignored": -100}},
+        "position": {"shape": ("M",), "dtype": "int32", "init": {"count": 70}},
+        "series": {"shape": ("N",), "dtype": "fp32", "init": {"geometric": (1.0, 1e-4)}},
+    },
+    "outputs": {
+        "c": {"shape": ("M", "N"), "dtype": "bf16"},
+        "t": {"shape": ("M",), "dtype": "fp32"},
+    },
+    "reference": (
+        "product = (a @ b.mT) * scale\n"
+        "c = product + 100 * cos(position[:, None] * series)\n"
+        "t = where(target >= 0, product.gather(1, target.clamp(min=0)[:, None])[:, 0], 0.0)\n"
+    ),
+    "baseline": (
+        "kind = torch.bfloat16\n"
+        "product = torch._scaled_mm(a, b.mT, scale_a=scale, scale_b=scale / scale, out_dtype=kind)\n"
+        "c = product + 100 * cos(position[:, None] * series)\n"
+        "t = where(target >= 0, product.gather(1, target.clamp(min=0)[:, None])[:, 0], 0)\n"
+    ),
+    "cases": ({"name": "one", "M": 300, "K": 144, "N": 208},),
+}
+SIZES = {"M": 300, "K": 144, "N": 208}
+MANY = {"M": 20000, "K": 16, "N": 50}
+
+
+def wide(**changes: Any) -> Spec:
+    return Spec.model_validate({**SPEC, **changes})
+
+
+def one(dtype: str, init: dict[str, Any], shape: tuple[str, ...] = ("M",)) -> Spec:
+    """The spec with another input beside its own."""
+    other = {"shape": shape, "dtype": dtype, "init": init}
+    return wide(inputs={**SPEC["inputs"], "other": other})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_integers_are_uniform_and_one_in_ten_is_ignored(family: str) -> None:
+    target = draw(wide(), MANY, 3, family=family)["target"]
+    assert target.dtype == torch.int64 and target.shape == (20000,)
+    kept = target[target != -100]
+    assert 1 - len(kept) / 20000 == pytest.approx(0.1, abs=0.01)
+    counts = torch.bincount(kept, minlength=50)
+    assert len(counts) == 50 and counts.min() > 360 * 0.75 and counts.max() < 360 * 1.25
+    assert not torch.equal(target, draw(wide(), MANY, 4, family=family)["target"])
+
+
+def test_integers_reach_both_ends_of_their_range() -> None:
+    spec = one("int32", {"integers": (-2, "2 * K - 29")})  # -2 to 2
+    other = draw(spec, MANY, 0)["other"]
+    assert other.dtype == torch.int32 and sorted(set(other.tolist())) == [-2, -1, 0, 1, 2]
+    assert sorted(set(draw(spec, MANY, 0)["target"].tolist())) == [-100, *range(50)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_series_is_what_its_formula_says(family: str) -> None:
+    drawn = draw(one("bf16", {"count": "K"}, ("M", "K")), {"M": 300, "K": 24, "N": 64}, 0, family=family)
+    assert drawn["position"].tolist() == [i % 70 for i in range(300)]
+    assert drawn["position"].dtype == torch.int32
+    assert drawn["other"].tolist() == [[i % 24] * 24 for i in range(300)]
+    frequencies = [10000 ** -(j / 64) for j in range(64)]  # as in rotary embeddings
+    torch.testing.assert_close(drawn["series"], torch.tensor(frequencies), rtol=1e-7, atol=0)
+
+
+def test_a_series_of_one_value_and_of_a_matrix() -> None:
+    scalar = draw(one("fp32", {"geometric": (3.0, 1.0)}, ()), SIZES, 0)["other"]
+    assert scalar.shape == () and scalar.item() == 3.0
+    assert draw(one("fp32", {"count": 5}, ()), SIZES, 0)["other"].item() == 0.0
+    rows = draw(one("fp32", {"geometric": (8.0, 0.5)}, ("M", "K")), {"M": 3, "K": 4, "N": 5}, 0)["other"]
+    torch.testing.assert_close(rows, torch.tensor([8.0, 4.0, 2.0, 1.0]).repeat(3, 1))
+    assert rows.is_contiguous()
+
+
+def test_fp8_is_clamped_and_keeps_its_scale_in_every_family() -> None:
+    drawn = {family: draw(wide(), MANY, 0, family=family) for family in FAMILIES}
+    a = {family: inputs["a"].float() for family, inputs in drawn.items()}
+    assert drawn["normal"]["a"].dtype == torch.float8_e4m3fn
+    assert a["normal"].isfinite().all() and a["normal"].abs().max() == 448
+    share = (a["normal"].abs() == 448).float().mean().item()  # rounding takes in 432 and more: 2.16 sigma
+    assert share == pytest.approx(0.031, abs=0.003)
+    assert torch.equal(a["tiny"], a["normal"])
+    assert torch.equal(a["positive"], a["normal"].abs())
+
+
+def test_a_scalar_is_drawn_and_scaled_like_any_other() -> None:
+    spec = one("fp32", {"normal": {"std": 1.0}}, ())
+    drawn = {family: draw(spec, SIZES, 5, family=family)["other"] for family in FAMILIES}
+    assert drawn["normal"].shape == () and drawn["normal"] != 0
+    assert drawn["positive"] == drawn["normal"].abs() and drawn["tiny"] * 1024 == drawn["normal"]
+
+
+def test_truth_is_that_of_plain_loops() -> None:
+    sizes = {"M": 7, "K": 5, "N": 6}
+    inputs = draw(wide(), sizes, 2)
+    inputs["target"][:2] = torch.tensor([-100, 5])
+    before = {name: t.clone() for name, t in inputs.items()}
+    truth = reference.oracle(wide(), inputs, sizes)
+    a, b = inputs["a"].double().tolist(), inputs["b"].double().tolist()
+    for i in range(7):
+        row = [inputs["scale"].item() * sum(x * y for x, y in zip(a[i], b[j], strict=True)) for j in range(6)]
+        target = int(inputs["target"][i])
+        assert truth["t"][i].item() == pytest.approx(row[target] if target >= 0 else 0.0, rel=1e-12)
+        for j in range(6):
+            angle = torch.tensor(i * inputs["series"][j].item(), dtype=torch.float64)
+            assert truth["c"][i, j].item() == pytest.approx(row[j] + 100 * angle.cos().item(), rel=1e-12)
+    assert all(torch.equal(t.float(), before[name].float()) for name, t in inputs.items())
+
+
+def test_indices_stay_integers_where_fp32_would_round_them() -> None:
+    spec = one("int64", {"integers": (2**40, 2**40 + 1000)})
+    text = "c = (a @ b.mT) * 0\nt = (other - 2 ** 40) * scale"
+    spec = spec.model_copy(update={"reference": text})
+    inputs = draw(spec, SIZES, 0)
+    expected = (inputs["other"] - 2**40).float() * inputs["scale"]
+    assert len(expected.unique()) > 200  # in fp32, which holds 24 bits, all would be one
+    torch.testing.assert_close(reference.yardstick(spec, inputs, SIZES)["t"], expected, rtol=1e-6, atol=0)
+
+
+def test_fp8_operands_are_exact_and_what_is_made_of_them_is_rounded_to_bf16() -> None:
+    text = "c = a @ b.mT\nt = ((a * 1.01) @ b.mT)[:, 0]"
+    spec = wide(reference=text)
+    inputs = draw(spec, SIZES, 0)
+    a, b = inputs["a"].double(), inputs["b"].double()
+    got = reference.fp32(spec, inputs, SIZES)
+    torch.testing.assert_close(got["c"].double(), a @ b.mT, rtol=1e-5, atol=1e-3)
+    rounded = (inputs["a"].float() * 1.01).bfloat16().double() @ b[0]
+    torch.testing.assert_close(got["t"].double(), rounded, rtol=1e-5, atol=1e-3)
+    assert (got["t"].double() - 1.01 * (a @ b[0])).abs().max() > 0.5  # not what fp32 operands give
+
+
+def test_no_mutant_survives_and_the_yardstick_passes() -> None:
+    spec = wide()
+    assert weak_spots(spec, SIZES) == []
+    for family in FAMILIES:
+        inputs = draw(spec, SIZES, 1, family=family)
+        truth, yard = (f(spec, inputs, SIZES) for f in (reference.oracle, reference.yardstick))
+        assert all(error.passed for error in compare(spec, yard, truth, yard))
+
+
+def test_an_update_is_judged_out_of_place() -> None:
+    inputs = {**SPEC["inputs"], "old": {"shape": ("M", "N"), "dtype": "bf16"}}
+    outputs = {"c": {"shape": ("M", "N"), "dtype": "bf16", "updates": "old"}}
+    spec = wide(inputs=inputs, outputs=outputs, reference="c = old + (a @ b.mT) * scale / 256")
+    drawn = draw(spec, SIZES, 0)
+    old = drawn["old"].clone()
+    truth, yard = reference.oracle(spec, drawn, SIZES), reference.yardstick(spec, drawn, SIZES)
+    assert torch.equal(drawn["old"], old)
+    product = drawn["a"].double() @ drawn["b"].double().mT * drawn["scale"].double() / 256
+    torch.testing.assert_close(truth["c"], old.double() + product, rtol=1e-12, atol=1e-12)
+    (kept,) = compare(spec, {"c": (old.double() + product).bfloat16()}, truth, yard)
+    (twice,) = compare(spec, {"c": (old.double() + 2 * product).bfloat16()}, truth, yard)
+    assert kept.passed and not twice.passed

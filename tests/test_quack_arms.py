@@ -1,0 +1,284 @@
+"""QuACK's arms without a GPU: their algebra and wiring against each spec's reference, and their search.
+
+An epilogue is a Python function of the accumulator: here it runs on fp64 tensors, its operators played by
+PyTorch, its tiles 64 wide. What the DSL makes of it, tests/gpu/test_quack.py checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import CellType, FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verifier import numerics, quack_baseline, quack_library, quack_norms, reference
+from verifier.quack_baseline import ARMS, OUR_SEARCH, OWN_TUNER, admitted, chained, tuned_library
+from verifier.quack_epilogue import QuackEpilogue
+from verifier.quack_library import LIBRARY
+from verifier.spec import Spec, load
+
+SPECS = Path(__file__).parent.parent / "specs"
+TILE = 64
+NONE = {"gemm_cross_entropy_bwd", "gemm_fp8_row_scale", "gemm_fp8_tensor_scale"}
+
+
+def spec_of(name: str) -> Spec:
+    return load(SPECS / f"{name}.yaml", check=False)
+
+
+def small(spec: Spec) -> dict[str, int]:
+    """Ragged, and heads as wide as the rest allows."""
+    return {dim: {"M": 70, "H": 3, "P": 16}.get(dim, 72 + 8 * i) for i, dim in enumerate(spec.dims)}
+
+
+# ── QuACK's operators and functions, as PyTorch has them ──────────────────────────────────────────────────
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def _gradient(of: Callable[..., Tensor], out: Tensor, *at: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in at]
+    with torch.enable_grad():
+        value = of(*leaves)
+    return *torch.autograd.grad(value, leaves, out), value.detach()
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+TWINS: dict[str, Callable[..., Any]] = {
+    "swiglu": _swiglu,
+    "geglu": lambda gate, up: _gelu(gate) * up,
+    "gelu_tanh_approx": _gelu,
+    "relu_sq": lambda x: x.relu().square(),
+    "dgelu_tanh_approx": lambda z, d: _gradient(_gelu, d, z),
+    "dswiglu": lambda gate, up, d: _gradient(_swiglu, d, gate, up),
+    "_angle_turns": lambda pos, freq: (pos * freq[0], pos * freq[1]),
+    "_sincos_turns": lambda t, lo: (torch.sin(2 * math.pi * (t + lo)), torch.cos(2 * math.pi * (t + lo))),
+    "cutlass.cute": SimpleNamespace(math=SimpleNamespace(tanh=torch.tanh)),  # type: ignore[dict-item]
+}
+
+
+def on_torch(fn: Any) -> Any:
+    """``fn`` with every function of QuACK's that it reaches replaced by PyTorch's of the same meaning."""
+
+    def twin(value: Any) -> Any:
+        return TWINS.get(getattr(value, "__name__", ""), value)
+
+    scope = {name: twin(value) for name, value in fn.__globals__.items()}
+    cells = fn.__closure__ and tuple(CellType(twin(cell.cell_contents)) for cell in fn.__closure__)
+    return FunctionType(fn.__code__, scope, fn.__name__, None, cells)
+
+
+class Played:
+    """An EpiMod whose plans compute on the CPU in fp64, partial results in tiles of ``TILE``."""
+
+    def __init__(self, mod: Any):
+        self.mod, self.mode, self.sinks = mod, mod.mode, mod.sinks
+
+    def plan(self, a: Tensor, b: Tensor, c: Tensor | None, *, out: dict[str, Tensor], **rest: Any) -> Any:
+        from quack.epilogue.math import Pair
+
+        rest.pop("config")
+        add = rest.pop("add_to_output", False)
+        for buffer in out.values():
+            if not add:
+                buffer.fill_(float("nan"))
+        scratch: dict[str, Tensor] = {}
+
+        def lanes(value: Tensor) -> Any:
+            return Pair(value[..., 0::2], value[..., 1::2]) if value.shape[-1] > 1 else value
+
+        def run(*_: Any, **__: Any) -> None:
+            acc = a.double() @ b.double()
+            given: dict[str, Any] = {"acc": acc, "c": None if c is None else c.double()}
+            given |= {n: self.operand(n, rest[n], acc) for n in self.mod.operand_names if n != "c"}
+            if self.mode == "acc_pair":
+                given = {n: lanes(v) if isinstance(v, Tensor) else v for n, v in given.items()}
+            elif self.mode == "packed_cd_b16x2":
+                given["c"] = lanes(given["c"])
+            values = on_torch(self.mod.fn)(*(given[n] for n in ("acc", *self.mod.operand_names)))
+            for name, buffer in out.items():
+                value = values[name]
+                if isinstance(value, Pair):
+                    value = torch.stack(tuple(value), -1).flatten(1)
+                buffer.copy_(buffer + value if add else value)
+            for name, op in self.sinks.items():
+                self.sink(name, op, values[name], rest, scratch)
+            if "rstd_out" in rest:
+                rest["rstd_out"].copy_(self.heads(rest["qk"], acc))
+
+        return SimpleNamespace(run=run, scratch=scratch)
+
+    def operand(self, name: str, value: Any, acc: Tensor) -> Any:
+        kind = type(self.mod.ops[name]).__name__ if name in self.mod.ops else ""
+        if kind == "HeadRstd":
+            return self.heads(value, acc).repeat_interleave(value, 1)
+        if kind.startswith("Rotary"):
+            return value.double().repeat(1, acc.shape[1] // value.shape[1])
+        if not isinstance(value, Tensor):
+            return value
+        return value.double()[:, None] if kind == "ColVecLoad" else value.double()
+
+    def heads(self, width: int, acc: Tensor) -> Tensor:
+        eps = self.mod.ops["qk"].eps
+        return (acc.unflatten(1, (-1, width)).square().mean(-1) + eps).rsqrt()
+
+    def sink(self, name: str, op: Any, value: Any, rest: dict[str, Any], scratch: dict[str, Tensor]) -> None:
+        if getattr(op, "scaled", False):
+            value = value[0] * value[1]
+        match type(op).__name__:
+            case "ColVecSelect":
+                target = rest[op.idx_op.name]
+                rows = ((target >= 0) & (target < value.shape[1])).nonzero()[:, 0]
+                rest[name][rows] = value[rows, target[rows]].float()
+            case "OnlineLSEReduce":
+                scratch[name] = torch.stack([t.logsumexp(1) for t in value.split(TILE, 1)], -1).float()
+            case "RowVecReduce":
+                scratch[name] = torch.stack([t.sum(0) for t in value.split(TILE, 0)]).float()
+            case _:
+                parts = value.split(TILE, 1)
+                fold = [t.sum(1) if op.combine == "add" else t.abs().amax(1) for t in parts]
+                scratch[name] = torch.stack(fold, -1).float()
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spec, dict[str, Tensor], dict[str, int]], Any]:
+    """A spec's arm, played on the CPU."""
+
+    def reduce(partials: Tensor, rstd: Tensor, scale: float, eps: float) -> None:
+        torch.rsqrt(partials.sum(-1) * scale + eps, out=rstd)
+
+    monkeypatch.setattr("quack.rms_final_reduce._rms_final_reduce_out", reduce)
+    for module in (quack_library, quack_norms):
+        monkeypatch.setattr(module, "fused", lambda function: function)
+
+    def arm(spec: Spec, inputs: dict[str, Tensor], sizes: dict[str, int]) -> Callable[[], dict[str, Tensor]]:
+        stages = quack_library.quack_library(spec.name, inputs, sizes, spec.constants)
+        config: Any = None
+        return chained([replace(stage, mod=Played(stage.mod)).prepare(config) for stage in stages])
+
+    return arm
+
+
+# ── Tests ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_an_arm_computes_the_outputs_of_its_spec(name: str, played: Any) -> None:
+    spec = spec_of(name)
+    sizes = small(spec)
+    inputs = numerics.draw(spec, sizes, seed=3)
+    before = {n: t.clone() for n, t in inputs.items()}
+    truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
+    errors = numerics.compare(spec, played(spec, inputs, sizes)(), truth, yard)
+    assert all(e.passed for e in errors), [e.reason for e in errors]
+    assert all(torch.equal(before[n].float(), inputs[n].float()) for n in inputs)
+
+
+def test_a_target_that_became_ignored_leaves_no_logit_behind(played: Any) -> None:
+    spec = spec_of("gemm_partial_cross_entropy")
+    sizes = small(spec)
+    inputs = numerics.draw(spec, sizes, seed=0)
+    call = played(spec, inputs, sizes)
+    assert call()["target_logit"].count_nonzero() > sizes["M"] // 2
+    inputs["target"].fill_(-100)
+    assert call()["target_logit"].count_nonzero() == 0
+
+
+def test_every_spec_has_an_arm_or_a_reason() -> None:
+    assert {path.stem for path in SPECS.glob("*.yaml")} - LIBRARY.keys() == NONE
+    assert all(name in (quack_library.__doc__ or "") for name in ("fp8", "backward of cross-entropy"))
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_what_is_called_library_is_quacks_own(name: str) -> None:
+    spec = spec_of(name)
+    sizes = small(spec)
+    stages = quack_library.quack_library(name, numerics.draw(spec, sizes, seed=0), sizes, spec.constants)
+    own = all(stage.mod.fn.__module__.startswith("quack.epilogue") for stage in stages)
+    assert LIBRARY[name].kind == ("library" if own else "composed")
+
+
+def test_arms_are_left_out_where_there_is_none() -> None:
+    wanted = ("torch.compile", *ARMS)
+    assert admitted(spec_of("gemm_relu2"), wanted) == wanted
+    assert admitted(spec_of("gemm_fp8_row_scale"), wanted) == ("torch.compile",)
+    with pytest.raises(ValueError, match="no epilogue for spec 'gemm_fp8_row_scale'"):
+        quack_library.quack_library("gemm_fp8_row_scale", {}, {}, {})
+
+
+def stage_of(name: str) -> Any:
+    spec = spec_of(name)
+    sizes = small(spec)
+    return quack_library.quack_library(name, numerics.draw(spec, sizes, seed=0), sizes, spec.constants)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "swaps"),
+    [("gemm_relu2", 11, True), ("gemm_row_abs_max", 11, False), ("gemm_swiglu", 9, False)],
+)
+def test_its_own_tuners_space_is_quacks(name: str, tiles: int, swaps: bool) -> None:
+    space = quack_baseline.own_space(stage_of(name))
+    assert len({(c.tile_m, c.tile_n, c.pingpong) for c in space}) == tiles
+    assert {(c.cluster_m, c.cluster_n) for c in space} == {(1, 2), (2, 1)}
+    assert {c.max_swizzle_size for c in space} == {8}
+    assert {c.swap_ab for c in space} == ({False, True} if swaps else {False})
+    assert {c.device_capacity for c in space} == {9}
+
+
+@pytest.fixture
+def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, list[Any]]]:
+    """Races that the schedule of the widest swizzle, then the last one, wins; who ran in which."""
+    races: list[tuple[str, list[Any]]] = []
+
+    def race(spec: Spec, sizes: Any, index: int, stage: Any, configs: list[Any], rounds: int) -> Any:
+        races.append((f"{index}", configs))
+        ranked = sorted(enumerate(configs), key=lambda c: (-c[1].max_swizzle_size, -c[0]))
+        return [(config, float(at)) for at, (_, config) in enumerate(ranked)]
+
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr(quack_baseline, "_race", race)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    return races
+
+
+@pytest.mark.parametrize(("arm", "swizzle"), [(OWN_TUNER, 8), (OUR_SEARCH, 32)])
+def test_each_stage_of_a_chain_is_tuned_and_kept(
+    arm: str, swizzle: int, raced: list[tuple[str, list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[tuple[str, Any]] = []
+
+    def prepare(stage: Any, config: Any) -> Callable[[], dict[str, Tensor]]:
+        prepared.append((stage.mod.fn.__name__, config))
+        return lambda: dict.fromkeys(stage.names.values(), torch.empty(0))
+
+    monkeypatch.setattr(QuackEpilogue, "prepare", prepare)
+    spec = spec_of("gemm_swiglu_mlp")
+    sizes = small(spec)
+    inputs = numerics.draw(spec, sizes, seed=0)
+    outputs = tuned_library(spec, inputs, sizes, arm)()
+    assert outputs.keys() == spec.outputs.keys()
+    assert [index for index, _ in raced] == ["0"] * 3 + ["1"] * 3
+    assert [name for name, _ in prepared] == ["linear_act_epi", "identity_epi"] * 2  # raced, then used
+    assert {config.max_swizzle_size for _, config in prepared} == {swizzle}
+    first = prepared[2:]
+    tuned_library(spec, inputs, sizes, arm)
+    assert len(raced) == 6 and prepared[4:] == first  # the choice came from the disk
+
+
+def test_layernorms_statistics() -> None:
+    h = torch.randn(5, 3 * TILE, dtype=torch.float64)
+    parts = h.unflatten(1, (3, TILE))
+    mean, rstd = quack_norms.mean_rstd(parts.sum(-1), parts.square().sum(-1), h.shape[1], 1e-5)
+    want = torch.nn.functional.layer_norm(h, h.shape[1:], eps=1e-5)
+    torch.testing.assert_close((h - mean[:, None]) * rstd[:, None], want)

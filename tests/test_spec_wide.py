@@ -1,0 +1,216 @@
+"""Specs of every kind of input: scalars, indices, fp8, series; static dims; cases that only report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from verifier import numerics, reference
+from verifier.inputs import trial
+from verifier.spec import Spec, SpecError, load
+
+WIDE = """\
+name: wide
+summary: A matmul of fp8, with every kind of input.
+dims: {M: rows, K: inner, N: columns}
+inputs:
+  a: {shape: [M, K], dtype: fp8_e4m3}
+  b: {shape: [N, K], dtype: fp8_e4m3}
+  scale: {shape: [], dtype: fp32}
+  target: {shape: [M], dtype: int64, init: {integers: [0, N], ignored: -100}}
+  position: {shape: [M], dtype: int32, init: {count: 4*K}}
+  series: {shape: [N], dtype: fp32, init: {geometric: [1.0, 1.0e-4]}}
+  old: {shape: [M], dtype: fp32}
+static: [K]
+outputs:
+  c: {shape: [M, N], dtype: bf16}
+  t: {shape: [M], dtype: fp32, updates: old}
+reference: |
+  c = a @ b.mT * scale + position[:, None] * series
+  t = where(target >= 0, c.gather(1, target.clamp(min=0)[:, None])[:, 0], old)
+baseline: |
+  product = torch._scaled_mm(a, b.mT, scale_a=scale, scale_b=scale * 0 + 1, out_dtype=torch.bfloat16)
+  c = product + position[:, None] * series
+  t = where(target >= 0, c.gather(1, target.clamp(min=0)[:, None])[:, 0], old)
+cases:
+  - {name: small, M: 8, K: 16, N: 4}
+  - {name: decode, M: 1, K: 16, N: 4, bench: report}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes wide.yaml, the spec above with ``old`` replaced by ``new``, and gives its relative path."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(old: str = "", new: str = "") -> Path:
+        assert old in WIDE
+        path = Path("wide.yaml")
+        path.write_text(WIDE.replace(old, new, 1) if old else WIDE)
+        return path
+
+    return write
+
+
+def fails(path: Path, check: bool = True) -> str:
+    with pytest.raises(SpecError) as caught:
+        load(path, check=check)
+    return str(caught.value)
+
+
+def test_parts_of_a_wide_spec(write):
+    spec = load(write())
+    init = {name: tensor.init for name, tensor in spec.inputs.items()}
+    assert {name: i.form for name, i in init.items()} == {
+        "a": "normal", "b": "normal", "scale": "normal",
+        "target": "integers", "position": "count", "series": "geometric", "old": "normal",
+    }  # fmt: skip
+    sizes = {"M": 8, "K": 16, "N": 4}
+    assert init["target"].range_at(sizes) == (0, 3) and init["position"].range_at(sizes) == (0, 63)
+    assert spec.solve({"a": (8, 16), "b": (4, 16), "scale": (), "target": (8,), "position": (8,),
+                       "series": (4,), "old": (8,)}) == sizes  # fmt: skip
+    small, decode = spec.cases
+    assert small.decides and decode.bench == "report" and not decode.decides
+
+
+def test_static_dims_and_updates_reach_the_signature(write):
+    wide = load(write()).signature()
+    assert wide.static == ("K",) and wide.updates == {"t": "old"} and wide.inputs["scale"].shape == ()
+    assert [wide.inputs[n].dtype for n in ("a", "target", "position")] == ["fp8_e4m3", "int64", "int32"]
+    assert type(wide).from_json(wide.to_json()) == wide
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("dtype: bf16}", "dtype: fp8_e4m3}", 14, "output c is fp8_e4m3, which only inputs may be"),
+        ("fp32, updates: old", "int64, updates: old", 15, "t is int64, which only inputs may"),
+        ("  t: {shape: [M]", "  t: {shape: []", 15, "output t has 0 axes; give it one or two"),
+        ("[M], dtype: int64", "[M, N], dtype: int64", 8, "target is a matrix of int64; a matrix may be"),
+        ("scale: {shape: [], dtype: fp32", "scale: {shape: [], dtype: bf16", 7, "scalar may be fp32"),
+        ("[N], dtype: fp32", "[N], dtype: fp8_e4m3", 10, "series is a vector of fp8_e4m3; a vector may be"),
+        ("series: {shape: [N]", "series: {shape: [N, N, N]", 10, "series has 3 axes; give it at most two"),
+        (", init: {count: 4*K}", "", 9, "position is int32: give init {integers: [0, V]} or {count: 8192}"),
+        ("{count: 4*K}", "{uniform: [0, 9]}", 9, "position is int32: give init"),
+        ("scale: {shape: [], dtype: fp32", "scale: {shape: [], dtype: fp32, init: {integers: [0, 2]}", 7,
+         "scale is fp32: integers are for int32 and int64; use normal or uniform"),
+        ("integers: [0, N]", "integers: [N, 4]", 8, "integers ['N', 4] is 4 to 4; low must be less"),
+        ("integers: [0, N]", "integers: [0, N/3]", 8, "'N/3' is 1.333"),
+        ("integers: [0, N]", "integers: [0, V]", 8, "dim 'V' is not declared"),
+        ("integers: [0, N]", "integers: [0]", 8, "is missing"),
+        ("integers: [0, N]", "integers: [0, 2.5]", 8, "is 2.5; it must be an integer"),
+        ("ignored: -100", "ignored: 2", 8, "ignored 2 lies within 0 to 3; take one outside"),
+        ("{count: 4*K}", "{count: 4*K, ignored: 3}", 9, "ignored stands beside integers"),
+        ("{count: 4*K}", "{count: 4*K, integers: [0, 3]}", 9, "init takes one form"),
+        ("{count: 4*K}", "{count: K - 16}", 9, "count 'K - 16' is 0; it must be at least 1 in case 'small'"),
+        ("{count: 4*K}", "{count: K**9}", 9, "does not fit int32"),
+        ("[1.0, 1.0e-4]", "[1.0, 0]", 10, "geometric [1.0, 0.0] must be positive and finite"),
+        ("static: [K]", "static: [K, K]", 12, "static names dim 'K' twice"),
+        ("bench: report", "bench: reprot", 25, "bench is 'reprot'; it must be true, false or report"),
+        ("baseline:", "hints:", 5, "a is fp8_e4m3, which torch.matmul does not take: give a baseline with"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_wide_spec_is_named_with_its_line(write, old, new, line, words):
+    message = fails(write(old, new), check=False)
+    assert message.startswith(f"wide.yaml:{line}: "), message
+    assert words in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("out_dtype=torch.bfloat16", "out_type=torch.bfloat16", 20, "unexpected keyword argument 'out_type'"),
+        ("b.mT, scale_a", "b, scale_a", 20, "tried with a [6, 10], b [14, 10]"),
+        ("target.clamp(min=0)", "(target + N)", 18, "out of bounds"),
+    ],
+)
+def test_a_wide_reference_is_tried(write, old, new, line, words):
+    message = fails(write(old, new))
+    assert message.startswith(f"wide.yaml:{line}: "), message
+    assert words in message
+
+
+def test_a_range_that_is_empty_in_a_trial_is_named(write):
+    path = write("[0, N]", "[0, N - 1000]")
+    path.write_text(path.read_text().replace("N: 4", "N: 2000"))
+    assert isinstance(load(path, check=False), Spec)
+    message = fails(path)
+    assert message.startswith("wide.yaml:4: input 'target': integers [0, 'N - 1000'] is 0 to -986")
+    assert message.endswith("at the tiny sizes of a trial; write it in dims")
+
+
+def test_the_hash_of_a_wide_spec_sees_meaning_alone(write):
+    first = load(write()).hash
+    other = [
+        ("[0, N]", "[0, 4]"),
+        ("-100", "-99"),
+        (", ignored: -100", ""),
+        ("4*K", "2*K"),
+        ("1.0e-4", "1.0e-5"),
+        ("static: [K]", "static: [N]"),
+        ("static: [K]\n", ""),
+        ("bench: report", "bench: true"),
+        ("bench: report", "bench: false"),
+        ("scale * 0 + 1", "scale / scale"),
+        ("int32", "int64"),
+        (", updates: old", ""),
+    ]
+    hashes = {load(write(*edit), check=False).hash for edit in other}
+    assert len(hashes) == len(other) and first not in hashes
+    both = {load(write("static: [K]", f"static: [{x}]"), check=False).hash for x in ("N, K", "K, N")}
+    assert len(both) == 1
+
+
+def test_a_trial_is_of_distinct_sizes_and_valid_indices(write):
+    spec = load(write())
+    sizes, inputs = trial(spec)
+    assert len(set(sizes.values())) == 3 and all(size % 2 == 0 for size in sizes.values())
+    assert {name: list(t.shape) for name, t in inputs.items()} == {
+        name: [d(sizes) for d in t.shape] for name, t in spec.inputs.items()
+    }
+    assert inputs["a"].dtype == inputs["scale"].dtype == torch.float64
+    target = inputs["target"].tolist()
+    assert inputs["target"].dtype == torch.int64 and set(target) <= {-100, *range(sizes["N"])}
+    assert target[-1] == -100 and len(set(target)) > 2
+    assert inputs["position"].dtype == torch.int32 and inputs["position"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_blocks_of_a_wide_spec_change_nothing(write, monkeypatch):
+    spec, sizes = load(write()), {"M": 300, "K": 20, "N": 12}  # count goes round after 80 rows
+    inputs = numerics.draw(spec, sizes, seed=1)
+    whole, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 1)
+    assert reference._rows(spec, sizes) == (("M", False), 128)
+    for name, value in reference.oracle(spec, inputs, sizes).items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(reference.yardstick(spec, inputs, sizes)[name], yard[name])
+
+
+LEAN = {
+    "name": "lean",
+    "summary": "Logits that no output holds.",
+    "dims": {"M": "rows", "D": "width", "V": "vocabulary"},
+    "inputs": {"x": {"shape": ("M", "D"), "dtype": "bf16"}, "w": {"shape": ("V", "D"), "dtype": "bf16"}},
+    "outputs": {"lse": {"shape": ("M",), "dtype": "fp32"}},
+    "reference": "lse = logsumexp(x @ w.mT, -1)",
+    "cases": ({"name": "one", "M": 16384, "D": 8, "V": 128256},),
+}
+
+
+def test_blocks_count_what_is_made_on_the_way():
+    spec = Spec.model_validate(LEAN)
+    row, rows = reference._rows(spec, spec.cases[0].sizes)
+    assert row == ("M", False) and rows == 256  # 348 rows of fp64 logits, six times, fill 2 GiB
+    for fits in ({"M": 16384, "D": 8, "V": 1000}, {"M": 256, "D": 8, "V": 128256}):
+        assert reference._rows(spec, fits) is None
+
+
+def test_a_reference_whose_way_depends_on_numbers_still_runs():
+    text = "lse = x[:, 0] * 1\nfor i in range(len(w[w.sum(1) > 0])):\n  lse = lse + 1"
+    spec, sizes = Spec.model_validate({**LEAN, "reference": text}), {"M": 6, "D": 8, "V": 10}
+    x, w = torch.ones(6, 8), torch.tensor([[1.0], [-1.0]]).repeat(5, 8)
+    truth = reference.oracle(spec, {"x": x.bfloat16(), "w": w.bfloat16()}, sizes)
+    assert truth["lse"].tolist() == [6.0] * 6

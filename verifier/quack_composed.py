@@ -1,0 +1,116 @@
+# mypy: ignore-errors
+# Device code is traced by the DSL, not run: its values have no Python types.
+"""Epilogues written with QuACK's operators, for specs whose outputs none in its own library has.
+
+Each takes the nearest of ``quack.epilogue.library`` or ``.rotary`` and changes only what its docstring
+says. As there, "col" is a vector of length M, "row" one of length N. Importing this imports QuACK.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from quack.epilogue.frontend import gemm_epilogue, pack, unpack
+from quack.epilogue.head_rmsnorm import HeadRstd
+from quack.epilogue.ops import (
+    ColVecLoad,
+    ColVecReduce,
+    ColVecSelect,
+    OnlineLSEReduce,
+    RowVecLoad,
+    RowVecReduce,
+    TileLoad,
+)
+from quack.epilogue.rotary import _angle_turns, _sincos_turns, rotary_cos_sin_load
+
+HEAD_EPS = 1e-6  # of qk_rope: QuACK's operator takes it when it is made
+
+
+@gemm_epilogue(ops={"rstd": ColVecLoad("rstd")})
+def row_scale(acc, rstd):
+    """norm_act_mod without an activation, which stores its result twice: D = acc * rstd."""
+    return {"D": acc * rstd}
+
+
+@gemm_epilogue(ops={"cs": rotary_cos_sin_load("cs"), "rstd": ColVecLoad("rstd")}, mode="acc_pair")
+def rstd_rope_table(acc, cs, rstd):
+    """rope_table_epi with the deferred row scale of rstd_rope_posfreq_epi in place of its bias."""
+    x1, x2 = unpack(acc * rstd)
+    c, s = unpack(cs)
+    return {"D": pack(x1 * c - x2 * s, x1 * s + x2 * c)}
+
+
+def _squares(acc):
+    return {"qk": acc * acc}
+
+
+_head_rstd = HeadRstd("qk", eps=HEAD_EPS)
+
+
+@gemm_epilogue(
+    ops={"pos": ColVecLoad("pos"), "freq": RowVecLoad("freq"), "qk": _head_rstd, "w": RowVecLoad("w")},
+    prepass=_squares,
+    prepass_outs=("qk",),
+    extra_ops=(_head_rstd.out("rstd_out"),),
+    mode="acc_pair",
+)
+def qk_rope_posfreq(acc, pos, freq, qk, w):
+    """qk_rope_epi with the angles of rope_posfreq_epi in place of a table, and its rstd stored as by
+    qknorm_epi."""
+    x1, x2 = unpack(acc * qk * w)
+    s, c = _sincos_turns(*_angle_turns(pos, freq))
+    return {"D": pack(x1 * c - x2 * s, x1 * s + x2 * c)}
+
+
+_target = ColVecLoad("target")
+_head_sinks = {
+    "lse": OnlineLSEReduce("lse"),
+    "target_logit": ColVecSelect("target_logit", idx_op=_target),
+}
+
+
+@gemm_epilogue(ops={"rstd": ColVecLoad("rstd")}, outs=_head_sinks, extra_ops=(_target,))
+def rstd_lse_target(acc, rstd):
+    """rstd_lse_epi with the target's logit of lse_target_epi."""
+    v = acc * rstd
+    return {"D": v, "lse": v, "target_logit": v}
+
+
+@gemm_epilogue(outs=_head_sinks, extra_ops=(_target,))
+def softcap_lse_target(acc, cap, reciprocal):
+    """lse_target_epi of capped logits; the exact tanh, because fp32 outputs come from it."""
+    v = cute.math.tanh(acc * reciprocal) * cap
+    return {"D": v, "lse": v, "target_logit": v}
+
+
+@gemm_epilogue(
+    outputs=("resid_out",),
+    ops={"weight": RowVecLoad("weight")},
+    reduces={"hsum": ColVecReduce("hsum"), "sqsum": ColVecReduce("sqsum", scaled=True)},
+)
+def ln_partial(acc, c, weight):
+    """ln_partial_epi without its bias."""
+    y = acc + c
+    return {"D": y * weight, "resid_out": y, "hsum": y, "sqsum": (y, y)}
+
+
+_RMS_BWD_OPS = {
+    "h": TileLoad("h"),
+    "gamma": RowVecLoad("gamma"),
+    "rstd": ColVecLoad("rstd"),
+    "s": ColVecLoad("s"),
+}
+
+
+@gemm_epilogue(ops=_RMS_BWD_OPS, reduces={"dgamma": RowVecReduce("dgamma", scaled=True)})
+def rms_bwd(acc, c, h, gamma, rstd, s):
+    """rms_bwd_apply_epi for a normalised, unscaled z: dx = dres + rstd * (acc * gamma - hhat * s)."""
+    hhat = h * rstd
+    return {"D": (acc * gamma - hhat * s) * rstd + c, "dgamma": (acc, hhat)}
+
+
+@gemm_epilogue(outputs=("hn",), ops=_RMS_BWD_OPS, reduces={"dgamma": RowVecReduce("dgamma", scaled=True)})
+def rms_bwd_recompute(acc, c, h, gamma, rstd, s):
+    """rms_bwd that also stores the normalised h, which the weight's gradient needs."""
+    hhat = h * rstd
+    dx = (acc * gamma - hhat * s) * rstd + c
+    return {"D": dx, "hn": hhat * gamma, "dgamma": (acc, hhat)}
