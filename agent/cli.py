@@ -275,7 +275,7 @@ def show(
     loaded = load(spec or _spec_of(kernel), check=False)
     program = _program(kernel, loaded, weak_jail)
     try:
-        resources = report(program)
+        resources = report(program, loaded.cases[0].sizes)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
     sizes = {case.name: case.sizes for case in loaded.cases}
@@ -288,6 +288,25 @@ def show(
         _console(False).print(
             showing.render(program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl)
         )
+
+
+@app.command()
+def table(
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Put the tables between FILE's table comments.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what accepted kernels' reports and recorded runs say, as Markdown tables."""
+    from agent import table as tables
+
+    found = tables.read()
+    if write:
+        tables.write(write, found)
+    elif as_json:
+        typer.echo(json.dumps(found.to_json(), indent=1))
+    else:
+        typer.echo(str(found), nl=False)
 
 
 @app.command()
@@ -404,12 +423,13 @@ def _explained(error: Exception) -> int:
     from agent.bundle import BundleError
     from agent.journal import JournalError
     from agent.providers import ProviderError
+    from agent.table import TableError
     from agent.tips import TipsError
     from primitives.compile import CompileError
     from verifier.jail import JailUnavailable
     from verifier.spec import SpecError
 
-    if isinstance(error, SpecError | BundleError | TipsError):
+    if isinstance(error, SpecError | BundleError | TableError | TipsError):
         status = USAGE
     elif isinstance(error, AcceptError | CompileError):
         status = REJECTED

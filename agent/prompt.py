@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
-FAMILIES = ("tiles", "elementwise", "vectors", "reductions")
+FAMILIES = ("tiles", "elementwise", "vectors", "reductions", "stateful")
 
 ROLE = """\
 You write CODA kernels for NVIDIA H100: a matrix product (GEMM) with the memory-bound operators around it
@@ -36,28 +36,31 @@ measures it; what it finds wrong comes back to you, and you answer with the whol
 - The file imports names with `from primitives import ...`, and defines exactly one function marked
   `@kernel`, with a docstring. No other import, no class, no string formatting, no attribute but .mT, .rows
   and .columns.
-- The function's parameters are the spec's inputs and constants, all of them, by name. It returns a dict
-  with exactly the spec's outputs.
+- The function's parameters are the spec's inputs, constants and static dims, all of them, by name. It
+  returns a dict with exactly the spec's outputs. An output that `updates` an input is a value like any
+  other; that input may then be read only where this output is computed, element by element.
 - It is straight-line tensor code over whole matrices and vectors. Running it computes nothing: it writes
   down a program. There is no `if` on values (use where), no indexing, no in-place update.
-- Kinds come from symbolic shapes. A 2-D value is a tile [M, N]; a 1-D input or a reduction is a vector. A
-  vector meets a tile only through per_row(v) (one value a row) or per_column(v) (one value a column).
-  Vectors of one length, scalars and numbers combine freely.
+- Kinds come from symbolic shapes. A 2-D value is a tile [M, N]; a 1-D input or a reduction is a vector; an
+  input of shape [] is a scalar. A vector meets a tile only through per_row(v) (one value a row),
+  per_column(v) (one value a column) or per_head(v) (repeated for each head). Vectors of one length, scalars
+  and numbers combine freely.
 - Each gemm starts a step. A tile expression is computed in the epilogue of the last gemm it needs, in fp32
   registers: loads and stores are implied. Tiles in a step have the gemm's rows, and half, once or twice
-  its columns (pairs and join change the width); those loaded have at least the gemm's own.
+  its columns (pairs and join change the width).
 - A tile built from inputs alone rides along in a step that loads all of those inputs anyway; otherwise it
   has no home and is refused.
 - A tile that becomes a later gemm's operand is stored once in 16 bits; where its own step uses it, it is
   seen unrounded.
-- Reductions over rows are final only after their step: they may be returned, combined with other vectors,
-  or spread in a *later* gemm's epilogue. A row scale commutes with the next matmul: instead of scaling a
-  tile before a gemm, scale that gemm's result.
+- Reductions along rows or columns are final only after their step: they may be returned, combined with
+  other vectors, or spread in a *later* gemm's epilogue. A row scale commutes with the next matmul: instead
+  of scaling a tile before a gemm, scale that gemm's result. Statistics of heads (head_sums) alone are final
+  within their step.
 - Arithmetic is fp32 whatever the inputs' dtype; outputs are rounded once, to the spec's dtype. Do not
   round yourself: there are no casts.
 - Fewer, larger fusions win: read each input once, reuse values (one sigmoid serves several uses).
 
-Operators: `+ - * /`, unary minus, `** 2`, comparisons `< <= > >=` (giving 1 or 0, for where), with tiles,
+Operators: `+ - * /`, unary minus, `** 2`, comparisons `< <= > >= == !=` (giving 1 or 0), with tiles,
 vectors, scalars and Python numbers.
 """
 
@@ -123,7 +126,7 @@ def examples(exclude: str = "") -> str:
 
 def task(spec: Spec, text: str) -> str:
     """The first message: the spec, and how to answer."""
-    parameters = ", ".join([*spec.inputs, *spec.constants])
+    parameters = ", ".join([*spec.inputs, *spec.constants, *spec.static])
     return (
         "Write the kernel for this spec. In `reference`, torch and torch.nn.functional names are in scope;\n"
         f"it is the mathematics, not the way to compute it.\n\n```yaml\n{text.strip()}\n```\n\n"

@@ -106,7 +106,9 @@ def measurer(gpu: bool | None, arms: tuple[str, ...], rounds: int, watch: Listen
 
 def arms_of(max_autotune: bool, quack: bool) -> tuple[str, ...]:
     """The arms to measure beside the candidate."""
-    extra = [("torch.compile max-autotune", max_autotune), ("QuACK library", quack)]
+    from verifier.quack_baseline import ARMS
+
+    extra = [("torch.compile max-autotune", max_autotune), *((name, quack) for name in ARMS)]
     return ("torch.compile", "cuBLAS matmul", *(name for name, wanted in extra if wanted))
 
 

@@ -1,0 +1,358 @@
+"""``coda-agent table``: what accepted kernels' reports and recorded runs say, as Markdown or as data.
+
+The README holds this output between comments, ``<!-- table: NAME -->`` and ``<!-- /table -->``; ``write``
+puts it there, so that no figure is copied by hand. Times are milliseconds, intervals at 95%.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from pydantic import ValidationError
+
+from agent.accept import KERNELS, RECORDINGS
+from agent.journal import read_export
+from primitives.files import write_atomic
+from verifier.report import REPORT, Accepted, Timing
+
+__all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "wilson", "write"]
+
+GROUPS = {  # in the order of the tables
+    "CODA's ten": (
+        "gemm_residual_partial_rmsnorm",
+        "gemm_rmsnorm",
+        "gemm_rmsnorm_swiglu",
+        "gemm_rmsnorm_rope",
+        "gemm_rmsnorm_partial_cross_entropy",
+        "gemm_swiglu",
+        "gemm_rope",
+        "gemm_partial_cross_entropy",
+        "gemm_swiglu_bwd",
+        "gemm_residual_rmsnorm_bwd",
+    ),
+    "Newer": (
+        "gemm_qk_norm_rope",
+        "gemm_rope_positions",
+        "gemm_alpha_residual",
+        "gemm_partial_cross_entropy_unstored",
+        "gemm_cross_entropy_bwd",
+        "gemm_grad_accumulate",
+    ),
+    "Other architectures": (
+        "gemm_bias_gelu",
+        "gemm_gelu_bwd",
+        "gemm_geglu",
+        "gemm_relu2",
+        "gemm_residual_partial_layernorm",
+        "gemm_layernorm",
+        "gemm_softcap_cross_entropy",
+        "gemm_row_abs_max",
+        "gemm_rmsnorm_swiglu_fp16",
+        "gemm_fp8_tensor_scale",
+        "gemm_fp8_row_scale",
+    ),
+    "Several GEMMs": ("gemm_residual_rmsnorm_gemm", "gemm_residual_rmsnorm_gemm_bwd", "gemm_swiglu_mlp"),
+}
+OTHERS = "Others"
+_GROUP = {name: group for group, names in GROUPS.items() for name in names}
+_PLACE = {name: place for place, name in enumerate(_GROUP)}
+PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
+WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
+COMPILE, AUTOTUNE, CUBLAS, QUACK = "torch.compile", "torch.compile max-autotune", "cuBLAS matmul", "QuACK"
+TRIES = (1, 3)
+HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+class TableError(Exception):
+    """A report, or a file to write into, that cannot be used: which one, and what to do."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95% interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case. ``speedup``, ``autotune``, ``quack``: that arm's time over the kernel's, of QuACK's
+    arms the fastest (``quack_arm``); ``over_cublas``: the kernel's time over cuBLAS's; ``roofline``: the
+    least time possible over the kernel's. None where an arm was not measured."""
+
+    group: str
+    operator: str
+    case: str
+    milliseconds: float
+    speedup: Interval | None
+    autotune: Interval | None
+    quack: Interval | None
+    quack_arm: str | None
+    over_cublas: Interval | None
+    roofline: float
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One recorded run: its answers, the first (from 1) to pass all gates that could run there, if any
+    did, and whether an accepted kernel's report is about this run."""
+
+    group: str
+    operator: str
+    run: str
+    author: str
+    answers: int
+    passed: int | None
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What was read, in the order of the tables."""
+
+    reports: tuple[Accepted, ...]
+    rows: tuple[Row, ...]
+    runs: tuple[RunRow, ...]
+
+    def success(self, tries: int) -> int:
+        """How many runs passed within that many answers."""
+        return sum(run.passed is not None and run.passed <= tries for run in self.runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """The rows as data; ``success`` by attempts, and empty without runs."""
+        total = len(self.runs)
+        rates = {
+            str(k): {"runs": total, "passed": self.success(k), "interval": wilson(self.success(k), total)}
+            for k in TRIES
+            if total
+        }
+        return {
+            "measured": [asdict(row) for row in self.rows],
+            "authoring": {"runs": [asdict(run) for run in self.runs], "success": rates},
+        }
+
+    def parts(self) -> dict[str, str]:
+        """Markdown by the name that the README's comments have."""
+        return {"measured": _measured(self), "authoring": _authoring(self)}
+
+    def __str__(self) -> str:
+        return "\n".join(self.parts().values())
+
+
+def wilson(passed: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a proportion p = passed / total, total at least 1: with z the normal
+    quantile, (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    p, n = passed / total, total
+    half = z * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
+    low, high = ((p + z**2 / (2 * n) + side) / (1 + z**2 / n) for side in (-half, half))
+    return max(0.0, low), min(1.0, high)  # rounding may leave 1 + 2e-16
+
+
+def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
+    """All accepted kernels' reports and all recorded runs. Raises TableError and JournalError."""
+    found = [_report(path) for path in sorted(kernels.glob("*.report.json"))]
+    reports = tuple(sorted(found, key=lambda report: _order(report.identity.spec)))
+    rows = [_row(report.identity.spec, timing) for report in reports for timing in _cases(report)]
+    accepted = {report.authorship.run for report in reports if report.authorship}
+    runs = [_run(path, accepted) for path in sorted(recordings.glob("*.jsonl"))]
+    return Tables(reports, tuple(rows), tuple(sorted(runs, key=lambda run: (_order(run.operator), run.run))))
+
+
+def write(path: Path, tables: Tables) -> None:
+    """Put the tables between the comments of a Markdown file. Raises TableError where some lack, OSError."""
+    text = path.read_text(encoding="utf-8")
+    parts = tables.parts()
+    names = [match[2] for match in _BLOCK.finditer(text)]
+    if sorted(names) != sorted(parts):
+        wanted = ", ".join(f"<!-- table: {name} -->" for name in parts)
+        raise TableError(
+            f"{path}: has tables {', '.join(names) or 'none'}; mark one place each with {wanted}, "
+            "and its end with <!-- /table -->"
+        )
+    write_atomic(path, _BLOCK.sub(lambda match: match[1] + parts[match[2]] + match[3], text))
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _report(path: Path) -> Accepted:
+    try:
+        report = REPORT.validate_json(path.read_bytes())
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise TableError(f"{path}: {place}: {error.errors()[0]['msg']}; accept that kernel again") from None
+    if not isinstance(report, Accepted):
+        raise TableError(f"{path}: is of a kernel that is {report.status}, not accepted; remove it")
+    return report
+
+
+def _order(operator: str) -> tuple[int, str]:
+    return _PLACE.get(operator, len(_PLACE)), operator
+
+
+def _cases(report: Accepted) -> list[Timing]:
+    """The models' widths first, decoding last, as the spec has them otherwise."""
+    order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
+    return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
+
+
+def _row(operator: str, timing: Timing) -> Row:
+    ratios = {arm: Interval(r.estimate, r.low, r.high) for arm, r in timing.ratios.items()}
+    rivals = {arm: ratio for arm, ratio in ratios.items() if arm.startswith(QUACK)}
+    fastest = min(rivals, key=lambda arm: rivals[arm].estimate, default=None)
+    bare, milliseconds = ratios.get(CUBLAS), timing.milliseconds["candidate"]
+    return Row(
+        group=_GROUP.get(operator, OTHERS),
+        operator=operator,
+        case=timing.case,
+        milliseconds=milliseconds,
+        speedup=ratios.get(COMPILE),
+        autotune=ratios.get(AUTOTUNE),
+        quack=rivals[fastest] if fastest else None,
+        quack_arm=fastest,
+        over_cublas=Interval(1 / bare.estimate, 1 / bare.high, 1 / bare.low) if bare else None,
+        roofline=timing.roofline_milliseconds / milliseconds,
+    )
+
+
+def _run(path: Path, accepted: set[str]) -> RunRow:
+    header, events = read_export(path)
+    answers = [e.payload for e in events if e.kind == "answer"]
+    tried = {int(e.key.partition("/")[2]) for e in events if e.kind == "report"}
+    failed = {
+        int(e.key.partition("/")[2])
+        for e in events
+        if e.kind in ("report", "measurement") and e.payload.get("report", e.payload)["status"] == "rejected"
+    }
+    return RunRow(
+        group=_GROUP.get(header["spec"], OTHERS),
+        operator=header["spec"],
+        run=header["run"],
+        author=answers[-1]["author"] if answers else str(header["author"]),
+        answers=len(answers),
+        passed=min(tried - failed, default=None),
+        accepted=header["run"] in accepted,
+    )
+
+
+# ── Markdown ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _measured(tables: Tables) -> str:
+    if not tables.reports:
+        return "No kernel has been measured yet.\n"
+    return "\n".join([_taken(tables.reports), *_grouped(tables.rows), _host(tables.reports)])
+
+
+def _taken(reports: Sequence[Accepted]) -> str:
+    """What was measured on what, when; where reports differ, all that occurs."""
+
+    def each(records: Iterable[dict[str, Any]], key: str) -> str:
+        return " and ".join(sorted({str(record.get(key, "unknown")) for record in records}))
+
+    conditions = [report.conditions for report in reports]
+    versions = [f"{name} {each((r.identity.versions for r in reports), name)}" for name in PACKAGES]
+    days = sorted(report.date[:10] for report in reports)
+    rounds = sorted(timing.rounds for report in reports for timing in report.timings)
+    return (
+        f"{_count(len(reports), 'operator')} on {each(conditions, 'gpu')} "
+        f"(driver {each(conditions, 'driver')}, PyTorch {each(conditions, 'torch')}, {', '.join(versions)}), "
+        f"{_span(days[0], days[-1])}, {_span(rounds[0], rounds[-1])} rounds.\n"
+    )
+
+
+_COLUMNS: dict[str, Callable[[Row], object]] = {
+    "case": lambda row: row.case,
+    "ms": lambda row: f"{row.milliseconds:.3f}",
+    "`torch.compile`": lambda row: row.speedup,
+    "max-autotune": lambda row: row.autotune,
+    "QuACK": lambda row: row.quack,
+    "over cuBLAS": lambda row: row.over_cublas,
+    "roofline": lambda row: f"{row.roofline:.0%}",
+}
+
+
+def _grouped(rows: Sequence[Row]) -> Iterable[str]:
+    """A table a group, under its name; an operator is named in its first row."""
+    for group, members in groupby(rows, key=lambda row: row.group):
+        lines, last = [["operator", *_COLUMNS], ["---"] * (len(_COLUMNS) + 1)], ""
+        for row in members:
+            name = f"`{row.operator}`" if row.operator != last else ""
+            lines.append([name, *(_cell(get(row)) for get in _COLUMNS.values())])
+            last = row.operator
+        yield f"**{group}**\n\n{_table(lines)}"
+
+
+def _host(reports: Sequence[Accepted]) -> str:
+    """What a call costs the host at the smallest width, against the goal."""
+    calls = {
+        report.identity.spec: timing.host_microseconds
+        for report in reports
+        for timing in report.timings
+        if timing.case == WIDTHS[0] and {"candidate", CUBLAS} <= timing.host_microseconds.keys()
+    }
+    if not calls:
+        return ""
+    ours, bare = (
+        _span(f"{min(times):.1f}", f"{max(times):.1f}")
+        for times in ([host[arm] for host in calls.values()] for arm in ("candidate", CUBLAS))
+    )
+    missed = [
+        f"`{name}` ({host['candidate']:.1f} against {host[CUBLAS]:.1f})"
+        for name, host in calls.items()
+        if host["candidate"] > host[CUBLAS] + HOST_GOAL
+    ]
+    verdict = f"missed by {', '.join(missed)}" if missed else "met by all"
+    return (
+        f"Host time of a call at {WIDTHS[0]}, device drained before each: {ours} us, of cuBLAS's bare "
+        f"matmuls {bare} us; the goal of at most {HOST_GOAL:.0f} us more is {verdict}.\n"
+    )
+
+
+def _authoring(tables: Tables) -> str:
+    if not tables.runs:
+        return "No run has been recorded yet.\n"
+    lines = [["operator", "author", "answers", "passed at", "kernel"], ["---"] * 5]
+    for run in tables.runs:
+        kernel = "accepted" if run.accepted else "checked" if run.passed else "none"
+        lines.append([f"`{run.operator}`", _cell(run.author), str(run.answers), _cell(run.passed), kernel])
+    return "\n".join([_table(lines), *(_rate(tables, k) for k in TRIES)])
+
+
+def _rate(tables: Tables, tries: int) -> str:
+    passed, total = tables.success(tries), len(tables.runs)
+    low, high = wilson(passed, total)
+    return (
+        f"Passed within {_count(tries, 'attempt')}: {passed} of {_count(total, 'recorded run')}, "
+        f"{passed / total:.0%} [{low:.1%}, {high:.1%}].\n"
+    )
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _cell(value: object) -> str:
+    text = "–" if value is None else str(value)
+    return " ".join(text.split()).replace("|", r"\|")  # authors name themselves
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def _span(low: object, high: object) -> str:
+    return f"{low} to {high}" if low != high else f"{low}"

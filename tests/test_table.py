@@ -1,0 +1,353 @@
+"""The README's tables: figures by hand, Wilson's interval, a README that cannot drift from its evidence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import KERNELS, RECORDINGS, ROOT, SPECS
+from typer.testing import CliRunner
+
+from agent import cli, table
+from agent.table import Interval, TableError
+from verifier.report import Accepted, Authorship, Identity, Ratio, Timing
+
+BASE = {"candidate": 2.0, "torch.compile": 3.0, "cuBLAS matmul": 1.6}
+H100 = {"gpu": "NVIDIA H100", "driver": "580.1", "torch": "2.11.0+cu130"}
+VERSIONS = {"nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5"}
+
+
+def ratio(estimate: float, side: float = 0.25) -> Ratio:
+    return Ratio(estimate=estimate, low=estimate - side, high=estimate + side)
+
+
+def timing(case: str = "1B", host: float = 20.0, **changes: Any) -> Timing:
+    """2 ms, of which 1.5 are the roofline; torch.compile takes 3 and cuBLAS's matmul 1.6."""
+    fields: dict[str, Any] = {
+        "case": case,
+        "sizes": {"M": 16384},
+        "schedules": {},
+        "milliseconds": BASE,
+        "ratios": {"torch.compile": ratio(1.5), "cuBLAS matmul": ratio(0.8, 0.3)},
+        "roofline_milliseconds": 1.5,
+        "host_microseconds": {"candidate": host, "cuBLAS matmul": 18.0},
+        "tuning_seconds": 1.0,
+        "rounds": 100,
+        "samples": {},
+    }
+    return Timing(**fields | changes)
+
+
+def put_report(
+    directory: Path, spec: str, *timings: Timing, run: str = "", day: str = "2026-11-21", **conditions: str
+) -> None:
+    hashes = dict.fromkeys(("spec_hash", "program_hash", "lowered_hash"), "0")
+    report = Accepted(
+        identity=Identity(spec=spec, versions=VERSIONS, **hashes),
+        gates=(),
+        timings=timings or (timing(),),
+        conditions=H100 | conditions,
+        seeds={},
+        date=f"{day}T01:00:00+00:00",
+        authorship=Authorship(author="Ada", attempts=1, run=run or f"{spec}-1"),
+    )
+    (directory / f"{spec}.report.json").write_text(report.model_dump_json(), encoding="utf-8")
+
+
+def put_run(
+    directory: Path, spec: str, *steps: str, run: str = "", author: str = "Ada", file: str = ""
+) -> None:
+    """A recording whose k-th answer was found ``steps[k - 1]``: checked or rejected, or both: measured
+    too, and rejected then; or was not judged (empty)."""
+    events: list[tuple[str, str, dict[str, Any]]] = [("prompt", "prompt", {})]
+    for number, found in enumerate(steps, 1):
+        status, _, later = found.partition(" ")
+        events.append((f"answer/{number}", "answer", {"text": "", "author": author}))
+        if status:
+            events.append((f"report/{number}", "report", {"report": {"status": status}, "source": ""}))
+        if later:
+            events.append((f"measurement/{number}", "measurement", {"status": later}))
+    header = {"run": run or f"{spec}-1", "spec": spec, "author": "nobody"}
+    lines: list[dict[str, Any]] = [{"coda_agent_journal": 1, "header": header}]
+    for seq, (key, kind, payload) in enumerate(events, 1):
+        lines.append({"seq": seq, "key": key, "kind": kind, "payload": payload, "time": "2026-11-21"})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / f"{file or spec}.jsonl").write_text(text, encoding="utf-8")
+
+
+def read(directory: Path) -> table.Tables:
+    return table.read(directory, directory)
+
+
+def cells(markdown: str) -> list[list[str]]:
+    """The rows of all tables, without headings."""
+    rows = [
+        line.removeprefix("| ").removesuffix(" |").split(" | ")
+        for line in markdown.splitlines()
+        if line.startswith("|")
+    ]
+    return [row for row in rows if row[0] != "operator" and set(row[0]) != {"-"}]
+
+
+# ── Measured ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_row_by_hand(tmp_path: Path) -> None:
+    arms = {
+        "torch.compile": ratio(1.5),
+        "torch.compile max-autotune": ratio(1.25),
+        "cuBLAS matmul": Ratio(estimate=0.8, low=0.5, high=1.0),
+        "QuACK (its own tuner)": ratio(1.125, 0.125),
+        "QuACK (our search)": ratio(1.0, 0.0625),
+    }
+    put_report(tmp_path, "gemm_rope", timing(ratios=arms))
+    (row,) = read(tmp_path).rows
+    assert row == table.Row(
+        group="CODA's ten",
+        operator="gemm_rope",
+        case="1B",
+        milliseconds=2.0,
+        speedup=Interval(1.5, 1.25, 1.75),
+        autotune=Interval(1.25, 1.0, 1.5),
+        quack=Interval(1.0, 0.9375, 1.0625),  # the rival that is hardest to beat
+        quack_arm="QuACK (our search)",
+        over_cublas=Interval(1.25, 1.0, 2.0),  # 2.0 ms over 1.6, and the ends change places
+        roofline=0.75,
+    )
+    (shown,) = cells(read(tmp_path).parts()["measured"])
+    assert shown == [
+        "`gemm_rope`",
+        "1B",
+        "2.000",
+        "1.500 [1.250, 1.750]",
+        "1.250 [1.000, 1.500]",
+        "1.000 [0.938, 1.062]",
+        "1.250 [1.000, 2.000]",
+        "75%",
+    ]
+
+
+def test_an_arm_that_was_not_measured_is_a_dash(tmp_path: Path) -> None:
+    put_report(tmp_path, "gemm_rope", timing(ratios={"torch.compile": ratio(1.5)}))
+    (shown,) = cells(read(tmp_path).parts()["measured"])
+    assert shown[3:] == ["1.500 [1.250, 1.750]", "–", "–", "–", "75%"]
+
+
+def test_groups_operators_and_cases_have_an_order(tmp_path: Path) -> None:
+    widths = [timing(case) for case in ("decode", "70B", "7B square", "1B", "7B")]
+    for spec in ("unheard_of", "gemm_swiglu_mlp", "gemm_geglu", "gemm_swiglu_bwd", "gemm_qk_norm_rope"):
+        put_report(tmp_path, spec)
+    put_report(tmp_path, "gemm_rmsnorm", *widths)
+    shown = read(tmp_path).parts()["measured"]
+    headings = [line.strip("*") for line in shown.splitlines() if line.startswith("**")]
+    assert headings == [*table.GROUPS, "Others"]
+    names = [row[0].strip("`") for row in cells(shown) if row[0]]
+    assert names == [
+        "gemm_rmsnorm",
+        "gemm_swiglu_bwd",
+        "gemm_qk_norm_rope",
+        "gemm_geglu",
+        "gemm_swiglu_mlp",
+        "unheard_of",
+    ]
+    rows = read(tmp_path).rows
+    cases = [row.case for row in rows if row.operator == "gemm_rmsnorm"]
+    assert cases == ["1B", "7B", "70B", "7B square", "decode"]
+    assert rows[-1].group == "Others"
+
+
+def test_every_shipped_spec_has_one_group() -> None:
+    grouped = [name for names in table.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(path.stem for path in SPECS.glob("*.yaml"))
+    assert len(table.GROUPS["CODA's ten"]) == 10
+
+
+def test_device_versions_and_dates_are_those_of_the_reports(tmp_path: Path) -> None:
+    put_report(tmp_path, "gemm_rope", day="2026-11-23")
+    first = read(tmp_path).parts()["measured"].splitlines()[0]
+    assert first == (
+        "1 operator on NVIDIA H100 (driver 580.1, PyTorch 2.11.0+cu130, nvidia-cutlass-dsl 4.8.1, "
+        "quack-kernels 0.6.5), 2026-11-23, 100 rounds."
+    )
+    put_report(tmp_path, "gemm_geglu", timing(rounds=30), day="2026-11-21", driver="590.2")
+    first = read(tmp_path).parts()["measured"].splitlines()[0]
+    assert first.startswith("2 operators on NVIDIA H100 (driver 580.1 and 590.2, PyTorch 2.11.0+cu130,")
+    assert first.endswith("2026-11-21 to 2026-11-23, 30 to 100 rounds.")
+
+
+def test_host_time_names_who_misses_the_goal(tmp_path: Path) -> None:
+    put_report(tmp_path, "gemm_rope", timing(host=23.0), timing("7B", host=90.0))  # 5 us more: within
+    assert "23.0 us, of cuBLAS's bare matmuls 18.0 us;" in str(read(tmp_path))
+    assert "goal of at most 5 us more is met by all." in str(read(tmp_path))
+    put_report(tmp_path, "gemm_geglu", timing(host=23.1))
+    assert ": 23.0 to 23.1 us," in str(read(tmp_path))
+    assert "missed by `gemm_geglu` (23.1 against 18.0)." in str(read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "accept that kernel again"),
+        ('{"status": "accepted"}', "identity: Field required"),
+        ('{"status": "rejected", "gate": "trace", "code": "c", "message": "m"}', "is rejected, not accepted"),
+    ],
+)
+def test_a_report_that_is_none_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "gemm_rope.report.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(TableError, match=f"{path.name}.*{words}"):
+        read(tmp_path)
+
+
+# ── Authoring ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("steps", "passed"),
+    [
+        (["checked"], 1),
+        (["rejected", "checked"], 2),
+        (["rejected", "rejected", "checked measured"], 3),
+        (["checked rejected", "checked measured"], 2),  # right, but slow at first
+        (["checked rejected"], None),
+        (["rejected", "rejected"], None),
+        (["rejected", ""], None),  # an answer that nobody judged
+        ([], None),
+    ],
+)
+def test_the_first_answer_that_passed(tmp_path: Path, steps: list[str], passed: int | None) -> None:
+    put_run(tmp_path, "gemm_rope", *steps)
+    (run,) = read(tmp_path).runs
+    assert (run.passed, run.answers) == (passed, len(steps))
+    assert run.author == ("Ada" if steps else "nobody")
+
+
+def test_success_counts_every_run_that_is_kept(tmp_path: Path) -> None:
+    put_run(tmp_path, "gemm_rope", "checked")
+    put_run(
+        tmp_path, "gemm_rope", "rejected", "rejected", "checked", run="gemm_rope-0", file="gemm_rope.before"
+    )
+    put_run(tmp_path, "gemm_geglu", "rejected", "rejected", "rejected", "checked")
+    put_run(tmp_path, "unheard_of", "rejected", author="A | B\n")
+    put_report(tmp_path, "gemm_rope")
+    tables = read(tmp_path)
+    assert [tables.success(k) for k in (1, 2, 3, 4)] == [1, 1, 2, 3]
+    shown = tables.parts()["authoring"]
+    assert cells(shown) == [
+        ["`gemm_rope`", "Ada", "3", "3", "checked"],
+        ["`gemm_rope`", "Ada", "1", "1", "accepted"],
+        ["`gemm_geglu`", "Ada", "4", "4", "checked"],
+        ["`unheard_of`", r"A \| B", "1", "–", "none"],
+    ]
+    assert "Passed within 1 attempt: 1 of 4 recorded runs, 25% [4.6%, 69.9%].\n" in shown
+    assert "Passed within 3 attempts: 2 of 4 recorded runs, 50% [15.0%, 85.0%].\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("passed", "total", "low", "high"),
+    [  # 10 of 10: 10/(10 + 1.96²); the rest as in tables and calculators of Wilson's score interval
+        (10, 10, 0.7225, 1.0),
+        (0, 10, 0.0, 0.2775),
+        (1, 4, 0.0456, 0.6994),
+        (5, 10, 0.2366, 0.7634),
+        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I
+        (15, 148, 0.0624, 0.1605),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval_against_known_values(passed: int, total: int, low: float, high: float) -> None:
+    assert table.wilson(passed, total) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_interval_stays_within_one_and_shrinks_with_runs() -> None:
+    for total in range(1, 200):
+        low, high = table.wilson(total, total)
+        assert low == pytest.approx(total / (total + 1.959964**2)) and high <= 1.0
+    assert table.wilson(10, 10, confidence=0.5)[0] > table.wilson(10, 10)[0]
+
+
+# ── The command and the README ────────────────────────────────────────────────────────────────────────────
+
+MARKED = (
+    "# A\n<!-- table: authoring -->\nold\n<!-- /table -->\nB\n<!-- table: measured -->\n<!-- /table -->\nC\n"
+)
+
+
+def test_write_replaces_what_is_between_the_comments_only(tmp_path: Path) -> None:
+    put_report(tmp_path, "gemm_rope", run=r"\1")
+    put_run(tmp_path, "gemm_rope", "checked", author=r"\1 \g<0>")  # no template
+    page, tables = tmp_path / "page.md", read(tmp_path)
+    page.write_text(MARKED, encoding="utf-8")
+    table.write(page, tables)
+    parts = tables.parts()
+    wanted = MARKED.replace("old\n", parts["authoring"]).replace(
+        "measured -->\n", "measured -->\n" + parts["measured"]
+    )
+    assert page.read_text(encoding="utf-8") == wanted
+    table.write(page, tables)
+    assert page.read_text(encoding="utf-8") == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("no table", "none"),
+        (MARKED.replace("table: measured", "table: other"), "authoring, other"),
+        (MARKED + MARKED, "authoring, measured, authoring, measured"),
+    ],
+)
+def test_a_page_without_its_comments_stays_as_it_was(tmp_path: Path, text: str, found: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    with pytest.raises(TableError, match=f"page.md: has tables {found}; mark one place each"):
+        table.write(page, read(tmp_path))
+    assert page.read_text(encoding="utf-8") == text
+
+
+def test_without_evidence_the_tables_say_so(tmp_path: Path) -> None:
+    tables = read(tmp_path)
+    assert str(tables) == "No kernel has been measured yet.\n\nNo run has been recorded yet.\n"
+    assert tables.to_json() == {"measured": [], "authoring": {"runs": [], "success": {}}}
+
+
+def test_the_command_prints_writes_and_gives_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_report(tmp_path, "gemm_rope")
+    put_run(tmp_path, "gemm_rope", "checked")
+    tables = read(tmp_path)
+    monkeypatch.setattr(table, "read", lambda: tables)
+    page = tmp_path / "page.md"
+    page.write_text(MARKED, encoding="utf-8")
+
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(cli.app, ["table", *arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert said() == str(tables)
+    assert said("--write", str(page)) == "" and tables.parts()["measured"] in page.read_text(encoding="utf-8")
+    data = json.loads(said("--json"))
+    assert data["measured"][0]["speedup"] == {"estimate": 1.5, "low": 1.25, "high": 1.75}
+    assert data["authoring"]["runs"][0]["passed"] == 1
+    assert data["authoring"]["success"]["3"]["runs"] == 1
+
+
+def test_a_mistake_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no table", encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["coda-agent", "table", "--write", str(page)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == cli.USAGE
+    assert capsys.readouterr().err.startswith(f"coda-agent: {page}: has tables none;")
+
+
+def test_the_readme_is_up_to_date(tmp_path: Path) -> None:
+    page, readme = tmp_path / "README.md", ROOT / "README.md"
+    page.write_text(readme.read_text(encoding="utf-8"), encoding="utf-8")
+    table.write(page, table.read(KERNELS, RECORDINGS))
+    now = page.read_text(encoding="utf-8")
+    assert now == readme.read_text(encoding="utf-8"), "run: coda-agent table --write README.md"
