@@ -3,15 +3,12 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from quack.epilogue.ops import ColVecLoad, RowVecLoad, Scalar, TileLoad, TileStore
-
-from primitives.device import (
-    BLOCK, LANES_PER_ROW, FusedGemm, RowSum, arguments, choose, edge, fragment, half_fragment, inside,
-    pack, sigmoid, sigmoid_fast, sum_partials, tanh, tanh_fast, unpack, wide_fragment,
-)
+from quack.epilogue.ops import ColVecLoad, TileStore
+from primitives.device.mainloop import FusedGemm, arguments, half_fragment
+from primitives.device.values import sigmoid_fast
 
 
-class Step0_dfb140a286e0(FusedGemm):
+class Step0_b9767a9719a3(FusedGemm):
     _epi_ops = (
         ColVecLoad("v5"),
         TileStore("o10", gated=True),
@@ -20,6 +17,7 @@ class Step0_dfb140a286e0(FusedGemm):
 
     @cute.jit
     def epi_visit_subtile(self, params, resources, accumulator, operand=None):
+        place = resources["place"]
         v5 = resources["v5"]
         o10 = half_fragment(accumulator)
         for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):

@@ -3,27 +3,26 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from quack.epilogue.ops import ColVecLoad, RowVecLoad, Scalar, TileLoad, TileStore
-
-from primitives.device import (
-    BLOCK, LANES_PER_ROW, FusedGemm, RowSum, arguments, choose, edge, fragment, half_fragment, inside,
-    pack, sigmoid, sigmoid_fast, sum_partials, tanh, tanh_fast, unpack, wide_fragment,
-)
+from quack.epilogue.ops import TileStore
+from primitives.device.finish import BLOCK, LANES, finish_row
+from primitives.device.mainloop import FusedGemm, RowPartials, arguments, fragment, pack, unpack, wide_fragment
+from primitives.device.values import sigmoid
 
 
-class Step0_7c5da56bb6e1(FusedGemm):
+class Step0_332bb8617b89(FusedGemm):
     _epi_ops = (
         TileStore("o5"),
-        RowSum("p20", masked=False),
+        RowPartials("p20_0", "add"),
     )
     EpilogueArguments = arguments(_epi_ops)
 
     @cute.jit
     def epi_visit_subtile(self, params, resources, accumulator, operand=None):
+        place = resources["place"]
         t0 = unpack(operand, cutlass.BFloat16)
         o5 = fragment(accumulator)
         w16 = wide_fragment(accumulator)
-        p20 = resources["p20"]
+        p20_0 = resources["p20_0"]
         for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):
             n2_0 = sigmoid(t0[4 * i + 0])
             n2_1 = sigmoid(t0[4 * i + 2])
@@ -56,24 +55,24 @@ class Step0_7c5da56bb6e1(FusedGemm):
             w16[4 * i + 1] = n15_0
             w16[4 * i + 2] = n14_1
             w16[4 * i + 3] = n15_1
-            p20[2 * i] = p20[2 * i] + (n19_0 + n19_1)
+            p20_0[2 * i] = p20_0[2 * i] + (n19_0 + n19_1)
         pack(w16, cutlass.BFloat16, accumulator)
         return (o5, )
 
 
-class Finish1_20_7c5da56bb6e1:
+class Finish1_20_332bb8617b89:
     @cute.jit
-    def __call__(self, p20, o20, stream):
-        blocks = cute.ceil_div(o20.shape[0] * LANES_PER_ROW, BLOCK)
-        launched = self.kernel(p20, o20)
+    def __call__(self, p20_0, o20, stream):
+        blocks = cute.ceil_div(o20.shape[0] * LANES, BLOCK)
+        launched = self.kernel(p20_0, o20)
         launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, p20, o20):
+    def kernel(self, p20_0, o20):
         thread = cute.arch.block_idx()[0] * BLOCK + cute.arch.thread_idx()[0]
-        lane = thread % LANES_PER_ROW
-        # Past the end, the last row again: shuffles want whole warps.
-        row = cutlass.min(thread // LANES_PER_ROW, o20.shape[0] - 1)
-        n20 = sum_partials(p20, row, lane)
-        if thread == row * LANES_PER_ROW:
-            o20[row] = (n20).to(o20.element_type)
+        lane = thread % LANES
+        # Past the end, the last value again: shuffles want whole warps.
+        at = cutlass.min(thread // LANES, o20.shape[0] - 1)
+        n20 = finish_row(p20_0, at, lane, "add")
+        if thread == at * LANES:
+            o20[at] = (n20).to(o20.element_type)
