@@ -55,7 +55,10 @@ MaxAutotune = Annotated[
     bool, typer.Option("--max-autotune", help="Measure torch.compile's max-autotune too.")
 ]
 Quack = Annotated[
-    bool, typer.Option("--quack", help="Measure QuACK's own epilogue too, tuned in the same space.")
+    bool,
+    typer.Option(
+        "--quack", help="Measure QuACK's own epilogues too, on its own tuner's schedules and on ours."
+    ),
 ]
 Rounds = Annotated[int, typer.Option(min=8, help="Interleaved rounds of a measurement.")]
 

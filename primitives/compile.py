@@ -202,8 +202,9 @@ def report(
 ) -> tuple[Resources, ...]:
     """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins.
 
-    ``sizes`` holds the static dims; schedules whose tiles heads do not fit are left out. Runs in a child
-    process (a compiler can crash) and is kept by content. Raises CompileError.
+    ``sizes`` holds the static dims; schedules whose tiles heads do not fit are left out, and where none is
+    left, one that they fit is taken. Runs in a child process (a compiler can crash) and is kept by content.
+    Raises CompileError.
     """
     lowered = lower(program)
     static = {dim: sizes[dim] for dim in program.signature.static}
@@ -254,14 +255,15 @@ def _shorten(words: str, limit: int = 1500) -> str:
 def _child(scratch: Path) -> None:
     request = json.load(sys.stdin)
     lowered = lower(Program.from_json(request["program"]))
+    from primitives.tune import candidates
+
     sizes, found = request["sizes"], []
+    given = [Schedule.from_json(raw) for raw in request["schedules"]]
     for gemm in lowered.gemms:
-        for raw in request["schedules"]:
-            schedule = Schedule.from_json(raw)
-            if not gemm.admits(schedule, sizes):
-                continue
+        admitted = [s for s in given if gemm.admits(s, sizes)] or candidates(gemm, sizes)[:1]
+        for schedule in admitted:
             build = partial(compile_gemm, lowered, gemm, schedule, sizes, cached=False)
-            found.append(_measured(scratch, gemm.name, raw, build))
+            found.append(_measured(scratch, gemm.name, schedule.to_json(), build))
     for vector in lowered.vectors:
         build = partial(compile_vector, lowered, vector, cached=False)
         found.append(_measured(scratch, vector.name, None, build))

@@ -261,7 +261,7 @@ def rope(t: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 
     ``positions`` [M] (integers, or fp32) and ``inv_freq`` [P]; P is a static dim, so that no head straddles
     tiles. Angles and rotation are fp32. Cost: a sine and a cosine a pair. Backward: rope with -inv_freq.
-    ``q = rope(gemm(x, w.mT), positions, inv_freq)``
+    ``turned = rope(t, positions, inv_freq)``
     """
     even, odd = pairs(t)
     angle = multiply(apply("as_tile", per_row(positions), even), per_head(inv_freq))

@@ -65,7 +65,7 @@ def column_sums(t: Tensor) -> Tensor:
     """The sum of each column of a tile [M, N], as a vector [N] in fp32: gradients of biases and norm weights.
 
     It sees the unrounded values and is final after its step. Cost: M / tile_m partials a column.
-    ``dbias = column_sums(dz)``
+    ``means = column_sums(t) / t.rows``
     """
     return apply("column_sums", t)
 

@@ -59,7 +59,7 @@ def row_logsumexp(t: Tensor) -> Tensor:
     """``log(sum(exp(t)))`` along each row of a tile [M, N], as a vector [M] in fp32, without overflow.
 
     Kept online: a running maximum and a sum rescaled to it. Final after its step. Cost: an exponential an
-    element. Paper: the stateful family. ``loss = row_logsumexp(z) - row_select(z, target)``
+    element. Paper: the stateful family. ``surplus = row_logsumexp(t) - row_max(t)``
     """
     return apply("row_logsumexp", t)
 
@@ -68,7 +68,7 @@ def row_select(t: Tensor, index: Tensor) -> Tensor:
     """Of each row of a tile [M, N] the element in column ``index[row]``, as a vector [M] in fp32.
 
     ``index`` is an input of int32 or int64, [M]; where it is below 0 or at least N (an ignored target), the
-    result is 0. The tile has its gemm's width. Final after its step. ``picked = row_select(z, target)``
+    result is 0. The tile has its gemm's width. Final after its step. ``first = row_select(t, index)``
     """
     return apply("row_select", t, index)
 
@@ -79,6 +79,6 @@ def head_sums(t: Tensor, width: Tensor) -> Tensor:
     ``width`` W is made of static dims (parameters of the kernel), so that a head lies inside one CTA tile.
     The tile has its gemm's width and uses no loaded tile. Arithmetic on statistics happens once a head;
     spread one with per_head, or return it. Cost: a sweep over the accumulator before the epilogue.
-    ``rstd = rsqrt(head_sums(t * t, W) / W + eps)``
+    ``centred = t - per_head(head_sums(t, W) / W)``
     """
     return apply("head_sums", t, attribute=size_of(width))

@@ -113,6 +113,6 @@ def join(even: Tensor, odd: Tensor) -> Tensor:
 def column_index(t: Tensor) -> Tensor:
     """The number of each column of a tile [M, N], from 0, as a tile: for masks and one-hot rows.
 
-    ``onehot = where(column_index(t) == per_row(target), 1, 0)``
+    ``kept = where(column_index(t) < per_row(lengths), t, 0)``
     """
     return apply("column_index", t)

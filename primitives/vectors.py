@@ -89,6 +89,6 @@ def per_head(v: Tensor) -> Tensor:
 
     ``v`` is a head statistic [M, H] (spread over its head's columns), a vector [W] or an input tile [M, W]
     (both repeated for each head). W is made of static dims. Meets a tile; two of a kind may meet before.
-    ``normed = t * per_head(rstd) * per_head(gamma)``
+    ``t = gemm(a, b) / per_head(peak) + per_head(bias)``
     """
     return apply("per_head", v)

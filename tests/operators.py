@@ -81,12 +81,21 @@ WIDTHS = """
 """
 
 
-def kernel(signature: Signature, body: str) -> Program:
-    """The traced kernel with these lines, which may use the whole vocabulary."""
+def source(signature: Signature, body: str) -> str:
+    """A kernel file with these lines, which may use the whole vocabulary."""
     parameters = ", ".join([*signature.inputs, *signature.constants, *signature.static])
     names = ", ".join(primitives.__all__)
-    source = f"from primitives import {names}\n@kernel\ndef k({parameters}):\n{body.lstrip(chr(10))}"
-    return trace_source(source, signature)
+    return f"from primitives import {names}\n@kernel\ndef k({parameters}):\n{body.lstrip(chr(10))}"
+
+
+def kernel(signature: Signature, body: str) -> Program:
+    """That file, traced."""
+    return trace_source(source(signature, body), signature)
+
+
+def source_of(name: str) -> str:
+    """The file of a shipped spec's kernel."""
+    return source(load(SPECS / f"{name}.yaml", check=False).signature(), BODIES[name])
 
 
 def of_spec(name: str, body: str = "") -> Program:

@@ -38,6 +38,7 @@ from authoring import (
 from agent import cli, runs, session
 from agent.journal import read_export
 from primitives.compile import CompileError
+from verifier.quack_baseline import ARMS as QUACK_ARMS
 from verifier.report import REPORT, Checked
 from verifier.spec import load
 
@@ -406,7 +407,7 @@ def test_show_of_what_is_no_kernel(command: Command, spec: Path, kernel: Callabl
 def test_show_of_what_does_not_compile(
     command: Command, spec: Path, kernel: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(program: object) -> None:
+    def refuse(program: object, sizes: object) -> None:
         raise CompileError("error: too many registers")
 
     monkeypatch.setattr("primitives.compile.report", refuse)
@@ -462,7 +463,7 @@ def test_generate_with_a_gpu(
     done = command("generate", spec, "--provider", "handoff", "--directory", directory, "--gpu", "--quack")
     assert done.status == 0 and "accepted: toy" in done.out
     assert f"coda-agent accept {runs.names()[0]} --commit" in done.out
-    assert arms == [("torch.compile", "cuBLAS matmul", "QuACK library")]
+    assert arms == [("torch.compile", "cuBLAS matmul", *QUACK_ARMS)]
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from verifier.spec import load
 from verifier.verify import check
 
 CHARACTERS_A_TOKEN = 3.5
+PRODUCT = re.compile(r"\w+ = gemm\(\w+, \w+(\.mT)?\)")
 OTHERS = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
 
@@ -33,13 +35,14 @@ def tip(number: int, spec: str) -> Tip:
 
 
 def statements(source: str) -> set[str]:
-    """The lines that say how it is done: with a call or an operator, and long enough to be telling."""
+    """The lines that say how it is done: with a call or an operator, and long enough to be telling. A product
+    of two inputs alone is not: every spec says its own."""
     lines = source.splitlines()
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call | ast.BinOp | ast.Compare) and not isinstance(node, ast.FunctionDef):
             found.add(lines[node.lineno - 1].strip())
-    return {line for line in found if len(line.replace(" ", "")) > 12}
+    return {line for line in found if len(line.replace(" ", "")) > 12 and not PRODUCT.fullmatch(line)}
 
 
 # nothing of its own spec
@@ -50,7 +53,7 @@ def own_sources(name: str) -> list[str]:
     recording, accepted = RECORDINGS / f"{name}.jsonl", KERNELS / f"{name}.py"
     events = read_export(recording)[1] if recording.exists() else []
     found = [
-        HONEST[name],
+        *([HONEST[name]] if name in HONEST else []),
         *(source for e in events if e.kind == "answer" for source in code(e.payload["text"])),
     ]
     return found + ([accepted.read_text(encoding="utf-8")] if accepted.exists() else [])
@@ -67,9 +70,11 @@ def test_no_line_of_an_answer_is_in_the_prompt(name: str) -> None:
     whole = str(prompt_of(name))
     assert whole.count(spec) == 1
     rest = whole.replace(spec, "")  # the reference may well say what a kernel says
-    for source in own_sources(name):
+    sources = own_sources(name)
+    assert sources
+    for source in sources:
         telling = statements(source)
-        assert len(telling) >= 2  # else this compares nothing
+        assert telling  # else this compares nothing
         assert not [line for line in telling if line in rest]
 
 

@@ -50,7 +50,7 @@ def passed(report: Checked | Rejected | Accepted) -> list[str]:
 # honest kernels
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", HONEST)
 def test_an_honest_kernel_is_checked(name: str) -> None:
     spec, said = load(SPECS / f"{name}.yaml"), []
     report, program = check(spec, HONEST[name], progress=lambda gate, words: said.append(f"{gate} {words}"))
@@ -81,7 +81,7 @@ def test_figures(spec: Spec) -> None:
 
 def test_spills_are_findings(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     spilling = Resources("Step0_x", None, 255, 512, 0, 44, 40, 0, 0, 0, 1.0)
-    monkeypatch.setattr("primitives.compile.report", lambda program: (spilling,))
+    monkeypatch.setattr("primitives.compile.report", lambda program, sizes: (spilling,))
     report, _ = check(spec, TOY_KERNEL)
     assert isinstance(report, Checked)
     assert report.gates[3].findings == ("Step0_x spills 44 loads and 40 stores",)
@@ -213,7 +213,7 @@ def test_a_vector_along_the_wrong_axis(tmp_path: Path) -> None:
 
 
 def test_the_compile_gate_has_the_compilers_words(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(program: Program) -> None:
+    def refuse(program: Program, sizes: object) -> None:
         raise CompileError("error: too many registers")
 
     monkeypatch.setattr("primitives.compile.report", refuse)
