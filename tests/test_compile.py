@@ -166,6 +166,8 @@ def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatc
     assert {p: [r.schedule["tile_n"] for r in found if r.schedule] for p, found in reports.items()} == {
         64: [128], 96: [192], 40: [],
     }  # fmt: skip
+    (other,) = (r for r in report(QK_NORM.program, {"P": 96}, (Schedule(),)) if r.schedule)
+    assert other.schedule and other.schedule["tile_n"] % 192 == 0  # none that was asked for fits
 
 
 def in_this_process(request: str) -> str:
