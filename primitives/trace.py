@@ -271,12 +271,12 @@ def _line_of(error: BaseException) -> int | None:
 
 
 def _load(source: str) -> Callable[..., Any]:
+    if "\0" in source:  # a ValueError or a SyntaxError, as the version of Python has it
+        raise ProgramError("syntax", "syntax error: source code string cannot contain null bytes")
     try:
         tree = ast.parse(source, FILENAME)
     except MemoryError:
         raise ProgramError("syntax", "syntax error: an expression is nested too deeply") from None
-    except ValueError as error:  # null bytes, which later versions of Python call a syntax error
-        raise ProgramError("syntax", f"syntax error: {error}") from None
     namespace: dict[str, Any] = {"__builtins__": {name: getattr(builtins, name) for name in BUILTINS}}
     imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "primitives"]
     for statement in imports:
