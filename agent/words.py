@@ -11,7 +11,7 @@ from typing import Literal
 
 from primitives.cut import GemmStep, cut
 from primitives.dims import Dim
-from primitives.finish import FinishWriter
+from primitives.finish import FinishWriter, finish_writers
 from primitives.ir import Program, reduction
 from primitives.lowered import Writer
 from primitives.place import untransposed, values_read
@@ -21,7 +21,6 @@ from primitives.roofline import (
     selects,
     value_names,
     vector_reads,
-    vector_steps,
 )
 
 Verb = Literal["load", "sweep", "compute", "store", "reduce"]
@@ -53,7 +52,7 @@ def steps(program: Program) -> list[StepText]:
     """What each kernel of a checked program loads, computes, stores and reduces, in the order they run."""
     writer = _Writer(program)
     texts = [(float(s.index), writer.gemm(s)) for s in writer.steps.gemms]
-    texts += [(v.stage + 0.5, writer.vector(v)) for v in vector_steps(program, writer.steps)]
+    texts += [(v.stage + 0.5, writer.vector(v)) for v in finish_writers(program, writer.steps)]
     return [text for _, text in sorted(texts, key=lambda t: t[0])]
 
 

@@ -77,9 +77,8 @@ class _Cutter:
                 home = self.ready(node.args[0], f"the argument of {node.op}")
                 self.steps[home].reductions.append(index)
                 if node.op == "row_select":
-                    self.finish(
-                        index
-                    )  # finishing it empties its buffer: what reads it later reads the vector
+                    # Finishing it empties its buffer: what reads it later reads the vector.
+                    self.finish(index)
         # Later steps first: what they read back, earlier ones must store.
         for step in reversed(self.steps):
             self.collect(step)
@@ -150,11 +149,7 @@ class _Cutter:
     def operands(self, step: GemmStep) -> None:
         """The operands' dtypes agree, and a tile among them is stored in the other one's."""
         sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args]
-        given = [
-            self.program.signature.inputs[str(n.attribute)].dtype
-            for n in map(self.nodes.__getitem__, sources)
-            if n.op == "input"
-        ]
+        given = [tensor.dtype for i in sources if (tensor := self.program.input_tensor(i))]
         dtype = next(iter(given), self.any_operand())
         for source in sources:
             if self.nodes[source].op != "input":
@@ -170,7 +165,7 @@ class _Cutter:
                 step.gemm,
             )
         a, b = (self.nodes[i].op for i in self.nodes[step.gemm].args)
-        own = all(self.nodes[i].op == "input" for i in sources)
+        own = all(map(self.program.input_tensor, sources))
         if given[0] in OPERANDS and not (own and (a, b) == ("input", "transpose")):
             raise self.fail(
                 "dtype",
@@ -182,9 +177,9 @@ class _Cutter:
         """The 16-bit dtype of the inputs that GEMMs read, for a GEMM of two earlier tiles."""
         for gemm in self.placed.gemms:
             for operand in self.nodes[gemm].args:
-                node = self.nodes[untransposed(self.program, operand)]
-                if node.op == "input" and self.program.signature.inputs[str(node.attribute)].dtype in DTYPES:
-                    return self.program.signature.inputs[str(node.attribute)].dtype
+                given = self.program.input_tensor(untransposed(self.program, operand))
+                if given and given.dtype in DTYPES:
+                    return given.dtype
         return "bf16"
 
     def check_updates(self) -> None:

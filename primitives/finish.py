@@ -9,7 +9,16 @@ from primitives.ir import Program, reduction
 from primitives.lowered import Argument, VectorKernel, Writer, literal
 
 
-def by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
+def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
+    """The kernels between GEMM steps, by stage and then length; stage -1 runs before all."""
+    return [
+        FinishWriter(program, steps, stage, roots)
+        for stage, members in sorted(steps.finishes.items())
+        for roots in _by_length(steps, members)
+    ]
+
+
+def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
     lengths: dict[str, list[int]] = {}
     for index in members:
         lengths.setdefault(str(steps.types[index].shape[0]), []).append(index)
@@ -52,24 +61,12 @@ class FinishWriter(Writer):
             self.order.append(index)
 
     def reduce(self, index: int) -> None:
-        how, tile = reduction(self.nodes[index]), self.nodes[index].args[0]
-        assert how is not None  # asked for by visit
-        parts = 2 if how.axis == "column" and self.width(index) == 2 else 1
-        self.arguments += [
-            Argument(
-                f"p{index}_{k}", "partial", index, "fp32", part=k, rank=1 if how.combine == "select" else 3
-            )
-            for k in range(parts)
-        ]
-        if how.combine == "select":
-            self.visit(self.nodes[index].args[1])
+        tile, *chosen = self.nodes[index].args
+        self.arguments += self.partials(index)
+        for each in chosen:
+            self.visit(each)
             self.arguments.append(Argument(f"e{index}", "extent", tile, "fp32", rank=0))
         self.reductions.append(index)
-
-    def width(self, reduced: int) -> float:
-        """Of the tile that is reduced, beside its GEMM's."""
-        step = next(s.index for s in self.steps.gemms if reduced in s.reductions)
-        return self.steps.width[step, self.nodes[reduced].args[0]]
 
     @property
     def name(self) -> str:
@@ -115,21 +112,20 @@ class FinishWriter(Writer):
         for root in self.roots:
             yield f"    o{root}[at] = ({self.value(root)}).to(o{root}.element_type)"
         for a in self.arguments:
-            if a.role == "partial" and a.rank == 1:
+            if a.picks:
                 yield f"    {a.name}[at] = Float32(LOWEST)  # what it holds where nothing is selected"
 
     def reduced(self, index: int) -> str:
         """A reduction, finished."""
-        how = reduction(self.nodes[index])
-        assert how is not None  # listed by reduce
+        how = self.reduction(index)
         if how.combine == "select":
             return f"finish_select(p{index}_0, at, n{self.nodes[index].args[1]}, e{index})"
         if how.combine == "logsumexp":
             return f"finish_logsumexp(p{index}_0, at, lane)"
         if how.axis == "row":
             return f'finish_row(p{index}_0, at, lane, "{how.combine}")'
-        parts = "".join(f"{a.name}, " for a in self.arguments if a.role == "partial" and a.node == index)
-        return f'finish_column(({parts}), at, lane, "{how.combine}", {self.width(index) < 1})'
+        parts = "".join(f"{partial.name}, " for partial in self.partials(index))
+        return f'finish_column(({parts}), at, lane, "{how.combine}", {self.reduced_width(index) < 1})'
 
     def value(self, index: int) -> str:
         node = self.nodes[index]

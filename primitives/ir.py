@@ -20,6 +20,7 @@ from primitives.dims import Dim
 DTYPES = ("bf16", "fp16", "fp32")
 OPERANDS = ("fp8_e4m3",)  # read by gemm alone
 INDICES = ("int32", "int64")  # vectors of targets and positions
+READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS}  # what inputs may be, by rank
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of specs and their values
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
@@ -126,11 +127,7 @@ class Signature(NamedTuple):
 
 
 def _readable(tensor: TensorType) -> bool:
-    return tensor.dtype in {
-        0: ("fp32",),
-        1: DTYPES + INDICES,
-        2: DTYPES + OPERANDS,
-    }.get(len(tensor.shape), ())
+    return tensor.dtype in READABLE.get(len(tensor.shape), ())
 
 
 def _writable(tensor: TensorType) -> bool:
@@ -272,6 +269,11 @@ class Program(NamedTuple):
     outputs: dict[str, int]
     schedule: Mapping[int, Schedule] = {}
 
+    def input_tensor(self, index: int) -> TensorType | None:
+        """The tensor that a node names; None for any but an input."""
+        node = self.nodes[index]
+        return self.signature.inputs[str(node.attribute)] if node.op == "input" else None
+
     def types(self) -> tuple[Type, ...]:
         """Each node's type; ProgramError where an operation does not apply to its arguments."""
         known: list[Type] = []
@@ -327,20 +329,16 @@ class Program(NamedTuple):
     def _check_reading(self, node: Node, line: int | None) -> None:
         """fp8 is for gemm alone, and an index is an input that holds integers."""
         for argument in node.args:
-            source = self.nodes[argument]
-            if source.op != "input":
-                continue
-            name = str(source.attribute)
-            dtype = self.signature.inputs[name].dtype
-            if dtype in OPERANDS and node.op not in ("gemm", "transpose"):
+            given = self.input_tensor(argument)
+            if given and given.dtype in OPERANDS and node.op not in ("gemm", "transpose"):
+                name = self.nodes[argument].attribute
                 raise ProgramError(
                     "dtype",
-                    f"input {name!r} is {dtype}: only gemm reads that; scale its product instead",
+                    f"input {name!r} is {given.dtype}: only gemm reads that; scale its product instead",
                     line,
                 )
         if node.op == "row_select":
-            source = self.nodes[node.args[1]]
-            known = self.signature.inputs.get(str(source.attribute)) if source.op == "input" else None
+            known = self.input_tensor(node.args[1])
             if known is None or known.dtype not in INDICES:
                 raise ProgramError(
                     "dtype",

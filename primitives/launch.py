@@ -49,7 +49,20 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
 
 def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """The sizes of inputs that can be launched on; LaunchError naming what is wrong otherwise."""
-    signature = program.signature
+    sizes = check_tensors(program.signature, inputs)
+    check_sizes(program, sizes)
+    return sizes
+
+
+def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
+    """LaunchError for sizes at which a tensor is empty or has rows that do not align."""
+    errors = [*empty(program.signature, sizes), *alignment_errors(program, sizes)]
+    if errors:
+        raise LaunchError("; ".join(errors))
+
+
+def check_tensors(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The sizes of tensors that are what the signature says; LaunchError naming what is wrong otherwise."""
     if set(inputs) != set(signature.inputs):
         raise LaunchError(f"inputs must be {', '.join(signature.inputs)}; got {', '.join(inputs)}")
     devices = {str(t.device) for t in inputs.values()}
@@ -66,13 +79,9 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[s
                 f"input {name!r} must be contiguous and {ALIGNMENT}-byte aligned: call .contiguous()"
             )
     try:
-        sizes = solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
+        return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    errors = [*empty(signature, sizes), *alignment_errors(program, sizes)]
-    if errors:
-        raise LaunchError("; ".join(errors))
-    return sizes
 
 
 def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
@@ -185,10 +194,6 @@ class Plan:
     def _shape(self, index: int) -> list[int]:
         return [d(self.sizes) for d in self._steps.types[index].shape]
 
-    @staticmethod
-    def _selects(argument: Argument) -> bool:
-        return argument.role == "partial" and argument.rank == 1
-
     def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
         """[1, M, tiles along N] of a reduction along rows, [1, tiles along M, N] of one along columns."""
         rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
@@ -205,7 +210,7 @@ class Plan:
         wanted: dict[Hashable, tuple[list[int], str]] = {}
         for gemm in self.lowered.gemms:
             for a in (*gemm.arguments, gemm.d):
-                if a is not None and a.role == "partial" and a.rank == 3:
+                if a is not None and a.role == "partial" and not a.picks:
                     wanted["partial", a.node, a.part] = (self._partials(gemm, a.node), "fp32")
                 elif a is not None and a.role == "store" and a.node not in self._names:
                     wanted["value", a.node] = (self._shape(a.node), self._steps.dtypes[a.node])
@@ -222,9 +227,7 @@ class Plan:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
         # Selections start and are left at -inf (the finishing kernel sees to it): no other plan's bytes.
-        selected = {
-            ("partial", a.node, 0) for g in self.lowered.gemms for a in g.arguments if self._selects(a)
-        }
+        selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
         }
@@ -247,17 +250,17 @@ class Plan:
     def _value(self, node: int) -> int:
         return self._slots.at(self._names.get(node) or ("value", node))
 
-    def _slot(self, argument: Argument | None) -> int:
-        """Where a launch finds an argument."""
-        if argument is None:
-            return self._slots.nothing
-        if argument.role == "head":  # a number in the compiled kernel
+    def _slot(self, argument: Argument | None, pointer: Callable[[torch.Tensor], Any] = _address) -> int:
+        """Where a launch finds an argument; ``pointer``: as what a number in memory crosses."""
+        if argument is None or argument.role == "head":  # which is a number in the compiled kernel
             return self._slots.nothing
         if argument.role in ("scalar", "extent"):
             return self._slots.at((argument.role, argument.node))
         if argument.role == "partial":
             return self._slots.at(("partial", argument.node, argument.part))
         slot = self._value(argument.node)
+        if argument.role == "pointer":
+            return self._slots.derive(slot, pointer)
         return self._slots.derive(slot, _packed) if argument.packed else slot
 
     def _gemm(self, kernel: GemmKernel) -> Launch:
@@ -273,9 +276,6 @@ class Plan:
         compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
         made = getattr(load_module(self.lowered), kernel.name).EpilogueArguments
         own = {a.name: self._slot(a) for a in kernel.arguments}
-        own |= {
-            a.name: self._slots.derive(own[a.name], _address) for a in kernel.arguments if a.role == "pointer"
-        }
         epilogue = _picker([own.get(field, self._slots.nothing) for field in made._fields])
         make = made._make
         a = self._value(kernel.a)
@@ -292,8 +292,7 @@ class Plan:
 
     def _vector(self, kernel: VectorKernel) -> Launch:
         compiled = compile_vector(self.lowered, kernel)
-        slots = [(self._slot(a), a.role) for a in kernel.arguments]
-        arguments = _picker([self._slots.derive(s, _listed) if r == "pointer" else s for s, r in slots])
+        arguments = _picker([self._slot(a, _listed) for a in kernel.arguments])
         return lambda slots: compiled(*arguments(slots))
 
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -371,10 +370,11 @@ class Kernel:
         """The plan for tensors like these. LaunchError for inputs that cannot be launched on."""
         from primitives.tune import tuned
 
-        sizes = check_inputs(self.program, inputs)
+        sizes = check_tensors(self.program.signature, inputs)
         device = next(iter(inputs.values())).device
         key = (device, *sorted(sizes.items()))
         if key not in self._plans:
+            check_sizes(self.program, sizes)  # of a plan's sizes this is known
             steps = {n for n, _ in enumerate(cut(self.program).gemms)}
             schedules = self.schedules
             if not steps <= schedules.keys():

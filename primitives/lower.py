@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from primitives.cut import cut
-from primitives.finish import FinishWriter, by_length
+from primitives.finish import finish_writers
 from primitives.ir import Program
 from primitives.lowered import Argument, GemmKernel, Lowered, VectorKernel
 from primitives.visitor import StepWriter
@@ -28,11 +28,7 @@ def lower(program: Program) -> Lowered:
     """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
-    finishes = [
-        FinishWriter(program, steps, stage, nodes)
-        for stage, members in sorted(steps.finishes.items())
-        for nodes in by_length(steps, members)
-    ]
+    finishes = finish_writers(program, steps)
     body = "\n\n".join([w.text() for w in writers] + [w.text() for w in finishes])
     header = _header(body)
     meant = [header, body, *_device_sources(header), *map(version, PACKAGES)]

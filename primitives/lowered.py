@@ -8,7 +8,7 @@ from typing import Literal
 
 from primitives.cut import Steps
 from primitives.dims import Dim
-from primitives.ir import OPERATIONS, Program, Schedule
+from primitives.ir import OPERATIONS, Program, Reduction, Schedule, reduction
 
 CUTE_DTYPES = {
     "bf16": "cutlass.BFloat16",
@@ -57,6 +57,11 @@ class Argument:
     part: int = 0
     rank: int = 1
     period: Dim | None = None
+
+    @property
+    def picks(self) -> bool:
+        """Whether it holds what was selected, [M]: one buffer, and no partial a tile."""
+        return self.role == "partial" and self.rank == 1
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,23 @@ class Writer:
 
     def dtype(self, index: int) -> str:
         """Of what lies in memory: an input's, an output's, or a tile's between steps; else fp32."""
-        if self.nodes[index].op == "input":
-            return self.program.signature.inputs[str(self.nodes[index].attribute)].dtype
-        return self.steps.dtypes.get(index, "fp32")
+        given = self.program.input_tensor(index)
+        return given.dtype if given else self.steps.dtypes.get(index, "fp32")
+
+    def reduction(self, index: int) -> Reduction:
+        """How a node that is known to reduce a tile does so."""
+        how = reduction(self.nodes[index])
+        assert how is not None  # steps list reductions only
+        return how
+
+    def reduced_width(self, index: int) -> float:
+        """Of the tile that a node reduces, beside its GEMM's."""
+        step = next(s.index for s in self.steps.gemms if index in s.reductions)
+        return self.steps.width[step, self.nodes[index].args[0]]
+
+    def partials(self, index: int) -> list[Argument]:
+        """What a step leaves of a reduction: columns twice as many as the GEMM's take two."""
+        how = self.reduction(index)
+        parts = 2 if how.axis == "column" and self.reduced_width(index) == 2 else 1
+        rank = 1 if how.combine == "select" else 3
+        return [Argument(f"p{index}_{k}", "partial", index, "fp32", part=k, rank=rank) for k in range(parts)]

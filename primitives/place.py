@@ -79,7 +79,7 @@ class _Placer:
         homes: list[int] = []
         afters: list[int] = []
         for index, node in enumerate(self.nodes):
-            read = self.values_read(index)
+            read = values_read(self.program, index)
             home = max((homes[a] for a in read), default=-1)
             after = max((afters[a] for a in read), default=-1)
             if node.op == "gemm":
@@ -93,10 +93,6 @@ class _Placer:
             homes.append(home)
             afters.append(after)
         return Placement(self.gemms, homes, afters)
-
-    def values_read(self, index: int) -> tuple[int, ...]:
-        """The arguments whose values a node uses; of others it takes the shape alone."""
-        return values_read(self.program, index)
 
     def roots(self) -> dict[int, int]:
         """Tiles that must be computed somewhere, with the number of steps that come early enough."""
@@ -130,7 +126,7 @@ class _Placer:
             if self.types[index].kind != "tile" or node.op == "gemm":
                 found.append(set())
             else:
-                own = set().union(*(found[a] for a in self.values_read(index)))
+                own = set().union(*(found[a] for a in values_read(self.program, index)))
                 found.append({index} if node.op == "input" else own)
         return found
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from primitives.cut import GemmStep, Steps
 from primitives.dims import Dim
-from primitives.ir import Program, reduction
+from primitives.ir import Program
 from primitives.lowered import PAIR_GRAIN, Argument, Writer
 
 HALF = {0.5: 2, 1.0: 1}  # columns of the GEMM for one of a tile's
@@ -72,9 +72,9 @@ class StepResources(Writer):
 
     def period(self, index: int) -> Dim:
         """The width of heads in the GEMM's columns."""
-        period = self.steps.types[index].period
+        kind, _, period = self.steps.types[index]
         assert period is not None  # of a repeated value or a statistic
-        if self.nodes[index].op == "head_sums":
+        if kind == "head":
             return period
         return period * Dim.parse(HALF[self.width(index)])
 
@@ -85,12 +85,6 @@ class StepResources(Writer):
     def grains(self) -> tuple[Dim, ...]:
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
         return (*self.periods, PAIR_GRAIN) if halves else tuple(self.periods)
-
-    def partials(self, index: int) -> list[str]:
-        """Names of a reduction's partials: columns twice as many as the GEMM's take two."""
-        how = reduction(self.nodes[index])
-        two = how is not None and how.axis == "column" and self.width(self.nodes[index].args[0]) == 2
-        return [f"p{index}_{part}" for part in range(1 + two)]
 
     def all(self) -> Iterator[tuple[Argument, str]]:
         """The epilogue's resources beside C and D: argument and constructor."""
@@ -120,7 +114,7 @@ class StepResources(Writer):
                 gated = ", gated=True" if self.width_of(store) < 1 else ""
                 yield store, f'TileStore("{store.name}"{gated})'
         for index in self.step.reductions:
-            yield from self.reduction(index)
+            yield from self.reduced(index)
 
     def vector(self, index: int) -> tuple[Argument, str]:
         name, vector = f"v{index}", self.nodes[index].args[0]
@@ -130,19 +124,16 @@ class StepResources(Writer):
             return Argument(name, "column", vector, self.dtype(vector)), f'RowVecLoad("{name}")'
         return Argument(name, "memory", vector, self.dtype(vector)), f'Memory("{name}")'
 
-    def reduction(self, index: int) -> Iterator[tuple[Argument, str]]:
-        how = reduction(self.nodes[index])
-        assert how is not None  # the step lists reductions only
+    def reduced(self, index: int) -> Iterator[tuple[Argument, str]]:
+        how = self.reduction(index)
         if how.combine == "select":
             chosen = self.nodes[index].args[1]
             yield Argument(f"i{index}", "index", chosen, self.dtype(chosen)), f'ColVecLoad("i{index}")'
-        for part, name in enumerate(self.partials(index)):
-            rank = 1 if how.combine == "select" else 3
-            argument = Argument(name, "partial", index, "fp32", part=part, rank=rank)
+        for partial in self.partials(index):
             if how.combine == "select":
-                yield argument, f'ColVecSelect("{name}", ColVecLoad("i{index}"))'
+                yield partial, f'ColVecSelect("{partial.name}", ColVecLoad("i{index}"))'
             elif how.combine == "logsumexp":
-                yield argument, f'OnlineLSEReduce("{name}")'
+                yield partial, f'OnlineLSEReduce("{partial.name}")'
             else:
                 kind = "RowPartials" if how.axis == "row" else "ColumnPartials"
-                yield argument, f'{kind}("{name}", "{how.combine}")'
+                yield partial, f'{kind}("{partial.name}", "{how.combine}")'

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from primitives.cut import GemmStep, Steps, cut
 from primitives.dims import Dim
-from primitives.finish import FinishWriter, by_length
+from primitives.finish import FinishWriter, finish_writers
 from primitives.ir import OPERANDS, TILES, Program, reduction
 from primitives.lowered import Writer
 from primitives.place import untransposed
@@ -62,15 +62,6 @@ H100 = Machine(
     Ceiling(50 * 2**20, "B", "NVIDIA H100 architecture whitepaper, SXM5: 50 MB of L2"),
     Ceiling(132, "SMs", "NVIDIA H100 architecture whitepaper, SXM5"),
 )
-
-
-def vector_steps(program: Program, steps: Steps) -> list[FinishWriter]:
-    """The kernels between GEMM steps, by stage and then length; stage -1 runs before all."""
-    return [
-        FinishWriter(program, steps, stage, roots)
-        for stage, members in sorted(steps.finishes.items())
-        for roots in by_length(steps, members)
-    ]
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
@@ -268,7 +259,7 @@ class _Counter(Writer):
 
     def floors(self) -> tuple[StepFloor, ...]:
         found = [(float(s.index), self.gemm(s)) for s in self.steps.gemms]
-        found += [(v.stage + 0.5, self.vector(v)) for v in vector_steps(self.program, self.steps)]
+        found += [(v.stage + 0.5, self.vector(v)) for v in finish_writers(self.program, self.steps)]
         return tuple(floor for _, floor in sorted(found, key=lambda f: f[0]))
 
     def gemm(self, step: GemmStep) -> StepFloor:

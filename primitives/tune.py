@@ -41,6 +41,11 @@ WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles 
 
 HEAD_START = 1_000_000  # cycles of idling before each call: as when scored, not at the power limit throughout
 
+# Every tile on clusters of two, at the usual rasterisation.
+STARTING = tuple(
+    Schedule(*tile, *cluster) for tile in sorted(TILES) for cluster in CLUSTERS if cluster != (1, 1)
+)
+
 Known = Mapping[int, Sequence[Schedule]]
 Choice = TypeVar("Choice")
 Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
@@ -48,13 +53,7 @@ Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
     """First stage: tiles that the step admits at these static sizes, on clusters of two."""
-    every = [
-        Schedule(m, n, pingpong, *cluster)
-        for m, n, pingpong in sorted(TILES)
-        for cluster in CLUSTERS
-        if cluster != (1, 1)
-    ]
-    return [schedule for schedule in every if kernel.admits(schedule, sizes)]
+    return [schedule for schedule in STARTING if kernel.admits(schedule, sizes)]
 
 
 def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:

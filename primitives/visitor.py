@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from primitives.cut import GemmStep, Steps
-from primitives.ir import OPERATIONS, Program, reduction
+from primitives.ir import OPERATIONS, Program
 from primitives.lowered import CUTE_DTYPES, GemmKernel, Writer, literal
-from primitives.place import untransposed
+from primitives.place import untransposed, values_read
 from primitives.resources import StepResources
 
 Values = dict[int, list[str]]  # texts of a node's values in one pair of lanes: one, two or four
-BLOCKED = ("logsumexp", "select")  # reductions over a subtile's fragment, not lane by lane
+# Reductions over a subtile's fragment, not lane by lane. The log-sum-exp masks its own in place: it is last.
+BLOCKED = ("select", "logsumexp")
 
 
 class StepWriter(Writer):
@@ -22,6 +23,7 @@ class StepWriter(Writer):
         super().__init__(program, steps)
         self.step = step
         self.resources = StepResources(program, steps, step)
+        self.blocked = [i for how in BLOCKED for i in step.reductions if self.reduction(i).combine == how]
         self.exact = self.exact_nodes()
         self.past_edge = self.values_past_edge()
 
@@ -65,9 +67,8 @@ class StepWriter(Writer):
 
     def masked(self, reduced: int) -> bool:
         """Whether lanes past a ragged edge must be left out: they are not certainly the identity."""
-        how = reduction(self.nodes[reduced])
         zero = self.past_edge.get(self.nodes[reduced].args[0]) == 0.0
-        return how is not None and not (zero and how.combine in ("add", "max_abs"))
+        return not (zero and self.reduction(reduced).combine in ("add", "max_abs"))
 
     def kernel(self) -> GemmKernel:
         operands = self.nodes[self.step.gemm].args
@@ -139,9 +140,10 @@ class StepWriter(Writer):
         yield "for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):"
         for line in self.lanes():
             yield "    " + line
-        for index in self.blocked():
-            (name,) = self.resources.partials(index)
+        for index in self.blocked:
+            (partial,) = self.partials(index)
             for part in range(self.fragments(index)):
+                name = partial.name
                 yield f'fold(self, "{name}", resources["{name}"], {self.collected(index)}_{part})'
         d, stores = self.resources.d, [s for s in self.resources.stores if s.role == "store"]
         for store in stores:
@@ -150,17 +152,12 @@ class StepWriter(Writer):
                 yield f"pack(w{store.node}, {CUTE_DTYPES[store.dtype]}, {target})"
         yield f"return ({''.join(s.name + ', ' for s in stores if s is not d)})"
 
-    def blocked(self) -> list[int]:
-        """Reductions over fragments, selections first: a log-sum-exp masks its fragment in place."""
-        found = {i: how.combine for i in self.step.reductions if (how := reduction(self.nodes[i]))}
-        return [i for kind in reversed(BLOCKED) for i, combine in found.items() if combine == kind]
-
     def collected(self, reduced: int) -> str:
         """The fragment that a blocked reduction reads: one for each tile that is reduced."""
         return f"f{self.nodes[reduced].args[0]}"
 
     def fragments(self, reduced: int) -> int:
-        return 2 if self.resources.width(self.nodes[reduced].args[0]) == 2 else 1
+        return 2 if self.reduced_width(reduced) == 2 else 1
 
     def prologue(self) -> Iterator[str]:
         """Fragments and resources, outside the loop over lanes."""
@@ -186,11 +183,11 @@ class StepWriter(Writer):
                 half = self.resources.width_of(store) < 1
                 yield f"{store.name} = {'half_fragment' if half else 'fragment'}(accumulator)"
         for index in self.step.reductions:
-            if index not in self.blocked():
-                for name in self.resources.partials(index):
-                    yield f'{name} = resources["{name}"]'
+            if index not in self.blocked:
+                for partial in self.partials(index):
+                    yield f'{partial.name} = resources["{partial.name}"]'
         for name in dict.fromkeys(
-            f"{self.collected(i)}_{p}" for i in self.blocked() for p in range(self.fragments(i))
+            f"{self.collected(i)}_{p}" for i in self.blocked for p in range(self.fragments(i))
         ):
             yield f"{name} = fragment(accumulator)"
 
@@ -217,9 +214,9 @@ class StepWriter(Writer):
         for index in self.step.stores:
             yield from self.keep(index, self.value(sums[2] if sums and index == sums[0] else index, values))
         for index in self.step.reductions:
-            if index not in self.blocked():
+            if index not in self.blocked:
                 yield from self.fold(index, self.value(self.nodes[index].args[0], values))
-        for tile in dict.fromkeys(self.nodes[i].args[0] for i in self.blocked()):
+        for tile in dict.fromkeys(self.nodes[i].args[0] for i in self.blocked):
             got = self.value(tile, values)
             for part in range(max(1, len(got) // 2)):
                 first, second = got[part :: max(1, len(got) // 2)] if len(got) > 1 else (*got, "LOWEST")
@@ -228,33 +225,29 @@ class StepWriter(Writer):
     def fetch(self, index: int, name: str, how: str, width: float, values: Values) -> Iterator[str]:
         """Values that each thread reads from memory itself, at its columns."""
         count = int(2 * width)
+        heads = f", {self.resources.heads(index)}" if how == "repeated" else ""
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
-            heads = f", {self.resources.heads(index)}" if how == "repeated" else ""
-            yield f"n{index}_{k} = {how}(place, {name}, {self.lane(count, k)}, {self.scale(count, k)}{heads})"
+            yield f"n{index}_{k} = {how}(place, {name}, {self.where(count, k)}{heads})"
 
     @staticmethod
     def lane(count: int, k: int) -> str:
         """The accumulator lane over which the k-th of ``count`` values of a pair lies."""
         return f"2 * i + {k * 2 // count}" if count > 1 else "2 * i"
 
-    @staticmethod
-    def scale(count: int, k: int) -> str:
-        """How a tile's column follows from the GEMM's: (half, twice and how many past)."""
-        return {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
+    def where(self, count: int, k: int) -> str:
+        """That lane, and how a tile's column follows from the GEMM's there: half, twice, how many past."""
+        return f"{self.lane(count, k)}, " + {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
 
     def keep(self, index: int, got: list[str]) -> Iterator[str]:
         """Values into the fragment of a store, or straight to memory."""
         store = next(s for s in self.resources.stores if s.node == index)
         if self.steps.types[index].kind == "head":
-            width = self.steps.types[index].period
-            at = self.resources.periods.index(width) if width else 0
-            yield f"put_head(place, {store.name}, 2 * i, self.head_widths[{at}], {got[0]})"
+            yield f"put_head(place, {store.name}, 2 * i, {self.resources.heads(index)}, {got[0]})"
             return
         for k, value in enumerate(got):
             if store.role == "memory":
-                where = f"{self.lane(len(got), k)}, {self.scale(len(got), k)}"
-                yield f"put(place, {store.name}, {where}, {value})"
+                yield f"put(place, {store.name}, {self.where(len(got), k)}, {value})"
                 continue
             d = store is self.resources.d
             target = f"w{index}" if store.packed else "accumulator" if d else store.name
@@ -269,7 +262,7 @@ class StepWriter(Writer):
         if node.op == "column_index":
             yield from self.number(index, values)
             return
-        arguments = [self.value(a, values) for a in node.args[: 1 if node.op == "as_tile" else None]]
+        arguments = [self.value(a, values) for a in values_read(self.program, index)]
         if node.op in ("even", "odd"):
             values[index] = arguments[0][0 if node.op == "even" else 1 :: 2]
             return
@@ -291,7 +284,7 @@ class StepWriter(Writer):
         count = int(2 * self.resources.width(index))
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
-            yield f"n{index}_{k} = Float32(column(place, {self.lane(count, k)}, {self.scale(count, k)}))"
+            yield f"n{index}_{k} = Float32(column(place, {self.where(count, k)}))"
 
     def value(self, index: int, values: Values) -> list[str]:
         node = self.nodes[index]
@@ -311,9 +304,7 @@ class StepWriter(Writer):
 
     def fold(self, index: int, values: list[str]) -> Iterator[str]:
         """Straight into the running value, which costs no fragment of its own."""
-        how = reduction(self.nodes[index])
-        assert how is not None  # the step lists reductions only
-        count = len(values)
+        how, count = self.reduction(index), len(values)
         if self.masked(index):
             inside = "inside_columns" if how.axis == "row" else "inside_rows"
             empty = "LOWEST" if how.combine == "max" else "0.0"
@@ -321,7 +312,7 @@ class StepWriter(Writer):
             values = [
                 f"choose({inside}(place, {at}), {v}, {empty})" for at, v in zip(lanes, values, strict=True)
             ]
-        names = self.resources.partials(index)
+        names = [partial.name for partial in self.partials(index)]
         if how.axis == "row":
             yield f"{names[0]}[2 * i] = {self.combined(how.combine, f'{names[0]}[2 * i]', values)}"
             return

@@ -196,10 +196,8 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of this machine's are taken for a GPU's."""
     monkeypatch.setattr(
         launch,
-        "check_inputs",
-        lambda program, inputs: solve_sizes(
-            program.signature, {k: tuple(t.shape) for k, t in inputs.items()}
-        ),
+        "check_tensors",
+        lambda signature, inputs: solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()}),
     )
 
 

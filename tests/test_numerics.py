@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from verifier import numerics, reference
-from verifier.numerics import FAMILIES, compare, draw, mutants, weak_spots
+from verifier.inputs import FAMILIES, draw
+from verifier.numerics import compare, mutants, weak_spots
 from verifier.spec import Spec, Tolerance, load
 
 ROOT = Path(__file__).parent.parent

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verifier import numerics, quack_baseline, quack_library, quack_norms, reference
+from verifier.inputs import draw
 from verifier.quack_baseline import ARMS, OUR_SEARCH, OWN_TUNER, admitted, chained, tuned_library
 from verifier.quack_epilogue import QuackEpilogue
 from verifier.quack_library import LIBRARY
@@ -177,7 +178,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spec, dict[str, Tensor]
 def test_an_arm_computes_the_outputs_of_its_spec(name: str, played: Any) -> None:
     spec = spec_of(name)
     sizes = small(spec)
-    inputs = numerics.draw(spec, sizes, seed=3)
+    inputs = draw(spec, sizes, seed=3)
     before = {n: t.clone() for n, t in inputs.items()}
     truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
     errors = numerics.compare(spec, played(spec, inputs, sizes)(), truth, yard)
@@ -188,7 +189,7 @@ def test_an_arm_computes_the_outputs_of_its_spec(name: str, played: Any) -> None
 def test_a_target_that_became_ignored_leaves_no_logit_behind(played: Any) -> None:
     spec = spec_of("gemm_partial_cross_entropy")
     sizes = small(spec)
-    inputs = numerics.draw(spec, sizes, seed=0)
+    inputs = draw(spec, sizes, seed=0)
     call = played(spec, inputs, sizes)
     assert call()["target_logit"].count_nonzero() > sizes["M"] // 2
     inputs["target"].fill_(-100)
@@ -204,7 +205,7 @@ def test_every_spec_has_an_arm_or_a_reason() -> None:
 def test_what_is_called_library_is_quacks_own(name: str) -> None:
     spec = spec_of(name)
     sizes = small(spec)
-    stages = quack_library.quack_library(name, numerics.draw(spec, sizes, seed=0), sizes, spec.constants)
+    stages = quack_library.quack_library(name, draw(spec, sizes, seed=0), sizes, spec.constants)
     own = all(stage.mod.fn.__module__.startswith("quack.epilogue") for stage in stages)
     assert LIBRARY[name].kind == ("library" if own else "composed")
 
@@ -220,7 +221,7 @@ def test_arms_are_left_out_where_there_is_none() -> None:
 def stage_of(name: str) -> Any:
     spec = spec_of(name)
     sizes = small(spec)
-    return quack_library.quack_library(name, numerics.draw(spec, sizes, seed=0), sizes, spec.constants)[0]
+    return quack_library.quack_library(name, draw(spec, sizes, seed=0), sizes, spec.constants)[0]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     monkeypatch.setattr(QuackEpilogue, "prepare", prepare)
     spec = spec_of("gemm_swiglu_mlp")
     sizes = small(spec)
-    inputs = numerics.draw(spec, sizes, seed=0)
+    inputs = draw(spec, sizes, seed=0)
     outputs = tuned_library(spec, inputs, sizes, arm)()
     assert outputs.keys() == spec.outputs.keys()
     assert [index for index, _ in raced] == ["0"] * 3 + ["1"] * 3

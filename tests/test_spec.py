@@ -11,6 +11,7 @@ import torch
 
 from primitives.dims import Dim
 from verifier import reference
+from verifier.inputs import DTYPES
 from verifier.spec import BadReference, Spec, SpecError, load
 from verifier.spec_trial import check_reference
 
@@ -281,7 +282,7 @@ def test_blocks_only_where_they_give_the_same(write, monkeypatch, text, outputs,
     sizes = {"M": 300, "K": 7, "N": 5}
     inputs = {
         name: torch.randn([d(sizes) for d in t.shape], generator=torch.Generator().manual_seed(3)).to(
-            reference.DTYPES[t.dtype]
+            DTYPES[t.dtype]
         )
         for name, t in spec.inputs.items()
     }

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from verifier import numerics, reference
-from verifier.inputs import trial
+from verifier import reference
+from verifier.inputs import draw, trial
 from verifier.spec import Spec, SpecError, load
 
 WIDE = """\
@@ -180,7 +180,7 @@ def test_a_trial_is_of_distinct_sizes_and_valid_indices(write):
 
 def test_blocks_of_a_wide_spec_change_nothing(write, monkeypatch):
     spec, sizes = load(write()), {"M": 300, "K": 20, "N": 12}  # count goes round after 80 rows
-    inputs = numerics.draw(spec, sizes, seed=1)
+    inputs = draw(spec, sizes, seed=1)
     whole, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
     monkeypatch.setattr(reference, "BLOCK_BYTES", 1)
     assert reference._rows(spec, sizes) == (("M", False), 128)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from verifier import reference
 from verifier.baselines import formulation
-from verifier.numerics import compare, draw, weak_spots
+from verifier.inputs import DTYPES, draw
+from verifier.numerics import compare, weak_spots
 from verifier.spec import Spec, load
 
 ROOT = Path(__file__).parent.parent
@@ -275,7 +276,7 @@ def test_the_measured_formulation_runs_on_the_inputs_as_they_are(name):
     expected = reference.oracle(spec, inputs, sizes)
     got = formulation(spec, sizes)(*inputs.values())
     for output, declared in spec.outputs.items():
-        assert got[output].dtype == reference.DTYPES[declared.dtype]
+        assert got[output].dtype == DTYPES[declared.dtype]
         error = got[output].double() - expected[output]
         assert error.square().mean().sqrt() < 0.02 * expected[output].square().mean().sqrt(), output
 

@@ -134,7 +134,8 @@ def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str,
     keep theirs and promote as PyTorch promotes. An output that ``updates`` an input is written into that
     input's tensor, which is what is returned for it: every call changes the inputs it was given.
     """
-    from verifier.reference import DTYPES, function
+    from verifier.inputs import DTYPES
+    from verifier.reference import function
 
     text = function(spec, spec.baseline)
     names = tuple(spec.inputs)

@@ -8,18 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from primitives.interpret import torch_dtype
+from primitives.ir import DTYPES as FLOATS
+from primitives.ir import INDICES, OPERANDS
 from verifier.spec import BadReference, Spec, TensorSpec
 from verifier.spec_init import IGNORED_SHARE, Init
 
 Sizes = Mapping[str, int]
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
+DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *OPERANDS, *INDICES)}
 
 #: How inputs may be drawn. "normal" is the spec's own init. "positive" takes magnitudes, so that sums grow
 #: with K and a low-precision accumulator stalls. "tiny" scales normal inputs by 2**-10: only there does

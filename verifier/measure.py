@@ -132,10 +132,10 @@ def _merged(results: list[CaseResult]) -> list[Gate]:
 
 def _inputs(session: _Session, purpose: str, family: str = "normal") -> dict[str, torch.Tensor]:
     """Fresh inputs; the seed is drawn now and recorded."""
-    from verifier import numerics
+    from verifier.inputs import draw
 
     seed = session.seeds[purpose] = secrets.randbits(48)
-    return numerics.draw(session.spec, session.case.sizes, seed, device="cuda", family=family)
+    return draw(session.spec, session.case.sizes, seed, device="cuda", family=family)
 
 
 def _plan(session: _Session) -> tuple[Plan, float]:
@@ -154,6 +154,7 @@ def _numerics(session: _Session, plan: Plan) -> dict[str, Any]:
     from primitives.compile import PROBES
     from primitives.launch import Plan
     from verifier import numerics, reference
+    from verifier.inputs import FAMILIES
 
     spec, case = session.spec, session.case
     plans = [plan]
@@ -161,7 +162,7 @@ def _numerics(session: _Session, plan: Plan) -> dict[str, Any]:
         admitted = [p for p in PROBES if all(g.admits(p, case.sizes) for g in plan.lowered.gemms)]
         plans += [Plan(session.program, case.sizes, {k: probe for k in plan.schedules}) for probe in admitted]
     worst: dict[str, dict[str, float]] = {}
-    for family in numerics.FAMILIES:
+    for family in FAMILIES:
         inputs = _inputs(session, f"numerics/{family}", family)
         truth = reference.oracle(spec, inputs, case.sizes)
         yard = reference.yardstick(spec, inputs, case.sizes)

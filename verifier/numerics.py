@@ -17,10 +17,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from verifier import reference
-from verifier.inputs import DTYPES
-from verifier.inputs import FAMILIES as FAMILIES
-from verifier.inputs import draw as draw
-from verifier.reference import Sizes, Tensors
+from verifier.inputs import DTYPES, FAMILIES, Sizes, draw
+from verifier.reference import Tensors
 from verifier.spec import Spec
 
 TILE = 128

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from primitives import workers
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
-from primitives.ir import CLUSTERS, SWIZZLES, TILES
-from primitives.tune import race_calls, search
+from primitives.ir import SWIZZLES
+from primitives.tune import STARTING, race_calls, search
 from verifier.quack_epilogue import QuackEpilogue
 from verifier.quack_library import LIBRARY, quack_library
 from verifier.spec import Spec
@@ -75,11 +75,9 @@ def own_space(stage: QuackEpilogue) -> Configs:
 def our_space(stage: QuackEpilogue) -> Configs:
     """The first stage of our own search: every tile that this epilogue admits, on clusters of two."""
     return [
-        config(*tile, cluster=cluster)
-        for tile in sorted(TILES)
-        if not (stage.paired and tile[1] % PAIR_GRAIN)
-        for cluster in CLUSTERS
-        if cluster != (1, 1)
+        config(s.tile_m, s.tile_n, s.pingpong, cluster=(s.cluster_m, s.cluster_n))
+        for s in STARTING
+        if not (stage.paired and s.tile_n % PAIR_GRAIN)
     ]
 
 
@@ -190,7 +188,7 @@ def _compile_all(spec: Spec, sizes: Mapping[str, int], index: int, configs: Conf
 
 def _compile_one(task: Task) -> bool:
     """In a worker process, on the GPU: whether the compiler took it."""
-    from verifier.numerics import draw
+    from verifier.inputs import draw
 
     spec, small, index, chosen = task
     sizes = dict(small)

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from primitives.dims import Dim
-from verifier.inputs import DTYPES as DTYPES
-from verifier.inputs import Sizes as Sizes
-from verifier.inputs import trial
+from verifier.inputs import DTYPES, Sizes, trial
 from verifier.spec import OutputSpec, Spec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from primitives.dims import NAME as DIM_NAME
 from primitives.dims import Unsolvable, solving_order
-from primitives.ir import DTYPES, INDICES, OPERANDS, VALUE_NAME
+from primitives.ir import DTYPES, INDICES, OPERANDS, READABLE, VALUE_NAME
 
 if TYPE_CHECKING:
     from verifier.spec import Case, OutputSpec, Spec, TensorSpec
@@ -111,10 +111,9 @@ def _check_rank(name: str, tensor: TensorSpec) -> None:
     rank, dtype = len(tensor.shape), tensor.dtype
     if rank > 2:
         raise fault(f"input {name} has {rank} axes; give it at most two", "inputs", name, "shape")
-    allowed = ("fp32",) if rank == 0 else DTYPES + INDICES if rank == 1 else DTYPES + OPERANDS
-    if dtype not in allowed:
+    if dtype not in READABLE[rank]:
         kind = ("scalar", "vector", "matrix")[rank]
-        message = f"input {name} is a {kind} of {dtype}; a {kind} may be {', '.join(allowed)}"
+        message = f"input {name} is a {kind} of {dtype}; a {kind} may be {', '.join(READABLE[rank])}"
         raise fault(message, "inputs", name, "dtype")
 
 

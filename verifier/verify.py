@@ -188,11 +188,12 @@ def small_sizes(spec: Spec) -> list[dict[str, int]]:
 def _interpret(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
     from primitives.interpret import interpret
     from verifier import numerics, reference
+    from verifier.inputs import FAMILIES, draw
 
     worst: dict[str, float] = {}
     for sizes in small_sizes(spec):
-        for family in numerics.FAMILIES:
-            inputs = numerics.draw(spec, sizes, secrets.randbits(48), family=family)
+        for family in FAMILIES:
+            inputs = draw(spec, sizes, secrets.randbits(48), family=family)
             truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
             errors = numerics.compare(spec, interpret(program, inputs), truth, yard)
             judge(errors, f"in the interpreter, inputs {family!r}, sizes {sizes}")

@@ -14,6 +14,7 @@ from primitives.compile import PROBES
 from primitives.ir import Program, Schedule
 from primitives.launch import Kernel, LaunchError
 from verifier import numerics, reference
+from verifier.inputs import draw
 from verifier.jail import Traced, trace
 from verifier.spec import Spec, load
 
@@ -49,7 +50,7 @@ def test_agrees_with_fp64_at_ragged_sizes(read, path, schedule):
     ragged = {d: 520 + 72 * i for i, d in enumerate(spec.dims)} | {"M": 521}  # rows need no alignment
     small = dict.fromkeys(spec.dims, 264)
     for step, sizes in enumerate((ragged, small)):
-        inputs = numerics.draw(spec, sizes, seed=step, device="cuda")
+        inputs = draw(spec, sizes, seed=step, device="cuda")
         got = kernel(**inputs)
         torch.cuda.synchronize()
         truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
@@ -62,7 +63,7 @@ def test_one_row_and_many_rows_of_the_same_kernel():
     kernel = Kernel(program, {0: Schedule()})
     for rows in (1, 7, 129):
         sizes = {"M": rows, "K": 264, "N": 392}
-        inputs = numerics.draw(spec, sizes, seed=rows, device="cuda")
+        inputs = draw(spec, sizes, seed=rows, device="cuda")
         errors = numerics.compare(
             spec,
             kernel(**inputs),
@@ -75,7 +76,7 @@ def test_one_row_and_many_rows_of_the_same_kernel():
 def test_replays_in_a_cuda_graph():
     spec, program = example(EXAMPLES[2])
     sizes = {d: 512 for d in spec.dims}
-    inputs = numerics.draw(spec, sizes, seed=1, device="cuda")
+    inputs = draw(spec, sizes, seed=1, device="cuda")
     plan = Kernel(program, {0: Schedule(), 1: Schedule()}).plan(inputs)
     outputs = plan.outputs()
     plan.run(inputs, outputs)
@@ -92,7 +93,7 @@ def test_replays_in_a_cuda_graph():
 
 def _bad(change):
     spec, _ = example(EXAMPLES[0])
-    inputs = numerics.draw(spec, {"M": 128, "K": 264, "N": 392}, seed=1, device="cuda")
+    inputs = draw(spec, {"M": 128, "K": 264, "N": 392}, seed=1, device="cuda")
     return change(inputs)
 
 

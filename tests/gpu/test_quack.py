@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verifier import numerics, reference
+from verifier.inputs import FAMILIES, draw
 from verifier.numerics import Limits
 from verifier.quack_baseline import ARMS, chained, config, tuned_library
 from verifier.quack_library import LIBRARY, quack_library
@@ -54,13 +55,13 @@ def admitted(stages):
     return {label: c for label, c in SCHEDULES.items() if swaps or not c.swap_ab}
 
 
-@pytest.mark.parametrize("family", numerics.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", ["ragged", "decode"])
 @pytest.mark.parametrize("name", LIBRARY)
 def test_an_arm_computes_the_outputs_of_its_spec(name, case, family):
     spec = load(SPECS / f"{name}.yaml", check=False)
     sizes = {dim: min(size, WIDEST) for dim, size in spec.case(case).sizes.items()}
-    inputs = numerics.draw(spec, sizes, 1, device="cuda", family=family)
+    inputs = draw(spec, sizes, 1, device="cuda", family=family)
     for chosen in admitted(quack_library(name, inputs, sizes, spec.constants)).values():
         stages = quack_library(name, inputs, sizes, spec.constants)  # afresh: one of them adds to its output
         poisoned(stages)
@@ -70,7 +71,7 @@ def test_an_arm_computes_the_outputs_of_its_spec(name, case, family):
 def test_an_ignored_target_leaves_no_logit_of_the_call_before():
     spec = load(SPECS / "gemm_partial_cross_entropy.yaml", check=False)
     sizes = dict(spec.case("ragged").sizes)
-    inputs = numerics.draw(spec, sizes, 0, device="cuda")
+    inputs = draw(spec, sizes, 0, device="cuda")
     (stage,) = quack_library(spec.name, inputs, sizes, spec.constants)
     call = stage.prepare(config(128, 128, True))
     assert call()["target_logit"].count_nonzero() > 800
@@ -84,7 +85,7 @@ def test_a_search_finds_a_schedule_that_is_right(name, arm, tmp_path, monkeypatc
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     spec = load(SPECS / f"{name}.yaml", check=False)
     sizes = dict(spec.case("ragged").sizes)
-    inputs = numerics.draw(spec, sizes, 0, device="cuda")
+    inputs = draw(spec, sizes, 0, device="cuda")
     judge(spec, tuned_library(spec, inputs, sizes, arm)(), inputs, sizes)
     (kept,) = (tmp_path / "tuning").iterdir()
     written = os.stat(kept).st_mtime_ns
@@ -101,7 +102,7 @@ def test_a_call_that_finishes_reductions_is_captured_in_a_cuda_graph():
     ):
         spec = load(SPECS / f"{name}.yaml", check=False)
         sizes = dict(spec.case("ragged").sizes)
-        inputs = numerics.draw(spec, sizes, 0, device="cuda")
+        inputs = draw(spec, sizes, 0, device="cuda")
         stages = quack_library(name, inputs, sizes, spec.constants)
         call = chained([s.prepare(config(128, 128, True)) for s in stages])
         call()
