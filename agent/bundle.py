@@ -110,8 +110,8 @@ def _entry(name: str) -> Entry:
 
 
 def _known(identity: Identity) -> dict[str, Schedules]:
-    """What the accepted kernel of this spec was tuned to, if it is the same program: tuning again only
-    has to race these."""
+    """What the accepted kernel of this spec was tuned to, if it is the same program on the same text: tuning
+    again only has to race these."""
     path = accept.files(identity.spec)[-1]
     if not path.exists():
         return {}
@@ -119,7 +119,7 @@ def _known(identity: Identity) -> dict[str, Schedules]:
         before = REPORT.validate_json(path.read_text(encoding="utf-8"))
     except ValidationError:  # of another version
         return {}
-    if not isinstance(before, Accepted) or before.identity.program_hash != identity.program_hash:
+    if not isinstance(before, Accepted) or before.identity.lowered_hash != identity.lowered_hash:
         return {}
     return {timing.case: timing.finalists for timing in before.timings}
 

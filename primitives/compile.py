@@ -149,6 +149,7 @@ def compile_gemm(
         not kernel.b_transposed,
         tuple(sorted(_resource_key(a, sizes) for a in kernel.arguments)),
         post_init_attrs=(
+            ("deep", schedule.deep),
             ("evict_loads", schedule.evict_loads),
             ("evict_stores", schedule.evict_stores),
             ("head_widths", kernel.head_widths(sizes)),

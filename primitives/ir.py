@@ -215,7 +215,10 @@ def register(operation: Operation) -> Operation:
 
 
 class Schedule(NamedTuple):
-    """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints."""
+    """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
+
+    ``deep`` takes stages of shared memory from the epilogue where that buys the mainloop another.
+    """
 
     tile_m: int = 128
     tile_n: int = 128
@@ -225,6 +228,7 @@ class Schedule(NamedTuple):
     swizzle: int = 8
     evict_loads: bool = False
     evict_stores: bool = False
+    deep: bool = False
 
     def to_json(self) -> dict[str, int | bool]:
         return self._asdict()
@@ -257,7 +261,7 @@ TILES = frozenset(
     + [(128, n, True) for n in (128, 160, 192, 208)]
     + [(192, 128, True)]
 )
-CLUSTERS = ((1, 1), (1, 2), (2, 1))
+CLUSTERS = ((1, 1), (1, 2), (2, 1), (2, 2))
 SWIZZLES = (1, 2, 4, 8, 16, 32)
 
 

@@ -1,7 +1,8 @@
 """Tuning: which schedule runs each step fastest at given sizes, on this GPU.
 
-Every tile and cluster at the usual rasterisation; then the best few over rasterisation group sizes and
-L2 eviction hints; then the best of both in a longer race, because the first two pick among noise.
+Every tile and cluster of two at the usual rasterisation, pingpong also with a deep mainloop; then the best
+few over rasterisation group sizes and L2 eviction hints, the very best also on a cluster of four; then the
+best of both in a longer race, because the first two pick among noise.
 Candidates are compiled in parallel processes, timed interleaved in random order with a cold L2, and the
 choice is kept under the hash of text, sizes and GPU.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import random
 import statistics
 import time
@@ -43,7 +45,7 @@ HEAD_START = 1_000_000  # cycles of idling before each call: as when scored, not
 
 # Every tile on clusters of two, at the usual rasterisation.
 STARTING = tuple(
-    Schedule(*tile, *cluster) for tile in sorted(TILES) for cluster in CLUSTERS if cluster != (1, 1)
+    Schedule(*tile, *cluster) for tile in sorted(TILES) for cluster in CLUSTERS if math.prod(cluster) == 2
 )
 
 Known = Mapping[int, Sequence[Schedule]]
@@ -53,7 +55,8 @@ Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
     """First stage: tiles that the step admits at these static sizes, on clusters of two."""
-    return [schedule for schedule in STARTING if kernel.admits(schedule, sizes)]
+    deep = [schedule._replace(deep=True) for schedule in STARTING if schedule.pingpong]
+    return [schedule for schedule in (*STARTING, *deep) if kernel.admits(schedule, sizes)]
 
 
 def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
@@ -73,7 +76,7 @@ def refinements(best: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
         hints = [(False, False), (False, True)]
     return [
         s._replace(swizzle=swizzle, evict_loads=loads, evict_stores=stores)
-        for s in best
+        for s in [*best, *(b._replace(cluster_m=2, cluster_n=2) for b in best[:1])]
         for loads, stores in hints
         for swizzle in SWIZZLES
         if swizzle > 1

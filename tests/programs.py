@@ -110,5 +110,5 @@ def random_schedule(random: Random, kernel: GemmKernel, sizes: Mapping[str, int]
     """Any schedule that a step admits at these static sizes."""
     tiles = [t for t in sorted(TILES) if kernel.admits(Schedule(*t), sizes)]
     tile, cluster = random.choice(tiles), random.choice(CLUSTERS)
-    hints = random.choice((False, True)), random.choice((False, True))
-    return Schedule(*tile, *cluster, random.choice(SWIZZLES), *hints)
+    choices = [random.choice((False, True)) for _ in range(3)]  # both hints, a deep mainloop
+    return Schedule(*tile, *cluster, random.choice(SWIZZLES), *choices)

@@ -258,7 +258,7 @@ def _rounded_operands(spec: Spec) -> AbstractContextManager[object]:
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
-    return _RoundedOperands(narrow) if narrow else nullcontext()
+    return _RoundedOperands(narrow, "fp8_e4m3" in present) if narrow else nullcontext()
 
 
 _aten = torch.ops.aten
@@ -275,9 +275,9 @@ _PRODUCTS: dict[Any, tuple[int, Callable[..., Tensor]]] = {
 
 
 class _RoundedOperands(TorchDispatchMode):
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, fp8: bool):
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.fp8 = dtype, fp8
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -292,6 +292,13 @@ class _RoundedOperands(TorchDispatchMode):
         return product
 
     def _product(self, multiply: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+        if self.fp8 and a.is_cuda and multiply is torch.mm:
+            eights = [t.to(torch.float8_e4m3fn) for t in (a, b)]
+            if all(torch.equal(h.to(t.dtype), t) for h, t in zip(eights, (a, b), strict=True)):
+                # With fp8 operands tensor cores keep fewer bits of a sum, adding partial sums in fp32 or not.
+                one = torch.ones((), device=a.device)
+                right = eights[1].mT.contiguous().mT
+                return torch._scaled_mm(eights[0].contiguous(), right, one, one, out_dtype=torch.float32)
         a, b = a.to(self.dtype), b.to(self.dtype)
         if a.is_cuda and multiply in (torch.mm, torch.bmm):
             # The tensor cores' own fp32 accumulation truncates: on an H100 it costs a row sum of squares

@@ -66,7 +66,8 @@ class Place(NamedTuple):
 class FusedGemm(ComposableEpiMixin, GemmSm90):
     """Base of every step: a lowered class adds its resources and the visitor of a subtile."""
 
-    evict_loads = False  # set per compile from the schedule
+    deep = False  # this and the hints: set per compile from the schedule
+    evict_loads = False
     evict_stores = False
     head_widths = ()  # set per compile from the sizes of static dims
     _extra_param_fields = (
@@ -78,23 +79,37 @@ class FusedGemm(ComposableEpiMixin, GemmSm90):
         self.rounding_mode = RoundingMode.RN
         return self.EpilogueParams(**self._epi_ops_to_params_dict(args))
 
-    @classmethod
-    def _compute_stages(cls, *args: Any, **kwargs: Any) -> tuple[int, int, int]:
+    def _compute_stages(self, *sizes: Any, **more: Any) -> tuple[int, int, int]:
         """Stages of operands, stores and loads. A large epilogue gives up load stages to the mainloop, which
-        waits for itself forever with one stage of operands."""
-        stages = super()._compute_stages(*args, **kwargs)
-        deepest = cls.epi_c_stage_base
-        if stages[0] < 3 and deepest > 2:
-            cls.epi_c_stage_base = 2
-            try:
-                stages = super()._compute_stages(*args, **kwargs)
-            finally:
-                cls.epi_c_stage_base = deepest
+        waits for itself forever with one stage of operands. A deep mainloop takes store stages too: the more
+        operands are under way, the less it waits for an L2 that the epilogue keeps busy."""
+        stages = self._stages(sizes, more, loads=self.epi_c_stage_base)
+        if stages[0] < 3:
+            stages = self._stages(sizes, more, loads=2)
+        if self.deep:
+            tile, epi_tile, d_dtype, arguments = sizes[0], sizes[1], sizes[4], sizes[6]
+            store = self.epi_smem_bytes(arguments, tile, epi_tile, sizes[9]).d_stage
+            if d_dtype is not None:
+                store += cute.size(cute.shape(epi_tile)) * d_dtype.width // 8
+            roomier = (*sizes[:7], sizes[7] + store, *sizes[8:])
+            operands, stores, loads = self._stages(roomier, more, loads=2)
+            if operands > stages[0]:
+                stages = operands, stores - 1, loads
         if stages[0] < 2:
             raise ValueError(
                 f"this tile's epilogue leaves shared memory for {stages[0]} stage(s) of operands"
             )
         return stages
+
+    def _stages(self, sizes: Any, more: Any, loads: int) -> tuple[int, int, int]:
+        """QuACK's split of shared memory, starting from at most so many stages of loads."""
+        kind = type(self)
+        usual = kind.epi_c_stage_base
+        kind.epi_c_stage_base = min(loads, usual)
+        try:
+            return super()._compute_stages(*sizes, **more)
+        finally:
+            kind.epi_c_stage_base = usual
 
     def epilog_gmem_copy_and_partition(self, atom: Any, *args: Any) -> Any:
         copy, source, target = super().epilog_gmem_copy_and_partition(atom, *args)
