@@ -37,7 +37,7 @@ ROUNDS = 9
 FINALISTS = 3
 FINAL = 6
 FINAL_ROUNDS = 40
-FEWEST = 4  # rounds of a race among kernels so long that each round tells them apart better
+FEWEST = 4  # rounds of a race among kernels so long that each round tells them apart better; of the last race 13
 PER_ROUND = 3.5  # milliseconds that a kernel may take before its race gets fewer rounds
 WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles at
 
@@ -228,7 +228,7 @@ def race_calls(
     until, once = time.monotonic() + WARM_UP, [0.0]
     while running and time.monotonic() < until:
         once = _interleaved([call for _, call in running], 1)
-    rounds = max(FEWEST, min(rounds, round(rounds * PER_ROUND / max(*once, 1e-3))))
+    rounds = max(FEWEST, rounds // 3, min(rounds, round(rounds * PER_ROUND / max(*once, 1e-3))))
     times = _interleaved([call for _, call in running], rounds)
     ranked = sorted(range(len(running)), key=times.__getitem__)
     return [(running[i][0], times[i]) for i in ranked]
