@@ -7,7 +7,7 @@ from quack.epilogue.ops import Scalar
 from primitives.device.mainloop import FusedGemm, arguments
 
 
-class Step0_b2b25666b80a(FusedGemm):
+class Step0_425725107a54(FusedGemm):
     _epi_ops = (
         Scalar("s1"),
     )

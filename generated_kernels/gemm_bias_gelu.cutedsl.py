@@ -8,7 +8,7 @@ from primitives.device.mainloop import FusedGemm, arguments, fragment
 from primitives.device.values import gelu_fast
 
 
-class Step0_8ef1a0ea9d1c(FusedGemm):
+class Step0_c0c72f4b1297(FusedGemm):
     _epi_ops = (
         RowVecLoad("v5"),
         TileStore("o7"),

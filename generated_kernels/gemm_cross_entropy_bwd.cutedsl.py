@@ -9,7 +9,7 @@ from primitives.device.mainloop import FusedGemm, arguments
 from primitives.device.values import choose
 
 
-class Step0_765bf05f4f18(FusedGemm):
+class Step0_5e91ecd686b4(FusedGemm):
     _epi_ops = (
         ColVecLoad("v6"),
         ColVecLoad("v9"),

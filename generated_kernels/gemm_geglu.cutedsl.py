@@ -8,7 +8,7 @@ from primitives.device.mainloop import FusedGemm, arguments, half_fragment
 from primitives.device.values import gelu_fast
 
 
-class Step0_65ef916d757a(FusedGemm):
+class Step0_78294d46ce68(FusedGemm):
     _epi_ops = (
         TileStore("o7", gated=True),
     )

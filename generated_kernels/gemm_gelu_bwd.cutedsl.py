@@ -9,10 +9,10 @@ from primitives.device.mainloop import ColumnPartials, FusedGemm, arguments, fra
 from primitives.device.values import sigmoid
 
 
-class Step0_b46e488281dc(FusedGemm):
+class Step0_aad7f23a2ecd(FusedGemm):
     _epi_ops = (
-        TileStore("o20"),
-        ColumnPartials("p21_0", "add"),
+        TileStore("o19"),
+        ColumnPartials("p20_0", "add"),
     )
     EpilogueArguments = arguments(_epi_ops)
 
@@ -20,8 +20,8 @@ class Step0_b46e488281dc(FusedGemm):
     def epi_visit_subtile(self, params, resources, accumulator, operand=None):
         place = resources["place"]
         t0 = operand.to(Float32)
-        o20 = fragment(accumulator)
-        p21_0 = resources["p21_0"]
+        o19 = fragment(accumulator)
+        p20_0 = resources["p20_0"]
         for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):
             n3_0 = (t0[2 * i + 0] * t0[2 * i + 0])
             n3_1 = (t0[2 * i + 1] * t0[2 * i + 1])
@@ -36,42 +36,42 @@ class Step0_b46e488281dc(FusedGemm):
             n8_0 = (t0[2 * i + 0] * n7_0)
             n8_1 = (t0[2 * i + 1] * n7_1)
             n11_0, n11_1 = accumulator[2 * i], accumulator[2 * i + 1]
-            n13_0 = (1.0 - n7_0)
-            n13_1 = (1.0 - n7_1)
-            n14_0 = (n8_0 * n13_0)
-            n14_1 = (n8_1 * n13_1)
-            n16_0 = (0.21406444881780073 * n3_0)
-            n16_1 = (0.21406444881780073 * n3_1)
-            n17_0 = (1.5957691216057308 + n16_0)
-            n17_1 = (1.5957691216057308 + n16_1)
-            n18_0 = (n14_0 * n17_0)
-            n18_1 = (n14_1 * n17_1)
-            n19_0 = (n7_0 + n18_0)
-            n19_1 = (n7_1 + n18_1)
-            n20_0 = (n11_0 * n19_0)
-            n20_1 = (n11_1 * n19_1)
+            n12_0 = (n8_0 * n7_0)
+            n12_1 = (n8_1 * n7_1)
+            n13_0 = (n8_0 - n12_0)
+            n13_1 = (n8_1 - n12_1)
+            n15_0 = (0.21406444881780073 * n3_0)
+            n15_1 = (0.21406444881780073 * n3_1)
+            n16_0 = (1.5957691216057308 + n15_0)
+            n16_1 = (1.5957691216057308 + n15_1)
+            n17_0 = (n13_0 * n16_0)
+            n17_1 = (n13_1 * n16_1)
+            n18_0 = (n7_0 + n17_0)
+            n18_1 = (n7_1 + n17_1)
+            n19_0 = (n11_0 * n18_0)
+            n19_1 = (n11_1 * n18_1)
             accumulator[2 * i + 0] = n8_0
             accumulator[2 * i + 1] = n8_1
-            o20[2 * i + 0] = n20_0
-            o20[2 * i + 1] = n20_1
-            p21_0[2 * i + 0] = p21_0[2 * i + 0] + (n20_0)
-            p21_0[2 * i + 1] = p21_0[2 * i + 1] + (n20_1)
-        return (o20, )
+            o19[2 * i + 0] = n19_0
+            o19[2 * i + 1] = n19_1
+            p20_0[2 * i + 0] = p20_0[2 * i + 0] + (n19_0)
+            p20_0[2 * i + 1] = p20_0[2 * i + 1] + (n19_1)
+        return (o19, )
 
 
-class Finish1_21_b46e488281dc:
+class Finish1_20_aad7f23a2ecd:
     @cute.jit
-    def __call__(self, p21_0, o21, stream):
-        blocks = cute.ceil_div(o21.shape[0] * LANES, BLOCK)
-        launched = self.kernel(p21_0, o21)
+    def __call__(self, p20_0, o20, stream):
+        blocks = cute.ceil_div(o20.shape[0] * LANES, BLOCK)
+        launched = self.kernel(p20_0, o20)
         launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, p21_0, o21):
+    def kernel(self, p20_0, o20):
         thread = cute.arch.block_idx()[0] * BLOCK + cute.arch.thread_idx()[0]
         lane = thread % LANES
         # Past the end, the last value again: shuffles want whole warps.
-        at = cutlass.min(thread // LANES, o21.shape[0] - 1)
-        n21 = finish_column((p21_0, ), at, lane, "add", False)
+        at = cutlass.min(thread // LANES, o20.shape[0] - 1)
+        n20 = finish_column((p20_0, ), at, lane, "add", False)
         if thread == at * LANES:
-            o21[at] = (n21).to(o21.element_type)
+            o20[at] = (n20).to(o20.element_type)

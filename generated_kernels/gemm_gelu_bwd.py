@@ -3,12 +3,13 @@ from primitives import column_sums, gemm, kernel, sigmoid
 
 @kernel
 def gemm_gelu_bwd(dy, w_down, z, c, a):
-    """One step: GELU in its tanh form is z * sigmoid(g); one sigmoid serves it and its derivative."""
+    """One step: GELU and its derivative share one sigmoid, h = (1 + tanh(u)) / 2 = sigmoid(2 u)."""
+    d = gemm(dy, w_down)
     linear = 2 * c
     cubic = linear * a
     square = z * z
-    s = sigmoid(z * (linear + cubic * square))
-    act = z * s
-    slope = s + act * (1 - s) * (linear + 3 * cubic * square)
-    dz = gemm(dy, w_down) * slope
+    h = sigmoid(z * (linear + cubic * square))
+    act = z * h
+    slope = linear + (3 * cubic) * square
+    dz = d * (h + (act - act * h) * slope)
     return {"dz": dz, "act": act, "dbias": column_sums(dz)}

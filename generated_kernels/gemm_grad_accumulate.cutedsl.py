@@ -6,7 +6,7 @@ from cutlass import Float32
 from primitives.device.mainloop import FusedGemm, arguments
 
 
-class Step0_1638fa67c23e(FusedGemm):
+class Step0_8c2d3ed50c26(FusedGemm):
     _epi_ops = (
     )
     EpilogueArguments = arguments(_epi_ops, adds=True)

@@ -7,7 +7,7 @@ from quack.epilogue.ops import ColVecLoad, RowVecLoad
 from primitives.device.mainloop import FusedGemm, arguments
 
 
-class Step0_4a68c587858d(FusedGemm):
+class Step0_861db0a66044(FusedGemm):
     _epi_ops = (
         ColVecLoad("v5"),
         RowVecLoad("v7"),

@@ -9,7 +9,7 @@ from primitives.device.mainloop import FusedGemm, arguments, fold, fragment
 from primitives.device.values import LOWEST
 
 
-class Step0_c18889992ae5(FusedGemm):
+class Step0_990e39053ffb(FusedGemm):
     _epi_ops = (
         OnlineLSEReduce("p4_0"),
         ColVecLoad("i6"),
@@ -31,7 +31,7 @@ class Step0_c18889992ae5(FusedGemm):
         return ()
 
 
-class Finish1_4_c18889992ae5:
+class Finish1_4_990e39053ffb:
     @cute.jit
     def __call__(self, p4_0, p6_0, v5, e6, o4, o6, stream):
         blocks = cute.ceil_div(o4.shape[0] * LANES, BLOCK)

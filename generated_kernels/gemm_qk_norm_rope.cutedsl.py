@@ -10,7 +10,7 @@ from primitives.device.mainloop import FusedGemm, arguments, fold, fragment
 from primitives.device.values import cosine_fast, sine_fast
 
 
-class Step0_bc614c9d5d08(FusedGemm):
+class Step0_e78102e83b96(FusedGemm):
     _epi_ops = (
         ColVecLoad("v20"),
         Memory("r16"),

@@ -8,7 +8,7 @@ from primitives.device.finish import BLOCK, LANES, finish_row
 from primitives.device.mainloop import FusedGemm, RowPartials, arguments, fragment
 
 
-class Step0_15de36f13e24(FusedGemm):
+class Step0_8ccfb86104cb(FusedGemm):
     _epi_ops = (
         RowVecLoad("v7"),
         TileStore("o8"),
@@ -42,7 +42,7 @@ class Step0_15de36f13e24(FusedGemm):
         return (o8, )
 
 
-class Finish1_11_15de36f13e24:
+class Finish1_11_8ccfb86104cb:
     @cute.jit
     def __call__(self, p9_0, s10, p13_0, o11, o19, stream):
         blocks = cute.ceil_div(o11.shape[0] * LANES, BLOCK)

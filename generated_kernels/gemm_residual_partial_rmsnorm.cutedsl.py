@@ -8,7 +8,7 @@ from primitives.device.finish import BLOCK, LANES, finish_row
 from primitives.device.mainloop import FusedGemm, RowPartials, arguments, fragment
 
 
-class Step0_58d3640d3f5d(FusedGemm):
+class Step0_edc3040ddd9f(FusedGemm):
     _epi_ops = (
         RowVecLoad("v7"),
         TileStore("o8"),
@@ -39,7 +39,7 @@ class Step0_58d3640d3f5d(FusedGemm):
         return (o8, )
 
 
-class Finish1_15_58d3640d3f5d:
+class Finish1_15_edc3040ddd9f:
     @cute.jit
     def __call__(self, p10_0, s11, o15, stream):
         blocks = cute.ceil_div(o15.shape[0] * LANES, BLOCK)

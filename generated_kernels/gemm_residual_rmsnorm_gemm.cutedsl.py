@@ -8,7 +8,7 @@ from primitives.device.finish import BLOCK, LANES, finish_row
 from primitives.device.mainloop import FusedGemm, RowPartials, arguments, fragment
 
 
-class Step0_fc17b1636156(FusedGemm):
+class Step0_ed50259b3a7b(FusedGemm):
     _epi_ops = (
         RowVecLoad("v14"),
         TileStore("o15"),
@@ -39,7 +39,7 @@ class Step0_fc17b1636156(FusedGemm):
         return (o15, )
 
 
-class Step1_fc17b1636156(FusedGemm):
+class Step1_ed50259b3a7b(FusedGemm):
     _epi_ops = (
         ColVecLoad("v19"),
     )
@@ -58,7 +58,7 @@ class Step1_fc17b1636156(FusedGemm):
         return ()
 
 
-class Finish1_12_fc17b1636156:
+class Finish1_12_ed50259b3a7b:
     @cute.jit
     def __call__(self, p7_0, s8, o12, stream):
         blocks = cute.ceil_div(o12.shape[0] * LANES, BLOCK)

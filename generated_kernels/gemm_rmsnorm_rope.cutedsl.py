@@ -8,7 +8,7 @@ from primitives.device.lanes import Memory, repeated
 from primitives.device.mainloop import FusedGemm, arguments
 
 
-class Step0_9bc59aee2d5d(FusedGemm):
+class Step0_afd27d17dfe2(FusedGemm):
     _epi_ops = (
         ColVecLoad("v5"),
         Memory("r9"),

@@ -8,7 +8,7 @@ from primitives.device.mainloop import FusedGemm, arguments, half_fragment
 from primitives.device.values import sigmoid_fast
 
 
-class Step0_b9767a9719a3(FusedGemm):
+class Step0_d39afd9ebe0e(FusedGemm):
     _epi_ops = (
         ColVecLoad("v5"),
         TileStore("o10", gated=True),

@@ -7,7 +7,7 @@ from primitives.device.lanes import Memory, repeated
 from primitives.device.mainloop import FusedGemm, arguments
 
 
-class Step0_ed52d59951b9(FusedGemm):
+class Step0_5fdae7b1b80e(FusedGemm):
     _epi_ops = (
         Memory("r6"),
     )

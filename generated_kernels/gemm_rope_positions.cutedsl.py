@@ -9,7 +9,7 @@ from primitives.device.mainloop import FusedGemm, arguments
 from primitives.device.values import cosine_fast, sine_fast
 
 
-class Step0_76e984c07fcd(FusedGemm):
+class Step0_557894591737(FusedGemm):
     _epi_ops = (
         ColVecLoad("v6"),
         Memory("r9"),

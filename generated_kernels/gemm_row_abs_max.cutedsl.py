@@ -8,7 +8,7 @@ from primitives.device.mainloop import FusedGemm, RowPartials, arguments
 from primitives.device.values import largest, magnitude
 
 
-class Step0_cddb93d3baa5(FusedGemm):
+class Step0_3f3a44ca5869(FusedGemm):
     _epi_ops = (
         RowPartials("p4_0", "max_abs"),
     )
@@ -26,7 +26,7 @@ class Step0_cddb93d3baa5(FusedGemm):
         return ()
 
 
-class Finish1_4_cddb93d3baa5:
+class Finish1_4_3f3a44ca5869:
     @cute.jit
     def __call__(self, p4_0, o4, stream):
         blocks = cute.ceil_div(o4.shape[0] * LANES, BLOCK)

@@ -8,7 +8,7 @@ from primitives.device.mainloop import FusedGemm, arguments, half_fragment
 from primitives.device.values import sigmoid_fast
 
 
-class Step0_db64dc03971e(FusedGemm):
+class Step0_7349ea20da68(FusedGemm):
     _epi_ops = (
         TileStore("o7", gated=True),
     )

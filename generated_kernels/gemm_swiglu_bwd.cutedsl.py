@@ -9,7 +9,7 @@ from primitives.device.mainloop import FusedGemm, RowPartials, arguments, fragme
 from primitives.device.values import sigmoid
 
 
-class Step0_332bb8617b89(FusedGemm):
+class Step0_8a68ed9784a6(FusedGemm):
     _epi_ops = (
         TileStore("o5"),
         RowPartials("p20_0", "add"),
@@ -60,7 +60,7 @@ class Step0_332bb8617b89(FusedGemm):
         return (o5, )
 
 
-class Finish1_20_332bb8617b89:
+class Finish1_20_8a68ed9784a6:
     @cute.jit
     def __call__(self, p20_0, o20, stream):
         blocks = cute.ceil_div(o20.shape[0] * LANES, BLOCK)

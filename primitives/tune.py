@@ -37,7 +37,7 @@ ROUNDS = 9
 FINALISTS = 3
 FINAL = 6
 FINAL_ROUNDS = 40
-FEWEST = 4  # rounds of a race among kernels so long that each round tells them apart better; of the last race 13
+FEWEST = 4  # rounds of a race among long kernels, which a round tells apart better; of the last race 13
 PER_ROUND = 3.5  # milliseconds that a kernel may take before its race gets fewer rounds
 WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles at
 
