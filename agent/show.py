@@ -101,15 +101,16 @@ def tables(resources: Sequence[Resources] | None, rooflines: Mapping[str, Roofli
 
 def resource_table(resources: Sequence[Resources]) -> Table:
     """One row a compiled kernel and configuration; spills, and a GEMM without HGMMA, stand out."""
-    numbers = ["registers", "stack B", "static shared B", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
+    numbers = ["registers", "stack B", "stages A+B/st/ld", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
     table = _table("resources, compiled for sm_90a", ["kernel", "schedule"], numbers)
     for r in resources:
         spilled = f"{r.spill_loads}/{r.spill_stores}"
+        spills = f"[yellow]{spilled}[/]" if r.spill_loads or r.spill_stores else spilled
         idle = r.schedule is not None and not r.hgmma
         table.add_row(
             r.kernel.rpartition("_")[0] or r.kernel, _schedule(r.schedule), str(r.registers), str(r.stack),
-            str(r.shared), f"[yellow]{spilled}[/]" if r.spill_loads or r.spill_stores else spilled,
-            "[red]0[/]" if idle else str(r.hgmma), f"{r.tma_loads}/{r.tma_stores}", f"{r.seconds:.1f}",
+            "/".join(map(str, r.stages or "-")), spills, "[red]0[/]" if idle else str(r.hgmma),
+            f"{r.tma_loads}/{r.tma_stores}", f"{r.seconds:.1f}",
         )  # fmt: skip
     return table
 
@@ -118,6 +119,7 @@ def _schedule(schedule: Mapping[str, int | bool] | None) -> str:
     if schedule is None:
         return "-"
     kind = "pingpong" if schedule["pingpong"] else "cooperative"
+    kind += " deep" if schedule.get("deep") else ""
     return f"{schedule['tile_m']}x{schedule['tile_n']} {kind} {schedule['cluster_m']}x{schedule['cluster_n']}"
 
 

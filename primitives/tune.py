@@ -1,8 +1,8 @@
 """Tuning: which schedule runs each step fastest at given sizes, on this GPU.
 
 Every tile and cluster of two at the usual rasterisation, pingpong also with a deep mainloop; then the best
-few over rasterisation group sizes and L2 eviction hints, the very best also on a cluster of four; then the
-best of both in a longer race, because the first two pick among noise.
+three tiles over rasterisation group sizes and L2 eviction hints, the very best also on a cluster of four;
+then the best of both in a longer race, because the first two pick among noise.
 Candidates are compiled in parallel processes, timed interleaved in random order with a cold L2, and the
 choice is kept under the hash of text, sizes and GPU.
 """
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from primitives import workers
 from primitives.compile import cache_dir, compile_gemm, compile_vector
@@ -49,7 +49,20 @@ STARTING = tuple(
 )
 
 Known = Mapping[int, Sequence[Schedule]]
-Choice = TypeVar("Choice")
+
+
+class Tiled(Protocol):
+    """A schedule, ours or QuACK's."""
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def pingpong(self) -> bool: ...
+
+
+Choice = TypeVar("Choice", bound=Tiled)
 Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
 
 
@@ -88,8 +101,11 @@ def search(
 ) -> list[tuple[Choice, float]]:
     """The last race's choices with their milliseconds, fastest first."""
     first = [choice for choice, _ in race(start, ROUNDS)]
-    second = [choice for choice, _ in race(refine(first[:FINALISTS]), ROUNDS)]
-    return race(list(dict.fromkeys(second[:FINAL] + first[:FINALISTS])), FINAL_ROUNDS)
+    # The best of each tile: what a wide tile reads less of shows at its own group size only.
+    tiles = {(c.tile_m, c.tile_n, c.pingpong): c for c in reversed(first)}
+    best = sorted(tiles.values(), key=first.index)[:FINALISTS]
+    second = [choice for choice, _ in race(refine(best), ROUNDS)]
+    return race(list(dict.fromkeys(second[:FINAL] + best)), FINAL_ROUNDS)
 
 
 def tuned(

@@ -145,7 +145,7 @@ class Notes:
 def resources(program: Program, *_: object) -> tuple[Resources, ...]:
     """The compiler's account of a kernel that is as usual: made up."""
     schedule: dict[str, int | bool] = dict(tile_m=128, tile_n=128, pingpong=True, cluster_m=2, cluster_n=1)
-    return (Resources("Step0_0123456789ab", schedule, 168, 0, 1024, 0, 0, 16, 4, 2, 2.0),)
+    return (Resources("Step0_0123456789ab", schedule, 168, 0, (5, 2, 4), 0, 0, 16, 4, 2, 2.0),)
 
 
 def program_of(spec: Spec, source: str) -> Program:

@@ -204,8 +204,8 @@ def test_the_text_of_whole_kernels_computes_their_outputs(name: str) -> None:
         assert torch.equal(found[output].to(expected.dtype), expected), output
 
 
-STEP = Resources("Step0_0123456789ab", Schedule().to_json(), 168, 80, 1024, 3, 4, 16, 7, 8, 2.5)
-VECTOR = Resources("Finish1_15_0123456789ab", None, 24, 0, 0, 0, 0, 0, 0, 0, 0.2)
+STEP = Resources("Step0_0123456789ab", Schedule().to_json(), 168, 80, (5, 2, 4), 3, 4, 16, 7, 8, 2.5)
+VECTOR = Resources("Finish1_15_0123456789ab", None, 24, 0, None, 0, 0, 0, 0, 0, 0.2)
 CASES = {"1B": {"M": 16384, "D": 2048, "F": 5632}, "small": {"M": 256, "D": 64, "F": 128}}
 
 
@@ -220,7 +220,7 @@ def test_render_shows_steps_resources_and_floors() -> None:
     text = printed(show.render(program, resources=[STEP, VECTOR], sizes=CASES))
     assert text.startswith("gemm_swiglu_bwd")
     assert "bf16 [M, 2*F]" in text  # brackets are no markup
-    assert re.search(r"Step0 +│ 128x128 pingpong 2x1 +│ +168 │ +80 │ +1024 │ +3/4 │ +16 │ +7/8 │", text)
+    assert re.search(r"Step0 +│ 128x128 pingpong 2x1 +│ +168 │ +80 │ +5/2/4 │ +3/4 │ +16 │ +7/8 │", text)
     assert re.search(r"Finish1_15 +│ - +│ +24 │", text)
     row = ["1B (M 16384, D 2048, F 5632)", "step 0"]
     row += ["378.0", "459.3", "555.1", "382.0", "302.8", "382.0", "compute"]

@@ -80,7 +80,7 @@ def test_figures(spec: Spec) -> None:
 
 
 def test_spills_are_findings(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    spilling = Resources("Step0_x", None, 255, 512, 0, 44, 40, 0, 0, 0, 1.0)
+    spilling = Resources("Step0_x", None, 255, 512, None, 44, 40, 0, 0, 0, 1.0)
     monkeypatch.setattr("primitives.compile.report", lambda program, sizes: (spilling,))
     report, _ = check(spec, TOY_KERNEL)
     assert isinstance(report, Checked)
