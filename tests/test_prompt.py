@@ -78,6 +78,19 @@ def test_no_line_of_an_answer_is_in_the_prompt(name: str) -> None:
         assert not [line for line in telling if line in rest]
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_line_of_a_recorded_answer_was_in_the_prompt_it_answered(name: str) -> None:
+    spec = (SPECS / f"{name}.yaml").read_text(encoding="utf-8").strip()
+    reference = spec[spec.index("reference:") :]
+    _, events = read_export(RECORDINGS / f"{name}.jsonl")
+    given = str(next(e.payload for e in events if e.kind == "prompt"))
+    telling = {
+        line for e in events if e.kind == "answer" for s in code(e.payload["text"]) for line in statements(s)
+    }
+    assert telling
+    assert not [line for line in telling if line in given and line not in reference]
+
+
 def test_an_answer_in_the_prompt_would_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The comparison above does see an example of the spec itself."""
     (tmp_path / "leak.yaml").write_text("name: leak\n")
