@@ -147,6 +147,15 @@ WIDE = trace(
 )
 
 
+def test_a_deep_mainloop_takes_stages_from_the_epilogue() -> None:
+    usual, deep = (
+        next(iter(compiled(BACKWARD.program, (Schedule(deep=deep),)).values()))[0] for deep in (False, True)
+    )
+    assert usual.stages and deep.stages
+    assert deep.stages[0] == usual.stages[0] + 1
+    assert all(1 <= less <= more for less, more in zip(deep.stages[1:], usual.stages[1:], strict=True))
+
+
 def test_the_rest_of_the_vocabulary() -> None:
     schedules = (Schedule(128, 128, True, 2, 1),)
     first, second, *vectors = compiled(WIDE, schedules, P=64, M=1).values()
