@@ -119,7 +119,7 @@ def _schedule(schedule: Mapping[str, int | bool] | None) -> str:
     if schedule is None:
         return "-"
     kind = "pingpong" if schedule["pingpong"] else "cooperative"
-    kind += " deep" if schedule.get("deep") else ""
+    kind += " deep" if schedule["deep"] else ""
     return f"{schedule['tile_m']}x{schedule['tile_n']} {kind} {schedule['cluster_m']}x{schedule['cluster_n']}"
 
 

@@ -62,7 +62,8 @@ class Tiled(Protocol):
     def pingpong(self) -> bool: ...
 
 
-Choice = TypeVar("Choice", bound=Tiled)
+Choice = TypeVar("Choice")
+Tile = TypeVar("Tile", bound=Tiled)
 Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
 
 
@@ -82,14 +83,14 @@ def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
     return found
 
 
-def refinements(best: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
-    """Second stage: the best few over rasterisation and, where tiles are streamed, eviction hints."""
+def refinements(ranked: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
+    """Second stage: the leaders over rasterisation and, where tiles are streamed, eviction hints."""
     hints = [(False, False), (True, False), (False, True), (True, True)]
     if kernel.c is None:
         hints = [(False, False), (False, True)]
     return [
         s._replace(swizzle=swizzle, evict_loads=loads, evict_stores=stores)
-        for s in [*best, *(b._replace(cluster_m=2, cluster_n=2) for b in best[:1])]
+        for s in [*leaders(ranked), *(best._replace(cluster_m=2, cluster_n=2) for best in ranked[:1])]
         for loads, stores in hints
         for swizzle in SWIZZLES
         if swizzle > 1
@@ -99,13 +100,18 @@ def refinements(best: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
 def search(
     start: list[Choice], refine: Callable[[list[Choice]], list[Choice]], race: Race[Choice]
 ) -> list[tuple[Choice, float]]:
-    """The last race's choices with their milliseconds, fastest first."""
+    """The last race's choices with their milliseconds, fastest first. ``refine`` makes the second race's of
+    all of the first's, fastest first."""
     first = [choice for choice, _ in race(start, ROUNDS)]
-    # The best of each tile: what a wide tile reads less of shows at its own group size only.
-    tiles = {(c.tile_m, c.tile_n, c.pingpong): c for c in reversed(first)}
-    best = sorted(tiles.values(), key=first.index)[:FINALISTS]
-    second = [choice for choice, _ in race(refine(best), ROUNDS)]
-    return race(list(dict.fromkeys(second[:FINAL] + best)), FINAL_ROUNDS)
+    second = [choice for choice, _ in race(refine(first), ROUNDS)]
+    return race(list(dict.fromkeys(second[:FINAL] + first[:FINALISTS])), FINAL_ROUNDS)
+
+
+def leaders(ranked: Sequence[Tile]) -> list[Tile]:
+    """The fastest of each tile, of the best few tiles: what a wide one reads less of shows at its own group
+    size only."""
+    tiles = {(c.tile_m, c.tile_n, c.pingpong): c for c in reversed(ranked)}
+    return sorted(tiles.values(), key=ranked.index)[:FINALISTS]
 
 
 def tuned(
@@ -184,10 +190,15 @@ def compile_all(
     return [_compiled[w] for w in wanted]
 
 
-def _compile_one(task: tuple[str, str, int, Schedule]) -> bool:
-    """In a worker process: a configuration that the compiler refuses is one not to race."""
+def refusals() -> tuple[type[Exception], ...]:
+    """How QuACK or the compiler refuses a schedule."""
     from cutlass.base_dsl.common import DSLBaseError
 
+    return DSLBaseError, RuntimeError, ValueError, AssertionError
+
+
+def _compile_one(task: tuple[str, str, int, Schedule]) -> bool:
+    """In a worker process: a configuration that the compiler refuses is one not to race."""
     text, static, step, schedule = task
     lowered = lower(Program.from_json(text))
     for vector in lowered.vectors:
@@ -195,7 +206,7 @@ def _compile_one(task: tuple[str, str, int, Schedule]) -> bool:
     kernel = next(g for g in lowered.gemms if g.step == step)
     try:
         compile_gemm(lowered, kernel, schedule, json.loads(static))
-    except (DSLBaseError, RuntimeError, ValueError, AssertionError):
+    except refusals():
         return False
     return True
 

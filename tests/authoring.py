@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import operators
+from spec_files import write_changed
 
 from agent import runs
 from agent.providers import Message, OnText, Turn, Usage
 from primitives.compile import Resources
-from primitives.ir import Program
+from primitives.ir import Program, Schedule
 from primitives.trace import trace_source
 from verifier.report import Accepted, CaseResult, Checked, Gate, Measured, Ratio, Rejected, Timing
 from verifier.spec import Case, Spec, load
@@ -99,10 +100,7 @@ def fenced(source: str) -> str:
 
 def write_toy(directory: Path, old: str = "", new: str = "") -> Path:
     """toy.yaml with ``old`` replaced by ``new``."""
-    assert old in TOY
-    path = directory / "toy.yaml"
-    path.write_text(TOY.replace(old, new, 1) if old else TOY, encoding="utf-8")
-    return path
+    return write_changed(directory / "toy.yaml", TOY, old, new)
 
 
 @dataclass
@@ -144,8 +142,7 @@ class Notes:
 
 def resources(program: Program, *_: object) -> tuple[Resources, ...]:
     """The compiler's account of a kernel that is as usual: made up."""
-    schedule: dict[str, int | bool] = dict(tile_m=128, tile_n=128, pingpong=True, cluster_m=2, cluster_n=1)
-    return (Resources("Step0_0123456789ab", schedule, 168, 0, (5, 2, 4), 0, 0, 16, 4, 2, 2.0),)
+    return (Resources("Step0_0123456789ab", Schedule().to_json(), 168, 0, (5, 2, 4), 0, 0, 16, 4, 2, 2.0),)
 
 
 def program_of(spec: Spec, source: str) -> Program:

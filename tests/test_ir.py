@@ -475,10 +475,22 @@ def test_an_output_cannot_bear_an_inputs_name() -> None:
         Program.from_json(json.dumps(data))
 
 
-def test_reports_are_kept_by_program_not_by_text_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from primitives import compile as compiler
+@pytest.fixture
+def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the compiler's child is asked; it finds nothing."""
+    asked: list[str] = []
+
+    def child(request: str) -> str:
+        asked.append(request)
+        return "[]"
+
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("primitives.compile._run_child", child)
+    return asked
+
+
+def test_reports_are_kept_by_program_not_by_text_alone(requests: list[str]) -> None:
+    from primitives.compile import report
     from primitives.lower import lower
 
     made = []
@@ -486,33 +498,15 @@ def test_reports_are_kept_by_program_not_by_text_alone(
         inputs = {"x": tensor("M, K", dtype), "w": tensor("K, N", dtype)}
         made.append(trace(signature(inputs, {"o": tensor("M, N", dtype)}), "return {'o': gemm(x, w)}"))
     assert lower(made[0]).hash == lower(made[1]).hash
-    requests: list[str] = []
-
-    def child(request: str) -> str:
-        requests.append(request)
-        return "[]"
-
-    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiler, "_run_child", child)
     for program in (*made, made[0]):
-        compiler.report(program, {"M": 8, "K": 8})  # of dims that are static, none
+        report(program, {"M": 8, "K": 8})  # of dims that are static, none
     assert len(requests) == 2
     assert [json.loads(r)["sizes"] for r in requests] == [{}, {}]
 
 
-def test_reports_are_kept_by_the_sizes_of_static_dims(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from primitives import compile as compiler
+def test_reports_are_kept_by_the_sizes_of_static_dims(requests: list[str]) -> None:
+    from primitives.compile import report
 
-    requests: list[str] = []
-
-    def child(request: str) -> str:
-        requests.append(request)
-        return "[]"
-
-    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiler, "_run_child", child)
     for p, m in ((16, 8), (32, 8), (16, 4096)):
-        compiler.report(QK_NORM.program, {"P": p, "M": m})
+        report(QK_NORM.program, {"P": p, "M": m})
     assert [json.loads(r)["sizes"] for r in requests] == [{"P": 16}, {"P": 32}]

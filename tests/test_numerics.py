@@ -16,19 +16,13 @@ from verifier.inputs import FAMILIES, draw
 from verifier.numerics import compare, mutants, weak_spots
 from verifier.spec import Spec, Tolerance, load
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 NORM, SWIGLU, BACKWARD = "gemm_residual_partial_rmsnorm", "gemm_rmsnorm_swiglu", "gemm_swiglu_bwd"
 SPECS = {name: load(ROOT / "specs" / f"{name}.yaml") for name in (NORM, SWIGLU, BACKWARD)}
 Outputs = dict[str, Tensor]
 Gemm = Callable[[Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def at(spec: Spec, m: int, k: int, n: int) -> dict[str, int]:

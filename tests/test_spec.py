@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from spec_files import fails, write_changed
 
 from primitives.dims import Dim
 from verifier import reference
@@ -51,20 +53,7 @@ accept: {speedup: 1.1}
 def write(tmp_path, monkeypatch):
     """Writes scaled.yaml, the good spec with ``old`` replaced by ``new``, and gives its relative path."""
     monkeypatch.chdir(tmp_path)
-
-    def write(old: str = "", new: str = "") -> Path:
-        assert old in GOOD
-        path = Path("scaled.yaml")
-        path.write_text(GOOD.replace(old, new, 1) if old else GOOD)
-        return path
-
-    return write
-
-
-def fails(path: Path, check: bool = True) -> str:
-    with pytest.raises(SpecError) as caught:
-        load(path, check=check)
-    return str(caught.value)
+    return partial(write_changed, Path("scaled.yaml"), GOOD)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from spec_files import fails, write_changed
 
 from verifier import reference
 from verifier.inputs import draw, trial
-from verifier.spec import Spec, SpecError, load
+from verifier.spec import Spec, load
 
 WIDE = """\
 name: wide
@@ -44,20 +46,7 @@ cases:
 def write(tmp_path, monkeypatch):
     """Writes wide.yaml, the spec above with ``old`` replaced by ``new``, and gives its relative path."""
     monkeypatch.chdir(tmp_path)
-
-    def write(old: str = "", new: str = "") -> Path:
-        assert old in WIDE
-        path = Path("wide.yaml")
-        path.write_text(WIDE.replace(old, new, 1) if old else WIDE)
-        return path
-
-    return write
-
-
-def fails(path: Path, check: bool = True) -> str:
-    with pytest.raises(SpecError) as caught:
-        load(path, check=check)
-    return str(caught.value)
+    return partial(write_changed, Path("wide.yaml"), WIDE)
 
 
 def test_parts_of_a_wide_spec(write):

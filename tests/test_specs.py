@@ -21,6 +21,8 @@ from verifier.inputs import DTYPES, draw
 from verifier.numerics import compare, weak_spots
 from verifier.spec import Spec, load
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 EPS = 1e-6
@@ -40,14 +42,6 @@ def truth(*names: str) -> Callable[[Truth], Truth]:
         return function
 
     return register
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def shipped(name: str) -> Spec:

@@ -21,7 +21,7 @@ from primitives import workers
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import SWIZZLES
-from primitives.tune import STARTING, race_calls, search
+from primitives.tune import FINALISTS, STARTING, leaders, race_calls, refusals, search
 from verifier.quack_epilogue import QuackEpilogue
 from verifier.quack_library import LIBRARY, quack_library
 from verifier.spec import Spec
@@ -81,14 +81,19 @@ def our_space(stage: QuackEpilogue) -> Configs:
     ]
 
 
-def _rasterised(configs: Configs) -> Configs:
+def _longer(ranked: Configs) -> Configs:
+    """The second stage of its own tuner's: nothing to refine, the best few again."""
+    return ranked[:FINALISTS]
+
+
+def _rasterised(ranked: Configs) -> Configs:
     """The second stage of our own search: group sizes, the best also on a cluster of four."""
-    every = [*configs, *(replace(c, cluster_m=2, cluster_n=2) for c in configs[:1])]
+    every = [*leaders(ranked), *(replace(best, cluster_m=2, cluster_n=2) for best in ranked[:1])]
     return [replace(c, max_swizzle_size=s) for c in every for s in SWIZZLES if s > 1]
 
 
 SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Callable[[Configs], Configs]]] = {
-    OWN_TUNER: (own_space, list),  # nothing to refine: the same again, in longer races
+    OWN_TUNER: (own_space, _longer),
     OUR_SEARCH: (our_space, _rasterised),
 }
 
@@ -162,16 +167,9 @@ def _race(
     _compile_all(spec, sizes, index, configs)
     prepared = []
     for each in configs:
-        with contextlib.suppress(*_refusals()):
+        with contextlib.suppress(*refusals()):
             prepared.append((each, stage.prepare(each)))
     return race_calls(prepared, rounds)
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """How the library or the compiler refuses a schedule."""
-    from cutlass.base_dsl.common import DSLBaseError
-
-    return DSLBaseError, RuntimeError, ValueError, AssertionError
 
 
 Task = tuple[Spec, tuple[tuple[str, int], ...], int, "GemmConfig"]
@@ -195,7 +193,7 @@ def _compile_one(task: Task) -> bool:
     spec, small, index, chosen = task
     sizes = dict(small)
     stages = quack_library(spec.name, draw(spec, sizes, 0, device="cuda"), sizes, spec.constants)
-    with contextlib.suppress(*_refusals()):  # one not to race
+    with contextlib.suppress(*refusals()):  # one not to race
         stages[index].prepare(chosen)
         return True
     return False
