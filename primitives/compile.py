@@ -110,9 +110,9 @@ def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, An
             key = ("immediate", dtype)
         case "pointer":
             key = ("pointer", dtype)
-        case "head":
-            assert argument.period is not None  # every head has a width
-            key = ("width", argument.period(sizes))
+        case "head" | "table":
+            assert argument.period is not None  # heads have a width
+            key = ("width" if argument.role == "head" else dtype, argument.period(sizes))
         case _:
             key = (dtype, argument.rank)
     return argument.name, key

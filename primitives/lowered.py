@@ -28,6 +28,7 @@ Role = Literal[
     "column",
     "index",
     "memory",
+    "table",
     "head",
     "partial",
     "scalar",
@@ -42,9 +43,9 @@ Role = Literal[
 class Argument:
     """One tensor or number that a kernel takes: a node of the program under an invented name.
 
-    ``load`` and ``store`` are tiles through TMA, ``memory`` one that threads address themselves; ``row`` and
-    ``column`` vectors, ``index`` integers, ``head`` the width of heads, ``scalar`` a number, ``pointer`` one
-    in memory, ``extent`` a tile's columns.
+    ``load`` and ``store`` are tiles through TMA, ``memory`` one that threads address themselves, ``table``
+    one that each head reads again; ``row`` and ``column`` vectors, ``index`` integers, ``head`` the width
+    of heads, ``scalar`` a number, ``pointer`` one in memory, ``extent`` a tile's columns.
     ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: of two
     partial sums for columns twice as many as the GEMM's. ``period``: how wide heads are.
     """
@@ -92,7 +93,7 @@ class GemmKernel:
     def narrow(self, sizes: Mapping[str, int]) -> bool:
         """Whether a thread's lanes would mix heads: it has two of every HEAD_GRAIN columns, and what it sums
         over heads is folded SUM_GRAIN columns at a time."""
-        sums = [a.period for a in self.arguments if a.period]
+        sums = [a.period for a in self.arguments if a.role == "head" and a.period]
         return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
 
     def wants(self, sizes: Mapping[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from primitives.cut import GemmStep, Steps
@@ -95,12 +96,7 @@ class StepResources(Writer):
         for index in self.step.vectors:
             yield self.vector(index)
         for index in self.step.repeats:
-            source = self.nodes[index].args[0]
-            rank = len(self.steps.types[source].shape)
-            yield (
-                Argument(f"r{index}", "memory", source, self.dtype(source), rank=rank),
-                f'Memory("r{index}")',
-            )
+            yield self.repeat(index)
         for index in self.step.scalars:
             role: Literal["pointer", "scalar"] = "pointer" if self.nodes[index].op == "input" else "scalar"
             yield Argument(f"s{index}", role, index, "fp32", rank=0), f'Scalar("s{index}")'
@@ -115,6 +111,18 @@ class StepResources(Writer):
                 yield store, f'TileStore("{store.name}"{gated})'
         for index in self.step.reductions:
             yield from self.reduced(index)
+
+    def repeat(self, index: int) -> tuple[Argument, str]:
+        name, source = f"r{index}", self.nodes[index].args[0]
+        rank = len(self.steps.types[source].shape)
+        made = Argument(name, "memory", source, self.dtype(source), rank=rank)
+        if not self.tables(index):
+            return made, f'Memory("{name}")'
+        return replace(made, role="table", period=self.period(index)), f'HeadTable("{name}")'
+
+    def tables(self, index: int) -> bool:
+        """Whether what repeats for each head is a tile, with a column for each of the GEMM's."""
+        return len(self.steps.types[self.nodes[index].args[0]].shape) == 2 and self.width(index) == 1
 
     def vector(self, index: int) -> tuple[Argument, str]:
         name, vector = f"v{index}", self.nodes[index].args[0]

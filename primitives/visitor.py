@@ -103,8 +103,9 @@ class StepWriter(Writer):
                 "    epi_needs_acc_prepass = True\n\n" + self.method(sweep, self.sweep()) + "\n" + methods
             )
         adds = ", adds=True" if self.resources.sums else ""
+        base = "TableGemm" if any(map(self.resources.tables, self.step.repeats)) else "FusedGemm"
         return (
-            f"class @@Step{self.step.index}(FusedGemm):\n"
+            f"class @@Step{self.step.index}({base}):\n"
             f"    _epi_ops = (\n{made}    )\n"
             f"    EpilogueArguments = arguments(_epi_ops{adds})\n\n{methods}"
         )
@@ -171,7 +172,9 @@ class StepWriter(Writer):
                 yield f"{load.name} = {unpacked if load.packed else f'{source}.to(Float32)'}"
         for prefix, nodes in (("v", self.step.vectors), ("r", self.step.repeats), ("s", self.step.scalars)):
             for index in nodes:
-                yield f'{prefix}{index} = resources["{prefix}{index}"]'
+                source = f'resources["{prefix}{index}"]'
+                tables = prefix == "r" and self.resources.tables(index)
+                yield f"{prefix}{index} = {f'table({source})' if tables else source}"
         for index in self.step.statistics:
             yield f'h{index} = statistic(self, "h{index}", resources["h{index}"])'
         for store in self.resources.stores:
@@ -206,7 +209,8 @@ class StepWriter(Writer):
             if self.nodes[index].op == "per_column" and self.resources.width(index) != 1:
                 yield from self.fetch(index, f"v{index}", "take", self.resources.width(index), values)
         for index in self.step.repeats:
-            yield from self.fetch(index, f"r{index}", "repeated", self.resources.width(index), values)
+            how = "tabled" if self.resources.tables(index) else "repeated"
+            yield from self.fetch(index, f"r{index}", how, self.resources.width(index), values)
         sums = self.resources.sums
         for index in self.step.body:
             if not sums or index != sums[0]:
@@ -225,7 +229,7 @@ class StepWriter(Writer):
     def fetch(self, index: int, name: str, how: str, width: float, values: Values) -> Iterator[str]:
         """Values that each thread reads from memory itself, at its columns."""
         count = int(2 * width)
-        heads = f", {self.resources.heads(index)}" if how == "repeated" else ""
+        heads = f", {self.resources.heads(index)}" if how in ("repeated", "tabled") else ""
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
             yield f"n{index}_{k} = {how}(place, {name}, {self.where(count, k)}{heads})"

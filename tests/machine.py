@@ -241,7 +241,8 @@ def _resource(kind: str) -> Callable[..., tuple[Any, ...]]:
 
 
 LANGUAGE: dict[str, Any] = {
-    "FusedGemm": object, "arguments": lambda resources, adds=False: adds, "Float32": fp32,
+    "FusedGemm": object, "TableGemm": object, "Float32": fp32,
+    "arguments": lambda resources, adds=False: adds,
     "cutlass": types.SimpleNamespace(
         range=lambda n, unroll_full: range(n), min=min, BFloat16="bf16", Float16="fp16"
     ),
@@ -252,7 +253,8 @@ LANGUAGE: dict[str, Any] = {
     "pack": _pack, "unpack": lambda packed, dtype: packed,
     "fragment": _fragment(1), "wide_fragment": _fragment(2), "half_fragment": _fragment(0.5),
     "column": column, "inside_columns": inside_columns, "inside_rows": inside_rows, "take": take,
-    "repeated": repeated, "put": put, "put_head": put_head,
+    "repeated": repeated, "tabled": repeated, "table": lambda source: source,
+    "put": put, "put_head": put_head,
     "at_subtile": lambda gemm, name, states, at: states[name],
     "fold": lambda gemm, name, state, values: state.fold(values),
     "statistic": lambda gemm, name, state: state.fragment(),
@@ -260,7 +262,7 @@ LANGUAGE: dict[str, Any] = {
     "finish_select": finish_select,
     "finish_logsumexp": lambda partials, at, lane: _finished(partials[0, at], "logsumexp"),
     **{kind: _resource(kind) for kind in (
-        "ColVecLoad", "ColVecSelect", "ColumnPartials", "HeadSums", "Memory", "OnlineLSEReduce",
+        "ColVecLoad", "ColVecSelect", "ColumnPartials", "HeadSums", "HeadTable", "Memory", "OnlineLSEReduce",
         "RowPartials", "RowVecLoad", "Scalar", "TileLoad", "TileStore",
     )},
 }  # fmt: skip
@@ -349,7 +351,7 @@ class Machine:
                 return self.read(argument)
             case "scalar":
                 return self.number(argument)
-            case "memory" if argument.node in self.memory:
+            case "memory" | "table" if argument.node in self.memory:
                 return self.read(argument)
             case "memory":
                 made = torch.full(self.shape(argument.node), torch.nan, dtype=torch_dtype(argument.dtype))
