@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kernels import BACKWARD, NORM, QK_NORM, kernel_names, signature, tensor, trace
+from kernels import BACKWARD, NORM, QK_NORM, ROPE, kernel_names, signature, tensor, trace
 
 from primitives import compile as compiling
 from primitives.compile import PROBES, CompileError, Resources, cache_dir, report
@@ -154,6 +154,14 @@ def test_a_deep_mainloop_takes_stages_from_the_epilogue() -> None:
     assert usual.stages and deep.stages
     assert deep.stages[0] == usual.stages[0] + 1
     assert all(1 <= less <= more for less, more in zip(deep.stages[1:], usual.stages[1:], strict=True))
+
+
+def test_a_table_comes_through_tma_where_a_head_is_whole_stages() -> None:
+    schedule = (Schedule(128, 160, True, 1, 2),)
+    ((streamed,),) = compiled(ROPE.program, schedule, P=16).values()  # heads of 32 columns
+    ((addressed,),) = compiled(ROPE.program, schedule, P=40).values()
+    assert streamed.tma_loads > addressed.tma_loads == 2  # the operands
+    assert streamed.stages and streamed.stages[2] > 0 and addressed.stages and addressed.stages[2] == 0
 
 
 def test_the_rest_of_the_vocabulary() -> None:
