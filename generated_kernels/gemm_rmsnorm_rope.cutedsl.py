@@ -4,14 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from quack.epilogue.ops import ColVecLoad
-from primitives.device.lanes import Memory, repeated
-from primitives.device.mainloop import FusedGemm, arguments
+from primitives.device.mainloop import arguments
+from primitives.device.tables import HeadTable, TableGemm, table, tabled
 
 
-class Step0_afd27d17dfe2(FusedGemm):
+class Step0_66a1123521cf(TableGemm):
     _epi_ops = (
         ColVecLoad("v5"),
-        Memory("r9"),
+        HeadTable("r9"),
     )
     EpilogueArguments = arguments(_epi_ops)
 
@@ -19,10 +19,10 @@ class Step0_afd27d17dfe2(FusedGemm):
     def epi_visit_subtile(self, params, resources, accumulator, operand=None):
         place = resources["place"]
         v5 = resources["v5"]
-        r9 = resources["r9"]
+        r9 = table(resources["r9"])
         for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):
-            n9_0 = repeated(place, r9, 2 * i + 0, 0, 0, self.head_widths[0])
-            n9_1 = repeated(place, r9, 2 * i + 1, 0, 0, self.head_widths[0])
+            n9_0 = tabled(place, r9, 2 * i + 0, 0, 0, self.head_widths[0])
+            n9_1 = tabled(place, r9, 2 * i + 1, 0, 0, self.head_widths[0])
             n3_0, n3_1 = accumulator[2 * i], accumulator[2 * i + 1]
             n6_0 = (n3_0 * v5[2 * i])
             n6_1 = (n3_1 * v5[2 * i])

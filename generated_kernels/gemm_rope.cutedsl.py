@@ -3,23 +3,23 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from primitives.device.lanes import Memory, repeated
-from primitives.device.mainloop import FusedGemm, arguments
+from primitives.device.mainloop import arguments
+from primitives.device.tables import HeadTable, TableGemm, table, tabled
 
 
-class Step0_5fdae7b1b80e(FusedGemm):
+class Step0_3c9cccac2a32(TableGemm):
     _epi_ops = (
-        Memory("r6"),
+        HeadTable("r6"),
     )
     EpilogueArguments = arguments(_epi_ops)
 
     @cute.jit
     def epi_visit_subtile(self, params, resources, accumulator, operand=None):
         place = resources["place"]
-        r6 = resources["r6"]
+        r6 = table(resources["r6"])
         for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):
-            n6_0 = repeated(place, r6, 2 * i + 0, 0, 0, self.head_widths[0])
-            n6_1 = repeated(place, r6, 2 * i + 1, 0, 0, self.head_widths[0])
+            n6_0 = tabled(place, r6, 2 * i + 0, 0, 0, self.head_widths[0])
+            n6_1 = tabled(place, r6, 2 * i + 1, 0, 0, self.head_widths[0])
             n3_0, n3_1 = accumulator[2 * i], accumulator[2 * i + 1]
             n8_0 = (n3_0 * n6_0)
             n11_0 = (n3_1 * n6_1)
