@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from primitives import children
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
@@ -221,32 +222,32 @@ def report(
 
 
 COMPILE_SECONDS = 300
+_NO_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|out of memory|allocate memory|memory allocation", re.IGNORECASE
+)
 
 
 def _run_child(request: str) -> str:
+    """The child's answer. CompileError with its words, or with the bound that ended it: time or memory."""
+    paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("CUTE_DSL_", "QUACK_"))},
         "QUACK_ARCH": "90",
         "CUTE_DSL_ARCH": "sm_90a",
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
     with tempfile.TemporaryDirectory(prefix="coda-compile-") as scratch:
         environment |= {"CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "primitives.compile", scratch],
-                input=request,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=COMPILE_SECONDS,
-                start_new_session=True,
-            )
-        except subprocess.TimeoutExpired:
-            raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s") from None
-    if done.returncode != 0:
-        raise CompileError(_shorten(done.stderr) or f"the compiler died with status {done.returncode}")
-    return done.stdout.splitlines()[-1]
+        command = ("primitives.compile", scratch)
+        status, answer, words = children.run(*command, text=request, seconds=COMPILE_SECONDS, env=environment)
+    if status is None:
+        raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
+    if status != 0 and _NO_MEMORY.search(words):
+        limit = f"{children.MEMORY_BYTES / 2**30:g} GB"
+        raise CompileError(f"the compiler took over {limit} of memory: {_shorten(words, 300)}")
+    if status != 0:
+        raise CompileError(_shorten(words) or f"the compiler died with status {status}")
+    return answer.splitlines()[-1]
 
 
 def _shorten(words: str, limit: int = 1500) -> str:
@@ -312,8 +313,7 @@ def inspect_cubin(
     seconds: float,
 ) -> Resources:
     """Read registers and memory with cuobjdump and count instructions in the SASS."""
-    usage = _tool("cuobjdump", "-res-usage", str(cubin))
-    found = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+    found = _usage(cubin)
     sass = _tool("nvdisasm", "-c", str(cubin))
 
     def count(mnemonic: str) -> int:
@@ -322,8 +322,8 @@ def inspect_cubin(
     return Resources(
         name,
         schedule,
-        int(found["REG"]),
-        int(found["STACK"]),
+        found["REG"],
+        found["STACK"],
         stages,
         count("LDL"),
         count("STL"),
@@ -332,6 +332,21 @@ def inspect_cubin(
         count("UTMASTG"),
         round(seconds, 2),
     )
+
+
+def _usage(cubin: Path) -> dict[str, int]:
+    """REG and STACK (bytes) a thread."""
+    words = _tool("cuobjdump", "-res-usage", str(cubin))
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", words)}
+
+
+def deepest_stack(folder: Path) -> int:
+    """Bytes a thread that the most spilling of a folder's cubins keeps in memory; takes the cubins away."""
+    deepest = 0
+    for cubin in folder.rglob("*.cubin"):
+        deepest = max(deepest, _usage(cubin)["STACK"])
+        cubin.unlink()
+    return deepest
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -344,4 +359,5 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
+    children.die_with(int(sys.argv[2]))
     _child(Path(sys.argv[1]))

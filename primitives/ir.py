@@ -24,6 +24,8 @@ READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS}  # what inp
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of specs and their values
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
+MAX_NAMES = 64  # of each kind in a signature
+LONGEST_MESSAGE = 2000
 MAX_BYTES = 1 << 20
 FORMAT = 2
 
@@ -32,6 +34,8 @@ class ProgramError(Exception):
     """A program or kernel file that is wrong: a reason code, words for its author, a line if known."""
 
     def __init__(self, code: str, message: str, line: int | None = None):
+        if len(message) > LONGEST_MESSAGE:  # it quotes what may be a megabyte
+            message = f"{message[:LONGEST_MESSAGE]} ..."
         super().__init__(message)
         self.code, self.message, self.line = code, message, line
 
@@ -55,6 +59,8 @@ class TensorType(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorType:
+        if len(data["shape"]) > 2:
+            raise ValueError(f"a tensor of rank {len(data['shape'])}")
         return cls(tuple(Dim.parse(d) for d in data["shape"]), str(data["dtype"]))
 
 
@@ -88,6 +94,9 @@ class Signature(NamedTuple):
     def from_json(cls, data: Mapping[str, Any]) -> Signature:
         """Rebuild and check; ProgramError for anything a spec could not have said."""
         try:
+            for field in ("dims", "inputs", "outputs", "constants", "static", "updates"):
+                if len(data[field]) > MAX_NAMES:
+                    raise ValueError(f"{len(data[field])} {field}, of at most {MAX_NAMES}")
             signature = cls(
                 str(data["name"]),
                 tuple(str(d) for d in data["dims"]),
@@ -449,8 +458,10 @@ def _node(index: int, raw: Any) -> Node:
         op, args, attribute = raw
         if isinstance(attribute, list):
             tag, value = attribute
+            if tag != "float":
+                raise ValueError(f"attribute {attribute!r}: a number is written as ['float', hexadecimal]")
             attribute = float.fromhex(value)
-            if tag != "float" or not math.isfinite(attribute):
+            if not math.isfinite(attribute):
                 raise ValueError(f"constant {value!r} is not finite")
         elif not (attribute is None or isinstance(attribute, str)):
             raise ValueError(f"attribute {attribute!r}: a number is written as ['float', hexadecimal]")

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import random
 import statistics
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from primitives import workers
-from primitives.compile import cache_dir, compile_gemm, compile_vector
+from primitives.compile import cache_dir, compile_gemm, compile_vector, deepest_stack
 from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule
 from primitives.lower import GemmKernel, lower
@@ -39,6 +40,7 @@ FINAL = 6
 FINAL_ROUNDS = 40
 FEWEST = 4  # rounds of a race among long kernels, which a round tells apart better; of the last race 13
 PER_ROUND = 3.5  # milliseconds that a kernel may take before its race gets fewer rounds
+MOST_STACK = 512  # bytes a thread: of what won so far the most is 192, with 456 spilled loads
 WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles at
 
 HEAD_START = 1_000_000  # cycles of idling before each call: as when scored, not at the power limit throughout
@@ -49,6 +51,10 @@ STARTING = tuple(
 )
 
 Known = Mapping[int, Sequence[Schedule]]
+
+
+class NoSchedule(Exception):
+    """Every schedule of a step was refused, by the compiler or by the GPU."""
 
 
 class Tiled(Protocol):
@@ -120,7 +126,7 @@ def tuned(
     """The fastest schedule for each step: from the cache, or measured now (seconds to minutes).
 
     ``known``: by step, schedules that were good before: only these race. LaunchError where no tile holds a
-    whole head, RuntimeError if no schedule runs.
+    whole head, NoSchedule if none runs.
     """
     path = cache_path(program, sizes)
     if path.exists():
@@ -142,7 +148,7 @@ def tuned(
         else:
             ranked = search(first[kernel.step], partial(refinements, kernel=kernel), race)
         if not ranked:
-            raise RuntimeError(f"no schedule of {kernel.name} runs at {dict(sizes)}")
+            raise NoSchedule(f"no schedule of {kernel.name} runs at {dict(sizes)}")
         chosen[kernel.step] = ranked[0][0]
         evidence[str(kernel.step)] = [[s.to_json(), t] for s, t in ranked]
     record = {
@@ -198,7 +204,8 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def _compile_one(task: tuple[str, str, int, Schedule]) -> bool:
-    """In a worker process: a configuration that the compiler refuses is one not to race."""
+    """In a worker process: a configuration that the compiler refuses, or cannot keep in registers, is one not
+    to race."""
     text, static, step, schedule = task
     lowered = lower(Program.from_json(text))
     for vector in lowered.vectors:
@@ -208,7 +215,7 @@ def _compile_one(task: tuple[str, str, int, Schedule]) -> bool:
         compile_gemm(lowered, kernel, schedule, json.loads(static))
     except refusals():
         return False
-    return True
+    return deepest_stack(Path(os.environ["CUTE_DSL_DUMP_DIR"])) <= MOST_STACK
 
 
 def _race(

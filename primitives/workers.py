@@ -1,7 +1,8 @@
-"""Worker processes that compile in parallel: started by need, kept, replaced when one dies.
+"""Worker processes that compile in parallel: started by need, kept, replaced when one dies or is ended.
 
 Not multiprocessing: spawning would import the user's script again, and a compiler that crashes would
-break the whole pool. ``python -m primitives.workers`` is a worker: a task a line in, an answer a line out.
+break the whole pool. ``python -m primitives.workers`` is a worker: a task a line in, an answer a line out,
+in the time and memory of ``primitives.children``.
 """
 
 from __future__ import annotations
@@ -9,16 +10,24 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import select
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from primitives import children
 
 Task = Callable[[Any], bool]
+SECONDS = 300.0  # for one task: a configuration compiles in 2 s, a worker's imports take 6
+PATIENCE = 200  # milliseconds until a silent worker is looked after
 
 
 def count() -> int:
@@ -26,12 +35,19 @@ def count() -> int:
     return int(os.environ.get("QUACK_COMPILE_WORKERS") or min(16, os.cpu_count() or 1))
 
 
-def run_all(task: Task, arguments: Iterable[Any]) -> list[bool]:
-    """``task(a)`` in a worker process for each argument, in order; False where the worker died of it.
+def run_all(task: Task, arguments: Iterable[Any], seconds: float | None = None) -> list[bool]:
+    """``task(a)`` in a worker process for each argument, in order; False where the worker died of it, or was
+    ended because it took over ``seconds`` (SECONDS).
 
     ``task`` is a module's function. An exception in it ends its worker, and counts as a death.
     """
-    return list(_threads().map(lambda a: _own().run(task, a), arguments))
+    limit = SECONDS if seconds is None else seconds
+    try:
+        return list(_threads().map(lambda a: _own().run(task, a, limit), arguments))
+    except BaseException:  # Ctrl-C reaches no worker, whose group is its own, but the threads wait for theirs
+        for worker in _workers:
+            worker.interrupt()
+        raise
 
 
 @cache
@@ -40,12 +56,14 @@ def _threads() -> ThreadPoolExecutor:
 
 
 _local = threading.local()
+_workers: list[_Worker] = []
 
 
 def _own() -> _Worker:
     """The calling thread's worker."""
     if not hasattr(_local, "worker"):
         _local.worker = _Worker()
+        _workers.append(_local.worker)
     worker: _Worker = _local.worker
     return worker
 
@@ -55,34 +73,73 @@ class _Worker:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self.cubins = tempfile.TemporaryDirectory(prefix="coda-cubins-")  # removed with this object
 
-    def run(self, task: Task, argument: Any) -> bool:
-        if self.process is None:
-            self.process = self.start()
-        assert self.process.stdin is not None and self.process.stdout is not None  # both are pipes
-        try:
-            self.process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
-            self.process.stdin.flush()
-            answer = self.process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
+    def run(self, task: Task, argument: Any, seconds: float) -> bool:
+        if self.process is None or children.ended(self.process):  # it may have died idle
+            self.end()
+            self.process = self.start(self.cubins.name)
+        line = base64.b64encode(pickle.dumps((task, argument))) + b"\n"
+        answer = b""
+        with suppress(BrokenPipeError):
+            answer = _ask(self.process, line, time.monotonic() + seconds)
         if not answer:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+            self.end()
         return answer == b"True\n"
 
+    def interrupt(self) -> None:
+        """From another thread: its task fails."""
+        process = self.process
+        if process is not None:
+            children.end(process)
+
+    def end(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            children.end(process)
+            for pipe in _pipes(process):
+                pipe.close()
+
     @staticmethod
-    def start() -> subprocess.Popen[bytes]:
+    def start(cubins: str) -> subprocess.Popen[bytes]:
+        """``cubins``: where the compiler leaves them, for a task to look at."""
         root = str(Path(__file__).parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
-            [sys.executable, "-m", "primitives.workers"],
+        process = children.start(
+            "primitives.workers",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # what a refused configuration makes the compiler say
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            bufsize=0,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(paths), "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
         )
+        os.set_blocking(_pipes(process)[0].fileno(), False)  # a worker that hangs reads nothing
+        return process
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None and process.stdout is not None
+    return process.stdin, process.stdout
+
+
+def _ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
+    """A worker's answer; empty where it dies first (whoever holds its pipes), or the time is up."""
+    tasks, answers = (pipe.fileno() for pipe in _pipes(process))
+    poll = select.poll()
+    poll.register(answers, select.POLLIN)
+    poll.register(tasks, select.POLLOUT)
+    while time.monotonic() < deadline:
+        ready = [descriptor for descriptor, _ in poll.poll(PATIENCE)]
+        if answers in ready:
+            return os.read(answers, 16)
+        if tasks in ready:
+            line = line[os.write(tasks, line) :]
+            if not line:
+                poll.unregister(tasks)
+        elif children.ended(process):
+            break
+    return b""
 
 
 def _serve() -> None:
@@ -95,4 +152,5 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
+    children.die_with(int(sys.argv[1]))
     _serve()

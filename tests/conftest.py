@@ -1,10 +1,12 @@
-"""What every test stands on: caches and runs in a directory of this session's own, gone afterwards."""
+"""What every test stands on: caches and runs in a directory of this session's own, gone afterwards, and an
+ear in every process that hears whether a candidate's source runs outside the jail."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,17 +20,51 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
+AUDIT = Path(__file__).parent / "audit"
 SESSION = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before xdist starts its workers, which inherit the environment and so share one cache."""
+    """Before xdist starts its workers, which inherit the environment and so share one cache and one audit."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     session = config.stash[SESSION] = Path(tempfile.mkdtemp(prefix="coda-agent-tests-"))
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(session / name))
     os.environ["CODA_AGENT_RUNS"] = str(session / "runs")
+    _watch_candidates(session / "audit")
+
+
+def _watch_candidates(directory: Path) -> None:
+    """In this process, and by a sitecustomize in every Python that it starts."""
+    sys.path.append(str(AUDIT))
+    import candidate_watch
+
+    directory.mkdir()
+    os.environ[candidate_watch.DIRECTORY] = str(directory)
+    others = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(AUDIT), *others])
+    candidate_watch.install()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A candidate that ran outside the jail fails the session, whatever the tests say."""
+    if SESSION in session.config.stash:
+        import candidate_watch
+
+        if candidate_watch.account(session.config.stash[SESSION] / "audit").violations:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    import candidate_watch
+
+    found = candidate_watch.account(config.stash[SESSION] / "audit")
+    words = f"{len(found.candidates)} candidates, {found.processes} processes watched"
+    terminalreporter.write_line(f"audit: {words}, {len(found.violations) or 'nothing'} ran outside the jail")
+    for violation in found.violations:
+        terminalreporter.write_line(f"audit: {violation}", red=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

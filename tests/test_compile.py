@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import triton
 from kernels import BACKWARD, NORM, QK_NORM, ROPE, kernel_names, signature, tensor, trace
 
 from primitives import compile as compiling
-from primitives.compile import PROBES, CompileError, Resources, cache_dir, report
+from primitives.compile import PROBES, CompileError, Resources, cache_dir, deepest_stack, report
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import lower
@@ -286,3 +287,39 @@ def test_a_lowered_text_is_imported_from_a_file_of_its_content() -> None:
     )
     assert done.stdout == f"[True, True] {path}\n"
     assert path.read_text() == lowered.text
+
+
+SPILLING = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 out, .param .u32 at)
+{{
+    .local .align 4 .b8 kept[{bytes}];
+    .reg .b64 %a<4>;
+    .reg .b32 %r<3>;
+    ld.param.u64 %a1, [out];
+    ld.param.u32 %r1, [at];
+    mov.u64 %a2, kept;
+    cvta.local.u64 %a2, %a2;
+    cvt.u64.u32 %a3, %r1;
+    add.u64 %a2, %a2, %a3;
+    st.u32 [%a2], %r1;
+    ld.u32 %r2, [%a2+4];
+    cvta.to.global.u64 %a1, %a1;
+    st.global.u32 [%a1], %r2;
+    ret;
+}}
+"""
+
+
+def test_the_deepest_stack_of_what_was_compiled(tmp_path: Path) -> None:
+    assert deepest_stack(tmp_path) == 0
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    for size in (64, 640):
+        source = tmp_path / f"{size}.ptx"
+        source.write_text(SPILLING.format(bytes=size))
+        cubin = source.with_suffix(".cubin")
+        subprocess.run([ptxas, "-arch=sm_90a", source, "-o", cubin], check=True)
+    assert deepest_stack(tmp_path) == 640
+    assert deepest_stack(tmp_path) == 0  # they are gone: the next configuration's are alone

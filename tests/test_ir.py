@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -510,3 +511,25 @@ def test_reports_are_kept_by_the_sizes_of_static_dims(requests: list[str]) -> No
     for p, m in ((16, 8), (32, 8), (16, 4096)):
         report(QK_NORM.program, {"P": p, "M": m})
     assert [json.loads(r)["sizes"] for r in requests] == [{"P": 16}, {"P": 32}]
+
+
+@pytest.mark.parametrize("field", ["dims", "constants", "static"])
+def test_a_signature_of_many_names_is_refused_before_it_is_read(field: str) -> None:
+    data = PLAIN.to_json()
+    many = [f"D{i}" for i in range(60_000)]
+    data[field] = dict.fromkeys(many, "0x1p+0") if field == "constants" else many
+    start = time.monotonic()
+    with pytest.raises(ProgramError, match=f"60000 {field}, of at most 64"):
+        Signature.from_json(data)
+    assert time.monotonic() - start < 1
+
+
+def test_a_shape_of_many_dims_is_refused_before_it_is_read() -> None:
+    data = PLAIN.to_json()
+    data["inputs"]["x"]["shape"] = ["M"] * 150_000
+    with pytest.raises(ProgramError, match="rank 150000"):
+        Signature.from_json(data)
+
+
+def test_messages_quote_no_megabyte() -> None:
+    assert len(ProgramError("json", "x" * 10**6).message) < 2100

@@ -1,22 +1,25 @@
-"""Workers are real processes: what they answer, and that one's death is its task's alone."""
+"""Workers are real processes: what they answer, and that one's death, hang or hunger is its task's alone."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from primitives import workers
+from primitives import children, workers
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def tasks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 def positive(number: int) -> bool:
@@ -38,6 +41,49 @@ def own_process(parent: int) -> bool:
     return os.getpid() != parent and os.getppid() == parent
 
 
+def hangs(path: str) -> bool:
+    """Forever, unless the path is empty; a child of its own hangs with it. Their ids go to the path."""
+    if path:
+        pids = [os.getpid()]
+        forked = os.fork()
+        if forked:
+            Path(path).write_text(f"{pids[0]} {forked}")
+        time.sleep(600)
+    return True
+
+
+def leaves_a_child(path: str) -> bool:
+    """Dies at once; a child of its own lives on, and holds the pipe that the answer would come through."""
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(600)
+    Path(path).write_text(str(forked))
+    os._exit(1)
+
+
+def allocates(megabytes: int) -> bool:
+    return len(bytearray(megabytes << 20)) > 0
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def pids(path: Path) -> list[int]:
+    assert eventually(lambda: path.exists() and bool(path.read_text()))
+    return [int(word) for word in path.read_text().split()]
+
+
 def test_answers_come_in_the_order_of_the_arguments():
     assert workers.run_all(positive, [1, -1, 2, 0, 3, -5, 7, 8, -9]) == [
         n > 0 for n in (1, -1, 2, 0, 3, -5, 7, 8, -9)
@@ -49,6 +95,74 @@ def test_a_worker_that_dies_fails_its_task_only():
     assert workers.run_all(dies_of_zero, [1, 0, 2, 0, 0, 3]) == [True, False, True, False, False, True]
     assert workers.run_all(raises, [1]) == [False]
     assert workers.run_all(positive, [1, 2]) == [True, True]
+
+
+def test_a_worker_that_hangs_is_ended_with_its_children_and_the_next_goes_on(tmp_path: Path):
+    path = tmp_path / "hanging"
+    start = time.monotonic()
+    assert workers.run_all(hangs, ["", str(path), "", ""], seconds=1.5) == [True, False, True, True]
+    assert time.monotonic() - start < 20
+    assert len(pids(path)) == 2 and eventually(lambda: not any(map(alive, pids(path))))
+
+
+def test_a_dead_workers_child_keeps_nobody_waiting(tmp_path: Path):
+    path = tmp_path / "left"
+    start = time.monotonic()
+    assert workers.run_all(leaves_a_child, [str(path)]) == [False]
+    assert time.monotonic() - start < 20  # of the 300 s that it may take
+    assert eventually(lambda: not any(map(alive, pids(path))))
+
+
+def test_a_worker_that_takes_too_much_memory_fails_its_task_only(monkeypatch: pytest.MonkeyPatch):
+    workers.run_all(raises, range(workers.count()))  # ends all workers: the next have the limit
+    monkeypatch.setattr(children, "MEMORY_BYTES", 512 << 20)
+    assert workers.run_all(allocates, [64, 1024, 64]) == [True, False, True]
+
+
+def test_a_task_longer_than_a_pipe_reaches_a_worker_and_not_one_that_hangs(tmp_path: Path):
+    long = "x" * (1 << 20)
+    assert workers.run_all(len_is, [(long, 1 << 20), (long, 1)]) == [True, False]
+    worker = workers._Worker()
+    worker.process = worker.start(str(tmp_path))
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    assert not worker.run(len_is, (long, 1 << 20), seconds=0.5)
+    assert worker.process is None
+
+
+def len_is(task: tuple[str, int]) -> bool:
+    return len(task[0]) == task[1]
+
+
+def test_one_that_died_idle_is_replaced():
+    worker = workers._Worker()
+    assert worker.run(positive, 1, seconds=60)
+    assert worker.process is not None
+    worker.process.kill()
+    assert eventually(lambda: worker.process is not None and children.ended(worker.process))
+    assert worker.run(positive, 1, seconds=60)
+    worker.end()
+
+
+SCRIPT = "import sys, test_workers as t; t.workers.run_all(t.hangs, sys.argv[1:])"
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(tmp_path: Path, by: signal.Signals):
+    """Killed or interrupted: a busy worker cannot see its input end."""
+    path = tmp_path / "hanging"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(path)], env=environment, stderr=subprocess.DEVNULL
+    ) as parent:
+        worker, forked = pids(path)
+        parent.send_signal(by)
+        assert parent.wait(10) != 0
+    try:
+        assert eventually(lambda: not alive(worker))
+        assert by == signal.SIGKILL or eventually(lambda: not alive(forked))
+    finally:
+        if alive(forked):  # the kernel signals the worker alone
+            os.kill(forked, signal.SIGKILL)
 
 
 def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):

@@ -60,6 +60,7 @@ def trace(
     ``Rejected`` for whatever is wrong with the source, or done by it. Raises JailUnavailable where neither
     seccomp nor Landlock is there, unless ``weak`` accepts the language check and the limits alone.
     """
+    sys.audit("verifier.jail.trace", source)  # so that an audit hook knows what must not run anywhere else
     size = len(source.encode("utf-8", "surrogatepass"))
     if size > MAX_SOURCE_BYTES:
         return _reject("too_large", f"the file has {size} bytes of at most {MAX_SOURCE_BYTES}: shorten it")
@@ -76,7 +77,7 @@ def trace(
         )
     result = _judge(answer, ending, wall_seconds, signature)
     if isinstance(result, Rejected):
-        return result
+        return result.model_copy(update={"evidence": {"missing_layers": missing}}) if missing else result
     return Traced(*result, layers, missing, time.monotonic() - start)
 
 

@@ -36,7 +36,7 @@ def apply(parent: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for name, layer in (first, *LAYERS):
         try:
             layer()
-        except (OSError, ValueError):  # setrlimit says ValueError
+        except OSError:
             missing.append(name)
         else:
             layers.append(name)
@@ -63,19 +63,30 @@ def renounce_privileges() -> None:
 def limit_resources() -> None:
     """768 MB of addresses, 3 s of CPU, no byte into any file, 8 descriptors, no process beside this one."""
     limits = {
-        resource.RLIMIT_AS: MEMORY_BYTES,
-        resource.RLIMIT_CPU: CPU_SECONDS,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NOFILE: DESCRIPTORS,
-        resource.RLIMIT_NPROC: 0,  # does not bind root, hence seccomp
-        resource.RLIMIT_CORE: 0,
+        "AS": MEMORY_BYTES,
+        "CPU": CPU_SECONDS,
+        "FSIZE": 0,
+        "NOFILE": DESCRIPTORS,
+        "NPROC": 0,  # does not bind root, hence seccomp
+        "CORE": 0,
     }
-    for kind, limit in limits.items():
+    refused = [name for name, limit in limits.items() if not _limit(name, limit)]
+    if refused:  # macOS has no limit on addresses, say: the others hold all the same
+        raise OSError(errno.ENOTSUP, f"no limit on {', '.join(refused)}")
+
+
+def _limit(name: str, limit: int) -> bool:
+    """Whether the system takes it."""
+    try:
+        kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         # At the hard limit the kernel sends SIGKILL, which says nothing; at the soft one SIGXCPU.
-        spare = 1 if kind == resource.RLIMIT_CPU and limit != hard else 0
+        spare = 1 if name == "CPU" and limit != hard else 0
         resource.setrlimit(kind, (limit, limit + spare))
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
 
 
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # the same number on every architecture

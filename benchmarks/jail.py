@@ -1,0 +1,82 @@
+"""What the jail costs: ``python -m benchmarks.jail [--json]``, over every accepted kernel's file.
+
+A bare ``python -I -S`` is started in turn with each trace, so that the ratio says what the jail adds on any
+machine, a busy one too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from verifier import jail
+from verifier.spec import load
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 5
+
+
+def main(arguments: list[str]) -> None:
+    found = measure(ROUNDS)
+    if arguments == ["--json"]:
+        print(json.dumps(found, indent=1))
+        return
+    print("\n".join(f"{name}: {value}" for name, value in found["where"].items()))
+    for name, ms in found["milliseconds"].items():
+        print(f"{name}: median {ms['median']:.1f} ms, 95th percentile {ms['p95']:.1f} ms")
+    print(f"a trace is {found['ratio']:.1f} times a bare interpreter")
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Milliseconds of a jailed trace and of a bare interpreter, the ratio of their medians, and where."""
+    accepted = (
+        path for path in sorted((ROOT / "generated_kernels").glob("*.py")) if path.stem.isidentifier()
+    )
+    honest = [(p.read_text(), load(ROOT / "specs" / f"{p.stem}.yaml", check=False)) for p in accepted]
+    jailed: list[float] = []
+    bare: list[float] = []
+    layers: tuple[str, ...] = ()
+    for _ in range(rounds):
+        for source, spec in honest:
+            bare.append(_milliseconds(_start_bare))
+            start = time.perf_counter()
+            traced = jail.trace(source, spec.signature())
+            jailed.append((time.perf_counter() - start) * 1e3)
+            assert isinstance(traced, jail.Traced), traced
+            layers = traced.layers
+    return {
+        "where": {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}",
+            "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+            "layers": ", ".join(layers),
+            "traces": f"{len(jailed)}, of {len(honest)} kernels",
+        },
+        "milliseconds": {"jailed trace": _summary(jailed), "python -I -S": _summary(bare)},
+        "ratio": median(jailed) / median(bare),
+    }
+
+
+def _start_bare() -> None:
+    subprocess.run([sys.executable, "-I", "-S", "-c", ""], env={}, check=True)
+
+
+def _milliseconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "p95": quantiles(values, n=20)[-1]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,91 @@
+"""Child processes that compile: they cannot outlive their parent, their time or their memory.
+
+A compiler crashes, hangs and allocates. Each child leads a process group, so that whatever it started ends
+with it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from tempfile import TemporaryFile
+from typing import Any
+
+# Of private writable memory, a process. An honest compile takes 0.4 GB, once in an hour-old worker too; a
+# limit on addresses would count what CUDA and the compiler only reserve (1.3 GB without a GPU).
+MEMORY_BYTES = 16 << 30
+WORDS_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+
+
+def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """``python -m module *arguments PARENT``, bounded; ``options`` are Popen's. The child passes PARENT, this
+    process's id, to ``die_with``."""
+    command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    with suppress(ProcessLookupError):  # it has ended already
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_DATA)
+        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
+    return process
+
+
+def run(
+    module: str, *arguments: str, text: str, seconds: float, **options: Any
+) -> tuple[int | None, str, str]:
+    """Start, give it ``text`` and wait: its status (None: it took over ``seconds``), its output, and the end
+    of its errors. Nothing of its group is left."""
+    # Files, not pipes: one whom a dead child left its pipes to would keep us waiting.
+    with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:
+        given.write(text.encode())
+        given.seek(0)
+        process = start(module, *arguments, stdin=given, stdout=output, stderr=errors, **options)
+        try:
+            timely = _wait(process, seconds)
+        finally:
+            status = end(process)
+        output.seek(0)
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - WORDS_BYTES))
+        said, words = (file.read().decode("utf-8", "replace") for file in (output, errors))
+    return status if timely else None, said, words
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent (its thread that started us) ends, whatever ends it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before its death could reach us
+
+
+def ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has. It is not reaped, so that its number, which is its group's, stays its own."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another thread has just reaped it
+        return True
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether it ends in time."""
+    deadline = time.monotonic() + seconds
+    while not ended(process):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Kill what is left of the child's group and reap it; its status, negative for a signal."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()

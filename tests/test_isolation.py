@@ -1,0 +1,191 @@
+"""Hostile sources in a row, layers that a system lacks, and compilers run wild."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cheats import sandbox, takeover
+from cheats.child import TAKEN_OVER, nothing_left
+from cheats.corpus import Rejection
+from cheats.twins import RMSNORM
+
+from primitives import children
+from primitives.compile import CompileError, report
+from verifier import jail
+from verifier.jail import JailUnavailable, Traced
+from verifier.report import Checked, Rejected
+from verifier.verify import check
+
+ROOT = Path(__file__).parent.parent
+
+# A thousand hostile sources
+
+RUNS = int(os.environ.get("CODA_AGENT_JAIL_RUNS", "100"))  # 1000 take a minute
+LEAK = 1024  # bytes a run
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_hostile_sources_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = [c for c in sandbox.CHEATS if not isinstance(c.ends, Rejection) or "timeout" not in c.ends.codes]
+    cheats = [*quick, *takeover.CHEATS]
+    assert len(cheats) > 40
+
+    def run(count: int) -> None:
+        for i in range(count):
+            cheat = cheats[i % len(cheats)]
+            monkeypatch.setattr(jail, "BOOT", TAKEN_OVER if cheat.taken_over else honest_boot)
+            ended.add(type(jail.trace(cheat.source, RMSNORM.spec.signature())))
+
+    honest_boot, ended = jail.BOOT, set[type]()
+    run(len(cheats))  # caches fill
+    with nothing_left(tmp_path, monkeypatch):
+        before = resident_bytes()
+        run(RUNS)
+        assert resident_bytes() - before < RUNS * LEAK
+    assert ended == {Traced, Rejected}  # what is contained is traced
+
+
+# Layers that a system lacks
+
+DARWIN = """
+import sys; sys.platform = "darwin"; import resource; limit = resource.setrlimit
+def without_addresses(kind, limits):
+    if kind == resource.RLIMIT_AS: raise ValueError("current limit exceeds maximum limit")
+    limit(kind, limits)
+resource.setrlimit = without_addresses
+"""
+LINUX_ONLY = ("parent_death", "undumpable", "no_new_privileges", "limits", "landlock", "seccomp")
+
+
+LACKING = """
+import sys; sys.path.append(sys.argv[1])
+from verifier import jail_child, sandbox
+def refuse(): raise OSError("not here")
+sandbox.LAYERS = tuple((n, refuse if n in %r else f) for n, f in sandbox.LAYERS)
+jail_child.main()
+"""
+
+
+def test_macos_starts_and_refuses_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jail, "BOOT", DARWIN + jail.BOOT)
+    signature = RMSNORM.spec.signature()
+    with pytest.raises(JailUnavailable, match="neither seccomp nor Landlock.*Linux.*--weak-jail"):
+        jail.trace(RMSNORM.source, signature)
+    traced = jail.trace(RMSNORM.source, signature, weak=True)
+    assert isinstance(traced, Traced) and traced.program == RMSNORM.program
+    assert traced.layers == () and traced.missing == LINUX_ONLY
+
+
+def test_a_limit_that_a_system_lacks_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = "resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_FSIZE)"
+    monkeypatch.setattr(jail, "BOOT", DARWIN + TAKEN_OVER)
+    result = jail.trace(f"import resource\nsaid = {look}", RMSNORM.spec.signature(), weak=True)
+    assert isinstance(result, Rejected) and result.message == "((8, 8), (0, 0))"
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("missing", [(), ("seccomp",), ("landlock", "seccomp")])
+def test_what_is_missing_is_in_the_report(monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]) -> None:
+    monkeypatch.setattr(jail, "BOOT", LACKING % (missing,))
+    monkeypatch.setattr("verifier.verify._interpret", lambda spec, program, figures: None)  # takes seconds
+    report = check(RMSNORM.spec, RMSNORM.source, weak_jail=True).report
+    assert isinstance(report, Checked)
+    words = f"the jail lacks {', '.join(missing)} on this machine"
+    assert report.gates[0].findings == ((words,) if missing else ())
+    assert report.gates[0].figures["layers"] == [layer for layer in LINUX_ONLY if layer not in missing]
+    refused = check(RMSNORM.spec, "import os\n", weak_jail=True).report
+    assert isinstance(refused, Rejected)
+    assert refused.evidence == ({"missing_layers": missing} if missing else {})
+
+
+# Compilers run wild
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Compile with a script in the compiler's place; where it may leave the ids of its processes."""
+    script, pids = tmp_path / "python", tmp_path / "pids"
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+
+    def play(body: str) -> Path:
+        start = "import os, sys, time\nforked = os.fork()\nif forked == 0: time.sleep(600)\n"
+        note = f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{forked}}')\n"
+        script.write_text(f"#!{sys.base_prefix}/bin/python3\n{start}{note}{body}\n")
+        script.chmod(0o755)
+        return pids
+
+    return play
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("time.sleep(600)", "did not finish in 1 s"),
+        ("x = bytearray(1 << 30)", "took over 0.25 GB of memory: .*MemoryError"),
+        ("os.abort()", "died with status -6"),  # while its child holds its output
+        ("sys.stderr.write('x' * (1 << 22) + 'the reason'); sys.exit(3)", "x the reason|xthe reason"),
+    ],
+    ids=["hangs", "allocates", "crashes", "floods"],
+)
+def test_a_compiler_is_ended_with_all_it_started(
+    compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, body: str, words: str
+) -> None:
+    monkeypatch.setattr("primitives.compile.COMPILE_SECONDS", 1 if "sleep" in body else 60)
+    monkeypatch.setattr(children, "MEMORY_BYTES", 256 << 20)
+    pids = compiler(body)
+    with pytest.raises(CompileError, match=f"(?s){words}") as caught:
+        report(RMSNORM.program, {})
+    assert len(str(caught.value)) < 1600
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 2 and eventually(lambda: not any(map(alive, started)))
+
+
+COMPILE = "import sys\nfrom primitives.compile import report\nfrom primitives.ir import Program\n"
+COMPILE += "report(Program.from_json(sys.stdin.read()), {})"
+
+
+def test_a_compiler_dies_with_its_parent(tmp_path: Path) -> None:
+    environment = os.environ | {"CODA_AGENT_CACHE": str(tmp_path), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILE]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        parent.stdin.write(RMSNORM.program.to_json().encode())
+        parent.stdin.close()
+        assert eventually(lambda: any(map(importing, offspring(parent.pid))), 60)
+        (child,) = offspring(parent.pid)
+        parent.send_signal(signal.SIGKILL)
+    assert eventually(lambda: not alive(child))
+
+
+def offspring(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def importing(pid: int) -> bool:
+    """Whether it is past its first lines, and in the imports of the compiler."""
+    return "torch" in Path(f"/proc/{pid}/maps").read_text()
