@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cheats.child import BARE, nothing_left
 
 import primitives  # noqa: F401  # trace_source looks the vocabulary up
 from primitives.dims import Dim
@@ -51,28 +50,6 @@ def gemm_residual_partial_rmsnorm(y, w, x, gamma, eps):
 '''
 
 
-def hostile(*lines: str, before: str = "") -> str:
-    """The honest kernel with ``lines`` put first in its body, and ``before`` ahead of the kernel."""
-    body = "".join(f"    {line}\n" for line in lines)
-    return HONEST.replace("@kernel", f"{before}@kernel").replace("    h = gemm", f"{body}    h = gemm", 1)
-
-
-# Children whose language check is gone: ``trace`` executes the source with every builtin, and sends
-# back what the source leaves in ``said``. What stops them then is the operating system and the parent.
-BARE = """
-import sys; sys.path.append(sys.argv[1])
-import ctypes, errno, mmap, resource, signal, socket, time
-from verifier import jail_child, sandbox
-def bare(source, signature):
-    names = {}
-    exec(source, names)
-    return names.get("answer") or {"error": {"code": "said", "message": str(names.get("said")), "line": None}}
-jail_child.trace = bare
-def without(*names):
-    def refuse(): raise OSError("not here")
-    sandbox.LAYERS = tuple((n, refuse if n in names else f) for n, f in sandbox.LAYERS)
-"""
-
 Bare = Callable[..., Traced | Rejected]
 
 
@@ -98,19 +75,6 @@ def rejected(result: Traced | Rejected) -> Rejected:
     return result
 
 
-def children() -> set[int]:
-    """Process ids whose parent we are, zombies included."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended while we looked
-        if int(fields[1]) == os.getpid():
-            found.add(int(stat.parent.name))
-    return found
-
-
 def alive(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -127,15 +91,9 @@ def eventually(condition: Callable[[], bool], seconds: float) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Around each of the tests below, some fifty of them hostile: no process, descriptor or file stays."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    processes, descriptors = children(), set(os.listdir("/proc/self/fd"))
-    yield
-    assert children() == processes
-    # None more: fewer there may be, when a server thread of tests before these lets its connections go.
-    assert set(os.listdir("/proc/self/fd")) <= descriptors
-    assert list(tmp_path.iterdir()) == []
+    """Around each of the tests below, some thirty of them hostile: no process, descriptor or file stays."""
+    with nothing_left(tmp_path, monkeypatch):
+        yield
 
 
 # Honest kernels
@@ -366,11 +324,11 @@ else:
 
 
 def test_the_child_dies_with_its_parent() -> None:
-    slow = "import sys; sys.path[:0] = sys.argv[1:]\nimport tests.test_jail as t\nfrom verifier import jail\n"
+    slow = "import sys; sys.path[:0] = sys.argv[1:]\nimport test_jail as t\nfrom verifier import jail\n"
     slow += "jail.BOOT = t.BARE + 'jail_child.main()'\n"
     slow += "jail.trace('while 1: pass', t.SIGNATURE, wall_seconds=60)"
-    root = str(Path(__file__).resolve().parents[1])
-    with subprocess.Popen([sys.executable, "-c", slow, root]) as parent:
+    tests = Path(__file__).resolve().parent
+    with subprocess.Popen([sys.executable, "-c", slow, str(tests.parent), str(tests)]) as parent:
         try:
             jailed = _jailed_child(parent.pid)
             assert alive(jailed)
@@ -392,52 +350,3 @@ def _jailed_child(parent: int) -> int:
                 return int(status.parent.name)
         time.sleep(0.01)
     raise AssertionError("no jailed child came up")
-
-
-# Hostile sources, through every wall
-
-DOUBLING = "".join(f"def g{i}(t):\n    return g{i - 1}(g{i - 1}(t))\n" for i in range(1, 40))
-HOSTILE = [
-    (hostile("import os"), "language"),
-    (hostile(before="import os\n"), "language"),
-    (hostile("for i in range(10**9):", "    pass"), "language"),
-    (hostile("for i in range(100000000):", "    pass"), "language"),
-    (hostile("print('{\"program\": {}}')"), "language"),
-    (hostile("os._exit(0)"), "language"),
-    (hostile("a = ().__class__.__base__.__subclasses__()"), "language"),
-    (hostile("a = gemm.__globals__"), "language"),
-    (hostile("a = h.gi_frame.f_back"), "language"),
-    (hostile("a = (i for i in (1, 2))"), "language"),
-    (hostile("yield y"), "language"),
-    (hostile("a = __import__('os')"), "language"),
-    (hostile("a = \U0001d452val('1')"), "language"),
-    (hostile("g\u0435mm = y"), "language"),
-    (hostile("\u03b3 = y"), "language"),
-    (HONEST.replace("import gemm", "import __builtins__ as b, gemm"), "vocabulary"),
-    (HONEST + "\0", "syntax"),
-    ("", "kernel"),
-    (HONEST + HONEST.partition("\n")[2], "kernel"),
-    (HONEST.replace("@kernel\n", ""), "kernel"),
-    (hostile("a = " + "(" * 3000 + ")" * 3000), "syntax"),
-    (hostile("a = " + "-" * 30000 + "1"), "syntax"),
-    (hostile("a = '\ud800'"), "syntax"),
-    (hostile("a = (0,) * 10000000000"), "memory"),
-    (hostile("a = g(y)", before="def g(t):\n    return g(t)\n"), "depth"),
-    ("#" * 65537, "too_large"),
-    (hostile("a = 1 / 0"), "python"),
-    (hostile("a = y['\u202e']"), "argument"),
-]
-
-
-@pytest.mark.parametrize(("source", "code"), HOSTILE)
-def test_hostile_sources_are_rejected(source: str, code: str) -> None:
-    result = rejected(jail.trace(source, SIGNATURE))
-    assert result.code == code, result
-    assert len(result.message) > 10
-
-
-def test_endless_work_within_the_language_times_out() -> None:
-    source = hostile("a = g39(y)", before="def g0(t):\n    return t\n" + DOUBLING)
-    start = time.monotonic()
-    assert rejected(jail.trace(source, SIGNATURE, wall_seconds=1.5)).code == "timeout"
-    assert time.monotonic() - start < 15

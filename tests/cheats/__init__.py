@@ -1,0 +1,15 @@
+"""The corpus of cheats, by theme: see README.md."""
+
+from __future__ import annotations
+
+from cheats import contract, documents, graphs, mathematics, sandbox, takeover
+
+THEMES = {
+    "sandbox": sandbox.CHEATS,
+    "takeover": takeover.CHEATS,
+    "contract": contract.CHEATS,
+    "graphs": graphs.CHEATS,
+    "documents": documents.CHEATS,
+    "mathematics": mathematics.CHEATS,
+}
+PROGRAMS = (*THEMES["graphs"], *THEMES["documents"])  # JSON that bypasses the tracer

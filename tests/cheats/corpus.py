@@ -1,0 +1,96 @@
+"""What a cheat is: an honest kernel, the one change that makes it hostile, and how that must end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+from primitives.ir import Program
+from primitives.trace import trace_lines
+from verifier.spec import Spec, load
+
+HERE = Path(__file__).parent
+SPECS = HERE.parents[1] / "specs"
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A gate refuses it with one of ``codes``; ``says`` is part of the message, so that no other fault,
+    such as a misspelt name, is taken for the cheat."""
+
+    gate: str
+    codes: tuple[str, ...]
+    says: str
+
+
+@dataclass(frozen=True)
+class Contained:
+    """It leaves no trace: nothing on our descriptors, no process or file, and the program is the twin's."""
+
+
+def rejected(gate: str, code: str, says: str) -> Rejection:
+    return Rejection(gate, (code,), says)
+
+
+def wrong(output: str) -> Rejection:
+    """The interpreter's numbers are off: by the error gate, or where integers must come out bit for bit."""
+    return Rejection("interpret", ("numerics", "inexact"), f"output {output!r}")
+
+
+@dataclass(frozen=True)
+class Twin:
+    """An honest kernel of a spec: Checked as it stands, or as its program is sent by a child taken over."""
+
+    name: str
+    source: str
+
+    @cached_property
+    def spec(self) -> Spec:
+        return _spec(self.name)
+
+    @cached_property
+    def traced(self) -> tuple[Program, list[int | None]]:
+        return trace_lines(self.source, self.spec.signature())
+
+    @property
+    def program(self) -> Program:
+        return self.traced[0]
+
+    @property
+    def sent(self) -> str:
+        """What a child that has been taken over executes to send the honest program."""
+        return sends(self.program.to_json(), self.traced[1])
+
+    def cheat(self, name: str, tries: str, changes: Mapping[str, str], ends: Rejection | Contained) -> Cheat:
+        """The kernel with ``changes`` made: each old text, which occurs once, and what replaces it."""
+        source = self.source
+        for old, new in changes.items():
+            assert source.count(old) == 1, f"{self.name}: {old!r} occurs {source.count(old)} times"
+            source = source.replace(old, new)
+        return Cheat(name, tries, self, source, ends)
+
+
+@dataclass(frozen=True)
+class Cheat:
+    """``source`` is a kernel file; if ``taken_over``, what a jailed child executes with every builtin and no
+    language check, before its ``answer`` is sent to the verifier."""
+
+    name: str
+    tries: str
+    twin: Twin
+    source: str
+    ends: Rejection | Contained
+    taken_over: bool = False
+
+
+def sends(text: str, lines: list[int | None]) -> str:
+    """Python that sends a program's JSON as the tracer would."""
+    return f"answer = {{'program': {text!r}, 'lines': {lines}}}\n"
+
+
+@cache
+def _spec(name: str) -> Spec:
+    own = HERE / f"{name}.yaml"
+    return load(own if own.exists() else SPECS / f"{name}.yaml", check=False)

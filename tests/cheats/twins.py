@@ -1,0 +1,75 @@
+"""The honest kernels that cheats are made from: a cheat is wrong by its difference from one of these."""
+
+from __future__ import annotations
+
+import primitives
+from cheats.corpus import Twin
+
+# The whole vocabulary, so that no cheat fails for a name it forgot to import.
+IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
+
+
+def twin(spec: str, parameters: str, body: str) -> Twin:
+    """The body stands at the left margin here, and four spaces deep in the kernel."""
+    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    return Twin(spec, f"{IMPORTS}\n\n@kernel\ndef honest({parameters}):\n{lines}")
+
+
+RMSNORM = twin("gemm_residual_partial_rmsnorm", "y, w, x, gamma, eps", """
+h = gemm(y, w.mT) + x
+mean = row_sums(h * h) / h.columns
+return {"h": h, "hg": h * per_column(gamma), "rstd": rsqrt(mean + eps)}
+""")  # fmt: skip
+LAYERNORM = twin("gemm_residual_partial_layernorm", "y, w, x, gamma, eps", """
+h = gemm(y, w.mT) + x
+mean = row_sums(h) / h.columns
+variance = row_sums(h * h) / h.columns - mean * mean
+return {"h": h, "hg": h * per_column(gamma), "mean": mean, "rstd": rsqrt(variance + eps)}
+""")  # fmt: skip
+SWIGLU = twin("gemm_rmsnorm_swiglu", "x, w, rstd", """
+z = gemm(x, w.mT) * per_row(rstd)
+gate, up = pairs(z)
+return {"preact": z, "act": silu(gate) * up}
+""")  # fmt: skip
+GELU = twin("gemm_bias_gelu", "x, w, bias", """
+z = gemm(x, w.mT) + per_column(bias)
+return {"preact": z, "act": gelu(z)}
+""")  # fmt: skip
+CROSS_ENTROPY = twin("gemm_partial_cross_entropy", "x, w, target", """
+z = gemm(x, w.mT)
+lse, picked = row_logsumexp(z), row_select(z, target)
+return {"logits": z, "lse": lse, "target_logit": picked}
+""")  # fmt: skip
+CROSS_ENTROPY_BACKWARD = twin("gemm_cross_entropy_bwd", "x, w, target, lse, dloss", """
+z = gemm(x, w.mT)
+p = exp(z - per_row(lse))
+onehot = column_index(z) == per_row(target)
+return {"dlogits": where(onehot, p - 1, p) * per_row(dloss)}
+""")  # fmt: skip
+QK_NORM = twin("gemm_qk_norm_rope", "x, w, gamma, positions, inv_freq, eps, P", """
+t = gemm(x, w.mT)
+rstd = rsqrt(head_sums(t * t, 2 * P) / (2 * P) + eps)
+even, odd = pairs(t * per_head(rstd) * per_head(gamma))
+q = rope(join(even, odd), positions, inv_freq)
+return {"q": q, "rstd": rstd}
+""")  # fmt: skip
+ACCUMULATE = twin("gemm_grad_accumulate", "dy, x, dw", """
+t = gemm(dy.mT, x)
+return {"dw_new": dw + t}
+""")  # fmt: skip
+CHAIN = twin("gemm_residual_rmsnorm_gemm", "y, w_o, x, gamma, w_up, eps", """
+h = gemm(y, w_o.mT) + x
+rstd = rsqrt(row_sums(h * h) / h.columns + eps)
+hg = h * per_column(gamma)
+z = gemm(hg, w_up.mT)
+return {"h": h, "rstd": rstd, "z": z * per_row(rstd)}
+""")  # fmt: skip
+FP8 = twin("gemm_fp8_row_scale", "x, w, sx, sw", """
+t = gemm(x, w.mT)
+return {"y": t * per_row(sx) * per_column(sw)}
+""")  # fmt: skip
+# Rows and columns have one size here, by their shapes too.
+SQUARE = twin("square", "a, b, v", """
+t = gemm(a, b) * per_row(v)
+return {"c": t, "sums": row_sums(t)}
+""")  # fmt: skip

@@ -1,0 +1,67 @@
+"""Every cheat of the corpus ends as it must, and what it was made from is Checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cheats import PROGRAMS, THEMES
+from cheats.child import TAKEN_OVER, nothing_left
+from cheats.corpus import Cheat, Contained, Twin
+
+from verifier import jail
+from verifier.report import Checked, Rejected
+from verifier.verify import Verdict, check
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CHEATS = {f"{theme}: {cheat.name}": cheat for theme, cheats in THEMES.items() for cheat in cheats}
+TWINS = {
+    cheat.twin.name + (", sent" if cheat.taken_over else ""): (cheat.twin, cheat.taken_over)
+    for cheat in CHEATS.values()
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[None]:
+    """Nothing stays behind, and nothing is said on our descriptors."""
+    with nothing_left(tmp_path, monkeypatch):
+        yield
+    assert capfd.readouterr() == ("", "")
+
+
+def verdict(twin: Twin, source: str, taken_over: bool, monkeypatch: pytest.MonkeyPatch) -> Verdict:
+    if taken_over:
+        monkeypatch.setattr(jail, "BOOT", TAKEN_OVER)
+    return check(twin.spec, source)
+
+
+@pytest.mark.parametrize(("twin", "sent"), TWINS.values(), ids=TWINS)
+def test_an_honest_twin_is_checked(twin: Twin, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, program = verdict(twin, twin.sent if sent else twin.source, sent, monkeypatch)
+    assert isinstance(report, Checked), report
+    assert program == twin.program
+
+
+@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
+def test_a_cheat(cheat: Cheat, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, program = verdict(cheat.twin, cheat.source, cheat.taken_over, monkeypatch)
+    if isinstance(cheat.ends, Contained):
+        assert isinstance(report, Checked), report
+        assert program == cheat.twin.program
+        return
+    assert isinstance(report, Rejected) and program is None, report
+    assert report.gate == cheat.ends.gate and report.code in cheat.ends.codes, report
+    assert cheat.ends.says in report.message
+
+
+def test_the_corpus_is_as_large_as_was_promised() -> None:
+    cheats = [cheat for theme in THEMES.values() for cheat in theme]
+    assert len(CHEATS) == len(cheats), "a name is used twice"
+    assert len(cheats) >= 60 and len(PROGRAMS) >= 20
+    honest = {cheat.twin.sent if cheat.taken_over else cheat.twin.source for cheat in cheats}
+    sources = [cheat.source for cheat in cheats]
+    assert not honest & set(sources), "a cheat that is its twin"
+    assert len(set(sources)) == len(sources), "a cheat that is another"
