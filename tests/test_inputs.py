@@ -92,7 +92,7 @@ def test_a_series_of_one_value_and_of_a_matrix() -> None:
     assert rows.is_contiguous()
 
 
-def test_fp8_is_clamped_and_keeps_its_scale_in_every_family() -> None:
+def test_fp8_is_clamped_and_keeps_its_scale_where_it_would_vanish() -> None:
     drawn = {family: draw(wide(), MANY, 0, family=family) for family in FAMILIES}
     a = {family: inputs["a"].float() for family, inputs in drawn.items()}
     assert drawn["normal"]["a"].dtype == torch.float8_e4m3fn
@@ -101,6 +101,8 @@ def test_fp8_is_clamped_and_keeps_its_scale_in_every_family() -> None:
     assert share == pytest.approx(0.031, abs=0.003)
     assert torch.equal(a["tiny"], a["normal"])
     assert torch.equal(a["positive"], a["normal"].abs())
+    assert all(values.isfinite().all() for values in a.values())
+    assert set(a["integers"].unique().tolist()) == {-448.0, -256.0, 0.0, 256.0, 448.0}
 
 
 def test_a_scalar_is_drawn_and_scaled_like_any_other() -> None:
@@ -108,6 +110,95 @@ def test_a_scalar_is_drawn_and_scaled_like_any_other() -> None:
     drawn = {family: draw(spec, SIZES, 5, family=family)["other"] for family in FAMILIES}
     assert drawn["normal"].shape == () and drawn["normal"] != 0
     assert drawn["positive"] == drawn["normal"].abs() and drawn["tiny"] * 1024 == drawn["normal"]
+
+
+LAYER: dict[str, Any] = {
+    "name": "layer",
+    "summary": "A projection on the residual stream, with every kind of input that families tell apart.",
+    "dims": {"M": "rows", "K": "inner", "N": "columns"},
+    "inputs": {
+        "y": {"shape": ("M", "K"), "dtype": "bf16"},
+        "w": {"shape": ("N", "K"), "dtype": "bf16", "init": {"normal": {"std": "K**-0.5"}}},
+        "x": {"shape": ("M", "N"), "dtype": "bf16"},
+        "bias": {"shape": ("N",), "dtype": "fp32"},
+        "scale": {"shape": ("M",), "dtype": "fp32", "init": {"uniform": (0.02, 0.04)}},
+    },
+    "outputs": {"h": {"shape": ("M", "N"), "dtype": "bf16"}},
+    "reference": "h = (y @ w.mT) * scale[:, None] + x + bias",
+    "cases": ({"name": "one", "M": 512, "K": 256, "N": 320},),
+}
+WIDE = {"M": 512, "K": 256, "N": 320}
+
+
+@pytest.fixture(scope="module")
+def families() -> dict[str, dict[str, torch.Tensor]]:
+    spec = Spec.model_validate(LAYER)
+    return {f: {k: t.double() for k, t in draw(spec, WIDE, 6, family=f).items()} for f in FAMILIES}
+
+
+def test_small_and_large_scale_activations_alone(families: dict[str, dict[str, torch.Tensor]]) -> None:
+    for family, factor in (("small", 0.01), ("large", 8.0)):
+        for name in ("y", "x"):
+            torch.testing.assert_close(
+                families[family][name], factor * families["normal"][name], rtol=2**-7, atol=0
+            )
+        for name in ("w", "bias", "scale"):
+            assert torch.equal(families[family][name], families["normal"][name])
+
+
+def test_outliers_are_the_same_rows_of_all_activations(families: dict[str, dict[str, torch.Tensor]]) -> None:
+    normal, drawn = families["normal"], families["outliers"]
+    rows = {name: drawn[name].abs().amax(1) / normal[name].abs().amax(1) for name in ("y", "x")}
+    assert torch.equal(rows["y"] > 0.5, rows["x"] > 0.5)
+    assert 0.05 < (rows["y"] > 0.5).double().mean() < 0.2
+    usual = rows["y"][rows["y"] < 0.5]
+    assert usual.min() > 1 / 101 and usual.max() < 1 / 29
+    columns = drawn["w"].abs().amax(0) / normal["w"].abs().amax(0)
+    assert 0.05 < (columns > 0.5).double().mean() < 0.2 and columns.min() > 1 / 101
+    assert all((drawn[name].abs() <= normal[name].abs()).all() for name in drawn)  # nothing can overflow
+
+
+def test_zeros_leave_rows_to_eps(families: dict[str, dict[str, torch.Tensor]]) -> None:
+    size = {name: families["zeros"][name].square().mean(1).sqrt() for name in ("y", "x")}
+    assert torch.equal(size["y"] == 0, size["x"] == 0)
+    assert 0.06 < (size["x"] == 0).double().mean() < 0.2
+    near = (size["x"] > 2**-12.5) & (size["x"] < 2**-7.5)
+    assert 0.15 < near.double().mean() < 0.35 and 0.5 < (size["x"] > 0.8).double().mean() < 0.75
+    assert torch.equal(families["zeros"]["w"], families["normal"]["w"])
+
+
+def test_low_rank_is_of_rank_four_at_most_and_of_the_same_size(
+    families: dict[str, dict[str, torch.Tensor]],
+) -> None:
+    for name in ("y", "w", "x"):
+        matrix = families["low_rank"][name]
+        values = torch.linalg.svdvals(matrix)
+        assert values[4] < 0.02 * values[0]  # what is left is rounding to bf16
+        assert matrix.std().item() == pytest.approx(families["normal"][name].std().item(), rel=0.25)
+        assert matrix.abs().max() < 7 * matrix.std()
+
+
+def test_integers_are_few_multiples_of_a_power_of_two(families: dict[str, dict[str, torch.Tensor]]) -> None:
+    drawn = families["integers"]
+    for name, unit in {"y": 2**-2, "x": 2**-2, "bias": 2**-2, "w": 2**-6}.items():
+        steps = drawn[name] / unit
+        assert torch.equal(steps, steps.round()) and steps.abs().max() == 8 and len(steps.unique()) == 17
+    steps = drawn["scale"] * 2**9
+    assert torch.equal(steps, steps.round()) and set(steps.int().tolist()) == set(
+        range(11, 21)
+    )  # in its range
+
+
+def test_one_may_divide_by_an_integers_scale() -> None:
+    spec = Spec.model_validate(SPEC)
+    seen = {float(draw(spec, SIZES, seed, family="integers")["scale"]) for seed in range(20)}
+    assert seen == {0.5, 1.0}  # of [0.5, 1.5): 0.75 has no exact reciprocal
+
+
+def test_one_row_can_be_drawn_in_every_family() -> None:
+    for family in FAMILIES:
+        drawn = draw(Spec.model_validate(LAYER), {"M": 1, "K": 8, "N": 16}, 0, family=family)
+        assert all(t.isfinite().all() for t in drawn.values()) and drawn["y"].shape == (1, 8)
 
 
 def test_truth_is_that_of_plain_loops() -> None:

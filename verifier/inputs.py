@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +13,112 @@ from torch import Tensor
 from primitives.interpret import torch_dtype
 from primitives.ir import DTYPES as FLOATS
 from primitives.ir import INDICES, OPERANDS
+from verifier.sizes import row_dims
 from verifier.spec import BadReference, Spec, TensorSpec
 from verifier.spec_init import IGNORED_SHARE, Init
 
 Sizes = Mapping[str, int]
 DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *OPERANDS, *INDICES)}
 
-#: How inputs may be drawn. "normal" is the spec's own init. "positive" takes magnitudes, so that sums grow
-#: with K and a low-precision accumulator stalls. "tiny" scales normal inputs by 2**-10: only there does
-#: an eps of 1e-6 matter; fp8 stays, which would become zeros. Every other init is one the operator
-#: relies on (a range, indices, a series), and stays.
-FAMILIES = ("normal", "positive", "tiny")
+
+class _Drawn(NamedTuple):
+    """What a family may go by: the values of a normal init before they are cast, and what they are for.
+
+    ``rows`` gives the same numbers for every input of one draw, ``own`` does not.
+    """
+
+    values: Tensor
+    std: float
+    activation: bool
+    fp8: bool
+    own: torch.Generator
+    rows: torch.Generator
+
+
+def _normal(of: _Drawn) -> Tensor:
+    """The spec's own init."""
+    return of.values
+
+
+def _positive(of: _Drawn) -> Tensor:
+    """Magnitudes: sums grow with K, and a low-precision accumulator stalls."""
+    return of.values.abs_()
+
+
+def _tiny(of: _Drawn) -> Tensor:
+    """All by 2**-10: only there does an eps of 1e-6 matter. fp8, which would become zeros, stays."""
+    return of.values if of.fp8 else of.values.mul_(2.0**-10)
+
+
+def _small(of: _Drawn) -> Tensor:
+    """Activations by 1e-2: additive terms of fixed size (a bias, an eps) take over, functions are linear."""
+    return of.values.mul_(1e-2) if of.activation else of.values
+
+
+def _large(of: _Drawn) -> Tensor:
+    """Activations by 8: functions saturate, maxima dominate sums of exponentials, which still hold them."""
+    return of.values.mul_(8.0) if of.activation else of.values
+
+
+def _huge(of: _Drawn) -> Tensor:
+    """Activations by 40: an exponential of them overflows that is not taken relative to a maximum."""
+    return of.values.mul_(40.0) if of.activation else of.values
+
+
+def _outliers(of: _Drawn) -> Tensor:
+    """An eighth of the rows of all activations, and of the columns of weights, 30 to 100 times the rest: what
+    is scaled or rounded over a block instead of a row, or in too narrow a range, loses the rest. The rest
+    is made smaller, not the few larger, so that nothing overflows which does not in "normal"."""
+    length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
+    usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
+    factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)
+    return of.values.mul_(_over_rows(factors, of.values) if of.activation else factors)
+
+
+def _zeros(of: _Drawn) -> Tensor:
+    """An eighth of the rows of all activations zero, a quarter near sqrt(eps), so that eps decides there."""
+    if not of.activation or not of.values.dim():
+        return of.values
+    share = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0)
+    near = torch.exp2(_uniform(of.values.shape[:1], of.rows, -12.0, -8.0))
+    return of.values.mul_(
+        _over_rows(torch.where(share < 3 / 8, near, 1.0).where(share > 1 / 8, 0.0), of.values)
+    )
+
+
+def _low_rank(of: _Drawn) -> Tensor:
+    """Matrices of rank 1 to 4, whose products' errors are correlated. Factors are bounded: a product of
+    several normals would now and then be larger than an exponential bears."""
+    if of.values.dim() != 2:
+        return of.values
+    rank = int(torch.randint(1, 5, (), generator=of.own, device=of.values.device))
+    left, right = (_uniform((n, rank), of.own, -(3**0.5), 3**0.5) for n in of.values.shape)
+    return (left @ right.mT).mul_(of.std * rank**-0.5)
+
+
+def _integers(of: _Drawn) -> Tensor:
+    """Multiples of a power of two, up to 8 of it (in fp8, whose sums tensor cores keep to fewer bits, 2):
+    a matmul is exact in fp32 in any order of summation, and so what follows from it by sums and products
+    of such values. ``exactness.exact_outputs`` finds what must then be right to the bit."""
+    steps = 1 if of.fp8 else 4
+    unit = 2.0 ** round(math.log2(of.std)) / steps
+    return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)
+
+
+#: How inputs may be drawn. A family shapes what has a normal init. Every other init is one the operator
+#: relies on (a range, indices, a series) and stays; in "integers" uniform ones take few of their values.
+FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
+    "normal": _normal,
+    "positive": _positive,
+    "tiny": _tiny,
+    "small": _small,
+    "large": _large,
+    "huge": _huge,
+    "outliers": _outliers,
+    "zeros": _zeros,
+    "low_rank": _low_rank,
+    "integers": _integers,
+}
 
 
 def draw(
@@ -33,23 +130,52 @@ def draw(
     """
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES)}")
-    return {name: _draw(t, name, sizes, seed, device, family) for name, t in spec.inputs.items()}
+    rows = row_dims(spec)
+    return {name: _draw(t, name, sizes, seed, device, family, rows) for name, t in spec.inputs.items()}
 
 
 def _draw(
-    tensor: TensorSpec, name: str, sizes: Sizes, seed: int, device: str | torch.device, family: str
+    tensor: TensorSpec,
+    name: str,
+    sizes: Sizes,
+    seed: int,
+    device: str | torch.device,
+    family: str,
+    rows: frozenset[str],
 ) -> Tensor:
-    stream = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "little")
-    generator = torch.Generator(device).manual_seed(stream)
+    own, init = _generator(f"{seed}/{name}", device), tensor.init
     shape, dtype = [d(sizes) for d in tensor.shape], DTYPES[tensor.dtype]
-    values = _values(tensor.init, shape, sizes, generator)
-    if tensor.init.normal and family == "positive":
-        values.abs_()
-    if dtype == torch.float8_e4m3fn:
-        return values.clamp_(-448.0, 448.0).to(dtype)  # its largest, to which not every cast saturates
-    if tensor.init.normal and family == "tiny":
-        values.mul_(2.0**-10)
-    return values.to(dtype)
+    values = _values(init, shape, sizes, own)
+    fp8 = dtype == torch.float8_e4m3fn
+    if init.normal:
+        activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
+        shared = _generator(f"{seed}/", device)  # no input has this name
+        values = FAMILIES[family](_Drawn(values, init.normal.at(sizes), activation, fp8, own, shared))
+    elif init.uniform and family == "integers":
+        values = _on_grid(values, *init.uniform)
+    return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)  # not every cast saturates
+
+
+def _generator(stream: str, device: str | torch.device) -> torch.Generator:
+    seed = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:7], "little")
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _uniform(shape: Sequence[int], generator: torch.Generator, low: float, high: float) -> Tensor:
+    return torch.empty(shape, device=generator.device).uniform_(low, high, generator=generator)
+
+
+def _over_rows(factors: Tensor, values: Tensor) -> Tensor:
+    return factors.reshape(-1, *[1] * (values.dim() - 1))
+
+
+def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
+    """Values of a range rounded to powers of two, by which one may divide, too. Where the range has less than
+    two, or both signs: to multiples of one, of which it has 8 to 16."""
+    if low > 0 and (most := math.floor(math.log2(high))) > (least := math.ceil(math.log2(low))):
+        return values.log2_().round_().clamp_(least, most).exp2_()
+    unit = 2.0 ** math.floor(math.log2((high - low) / 8))
+    return values.div_(unit).round_().clamp_(math.ceil(low / unit), math.floor(high / unit)).mul_(unit)
 
 
 def _values(init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator) -> Tensor:

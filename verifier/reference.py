@@ -27,6 +27,7 @@ TEXT = "<reference>"
 
 Tensors = Mapping[str, Tensor]
 Function = Callable[..., dict[str, Tensor]]
+Product = Callable[[Tensor, Tensor], Tensor]  # two operands, already rounded, to fp32
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
 # What torch raises for a reference that is wrong; running it at tiny sizes gives no other reason for these.
@@ -79,16 +80,21 @@ def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> d
     return function(spec, text)(**tensors, **dims, **spec.constants)
 
 
-def oracle(spec: Spec, inputs: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-    """Truth: the reference in fp64, in blocks of rows. Outputs are fp64."""
+def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
+    """Truth: the reference (or another ``text``) in fp64, in blocks of rows. Outputs are fp64."""
     outputs = dict.fromkeys(spec.outputs, torch.float64)
-    return _evaluate(spec, inputs, sizes, torch.float64, outputs)
+    return _evaluate(spec, inputs, sizes, torch.float64, outputs, text)
 
 
-def fp32(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """The reference in fp32, on fp32-output matmuls of operands in the inputs' 16-bit dtype. Outputs fp32."""
+def fp32(
+    spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None, product: Product | None = None
+) -> dict[str, Tensor]:
+    """The reference in fp32, on fp32-output matmuls of operands in the inputs' 16-bit dtype. Outputs fp32.
+
+    ``product``: what does the matmuls instead, to see what a poor one does to the outputs.
+    """
     outputs = dict.fromkeys(spec.outputs, torch.float32)
-    with _rounded_operands(spec):
+    with _rounded_operands(spec, product):
         return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
 
 
@@ -253,12 +259,14 @@ def _exact_fp32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _rounded_operands(spec: Spec) -> AbstractContextManager[object]:
+def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
     """Matmul operands in the 16-bit dtype of the inputs, the coarser where both occur; both hold fp8."""
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
-    return _RoundedOperands(narrow, "fp8_e4m3" in present) if narrow else nullcontext()
+    if not narrow and not product:
+        return nullcontext()
+    return _RoundedOperands(narrow or torch.float32, "fp8_e4m3" in present, product)
 
 
 _aten = torch.ops.aten
@@ -275,9 +283,9 @@ _PRODUCTS: dict[Any, tuple[int, Callable[..., Tensor]]] = {
 
 
 class _RoundedOperands(TorchDispatchMode):
-    def __init__(self, dtype: torch.dtype, fp8: bool):
+    def __init__(self, dtype: torch.dtype, fp8: bool, product: Product | None):
         super().__init__()
-        self.dtype, self.fp8 = dtype, fp8
+        self.dtype, self.fp8, self.product = dtype, fp8, product
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -292,13 +300,18 @@ class _RoundedOperands(TorchDispatchMode):
         return product
 
     def _product(self, multiply: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+        if self.product:
+            return self.product(a.to(self.dtype), b.to(self.dtype))
         if self.fp8 and a.is_cuda and multiply is torch.mm:
             eights = [t.to(torch.float8_e4m3fn) for t in (a, b)]
             if all(torch.equal(h.to(t.dtype), t) for h, t in zip(eights, (a, b), strict=True)):
                 # With fp8 operands tensor cores keep fewer bits of a sum, adding partial sums in fp32 or not.
                 one = torch.ones((), device=a.device)
-                right = eights[1].mT.contiguous().mT
-                return torch._scaled_mm(eights[0].contiguous(), right, one, one, out_dtype=torch.float32)
+                columns = b.shape[1]  # of which it wants a multiple of 16
+                right = torch.nn.functional.pad(b.mT, (0, 0, 0, -columns % 16)).to(eights[1].dtype)
+                left = eights[0].contiguous()
+                wide = torch._scaled_mm(left, right.contiguous().mT, one, one, out_dtype=torch.float32)
+                return wide[:, :columns]
         a, b = a.to(self.dtype), b.to(self.dtype)
         if a.is_cuda and multiply in (torch.mm, torch.bmm):
             # The tensor cores' own fp32 accumulation truncates: on an H100 it costs a row sum of squares

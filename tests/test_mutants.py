@@ -1,0 +1,144 @@
+"""The slips that no spec may let through: each is made where it should be, and does what it says."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from verifier import mutants as slips
+from verifier import reference
+from verifier.inputs import draw
+from verifier.mutants import Mutant, mutants
+from verifier.numerics import UNROUNDED, Limits, _Trial, weak_spots
+from verifier.spec import Spec, load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPECS = Path(__file__).parent.parent / "specs"
+
+
+def spec_of(name: str) -> Spec:
+    return load(SPECS / f"gemm_{name}.yaml", check=False)
+
+
+def at(spec: Spec, **sizes: int) -> dict[str, int]:
+    return {dim: sizes.get(dim, 208) for dim in spec.dims}
+
+
+def named(spec: Spec) -> dict[str, Mutant]:
+    found = list(mutants(spec))
+    assert len({m.name for m in found}) == len(found)
+    return {m.name: m for m in found}
+
+
+def test_the_slips_of_a_norm() -> None:
+    spec = spec_of("residual_partial_rmsnorm")
+    found = named(spec)
+    assert found.keys() >= {
+        "h zeroed",
+        "hg times 1.002",
+        "rstd negated",
+        "h without its last rows",
+        "h without its last columns",
+        "hg with one wrong column",
+        "h and hg swapped",
+        "the last 16 of K dropped",
+        "one element of K dropped",
+        "matmul operands in fp8",
+        "matmuls accumulated in bf16",
+        "'(h * h).mean(-1) + eps' without its second term",
+        "'y @ w.mT + x' with its sign flipped",
+        "'(h * h).mean(-1)' along the other axis",
+        "'(h * h).mean(-1)' as if over N=2048",
+        "eps as 0",
+    }
+    assert "rstd with one wrong column" not in found and "h and rstd swapped" not in found
+    assert "rsqrt((h * h).mean(0) + eps)" in found["'(h * h).mean(-1)' along the other axis"].text
+    assert "rsqrt((h * h).sum(-1) / 2048 + eps)" in found["'(h * h).mean(-1)' as if over N=2048"].text
+    assert "(h * h).mean(-1) + 0.0" in found["eps as 0"].text
+
+
+def test_approximate_functions() -> None:
+    texts = [m.text for name in ("bias_gelu", "swiglu", "qk_norm_rope") for m in mutants(spec_of(name))]
+    for wrong in (
+        "act = gelu(preact)",
+        "act = hardswish(preact[:, 0::2]) * preact[:, 1::2]",
+        "preact * sigmoid(1.702 * preact)",
+        "cos(angle.bfloat16().float())",
+    ):
+        assert any(wrong in text for text in texts), wrong
+
+
+@pytest.mark.parametrize("name", sorted(p.stem.removeprefix("gemm_") for p in SPECS.glob("*.yaml")))
+def test_every_text_is_another_one_and_runs_or_fails_as_a_reference_does(name: str) -> None:
+    spec = spec_of(name)
+    own = ast.unparse(ast.parse(spec.reference))
+    sizes = at(spec, H=3, P=16) | {"M": 40}
+    inputs = draw(spec, sizes, 0)
+    ran = 0
+    for mutant in mutants(spec):
+        spoken = mutant.product is None and mutant.after is dict
+        assert spoken == (mutant.text != own), mutant.name
+        try:
+            reference.run(
+                spec, {k: reference.cast(t, torch.float32) for k, t in inputs.items()}, sizes, mutant.text
+            )
+            ran += 1
+        except reference.MISTAKES:
+            continue
+    assert ran > 8
+
+
+def test_spoilt_matmuls() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(20, 64, generator=generator), torch.randn(64, 30, generator=generator)
+    torch.testing.assert_close(slips._without_tail(a, b), a[:, :48] @ b[:48])
+    torch.testing.assert_close(slips._without_first(a, b), a @ b - a[:, :1] @ b[:1], rtol=1e-4, atol=1e-5)
+    assert 0.01 < (slips._in_fp8(a, b) - a @ b).norm() / (a @ b).norm() < 0.1
+    assert 0.001 < (slips._in_bf16(a, b) - a @ b).norm() / (a @ b).norm() < 0.01
+    eight = (a * 100).to(torch.float8_e4m3fn)
+    assert torch.equal(slips._through_fp8(eight.bfloat16()), eight.float())
+
+
+def test_a_poor_product_reaches_every_matmul() -> None:
+    spec = spec_of("swiglu_mlp")
+    sizes = at(spec) | {"M": 30}
+    inputs = draw(spec, sizes, 0)
+    got = reference.fp32(spec, inputs, sizes, product=lambda a, b: torch.zeros(*a.shape[:-1], b.shape[-1]))
+    assert not any(t.any() for t in got.values())
+
+
+def test_spoilt_outputs() -> None:
+    output = torch.arange(1.0, 300 * 200 + 1).reshape(300, 200)
+    rows = slips._without_last_rows(output)
+    assert torch.equal(rows[:256], output[:256]) and not rows[256:].any()
+    column = slips._one_wrong_column(output)
+    assert int((column != output).sum()) == 300 and torch.equal(column[:, 100], output[:, 99])
+    vector = slips._without_last_rows(output[0])
+    assert torch.equal(vector[:128], output[0, :128]) and not vector[128:].any()
+
+
+@pytest.mark.parametrize("name", ["residual_partial_layernorm", "gelu_bwd", "row_abs_max"])
+def test_the_wrong_axis_is_seen_on_square_shapes(name: str) -> None:
+    spec = spec_of(name)
+    assert any("other axis" in m.name for m in mutants(spec))
+    assert weak_spots(spec, at(spec)) == []
+
+
+def test_gelus_other_form_is_seen_unrounded_only() -> None:
+    spec = spec_of("bias_gelu")
+    (erf,) = [m for m in mutants(spec) if m.text.endswith("act = gelu(preact)")]
+    trial = _Trial.of(spec, at(spec), 0, "normal")
+    got = reference.fp32(spec, trial.inputs, trial.sizes, erf.text)
+    assert trial._within(spec, got, Limits()) and not trial.passes(erf) and trial.differs(erf)
+    assert UNROUNDED.rms == Limits().rms  # of 16-bit outputs nothing is loosened
+
+
+def test_a_text_that_says_the_same_is_no_mutant() -> None:
+    """A mean over heads of 32 columns, at sizes at which they have 32."""
+    spec = spec_of("qk_norm_rope")
+    names = [m.name for m in mutants(spec) if "as if over P=32" in m.name]
+    assert names and not set(names) & set(weak_spots(spec, at(spec, H=3, P=16) | {"M": 64}))

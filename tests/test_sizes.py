@@ -1,0 +1,76 @@
+"""Sizes besides a spec's cases: what a kernel must bear, and nothing it could be fitted to."""
+
+from __future__ import annotations
+
+import pytest
+from authoring import KERNELS, SHIPPED, SPECS, program_of
+
+from primitives.launch import alignment_errors
+from primitives.lower import lower
+from primitives.tune import candidates
+from verifier.sizes import LARGEST, LARGEST_ON_CPU, hidden, row_dims, small_sizes
+from verifier.spec import OutputSpec, Spec, TensorSpec, load
+
+
+def spec_of(name: str) -> Spec:
+    return load(SPECS / f"{name}.yaml", check=False)
+
+
+def extents(spec: Spec, sizes: dict[str, int]) -> dict[str, int]:
+    tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
+    return {str(d): d(sizes) for t in tensors for d in t.shape}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_small_sizes_tell_axes_apart(name: str) -> None:
+    spec = spec_of(name)
+    large, small = small_sizes(spec)
+    for sizes in (large, small):
+        assert sizes.keys() == spec.dims.keys() and len(set(sizes.values())) == len(sizes)
+        assert all(size % 8 == 0 for size in sizes.values()) and max(extents(spec, sizes).values()) <= 1024
+    assert any(size % 128 for size in large.values()) and max(large.values()) > 256
+    assert small["M"] < 128
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_hidden_sizes_can_be_launched_and_are_told_apart(name: str) -> None:
+    spec = spec_of(name)
+    program = program_of(spec, (KERNELS / f"{name}.py").read_text())
+    for largest in (LARGEST, LARGEST_ON_CPU):
+        for seed in range(6):
+            sizes = hidden(spec, seed, largest)
+            assert list(sizes) == list(spec.dims) and alignment_errors(program, sizes) == []
+            found = extents(spec, sizes)
+            assert len(set(found.values())) == len(found) and min(found.values()) > 0
+            assert max(found.values()) <= largest
+            free = set(spec.dims) - set(spec.static)
+            assert all(sizes[dim] % 64 and sizes[dim] != c.sizes[dim] for dim in free for c in spec.cases)
+            assert any(all(sizes[dim] == c.sizes[dim] for dim in spec.static) for c in spec.cases)
+            assert all(candidates(gemm, sizes) for gemm in lower(program).gemms)
+
+
+def test_a_seed_gives_the_same_sizes_again_and_another_others() -> None:
+    spec = spec_of("gemm_residual_rmsnorm_gemm")
+    drawn = [hidden(spec, seed) for seed in range(20)]
+    assert drawn == [hidden(spec, seed) for seed in range(20)]
+    assert len({tuple(sizes.values()) for sizes in drawn}) == 20
+    assert {sizes["M"] % 8 for sizes in drawn} >= {1, 3, 5, 7}  # rows align at any number of them
+    assert max(sizes["M"] for sizes in drawn) > 750 and {sizes["K"] % 16 for sizes in drawn} == {0, 8}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_one_row(name: str) -> None:
+    spec = spec_of(name)
+    assert row_dims(spec) == {"M"}
+    sizes = hidden(spec, 3, LARGEST_ON_CPU, rows=1)
+    assert sizes["M"] == 1 and min(size for dim, size in sizes.items() if dim != "M") > 0
+
+
+def test_weights_that_only_their_rows_name_are_no_activations() -> None:
+    unstored = spec_of("gemm_partial_cross_entropy_unstored")  # V leads w, and is inner nowhere
+    assert "V" not in row_dims(unstored)
+
+
+def test_sizes_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="spec gemm_rope: no sizes besides its cases"):
+        hidden(spec_of("gemm_rope"), 0, rows=64)  # a multiple of half a tile

@@ -1,0 +1,83 @@
+"""The interpret gate's runs: a program against its spec's reference on a CPU, over families and sizes.
+
+Each run is judged twice: as a kernel would store its outputs, and with outputs left in fp32. The second
+sees mathematics that is almost right (GELU's other form, a sigmoid by pieces), which the rounding of
+16-bit outputs hides, and which no kernel of the program could put right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from random import Random
+from typing import NamedTuple
+
+from primitives.interpret import interpret
+from primitives.ir import Program
+from primitives.place import untransposed
+from verifier import numerics, reference
+from verifier.inputs import DTYPES, FAMILIES, draw
+from verifier.numerics import Limits, OutputError
+from verifier.sizes import LARGEST_ON_CPU, hidden, small_sizes
+from verifier.spec import Spec
+
+STORED = "as stored"
+# Where exponentials make a few values of an output larger than all others together, a ratio of two errors is
+# a ratio of two numbers: it says nothing of the mathematics.
+EXTREME = ("large", "huge")
+
+
+class Run(NamedTuple):
+    """Inputs by what draws them again."""
+
+    sizes: Mapping[str, int]
+    family: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"inputs {self.family!r}, sizes {dict(self.sizes)}, seed {self.seed}"
+
+
+def runs(spec: Spec, seed: int) -> Iterator[Run]:
+    """Each family at hidden sizes of its own; the first also at the fixed small sizes. At one row integers,
+    of which much is exact: a handful of values makes poor statistics."""
+    fresh = partial(Random(seed).getrandbits, 48)
+    for sizes in small_sizes(spec):
+        yield Run(sizes, "normal", fresh())
+    for family in FAMILIES:
+        yield Run(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
+    yield Run(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
+
+
+def judged(spec: Spec, program: Program, run: Run) -> Iterator[tuple[str, list[OutputError]]]:
+    """How the outputs were judged, in words, and what the error gate says: as stored, then unrounded, but not
+    where inputs are ``EXTREME``."""
+    sizes = run.sizes
+    inputs = draw(spec, sizes, run.seed, family=run.family)
+    truth, values = reference.oracle(spec, inputs, sizes), reference.fp32(spec, inputs, sizes)
+    exact = numerics.exact_outputs(values, truth) if run.family == "integers" else frozenset()
+
+    def errors(spec: Spec, program: Program, limits: Limits) -> list[OutputError]:
+        yard = {name: values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
+        return numerics.compare(spec, interpret(program, inputs), truth, yard, limits, exact)
+
+    yield STORED, errors(spec, program, Limits())
+    if run.family in EXTREME:
+        return
+    operands = _handed_on(program)
+    unrounded = numerics.unrounded(spec, operands), _unrounded(program, operands)
+    yield "not rounded", errors(*unrounded, numerics.UNROUNDED)
+
+
+def _handed_on(program: Program) -> set[str]:
+    """Outputs that one of the program's matmuls reads, and reads rounded."""
+    operands = {untransposed(program, a) for n in program.nodes if n.op == "gemm" for a in n.args}
+    return {name for name, index in program.outputs.items() if index in operands}
+
+
+def _unrounded(program: Program, but: set[str]) -> Program:
+    outputs = {
+        name: tensor if name in but else tensor._replace(dtype="fp32")
+        for name, tensor in program.signature.outputs.items()
+    }
+    return program._replace(signature=program.signature._replace(outputs=outputs))

@@ -1,0 +1,121 @@
+"""Sizes that are none of a spec's cases: fixed ones a CPU runs in a blink, and hidden ones.
+
+Hidden sizes are drawn from a seed that does not exist before the candidate is frozen, so that nothing in
+it can be fitted to them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from primitives.dims import Dim
+from verifier.spec import OutputSpec, Spec, TensorSpec
+
+TILE = 128  # rows and columns that a kernel computes at a time, or a multiple of them
+ALIGNMENT = 16  # bytes: what the bulk tensor copies need of rows
+LARGEST = 1500  # extents on a GPU: several tiles each way
+LARGEST_ON_CPU = 320
+HEADS = 8
+TRIES = 400  # draws before the largest extent must be too small for the spec's static dims
+DOUBLINGS = 8  # of the largest extent
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "int32": 4, "int64": 8}
+
+
+def small_sizes(spec: Spec) -> list[dict[str, int]]:
+    """Fixed sizes, all dims apart so that swapped axes show; the second set is smaller than a tile and no
+    multiple of one. Static dims are those of the first and last case, and what multiplies them is few."""
+    first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
+    heads = dict.fromkeys(_heads(spec), HEADS)
+    return [
+        {dim: 264 + 40 * i for i, dim in enumerate(spec.dims)} | heads | first,
+        {dim: 72 + 16 * ((3 * i) % 5) for i, dim in enumerate(spec.dims)} | heads | last,
+    ]
+
+
+def hidden(spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None) -> dict[str, int]:
+    """Sizes that the spec's kernels must bear besides its cases; a seed gives the same ones again.
+
+    Extents of one tensor or another are all different, at most ``largest`` (more only where the static
+    dims need it), and rows align as they do in all cases; beyond that dims are as ragged as they may be,
+    and none is what a case has. Static dims are a case's. ``rows``: the row dims are that many instead.
+    """
+    random = Random(seed)
+    for _ in range(DOUBLINGS):
+        for _ in range(TRIES):
+            sizes = _drawn(spec, random, largest, rows)
+            if _fits(spec, sizes, largest):
+                return sizes
+        largest *= 2
+    raise ValueError(f"spec {spec.name}: no sizes besides its cases keep rows aligned and extents apart")
+
+
+def row_dims(spec: Spec) -> frozenset[str]:
+    """Dims that only ever count rows, and of more than one tensor (M of the cases): inputs that they lead are
+    activations, other matrices are weights."""
+    leading = Counter(name for t in _tensors(spec) for d in t.shape[:1] for name in d.names)
+    inner = {name for t in _tensors(spec) for d in t.shape[1:] for name in d.names}
+    return frozenset(name for name, tensors in leading.items() if tensors > 1 and name not in inner)
+
+
+def _tensors(spec: Spec) -> list[TensorSpec | OutputSpec]:
+    return [*spec.inputs.values(), *spec.outputs.values()]
+
+
+def _extents(spec: Spec) -> set[Dim]:
+    return {extent for tensor in _tensors(spec) for extent in tensor.shape}
+
+
+def _heads(spec: Spec) -> set[str]:
+    """Dims that are multiplied by a static one."""
+    static = set(spec.static)
+    products = [set(m) for extent in _extents(spec) for m, _ in extent.terms]
+    return {name for names in products if names & static for name in names - static}
+
+
+def _drawn(spec: Spec, random: Random, largest: int, rows: int | None) -> dict[str, int]:
+    static = {dim: random.choice(spec.cases).sizes[dim] for dim in spec.static}
+    fixed = static | (dict.fromkeys(row_dims(spec), rows) if rows else {})
+    ones = dict.fromkeys(spec.dims, 1) | static
+    sizes = {}
+    for dim in spec.dims:
+        one = max((extent(ones) for extent in _extents(spec) if dim in extent.names), default=1)
+        most = max(1, largest // max(one, 1))
+        # What of these alignment demands is found by trying; rows need none.
+        step = 1 if dim in row_dims(spec) else random.choice((1, 2, 4, 8, 16))
+        drawn = random.randint(-(-most // 4), most) // step * step
+        sizes[dim] = fixed.get(dim, max(drawn, 1))
+    return sizes
+
+
+def _fits(spec: Spec, sizes: dict[str, int], largest: int) -> bool:
+    extents = [extent(sizes) for extent in _extents(spec) if extent.names]
+    free = [dim for dim in spec.dims if dim not in spec.static]
+    return (
+        all(1 <= extent <= largest for extent in extents)
+        and len(set(extents)) == len(extents)
+        and all(sizes[dim] % (TILE // 2) for dim in free)
+        and not any(sizes[dim] == case.sizes[dim] for dim in free for case in spec.cases)
+        and _aligned(spec, sizes)
+        and _drawable(spec, sizes)
+    )
+
+
+def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
+    """Whether rows are multiples of 16 bytes; those that a case leaves unaligned (a head's statistics) need
+    not be."""
+    rows = [(t.shape[-1], _BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
+    every = [case.sizes for case in spec.cases]
+    demanded = [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]
+    return not any(row(sizes) * b % ALIGNMENT for row, b in demanded)
+
+
+def _drawable(spec: Spec, sizes: dict[str, int]) -> bool:
+    """Whether the ranges of integers have members at these sizes."""
+    try:
+        for tensor in spec.inputs.values():
+            if tensor.init.integers or tensor.init.count is not None:
+                tensor.init.range_at(sizes)
+    except ValueError:
+        return False
+    return True
