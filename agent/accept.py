@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from agent.journal import Journal
-from agent.loop import Outcome
+from agent.loop import PIECE, Outcome
 from primitives.files import write_atomic
 from primitives.lower import lower
 from verifier.report import Accepted, Authorship
@@ -56,7 +56,8 @@ def accept(
         write_atomic(cutedsl, lowered.text)
         if not journal.header.get("replays"):  # else the recording there is the run that it replays
             recordings.mkdir(parents=True, exist_ok=True)
-            journal.export(recording, {key: journal.header[key] for key in HEADER if key in journal.header})
+            header = {key: journal.header[key] for key in HEADER if key in journal.header}
+            journal.export(recording, header, leaving_out={PIECE})  # the report has what they came to
         write_atomic(evidence, report.model_dump_json(indent=1) + "\n")
     except OSError as error:
         place = error.filename or directory  # a write that fails names no file

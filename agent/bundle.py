@@ -10,10 +10,10 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,14 +26,17 @@ from verifier.report import (
     MEASUREMENT,
     REPORT,
     Accepted,
-    CaseResult,
     Checked,
     Identity,
     Measured,
-    Rejected,
+    Measurement,
+    Unmeasured,
 )
 from verifier.spec import Spec, SpecError, load
 from verifier.verify import Progress, identity
+
+if TYPE_CHECKING:
+    from verifier.measure import Options
 
 FORMAT = 1
 T = TypeVar("T", bound=BaseModel)
@@ -130,35 +133,34 @@ def _partial(out: Path) -> Path:
 
 
 @dataclass
-class _Cases:
-    """Finished cases of one entry, each written whole."""
+class _Pieces:
+    """Finished pieces of one entry's measurement, each written whole."""
 
     directory: Path
 
     @classmethod
-    def of(cls, out: Path, entry: Entry, arms: Sequence[str], rounds: int) -> _Cases:
-        """Those of this kernel, this spec's sizes and these arms: of no other measurement."""
-        what = json.dumps([entry.identity.lowered_hash, entry.identity.spec_hash, list(arms), rounds])
+    def of(cls, out: Path, entry: Entry, options: Options) -> _Pieces:
+        """Those of this kernel, this spec's sizes and these options: of no other measurement."""
+        what = json.dumps([entry.identity.lowered_hash, entry.identity.spec_hash, asdict(options)])
         name = f"{entry.identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
         return cls(_partial(out) / name)
 
-    def load(self, case: str) -> CaseResult | None:
+    def load(self, piece: str) -> dict[str, Any] | None:
         try:
-            return CaseResult.model_validate_json(self._path(case).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValidationError):  # the latter: of another version, measure it again
+            found = json.loads(self._path(piece).read_text(encoding="utf-8"))
+        except FileNotFoundError:
             return None
+        return found if isinstance(found, dict) else None
 
-    def save(self, result: CaseResult) -> None:
-        write_atomic(self._path(result.case), result.model_dump_json())
+    def save(self, piece: str, found: dict[str, Any]) -> None:
+        write_atomic(self._path(piece), json.dumps(found))
 
-    def _path(self, case: str) -> Path:
-        return self.directory / f"{quote(case, safe='')}.json"  # a case may be named 8/16
+    def _path(self, piece: str) -> Path:
+        return self.directory / f"{quote(piece, safe='')}.json"  # a case may be named 8/16
 
 
-def measure(
-    path: Path, out: Path, *, progress: Callable[[str], Progress], arms: Sequence[str], rounds: int
-) -> Results:
-    """Measure every entry of a bundle on this machine's GPU and write ``out``. Cases that were finished
+def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str], Progress]) -> Results:
+    """Measure every entry of a bundle on this machine's GPU and write ``out``. Pieces that were finished
     before, in ``out``.partial, are not measured again. BundleError for a bundle of other versions."""
     from verifier.measure import measure as measure_program
 
@@ -166,14 +168,12 @@ def measure(
     checked = [_verified(path, entry) for entry in bundle.entries]
     results = []
     for entry, (spec, program) in zip(bundle.entries, checked, strict=True):
-        kept = _Cases.of(out, entry, arms, rounds)
         found = measure_program(
             spec,
             program,
-            arms=arms,
-            rounds=rounds,
+            options,
             progress=progress(entry.run),
-            keep=kept,
+            keep=_Pieces.of(out, entry, options),
             known=_schedules(path, entry),
         )
         results.append(
@@ -234,12 +234,13 @@ def _spec(path: Path, entry: Entry) -> Spec:
             raise BundleError(f"{path}: run {entry.run}: {place}: {error.message}") from None
 
 
-def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
-    """Put the measurements of a result file into their runs' journals; again does nothing.
+def take(path: Path) -> list[tuple[str, Measurement]]:
+    """Put the measurements of a result file into their runs' journals; again does nothing. One that is void
+    leaves its run awaiting measurement.
 
     BundleError for a result of another kernel than the run's.
     """
-    taken = []
+    taken: list[tuple[str, Measurement]] = []
     for result in _read(path, Results).results:
         try:
             measurement = MEASUREMENT.validate_python(result.measurement)
@@ -263,6 +264,9 @@ def take(path: Path) -> list[tuple[str, Measured | Rejected]]:
                     "another kernel than this run's: bundle the run again"
                 )
             key = f"measurement/{result.attempt}"
+            if isinstance(measurement, Unmeasured):
+                taken.append((run.name, measurement))
+                continue
             if run.journal.once(key, "measurement", partial(dict, result.measurement)) != result.measurement:
                 raise BundleError(
                     f"{path}: run {result.run}, attempt {result.attempt} has another measurement, which "

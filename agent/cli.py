@@ -20,6 +20,7 @@ from agent import session
 if TYPE_CHECKING:
     from agent.runs import Run
     from primitives.ir import Program
+    from verifier.measure import Options
     from verifier.report import Accepted, Checked, Rejected
     from verifier.spec import Spec
 
@@ -60,7 +61,14 @@ Quack = Annotated[
         "--quack", help="Measure QuACK's own epilogues too, on its own tuner's schedules and on ours."
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=8, help="Interleaved rounds of a measurement.")]
+Rounds = Annotated[int, typer.Option(min=8, help="Interleaved rounds of a measurement, in each process.")]
+Processes = Annotated[
+    int, typer.Option(min=1, max=20, help="Processes that time a kernel; to accept takes at least 3.")
+]
+Warm = Annotated[bool, typer.Option("--warm", help="Time with a warm L2, for information: none is accepted.")]
+Sanitize = Annotated[
+    bool, typer.Option("--sanitize", help="Run small sizes under compute-sanitizer too (minutes).")
+]
 
 
 @app.command()
@@ -85,7 +93,10 @@ def generate(
     weak_jail: WeakJail = False,
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
-    rounds: Rounds = 30,
+    rounds: Rounds = 12,
+    processes: Processes = 3,
+    warm: Warm = False,
+    sanitize: Sanitize = False,
     as_json: Json = False,
 ) -> None:
     """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
@@ -94,7 +105,7 @@ def generate(
 
     recorded = load(spec, check=False).name  # a spec that cannot be read says so first
     chosen = session.choose_provider(provider.value, recorded)
-    options = {
+    header = {
         "provider": chosen,
         "attempts": attempts,
         "model": model,
@@ -105,10 +116,11 @@ def generate(
         "max_tokens": max_tokens,
     }
     if chosen == "replay":
-        options["replays"] = session.recorded_run(recorded)
+        header["replays"] = session.recorded_run(recorded)
     session.need_gpu(gpu)
-    run = runs.start(spec, options)
-    _go(run, gpu, session.arms_of(max_autotune, quack), rounds, as_json)
+    run = runs.start(spec, header)
+    options = session.options(max_autotune, quack, rounds, processes, warm, sanitize)
+    _go(run, gpu, options, as_json)
 
 
 @app.command()
@@ -117,14 +129,18 @@ def resume(
     gpu: Gpu = None,
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
-    rounds: Rounds = 30,
+    rounds: Rounds = 12,
+    processes: Processes = 3,
+    warm: Warm = False,
+    sanitize: Sanitize = False,
     as_json: Json = False,
 ) -> None:
     """Go on with a run that was cut off, or whose measurement was imported."""
     from agent import runs
 
     session.need_gpu(gpu)
-    _go(runs.reopen(run), gpu, session.arms_of(max_autotune, quack), rounds, as_json)
+    options = session.options(max_autotune, quack, rounds, processes, warm, sanitize)
+    _go(runs.reopen(run), gpu, options, as_json)
 
 
 @app.command()
@@ -135,7 +151,10 @@ def verify(
     weak_jail: WeakJail = False,
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
-    rounds: Rounds = 30,
+    rounds: Rounds = 12,
+    processes: Processes = 3,
+    warm: Warm = False,
+    sanitize: Sanitize = False,
     as_json: Json = False,
 ) -> None:
     """Run every gate on a kernel file that this machine can run."""
@@ -152,7 +171,7 @@ def verify(
             gpu=session.use_gpu(gpu),
             weak_jail=weak_jail,
             progress=watch.gate,
-            **session.measuring(gpu, session.arms_of(max_autotune, quack), rounds),
+            options=session.options(max_autotune, quack, rounds, processes, warm, sanitize),
         )
     _finish(report, as_json)
 
@@ -175,7 +194,10 @@ def measure(
     out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
-    rounds: Rounds = 30,
+    rounds: Rounds = 12,
+    processes: Processes = 3,
+    warm: Warm = False,
+    sanitize: Sanitize = False,
 ) -> None:
     """Measure a bundle on this machine's H100; a second call goes on where the first was cut off."""
     from agent import bundle as bundles
@@ -186,9 +208,8 @@ def measure(
         done = bundles.measure(
             path,
             out,
+            session.options(max_autotune, quack, rounds, processes, warm, sanitize),
             progress=lambda name: lambda gate, words: watch.gate(gate, words),
-            arms=session.arms_of(max_autotune, quack),
-            rounds=rounds,
         )
     worst = OK
     for result in done.results:
@@ -209,6 +230,8 @@ def import_results(
     for name, found in take(path):
         if found.status == "measured":
             typer.echo(f"{name}: measured. Look at it: coda-agent review {name}")
+        elif found.status == "unmeasured":
+            typer.echo(f"{name}: void, {found.reason}. Measure again: coda-agent bundle {name}")
         else:
             typer.echo(f"{name}: rejected at {found.gate}: {found.code}. Feed back: coda-agent resume {name}")
 
@@ -325,7 +348,7 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(OK if doctors.healthy(findings) else ABSENT)
 
 
-def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json: bool) -> None:
+def _go(run: Run, gpu: bool | None, options: Options, as_json: bool) -> None:
     """Author until the end, and say how it ended."""
     from agent import render
 
@@ -333,7 +356,7 @@ def _go(run: Run, gpu: bool | None, arms: tuple[str, ...], rounds: int, as_json:
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
         with render.Watch(console) as watch:
-            outcome = session.author(run, watch, session.measurer(gpu, arms, rounds, watch))
+            outcome = session.author(run, watch, session.measurer(gpu, options, watch))
     except KeyboardInterrupt:
         typer.echo(f"coda-agent resume {run.name} goes on", err=True)
         raise
@@ -376,9 +399,9 @@ def _source(path: Path) -> str:
 
 
 def _why(measurement: dict[str, Any]) -> str:
-    return (
-        f" at {measurement['gate']}: {measurement['message']}" if measurement["status"] == "rejected" else ""
-    )
+    if measurement["status"] == "rejected":
+        return f" at {measurement['gate']}: {measurement['message']}"
+    return f": {measurement['reason']}" if measurement["status"] == "unmeasured" else ""
 
 
 def _console(quiet: bool) -> Any:
@@ -430,13 +453,14 @@ def _explained(error: Exception) -> int:
     from agent.tips import TipsError
     from primitives.compile import CompileError
     from verifier.jail import JailUnavailable
+    from verifier.sanitizer import SanitizerMissing
     from verifier.spec import SpecError
 
     if isinstance(error, SpecError | BundleError | TableError | TipsError):
         status = USAGE
     elif isinstance(error, AcceptError | CompileError):
         status = REJECTED
-    elif isinstance(error, JournalError | ProviderError | JailUnavailable | OSError):
+    elif isinstance(error, JournalError | ProviderError | JailUnavailable | SanitizerMissing | OSError):
         status = ABSENT
     else:
         raise error

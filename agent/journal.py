@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -122,11 +122,13 @@ class Journal:
         rows = self._rows("SELECT seq, key, kind, payload, time FROM events ORDER BY seq")
         return [Event(seq, key, kind, self._load(payload), time) for seq, key, kind, payload, time in rows]
 
-    def export(self, path: Path, header: dict[str, Any] | None = None) -> None:
-        """Write the run as JSON lines, its header (or the one given) first; `path` holds the old text or
-        all of the new."""
+    def export(
+        self, path: Path, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()
+    ) -> None:
+        """Write the run as JSON lines, its header (or the one given) first, without events of some kinds;
+        `path` holds the old text or all of the new."""
         lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
-        lines += [json.dumps(asdict(event)) for event in self.events()]
+        lines += [json.dumps(asdict(event)) for event in self.events() if event.kind not in leaving_out]
         try:
             write_atomic(path, "\n".join(lines) + "\n")
         except OSError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
@@ -23,16 +23,21 @@ from verifier.report import (
     Accepted,
     Authorship,
     Checked,
-    Measured,
+    Measurement,
     Rejected,
+    Unmeasured,
     joined,
 )
 from verifier.spec import Spec
 from verifier.verify import Verdict, check
 
+if TYPE_CHECKING:
+    from verifier.measure import Keep
+
 OTHER_VERSION = "the run's journal was written by another version of coda-agent; start a new run"
+PIECE = "piece"  # the kind of event that holds a part of a measurement
 BLOCK = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-Measure = Callable[[Spec, Program], Measured | Rejected]
+Measure = Callable[[Spec, Program, "Keep"], Measurement]
 
 
 class Listener(Protocol):
@@ -128,16 +133,40 @@ class Loop:
             "source": source,
         }
 
-    def _measured(self, number: int, program: Program) -> Measured | Rejected | None:
-        measure = self.measure
-        if measure is None:
+    def _measured(self, number: int, program: Program) -> Measurement | None:
+        if self.measure is None:
             return _recorded(self.journal, number)
-        payload = self.journal.once(
-            f"measurement/{number}",
-            "measurement",
-            lambda: measure(self.spec, program).model_dump(mode="json"),
-        )
-        return MEASUREMENT.validate_python(payload)
+        if (before := _recorded(self.journal, number)) is not None:
+            return before
+        pieces = Pieces.of(self.journal, number)
+        found = self.measure(self.spec, program, pieces)
+        if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
+            self.journal.once(pieces.void, "void", lambda: found.model_dump(mode="json"))
+        else:
+            self.journal.once(f"measurement/{number}", "measurement", lambda: found.model_dump(mode="json"))
+        return found
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Finished pieces of a measurement, in the journal: one that was cut off goes on."""
+
+    journal: Journal
+    prefix: str
+    void: str
+
+    @classmethod
+    def of(cls, journal: Journal, number: int) -> Pieces:
+        """Those of attempt ``number``, since its last measurement that was void."""
+        voids = sum(e.key.startswith(f"void/{number}/") for e in journal.events())
+        return cls(journal, f"piece/{number}.{voids}/", f"void/{number}/{voids}")
+
+    def load(self, piece: str) -> dict[str, Any] | None:
+        key = self.prefix + piece
+        return next((e.payload for e in self.journal.events() if e.key == key), None)
+
+    def save(self, piece: str, found: dict[str, Any]) -> None:
+        self.journal.once(self.prefix + piece, PIECE, lambda: found)
 
 
 def standing(journal: Journal, spec: Spec) -> Outcome | None:
@@ -164,7 +193,7 @@ def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rej
         raise JournalError(OTHER_VERSION) from None
 
 
-def _recorded(journal: Journal, number: int) -> Measured | Rejected | None:
+def _recorded(journal: Journal, number: int) -> Measurement | None:
     found = [e.payload for e in journal.events() if e.key == f"measurement/{number}"]
     try:
         return MEASUREMENT.validate_python(found[0]) if found else None

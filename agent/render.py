@@ -145,7 +145,7 @@ def timings(rows: tuple[Timing, ...]) -> Table:
     table = Table(
         title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left"
     )
-    for heading in ("case", "candidate ms", "roofline ms", "host us"):
+    for heading in ("case", "candidate ms", "in a graph", "roofline ms", "host us", "sees"):
         table.add_column(heading, justify="right" if heading != "case" else "left")
     arms = list(rows[0].ratios) if rows else []
     for arm in arms:
@@ -155,11 +155,19 @@ def timings(rows: tuple[Timing, ...]) -> Table:
         table.add_row(
             t.case,
             f"{t.milliseconds['candidate']:.3f}",
+            f"{t.graph_milliseconds:.3f}" if t.graph_milliseconds else "",
             f"{t.roofline_milliseconds:.3f}",
             f"{t.host_microseconds['candidate']:.0f}",
+            _sees(t),
             *cells,
         )
     return table
+
+
+def _sees(t: Timing) -> str:
+    """The least difference that this measurement would have told from none."""
+    least = [r.detectable for r in t.ratios.values() if r.detectable is not None]
+    return f"{max(least):.1%}" if least else ""
 
 
 def summary(report: Accepted | Checked | Rejected) -> Text:

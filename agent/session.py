@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from agent.loop import Listener, Measure, Outcome
     from agent.providers import Provider
     from agent.runs import Run
+    from verifier.measure import Options
 
 
 class Absent(Exception):
@@ -95,26 +96,25 @@ def standing(name: str) -> Outcome:
     return outcome
 
 
-def measurer(gpu: bool | None, arms: tuple[str, ...], rounds: int, watch: Listener) -> Measure | None:
+def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | None:
     """What measures a checked kernel here, if anything does."""
     if not use_gpu(gpu):
         return None
     from verifier.measure import measure as run_gates
 
-    return lambda spec, program: run_gates(spec, program, arms=arms, rounds=rounds, progress=watch.gate)
+    return lambda spec, program, keep: run_gates(spec, program, options, progress=watch.gate, keep=keep)
 
 
-def arms_of(max_autotune: bool, quack: bool) -> tuple[str, ...]:
-    """The arms to measure beside the candidate."""
+def options(
+    max_autotune: bool, quack: bool, rounds: int, processes: int, warm: bool, sanitize: bool
+) -> Options:
+    """How to measure, as the command line has it."""
+    from verifier.measure import DEFAULT_ARMS, Options
     from verifier.quack_baseline import ARMS
 
     extra = [("torch.compile max-autotune", max_autotune), *((name, quack) for name in ARMS)]
-    return ("torch.compile", "cuBLAS matmul", *(name for name, wanted in extra if wanted))
-
-
-def measuring(gpu: bool | None, arms: tuple[str, ...], rounds: int) -> dict[str, Any]:
-    """Options of a measurement, where there is one."""
-    return {"arms": arms, "rounds": rounds} if use_gpu(gpu) else {}
+    arms = (*DEFAULT_ARMS, *(name for name, wanted in extra if wanted))
+    return Options(arms, rounds, processes, not warm, sanitize)
 
 
 def need_gpu(gpu: bool | None) -> None:

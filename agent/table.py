@@ -257,6 +257,10 @@ def _measured(tables: Tables) -> str:
     return "\n".join([_taken(tables.reports), *_grouped(tables.rows), _host(tables.reports)])
 
 
+def _processes(least: int, most: int) -> str:
+    return "one process" if most == 1 else f"each of {_span(least, most)} processes"
+
+
 def _taken(reports: Sequence[Accepted]) -> str:
     """What was measured on what, when; where reports differ, all that occurs."""
 
@@ -266,11 +270,13 @@ def _taken(reports: Sequence[Accepted]) -> str:
     conditions = [report.conditions for report in reports]
     versions = [f"{name} {each((r.identity.versions for r in reports), name)}" for name in PACKAGES]
     days = sorted(report.date[:10] for report in reports)
-    rounds = sorted(timing.rounds for report in reports for timing in report.timings)
+    every = [timing for report in reports for timing in report.timings]
+    rounds, processes = sorted(t.rounds for t in every), sorted(t.processes for t in every)
     return (
         f"{_count(len(reports), 'operator')} on {each(conditions, 'gpu')} "
         f"(driver {each(conditions, 'driver')}, PyTorch {each(conditions, 'torch')}, {', '.join(versions)}), "
-        f"{_span(days[0], days[-1])}, {_span(rounds[0], rounds[-1])} rounds.\n"
+        f"{_span(days[0], days[-1])}, {_span(rounds[0], rounds[-1])} rounds "
+        f"in {_processes(processes[0], processes[-1])}.\n"
     )
 
 

@@ -21,7 +21,7 @@ from agent.providers import Message, OnText, Turn, Usage
 from primitives.compile import Resources
 from primitives.ir import Program, Schedule
 from primitives.trace import trace_source
-from verifier.report import Accepted, CaseResult, Checked, Gate, Measured, Ratio, Rejected, Timing
+from verifier.report import Accepted, Checked, Gate, Measured, Ratio, Rejected, Timing
 from verifier.spec import Case, Spec, load
 from verifier.verify import identity
 
@@ -181,15 +181,10 @@ def timing(case: Case, speedup: float = 1.3) -> Timing:
         host_microseconds={"candidate": 13.0, "cuBLAS matmul": 17.0},
         tuning_seconds=20.0,
         finalists={"0": ({"tile_m": 256, "tile_n": 128, "pingpong": False}, {"swizzle": 16})},
+        processes=3,
         rounds=8,
-        samples={"candidate": (2.0, 2.0), "torch.compile": (2.0 * speedup,) * 2},
+        samples={"candidate": ((2.0, 2.0),) * 3, "torch.compile": ((2.0 * speedup,) * 2,) * 3},
     )
-
-
-def case_result(case: Case, speedup: float = 1.3) -> CaseResult:
-    """One case as ``verifier.measure`` keeps it."""
-    found = timing(case, speedup) if case.bench else None
-    return CaseResult(case=case.name, gates=(), timing=found, seeds={"numerics/normal": 7})
 
 
 def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:

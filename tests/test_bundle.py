@@ -18,7 +18,6 @@ from authoring import (
     Notes,
     Scripted,
     accepted_run,
-    case_result,
     fenced,
     make_run,
     measured,
@@ -32,8 +31,7 @@ from agent.bundle import BundleError
 from agent.journal import JournalError
 from agent.loop import Loop, standing
 from primitives.ir import Program, Schedule
-from primitives.tune import Known
-from verifier.measure import DEFAULT_ARMS, Keep
+from verifier.measure import DEFAULT_ARMS, Keep, Known, Options
 from verifier.report import Accepted, Measured, Rejected
 from verifier.spec import Spec
 
@@ -59,24 +57,23 @@ class Gpu:
         self,
         spec: Spec,
         program: Program,
+        options: Options,
         *,
-        arms: Sequence[str],
-        rounds: int,
         progress: Any,
         keep: Keep,
         known: Mapping[str, Known],
     ) -> Measured | Rejected:
         self.programs.append(program)
         self.known.append(known)
-        self.arms.append(tuple(arms))
+        self.arms.append(options.arms)
         for case in spec.cases:
             progress("benchmark", f"case {case.name}")
             if keep.load(case.name) is None:
                 if case.name == self.cut_before:
                     raise Cut
                 self.cases.append(case.name)
-                keep.save(case_result(case))
-            assert keep.load(case.name) == case_result(case)
+                keep.save(case.name, {"case": case.name})
+            assert keep.load(case.name) == {"case": case.name}
         return self.verdict(spec, program)
 
 
@@ -102,7 +99,7 @@ def packed(spec: Path, tmp_path: Path) -> tuple[str, Path]:
 
 def measure(path: Path, out: Path | None = None, arms: Sequence[str] = DEFAULT_ARMS) -> Path:
     out = out or path.with_name("results.json")
-    bundle.measure(path, out, progress=lambda name: lambda gate, words: None, arms=arms, rounds=8)
+    bundle.measure(path, out, Options(tuple(arms), rounds=8), progress=lambda name: lambda gate, words: None)
     return out
 
 
@@ -376,7 +373,7 @@ def test_a_kept_case_that_cannot_be_read_is_measured_again(packed: tuple[str, Pa
     _, path = packed
     cut_off(path, gpu)
     (kept,) = path.with_name("results.json.partial").rglob("wide.json")
-    kept.write_text('{"case": "wide"}')  # as of another version
+    kept.write_text("[]")  # as of another version
     measure(path)
     assert gpu.cases == ["large", "wide", "wide", "ragged"]
 

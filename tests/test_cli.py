@@ -38,9 +38,11 @@ from authoring import (
 from agent import cli, runs, session
 from agent.journal import read_export
 from primitives.compile import CompileError
+from verifier.measure import Keep, Options
 from verifier.quack_baseline import ARMS as QUACK_ARMS
 from verifier.report import REPORT, Checked
 from verifier.spec import load
+from verifier.verify import Progress
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain")
 
@@ -292,7 +294,9 @@ def test_our_own_bug_is_not_explained_away(
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU, and figures as it might give them."""
     monkeypatch.setattr(session, "need_gpu", lambda gpu: None)
-    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, **options: measured(spec, program))
+    monkeypatch.setattr(
+        "verifier.measure.measure", lambda spec, program, *_, **options: measured(spec, program)
+    )
 
 
 def test_bundle_measure_import(command: Command, spec: Path, tmp_path: Path, gpu: None) -> None:
@@ -312,7 +316,7 @@ def test_bundle_measure_import(command: Command, spec: Path, tmp_path: Path, gpu
 def test_a_slow_kernel_there(
     command: Command, spec: Path, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, **options: slow(spec))
+    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: slow(spec))
     name = make_run(spec)
     command("bundle", name, "-o", tmp_path / "b.json")
     done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
@@ -451,9 +455,9 @@ def test_generate_with_a_gpu(
 ) -> None:
     arms: list[tuple[str, ...]] = []
 
-    def measure(spec: Any, program: Any, **options: Any) -> object:
-        arms.append(options["arms"])
-        options["progress"]("benchmark", "case large")
+    def measure(spec: Any, program: Any, options: Options, *, progress: Progress, keep: Keep) -> object:
+        arms.append(options.arms)
+        progress("benchmark", "case large")
         return measured(spec, program)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import TOY, TOY_KERNEL, case_result, checked, measured, program_of
+from authoring import TOY, TOY_KERNEL, checked, measured, program_of, timing
 
 from verifier import evidence
-from verifier.measure import _decide
-from verifier.report import Accepted, Authorship, accepted
+from verifier.decision import Void, decide
+from verifier.report import Accepted, Authorship, Timing, accepted
 from verifier.spec import Spec, load
 from verifier.verify import Failed
 
@@ -23,11 +23,15 @@ def toy(tmp_path: Path, wide: str) -> Spec:
     return load(path, check=False)
 
 
-def decide(spec: Spec, speedups: dict[str, float]) -> dict[str, Any]:
+def timings(spec: Spec, speedups: dict[str, float]) -> list[Timing]:
+    return [timing(case, speedups.get(case.name, 1.3)) for case in spec.cases if case.bench]
+
+
+def decided(spec: Spec, speedups: dict[str, float], **changes: Any) -> dict[str, Any]:
     """The decision's figures for these speedups over torch.compile; intervals reach 0.05 to either side."""
     figures: dict[str, Any] = {}
-    results = [case_result(case, speedups.get(case.name, 1.3)) for case in spec.cases]
-    _decide(spec, program_of(spec, TOY_KERNEL), results, figures)
+    rows = tuple(t.model_copy(update=changes) for t in timings(spec, speedups))
+    decide(spec, program_of(spec, TOY_KERNEL), rows, figures)
     return figures
 
 
@@ -40,31 +44,41 @@ def evidence_of(spec: Spec, speedup: float) -> Accepted:
 @pytest.mark.parametrize("slow", ["large", "wide"])
 def test_every_measured_case_decides(tmp_path: Path, slow: str) -> None:
     spec = toy(tmp_path, "true")
-    assert list(decide(spec, {})["speedup"]) == ["large", "wide"]
+    assert list(decided(spec, {})["speedup"]) == ["large", "wide"]
     with pytest.raises(Failed, match=rf"case {slow}: 1.120x torch.compile \[1.070, 1.170\], but") as caught:
-        decide(spec, {slow: 1.12})
+        decided(spec, {slow: 1.12})
     assert caught.value.code == "slow"
 
 
 def test_a_reported_case_has_no_vote(tmp_path: Path) -> None:
     spec = toy(tmp_path, "report")
-    figures = decide(spec, {"wide": 0.4})
+    figures = decided(spec, {"wide": 0.4})
     assert figures["speedup"].keys() == {"large"}
     assert figures["reported"]["wide"]["estimate"] == 0.4
     with pytest.raises(Failed, match="case large"):
-        decide(spec, {"large": 1.12})
+        decided(spec, {"large": 1.12})
 
 
 def test_a_reported_case_that_beats_the_hardware_is_a_wrong_measurement(tmp_path: Path) -> None:
     spec = toy(tmp_path, "report")
-    results = [case_result(case) for case in spec.cases]
-    timing = results[1].timing
-    assert timing is not None and timing.case == "wide"
-    fast = timing.model_copy(update={"milliseconds": timing.milliseconds | {"candidate": 1e-4}})
-    results[1] = results[1].model_copy(update={"timing": fast})
-    with pytest.raises(Failed, match="case wide: 0.0001 ms is less than") as caught:
-        _decide(spec, program_of(spec, TOY_KERNEL), results, {})
-    assert caught.value.code == "impossible"
+    rows = timings(spec, {})
+    assert rows[1].case == "wide"
+    rows[1] = rows[1].model_copy(update={"milliseconds": rows[1].milliseconds | {"candidate": 1e-4}})
+    with pytest.raises(Void, match="case wide: 0.0001 ms is less than"):
+        decide(spec, program_of(spec, TOY_KERNEL), tuple(rows), {})
+    with pytest.raises(Void, match="case large: 0.0002 ms is less than"):
+        decided(spec, {}, graph_milliseconds=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"processes": 2}, r"2 process\(es\)"), ({"cold": False}, "warm L2")]
+)
+def test_too_little_to_accept_on_is_no_verdict(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    spec = toy(tmp_path, "true")
+    with pytest.raises(Void, match=words):
+        decided(spec, {}, **changes)
+    with pytest.raises(Failed, match="case large"):  # but enough to reject
+        decided(spec, {"large": 0.9}, **changes)
 
 
 def test_evidence_needs_a_reported_case_s_timing_but_not_its_speedup(tmp_path: Path) -> None:

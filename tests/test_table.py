@@ -169,12 +169,12 @@ def test_device_versions_and_dates_are_those_of_the_reports(tmp_path: Path) -> N
     first = read(tmp_path).parts()["measured"].splitlines()[0]
     assert first == (
         "1 operator on NVIDIA H100 (driver 580.1, PyTorch 2.11.0+cu130, nvidia-cutlass-dsl 4.8.1, "
-        "quack-kernels 0.6.5), 2026-11-23, 100 rounds."
+        "quack-kernels 0.6.5), 2026-11-23, 100 rounds in one process."
     )
-    put_report(tmp_path, "gemm_geglu", timing(rounds=30), day="2026-11-21", driver="590.2")
+    put_report(tmp_path, "gemm_geglu", timing(rounds=30, processes=3), day="2026-11-21", driver="590.2")
     first = read(tmp_path).parts()["measured"].splitlines()[0]
     assert first.startswith("2 operators on NVIDIA H100 (driver 580.1 and 590.2, PyTorch 2.11.0+cu130,")
-    assert first.endswith("2026-11-21 to 2026-11-23, 30 to 100 rounds.")
+    assert first.endswith("2026-11-21 to 2026-11-23, 30 to 100 rounds in each of 1 to 3 processes.")
 
 
 def test_host_time_names_who_misses_the_goal(tmp_path: Path) -> None:

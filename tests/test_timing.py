@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from verifier.baselines import BASELINES, _products, arm, compiled, eager, formulation, matmul
+from verifier.baselines import BASELINES, _products, calls, compiled, eager, formulation, matmul
 from verifier.inputs import draw
 from verifier.spec import Spec
-from verifier.statistics import ratio, student_quantile
-from verifier.timing import Arm, host_time, measure, record_conditions
+from verifier.statistics import across, detectable, ratio, student_quantile
+from verifier.timing import Arm, host_time, measure
 
 
 @dataclass
@@ -152,12 +152,6 @@ def test_host_time_waits_outside_its_region() -> None:
     assert waits >= 5
 
 
-def test_conditions_without_a_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    conditions = record_conditions()
-    assert conditions["torch"] == torch.__version__ and "unavailable" in conditions["gpu"]
-
-
 # Statistics ---------------------------------------------------------------------------------------
 
 
@@ -216,6 +210,38 @@ def test_ratio_is_reproducible_exact_and_serialises() -> None:
     assert interval.low == min(interval.bootstrap[0], interval.student[0])
     wide = ratio(a, b, confidence=0.999)
     assert wide.low < interval.low and wide.high > interval.high
+
+
+def process(generator: random.Random, speedup: float, spread: float) -> tuple[list[float], list[float]]:
+    """Both arms in one process, whose own ratio differs from the truth by ``spread``."""
+    own = speedup * math.exp(generator.gauss(0, spread))
+    return noisy(generator, 2e-3 * own, 12), noisy(generator, 2e-3, 12)
+
+
+def test_processes_are_the_sample_not_their_rounds() -> None:
+    """Rounds of one process agree with one another and can all be wrong; intervals over processes cover."""
+    generator = random.Random(3)
+    covered = within = 0
+    for seed in range(150):
+        pairs = [process(generator, 1.1, 0.01) for _ in range(3)]
+        found = across(pairs, seed=seed)
+        covered += found.low <= 1.1 <= found.high
+        within += (alone := ratio(*pairs[0], seed=seed)).low <= 1.1 <= alone.high
+    assert covered >= 138 and within < 120
+
+
+def test_across_is_student_s_interval_of_the_processes_ratios() -> None:
+    pairs = [([1.1] * 8, [1.0] * 8), ([1.2] * 8, [1.0] * 8), ([1.3] * 8, [1.0] * 8)]
+    logs = [math.log(x) for x in (1.1, 1.2, 1.3)]
+    centre = sum(logs) / 3
+    deviation = math.sqrt(sum((x - centre) ** 2 for x in logs) / 2 / 3)
+    found = across(pairs)
+    assert math.isclose(found.estimate, math.exp(centre))
+    assert math.isclose(found.low, math.exp(centre - 4.30265 * deviation), rel_tol=1e-5)
+    assert list(found.bootstrap) == pytest.approx([1.1, 1.3])
+    assert math.isclose(detectable(pairs), math.expm1((4.30265 + 1.06066) * deviation), rel_tol=1e-4)
+    with pytest.raises(ValueError, match="at least 2"):
+        across(pairs[:1])
 
 
 @pytest.mark.parametrize(
@@ -331,7 +357,7 @@ def test_max_autotune_copies_no_inputs_into_graphs(
         return function
 
     monkeypatch.setattr(torch, "compile", spy)
-    arm("torch.compile max-autotune", tiny(), inputs, SIZES)
+    calls("torch.compile max-autotune", tiny(), [inputs], SIZES)
     assert asked["mode"] == "max-autotune-no-cudagraphs"
     assert asked["fullgraph"] is True and asked["dynamic"] is False
 
@@ -398,8 +424,8 @@ def test_an_update_is_written_into_the_input_s_buffer(build: Callable[..., Calla
     first = inputs["dw"].clone()
     step = 0.5 * (inputs["dy"].mT @ inputs["x"])
     call = build(spec, inputs, SIZES)
-    for calls in (1, 2, 3):
-        before = first + (calls - 1) * step
+    for turn in (1, 2, 3):
+        before = first + (turn - 1) * step
         out = call()
         assert list(out) == ["picked", "new", "old"]
         assert out["new"].data_ptr() == inputs["dw"].data_ptr()
@@ -462,5 +488,5 @@ def test_baseline_mistakes_are_named(inputs: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="'reduce-overhead' is unknown"):
         compiled(tiny(), inputs, SIZES, mode="reduce-overhead")
     with pytest.raises(ValueError, match="torch.compile"):
-        arm("fastest", tiny(), inputs, SIZES)
+        calls("fastest", tiny(), [inputs], SIZES)
     assert "cuBLAS matmul" in BASELINES

@@ -25,7 +25,8 @@ from primitives.ir import Program
 from primitives.lower import lower
 from verifier import verify as gates
 from verifier.jail import JailUnavailable
-from verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected
+from verifier.measure import Options
+from verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected, Unmeasured
 from verifier.spec import Spec, load
 from verifier.verify import check, line_behind, small_sizes, verify
 
@@ -60,7 +61,8 @@ def test_an_honest_kernel_is_checked(name: str) -> None:
     assert report.identity.spec_hash == spec.hash and report.identity.program_hash == program.hash
     assert report.identity.lowered_hash == lower(program).hash
     ratios = report.gates[2].figures["worst_rms_ratio"]
-    assert ratios.keys() == spec.outputs.keys() and all(0.5 < ratio < 1.25 for ratio in ratios.values())
+    assert ratios.keys() == spec.outputs.keys() and min(ratios.values()) > 0.5
+    assert all(ratio < 1.3 for name, ratio in ratios.items() if spec.outputs[name].dtype != "fp32")
     assert REPORT.validate_json(report.model_dump_json()) == report
 
 
@@ -233,26 +235,35 @@ def test_progress_of_a_rejection(spec: Spec) -> None:
 
 
 def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    asked: list[Options] = []
 
-    def measure(spec: Spec, program: Program, **options: Any) -> object:
+    def measure(spec: Spec, program: Program, options: Options, **_: Any) -> object:
         asked.append(options)
         return measured(spec, program)
 
     monkeypatch.setattr("verifier.measure.measure", measure)
-    report, program = verify(spec, TOY_KERNEL, gpu=True, arms=("torch.compile",), rounds=9)
+    options = Options(("torch.compile",), rounds=9)
+    report, program = verify(spec, TOY_KERNEL, gpu=True, options=options)
     assert isinstance(report, Accepted) and program == program_of(spec, TOY_KERNEL)
     assert passed(report) == list(GATES)
-    assert asked[0]["arms"] == ("torch.compile",) and asked[0]["rounds"] == 9
+    assert asked == [options]
     assert isinstance(verify(spec, TOY_KERNEL, gpu=False).report, Checked)
     assert verify(spec, BROKEN, gpu=True).report.status == "rejected" and len(asked) == 1
 
 
 def test_a_rejection_on_the_gpu_keeps_the_gates_before(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, **options: slow(spec))
+    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: slow(spec))
     report, program = verify(spec, TOY_KERNEL, gpu=True)
     assert isinstance(report, Rejected) and report.code == "slow" and program is not None
     assert passed(report) == list(GATES[:4])
+
+
+def test_a_void_measurement_leaves_a_checked_kernel(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    void = Unmeasured(reason="a kernel against itself came out at 1.02")
+    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: void)
+    report, program = verify(spec, TOY_KERNEL, gpu=True)
+    assert isinstance(report, Checked) and program is not None
+    assert report.unmeasured == "checked; the measurement is void: a kernel against itself came out at 1.02"
 
 
 # machines without a jail

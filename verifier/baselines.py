@@ -8,13 +8,12 @@ current stream; ``BASELINES`` names them. QuACK's own kernels have a schedule to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifier.spec import Spec
-from verifier.timing import Arm
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 # memory first: a cost that no user pays who keeps inputs in place. Launches are not timed anyway.
 MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
+Step = Callable[..., "dict[str, Tensor]"]
 Builder = Callable[[Spec, "Mapping[str, Tensor]", Mapping[str, int]], Callable[[], object]]
 
 
@@ -39,6 +39,10 @@ def compiled(
 
     ``mode`` is "default" or "max-autotune" (without CUDA graphs).
     """
+    return _bind(_compiled(spec, sizes, mode, backend), spec, inputs)
+
+
+def _compiled(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
     import torch
     import torch._inductor.config
 
@@ -47,10 +51,10 @@ def compiled(
     logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     if mode not in MODES:
         raise ValueError(f"torch.compile mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-    step = torch.compile(
+    step: Step = torch.compile(
         formulation(spec, sizes), fullgraph=True, dynamic=False, backend=backend, mode=MODES[mode]
     )
-    return _bind(step, spec, inputs)
+    return step
 
 
 def eager(
@@ -112,19 +116,24 @@ def bare_matmuls(products: list[Product]) -> Callable[[], list[Tensor]]:
     return call
 
 
+COMPILED = {"torch.compile": "default", "torch.compile max-autotune": "max-autotune"}
 BASELINES: dict[str, Builder] = {
-    "torch.compile": compiled,
-    "torch.compile max-autotune": partial(compiled, mode="max-autotune"),
+    **{name: partial(compiled, mode=mode) for name, mode in COMPILED.items()},
     "eager": eager,
     "cuBLAS matmul": matmul,
 }
 
 
-def arm(name: str, spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Arm:
-    """The named baseline, ready for ``timing.measure``. Raises ValueError for an unknown name."""
+def calls(
+    name: str, spec: Spec, sets: Sequence[Mapping[str, Tensor]], sizes: Mapping[str, int]
+) -> list[Callable[[], object]]:
+    """The named baseline on each of several sets of inputs. Raises ValueError for an unknown name."""
     if name not in BASELINES:
         raise ValueError(f"baseline {name!r} is unknown; use one of {', '.join(BASELINES)}")
-    return Arm(name, BASELINES[name](spec, inputs, sizes))
+    if name in COMPILED:  # compiled once for all sets
+        step = _compiled(spec, sizes, COMPILED[name])
+        return [_bind(step, spec, inputs) for inputs in sets]
+    return [BASELINES[name](spec, inputs, sizes) for inputs in sets]
 
 
 def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from primitives.ir import Program, ProgramError
 from primitives.lower import lower
 from verifier import jail
-from verifier.measure import BASELINE
+from verifier.decision import BASELINE
 from verifier.report import GATES, Accepted, Rejected
 from verifier.spec import Spec, SpecError, load
 

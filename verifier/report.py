@@ -41,18 +41,24 @@ class Identity(_Record):
 
 
 class Ratio(_Record):
-    """A ratio with its confidence interval, from paired interleaved rounds."""
+    """A ratio with its confidence interval, which encloses Student's over processes and the bootstrap's.
+
+    ``detectable``: the least relative difference that this measurement would have told from none.
+    """
 
     estimate: float
     low: float
     high: float
     confidence: float = 0.95
+    detectable: float | None = None
 
 
 class Timing(_Record):
     """One measured case: schedules by step, the median of each arm, and its ratio to the candidate.
 
-    ``finalists``: by step, the schedules of tuning's last race, fastest first: worth trying next time.
+    ``samples``: milliseconds by arm, process and round. ``cold``: every timed call found an evicted L2.
+    ``graph_milliseconds``: the candidate replayed from a CUDA graph. ``finalists``: by step, the schedules
+    of tuning's last race, fastest first: worth trying next time.
     """
 
     case: str
@@ -62,10 +68,14 @@ class Timing(_Record):
     ratios: dict[str, Ratio]
     roofline_milliseconds: float
     host_microseconds: dict[str, float]
+    graph_milliseconds: float | None = None
     tuning_seconds: float
     finalists: dict[str, tuple[dict[str, Any], ...]] = Field(default_factory=dict)
+    processes: int = 1
     rounds: int
-    samples: dict[str, tuple[float, ...]]
+    cold: bool = True
+    input_sets: int = 1
+    samples: dict[str, tuple[tuple[float, ...], ...]]
 
 
 class Authorship(_Record):
@@ -97,15 +107,6 @@ class Checked(_Record):
     unmeasured: str
 
 
-class CaseResult(_Record):
-    """What the GPU gates found on one case: kept apart, so that a measurement can go on."""
-
-    case: str
-    gates: tuple[Gate, ...]
-    timing: Timing | None
-    seeds: dict[str, int]
-
-
 class _Measurement(_Record):
     """What gates on a GPU found: of what, on what, with which inputs, when."""
 
@@ -113,8 +114,18 @@ class _Measurement(_Record):
     gates: tuple[Gate, ...]
     timings: tuple[Timing, ...]
     conditions: dict[str, Any]
+    controls: tuple[dict[str, Any], ...] = ()
+    seconds: dict[str, float] = Field(default_factory=dict)  # by stage of the measurement
     seeds: dict[str, int]
     date: str
+
+
+class Unmeasured(_Record):
+    """The measurement is not to be believed, which says nothing of the kernel: why, and what it saw."""
+
+    status: Literal["unmeasured"] = "unmeasured"
+    reason: str
+    evidence: dict[str, Any] = Field(default_factory=dict)
 
 
 class Measured(_Measurement):
@@ -132,9 +143,8 @@ class Accepted(_Measurement):
 
 Report = Annotated[Accepted | Checked | Rejected, Field(discriminator="status")]
 REPORT: TypeAdapter[Accepted | Checked | Rejected] = TypeAdapter(Report)
-MEASUREMENT: TypeAdapter[Measured | Rejected] = TypeAdapter(
-    Annotated[Measured | Rejected, Field(discriminator="status")]
-)
+Measurement = Measured | Unmeasured | Rejected
+MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field(discriminator="status")])
 
 
 def accepted(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
@@ -148,12 +158,12 @@ def accepted(checked: Checked, measured: Measured, authorship: Authorship | None
     return Accepted(**fields, gates=checked.gates + measured.gates, authorship=authorship)
 
 
-def joined(
-    report: Accepted | Checked | Rejected, found: Measured | Rejected | None
-) -> Accepted | Checked | Rejected:
+def joined(report: Accepted | Checked | Rejected, found: Measurement | None) -> Accepted | Checked | Rejected:
     """What was checked, with what was measured of it, if anything was."""
     if found is None or not isinstance(report, Checked):
         return report
     if isinstance(found, Measured):
         return accepted(report, found, None)
+    if isinstance(found, Unmeasured):
+        return report.model_copy(update={"unmeasured": f"checked; the measurement is void: {found.reason}"})
     return found.model_copy(update={"gates": report.gates + found.gates})

@@ -1,7 +1,9 @@
 """Ratios of interleaved samples with confidence intervals. Standard library only.
 
 Both arms of a round meet the same clocks and temperature, so rounds are compared in pairs: what
-drifts with the machine cancels, and what is left is the kernels' difference and noise.
+drifts with the machine cancels, and what is left is the kernels' difference and noise. What differs from
+one process to the next (addresses, clocks, the neighbours) no number of rounds shows: ``across`` takes
+whole processes for its sample.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 MIN_ROUNDS = 8
 RESAMPLES = 2000
+POWER = 0.8  # with which a difference that is said to be detectable would have been found
 TRIM = 0.2  # of the rounds, at each end (Yuen's choice): a few host hiccups must not decide
 
 
@@ -54,6 +57,61 @@ def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, s
     )
 
 
+def across(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """The ratio of medians over several processes, of each of which a pair is the samples of both arms.
+
+    Student's t on the processes' log ratios; as a cross-check the bootstrap, which resamples processes and
+    then rounds within them. Raises ValueError as ``ratio``, and for fewer than two processes.
+    """
+    if len(pairs) < 2:
+        raise ValueError(f"{len(pairs)} process(es) tell nothing of their spread; measure in at least 2")
+    for a, b in pairs:
+        _check(a, b, confidence)
+    logs = [math.log(median(a) / median(b)) for a, b in pairs]
+    centre, error = fmean(logs), stdev(logs) / math.sqrt(len(logs))
+    reach = student_quantile(confidence, len(logs) - 1) * error
+    student = math.exp(centre - reach), math.exp(centre + reach)
+    bootstrap = _bootstrap_processes(pairs, confidence, seed)
+    return Interval(
+        estimate=math.exp(centre),
+        low=min(bootstrap[0], student[0]),
+        high=max(bootstrap[1], student[1]),
+        confidence=confidence,
+        bootstrap=bootstrap,
+        student=student,
+    )
+
+
+def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> float:
+    """The least relative difference that such a measurement tells from none with a power of 80 %."""
+    logs = [math.log(median(a) / median(b)) for a, b in pairs]
+    freedom = len(logs) - 1
+    quantiles = student_quantile(confidence, freedom) + student_quantile(2 * POWER - 1, freedom)
+    return math.expm1(quantiles * stdev(logs) / math.sqrt(len(logs)))
+
+
+def _bootstrap_processes(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float, seed: int
+) -> tuple[float, float]:
+    draw = random.Random(seed)
+    means = []
+    for _ in range(RESAMPLES):
+        logs = []
+        for a, b in draw.choices(pairs, k=len(pairs)):
+            picked = draw.choices(range(len(a)), k=len(a))
+            logs.append(math.log(median([a[i] for i in picked]) / median([b[i] for i in picked])))
+        means.append(math.exp(fmean(logs)))
+    return _percentiles(means, confidence)
+
+
+def _percentiles(values: list[float], confidence: float) -> tuple[float, float]:
+    values.sort()
+    tail = (1 - confidence) / 2
+    return values[math.floor(tail * len(values))], values[math.ceil((1 - tail) * len(values)) - 1]
+
+
 def _check(a: Sequence[float], b: Sequence[float], confidence: float) -> None:
     if len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} samples: a ratio pairs rounds, measure both arms together")
@@ -73,9 +131,7 @@ def _bootstrap(a: Sequence[float], b: Sequence[float], confidence: float, seed: 
     for _ in range(RESAMPLES):
         picked = draw.choices(rounds, k=len(a))
         ratios.append(median([a[i] for i in picked]) / median([b[i] for i in picked]))
-    ratios.sort()
-    tail = (1 - confidence) / 2
-    return ratios[math.floor(tail * RESAMPLES)], ratios[math.ceil((1 - tail) * RESAMPLES) - 1]
+    return _percentiles(ratios, confidence)
 
 
 def _student(a: Sequence[float], b: Sequence[float], confidence: float) -> tuple[float, float]:

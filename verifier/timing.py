@@ -1,4 +1,4 @@
-"""Interleaved cold-cache measurement of several arms on one GPU, and the conditions it ran under.
+"""Interleaved measurement of several arms on one GPU, each call from a cold L2 unless told otherwise.
 
 Every round runs every arm once in a random order, so that clocks, temperature and neighbours meet all
 arms alike; ``verifier.statistics.ratio`` then compares round by round. No clock is ever changed.
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -191,70 +191,3 @@ def host_time(
         costs.append(time.perf_counter() - begin)
     synchronize()
     return median(costs)
-
-
-def record_conditions() -> dict[str, Any]:
-    """What the current device is and how it is doing, for a report: versions, name, clocks in MHz,
-    power in W, temperature in degrees C, throttle reasons. What cannot be read says why."""
-    import torch
-
-    conditions: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    if not torch.cuda.is_available():
-        return conditions | {"gpu": "unavailable: torch sees no CUDA device"}
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    conditions |= {"gpu": properties.name, "multiprocessors": properties.multi_processor_count}
-    return conditions | _management(str(properties.uuid))
-
-
-def _management(uuid: str) -> dict[str, Any]:
-    """What NVML says of the GPU with this UUID: its own numbering ignores CUDA_VISIBLE_DEVICES."""
-    try:
-        import pynvml
-    except ImportError:
-        return {"nvml": "unavailable: pynvml is not installed; pip install nvidia-ml-py"}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return {"nvml": f"unavailable: {error}"}
-    try:
-        return _readings(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-    except pynvml.NVMLError as error:
-        return {"nvml": f"unavailable: GPU-{uuid}: {error}"}
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _readings(nvml: Any, handle: Any) -> dict[str, Any]:
-    sensors: dict[str, Callable[[], Any]] = {
-        "driver": nvml.nvmlSystemGetDriverVersion,
-        "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-        "sm_mhz_max": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
-        "memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
-        "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
-        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        "throttle": lambda: _throttle(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
-    }
-    found: dict[str, Any] = {}
-    for name, read in sensors.items():
-        try:
-            found[name] = read()
-        except nvml.NVMLError as error:  # a container or a virtual GPU may withhold single sensors
-            found[name] = f"unavailable: {error}"
-    return found
-
-
-_THROTTLE = {
-    "idle": "nvmlClocksThrottleReasonGpuIdle",
-    "application clocks": "nvmlClocksThrottleReasonApplicationsClocksSetting",
-    "software power cap": "nvmlClocksThrottleReasonSwPowerCap",
-    "hardware slowdown": "nvmlClocksThrottleReasonHwSlowdown",
-    "sync boost": "nvmlClocksThrottleReasonSyncBoost",
-    "software thermal": "nvmlClocksThrottleReasonSwThermalSlowdown",
-    "hardware thermal": "nvmlClocksThrottleReasonHwThermalSlowdown",
-    "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
-}
-
-
-def _throttle(nvml: Any, mask: int) -> list[str]:
-    return [name for name, constant in _THROTTLE.items() if mask & getattr(nvml, constant)]

@@ -12,14 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives.ir import Program, ProgramError
 from primitives.lower import PACKAGES, lower
 from verifier import jail
 from verifier.report import Accepted, Checked, Gate, Identity, Rejected, joined
+from verifier.sizes import small_sizes as small_sizes
 from verifier.spec import Spec
 
+if TYPE_CHECKING:
+    from verifier.measure import Options
+
+MAX_STEPS = 16  # each is compiled and tuned by itself
 Progress = Callable[[str, str], None]  # (gate, "started" or words on how it ended)
 
 
@@ -112,7 +117,7 @@ def verify(
     gpu: bool,
     weak_jail: bool = False,
     progress: Progress = _silent,
-    **options: Any,
+    options: Options | None = None,
 ) -> Verdict:
     """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``."""
     report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
@@ -120,7 +125,7 @@ def verify(
         return Verdict(report, program)
     from verifier.measure import measure
 
-    return Verdict(joined(report, measure(spec, program, progress=progress, **options)), program)
+    return Verdict(joined(report, measure(spec, program, options, progress=progress)), program)
 
 
 def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) -> jail.Traced:
@@ -164,6 +169,8 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
         lowered = lower(program)
     except ProgramError as error:
         raise Failed(error.code, error.message, error.line) from None
+    if len(lowered.gemms) > MAX_STEPS:
+        raise Failed("steps", f"{len(lowered.gemms)} matmuls in one kernel; at most {MAX_STEPS}")
     for case in spec.cases:
         errors = alignment_errors(program, case.sizes)
         if errors:
@@ -175,29 +182,14 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
     figures |= {"steps": len(lowered.gemms), "vector_kernels": len(lowered.vectors)}
 
 
-def small_sizes(spec: Spec) -> list[dict[str, int]]:
-    """Sizes that the interpreter runs in a blink, all dims apart so that swapped axes show; the second
-    set is smaller than a tile and no multiple of one. Static dims are those of the first and last case."""
-    first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
-    return [
-        {dim: 264 + 40 * i for i, dim in enumerate(spec.dims)} | first,
-        {dim: 72 + 16 * ((3 * i) % 5) for i, dim in enumerate(spec.dims)} | last,
-    ]
-
-
 def _interpret(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
-    from primitives.interpret import interpret
-    from verifier import numerics, reference
-    from verifier.inputs import FAMILIES, draw
+    from verifier import interpreted
 
     worst: dict[str, float] = {}
-    for sizes in small_sizes(spec):
-        for family in FAMILIES:
-            inputs = draw(spec, sizes, secrets.randbits(48), family=family)
-            truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
-            errors = numerics.compare(spec, interpret(program, inputs), truth, yard)
-            judge(errors, f"in the interpreter, inputs {family!r}, sizes {sizes}")
-            for error in errors:
+    for run in interpreted.runs(spec, secrets.randbits(48)):
+        for how, errors in interpreted.judged(spec, program, run):
+            judge(errors, f"in the interpreter, {run}, outputs {how}")
+            for error in errors if how == interpreted.STORED else ():
                 worst[error.name] = max(worst.get(error.name, 0.0), round(error.rms_ratio, 3))
     figures["worst_rms_ratio"] = worst
 

@@ -1,0 +1,167 @@
+"""The process that GPU work can lose: real workers that crash, hang, lie and leave orphans behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import worker_tasks as tasks
+
+from verifier import gpu
+from verifier.gpu import Lost, Worker, WorkerError
+from verifier.sanitizer import SanitizerMissing, errors
+from verifier.verify import Failed
+
+PATIENCE = 60.0  # seconds: a worker imports PyTorch first
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_tests_tasks() -> Iterator[None]:
+    """Workers find this directory."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [before])])
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with Worker() as made:
+        yield made
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_worker_answers_reports_and_outlives_what_fails(worker: Worker) -> None:
+    heard: list[tuple[str, str]] = []
+    answer = worker.ask(tasks.double, 4, patience=PATIENCE, progress=lambda *words: heard.append(words))
+    assert answer["twice"] == 8 and answer["process"] != os.getpid()
+    assert heard == [("numerics", "doubling 4")]
+    with pytest.raises(Failed, match="too far off") as failed:
+        worker.ask(tasks.fail, "too far off", patience=PATIENCE)
+    assert not isinstance(failed.value, Lost)
+    assert (failed.value.code, failed.value.evidence) == ("numerics", {"outputs": [1, 2]})
+    again = worker.ask(tasks.double, 5, patience=PATIENCE)
+    assert again == {"twice": 10, "process": answer["process"]}  # the same process
+    assert worker.ask(tasks.chatter, None, patience=2.0) == {"forged": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("CUDA error: an illegal memory access was encountered", "illegal_address"),
+        ("CUDA Error: cudaErrorMisalignedAddress: misaligned address", "illegal_address"),
+        ("cudaErrorLaunchFailure: unspecified launch failure", "device_error"),
+    ],
+)
+def test_what_the_device_says_is_told_from_our_bugs(words: str, code: str) -> None:
+    assert gpu._outcome(tasks.cuda_error, words) == {"lost": [code, words]}
+    assert "RuntimeError: shapes differ" in gpu._outcome(tasks.cuda_error, "shapes differ")["bug"]
+
+
+def test_a_device_that_is_of_no_more_use_loses_the_worker(worker: Worker) -> None:
+    pid = worker.ask(tasks.double, 1, patience=PATIENCE)["process"]
+    with pytest.raises(Lost, match="illegal memory access"):
+        worker.ask(tasks.cuda_error, "CUDA error: an illegal memory access", patience=PATIENCE)
+    assert gone(pid)
+
+
+def test_a_crash_is_told_with_its_signal_and_last_words(worker: Worker) -> None:
+    with pytest.raises(Lost, match="SIGSEGV.*last words") as lost:
+        worker.ask(tasks.crash, signal.SIGSEGV, patience=PATIENCE)
+    assert lost.value.code == "crashed"
+
+
+def test_leaving_is_crashing(worker: Worker) -> None:
+    with pytest.raises(Lost, match="exit status 0"):
+        worker.ask(tasks.leave, 0, patience=PATIENCE)
+    with pytest.raises(Lost, match="died"), Worker() as another:
+        another.ask(tasks.leave, 7, patience=PATIENCE)
+
+
+def test_a_hang_is_ended_with_all_that_it_started(worker: Worker) -> None:
+    heard: list[str] = []
+    worker.ask(tasks.double, 1, patience=PATIENCE)  # it is up
+    start = time.monotonic()
+    with pytest.raises(Lost, match="said nothing for 1 s") as lost:
+        worker.ask(tasks.orphan, None, patience=1.0, progress=lambda gate, words: heard.append(words))
+    assert lost.value.code == "hung" and time.monotonic() - start < 10
+    assert gone(int(heard[0]))
+
+
+def test_our_own_bug_is_an_exception_with_its_traceback(worker: Worker) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)Traceback.*KeyError: 'ours'"):
+        worker.ask(tasks.bug, None, patience=PATIENCE)
+
+
+def test_a_worker_ends_with_its_asker() -> None:
+    code = (
+        "import worker_tasks as tasks, os; from verifier.gpu import Worker; w = Worker();"
+        "print(w.ask(tasks.double, 1, patience=60.0)['process'], flush=True);"
+        "w.ask(tasks.hang, None, patience=600.0)"
+    )
+    asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert asker.stdout is not None
+    pid = int(asker.stdout.readline())
+    asker.kill()
+    asker.wait()
+    asker.stdout.close()
+    assert gone(pid)
+
+
+SANITIZER = """#!/bin/sh
+while [ "$1" != "{python}" ]; do [ "$1" = --log-file ] && log=$2; shift; done
+"$@"
+{report} > "$log"
+exit {status}
+"""
+
+
+@pytest.mark.parametrize(
+    ("report", "status", "words"),
+    [
+        ("echo '========= ERROR SUMMARY: 0 errors'", 0, ""),
+        ("printf '========= Invalid __global__ write\n========= ERROR SUMMARY: 3 errors\n'", 1,
+         "found 3 error.*Invalid __global__ write"),
+        ("true", 0, "it said nothing"),
+    ],
+)  # fmt: skip
+def test_a_sanitizer_s_summary_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str, status: int, words: str
+) -> None:
+    """The real tool needs a GPU; this one starts a real worker and has its way of reporting."""
+    script = tmp_path / "compute-sanitizer"
+    script.write_text(SANITIZER.format(python=sys.executable, report=report, status=status))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    if not words:
+        assert errors("memcheck", tasks.double, 2) == 0
+        return
+    with pytest.raises(Failed, match=words) as failed:
+        errors("memcheck", tasks.double, 2)
+    assert failed.value.code == "sanitizer"
+
+
+def test_without_a_sanitizer_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SanitizerMissing, match="CUDA toolkit"):
+        errors("memcheck", tasks.double, 2)

@@ -1,0 +1,265 @@
+"""A measurement's course: which worker is asked for what, what is kept, what is void, what is lost.
+
+The workers are stood in for, and give figures: test_gpu_worker.py has real ones, tests/gpu real figures.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import TOY_KERNEL, program_of, write_toy
+
+from primitives.roofline import roofline
+from verifier import measure as measuring
+from verifier.gpu import Lost
+from verifier.measure import Options, measure
+from verifier.proof import Job, clean, numerics, stability, tune
+from verifier.report import Measured, Rejected, Unmeasured
+from verifier.scoring import controls, score
+from verifier.spec import Spec, load
+from verifier.statistics import ratio
+from verifier.verify import Failed
+
+SCHEDULE = {"tile_m": 128, "tile_n": 192, "pingpong": True}
+TUNED = {"schedules": {"0": SCHEDULE}, "finalists": {}, "seconds": 1.0, "seeds": {"tuning": 1}}
+Answer = Callable[[Any], dict[str, Any]]
+
+
+class Workers:
+    """Stands in for ``verifier.gpu.Worker``: keeps what each of them was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[tuple[str, str]]] = []
+        self.jobs: list[Job] = []
+        self.answers: dict[Any, Answer] = {
+            tune: lambda job: {
+                "schedules": {"0": SCHEDULE},
+                "finalists": {},
+                "seconds": 1.0,
+                "seeds": {"tuning": 1},
+            },
+            numerics: lambda job: {
+                "outputs": {},
+                "families": list(job.families),
+                "seeds": {"numerics/normal": 2},
+            },
+            stability: lambda job: {"repeats": 20, "seeds": {"stability": 3}},
+            controls: lambda job: {"case": job.case, "faults": []},
+            score: self.score,
+            clean: lambda _: {"free_bytes": 1},
+        }
+        self.speedup = 1.5
+
+    def __call__(self, ahead: tuple[str, ...] = ()) -> Any:
+        self.asked.append([])
+        return _Worker(self, self.asked[-1])
+
+    def score(self, given: Any) -> dict[str, Any]:
+        """A process whose ratio is its own by 0.2%, its rounds by 0.5%."""
+        job, race = given
+        generator = random.Random(len(self.asked))
+        own = 2e3 * roofline(job.program, job.sizes).seconds
+        factors = {"torch.compile": self.speedup * generator.gauss(1, 0.002), "cuBLAS matmul": 0.9}
+        samples = {
+            arm: [own * factors.get(arm, 1.0) * generator.gauss(1, 0.005) for _ in range(race.rounds)]
+            for arm in ("candidate", *race.arms)
+        }
+        return {
+            "samples": samples,
+            "host_microseconds": {"candidate": 12.0, "cuBLAS matmul": 17.0},
+            "graph_milliseconds": own,
+            "input_sets": 2,
+            "conditions": {"gpu": "NVIDIA H100", "driver": "1", "sm_mhz": [1, 2, 3]},
+            "seeds": {"benchmark/0": len(self.asked)},
+        }
+
+    def tasks(self, name: str) -> list[tuple[int, str]]:
+        """(worker, case) of every such task."""
+        return [(i, case) for i, asked in enumerate(self.asked) for task, case in asked if task == name]
+
+
+class _Worker:
+    def __init__(self, all_of_them: Workers, asked: list[tuple[str, str]]):
+        self._all, self._asked, self.closed = all_of_them, asked, False
+
+    def ask(self, task: Any, argument: Any, **_: object) -> dict[str, Any]:
+        assert not self.closed
+        job = argument[0] if task is score else argument
+        self._asked.append((task.__name__, job.case if job else ""))
+        if job:
+            self._all.jobs.append(job)
+        return self._all.answers[task](argument)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Memory:
+    """Kept pieces."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, dict[str, Any]] = {}
+
+    def load(self, piece: str) -> dict[str, Any] | None:
+        return self.pieces.get(piece)
+
+    def save(self, piece: str, found: dict[str, Any]) -> None:
+        assert piece not in self.pieces
+        self.pieces[piece] = found
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
+    made = Workers()
+    monkeypatch.setattr(measuring, "Worker", made)
+    yield made
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Spec:
+    return load(write_toy(tmp_path), check=False)
+
+
+def run(spec: Spec, options: Options | None = None, **more: Any) -> Measured | Rejected | Unmeasured:
+    return measure(spec, program_of(spec, TOY_KERNEL), options, **more)
+
+
+def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
+    spec: Spec, workers: Workers
+) -> None:
+    found = run(spec)
+    assert isinstance(found, Measured), found
+    assert [gate.gate for gate in found.gates] == ["numerics", "stability", "benchmark", "decision"]
+    tuned, scored = workers.tasks("tune"), workers.tasks("score")
+    assert [case for _, case in tuned] == ["large", "wide"]
+    assert [case for _, case in scored] == ["large", "wide"] * 3
+    assert len({worker for worker, _ in scored}) == 3 and {w for w, _ in tuned} == {0}
+    assert not {w for w, _ in scored} & {w for w, _ in tuned}
+    assert [worker for worker, _ in workers.tasks("controls")] == sorted({w for w, _ in scored})
+    large = found.timings[0]
+    assert large.processes == 3 and len(large.samples["candidate"]) == 3
+    assert len(large.samples["candidate"][0]) == large.rounds == Options().rounds
+    speedup = large.ratios["torch.compile"]
+    assert speedup.low < 1.5 < speedup.high and speedup.detectable is not None
+    assert 0 < speedup.detectable < 0.05
+    assert large.milliseconds["torch.compile"] / large.milliseconds["candidate"] == pytest.approx(
+        speedup.estimate, rel=1e-4
+    )
+    assert found.conditions["gpu"] == "NVIDIA H100" and len(found.controls) == 3
+    assert found.conditions["during"]["score/2/wide"] == {"sm_mhz": [1, 2, 3]}
+    assert found.seeds["score/1/large/benchmark/0"] and found.seeds["tune/wide/tuning"] == 1
+
+
+def test_proofs_cover_hidden_sizes_and_a_single_row_on_probes_and_on_what_was_tuned(
+    spec: Spec, workers: Workers
+) -> None:
+    found = run(spec)
+    assert isinstance(found, Measured)
+    hidden = [job for job in workers.jobs if job.case.startswith("hidden")]
+    assert {tuple(sorted(job.sizes.items())) for job in hidden}.isdisjoint(
+        tuple(sorted(case.sizes.items())) for case in spec.cases
+    )
+    assert any(job.sizes["M"] == 1 for job in hidden)
+    seen = [str(job.schedules) for job in hidden]
+    assert any("tile_n=192" in s for s in seen) and any("tile_n=192" not in s for s in seen)
+    assert {"ragged", "hidden 1", "hidden 2", "large", "wide"} == found.gates[0].figures.keys()
+    first = {str(job.sizes) for job in workers.jobs if job.case == "hidden 1"}
+    workers.jobs.clear()
+    run(spec)
+    assert {str(job.sizes) for job in workers.jobs if job.case == "hidden 1"}.isdisjoint(first)
+
+
+def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> None:
+    memory, first = Memory(), 0
+
+    def cut(given: Any) -> dict[str, Any]:
+        nonlocal first
+        first += 1
+        if first == 4:
+            raise KeyboardInterrupt
+        return workers.score(given)
+
+    workers.answers[score] = cut
+    with pytest.raises(KeyboardInterrupt):
+        run(spec, keep=memory)
+    done = set(memory.pieces)
+    workers.answers[score] = workers.score
+    asked = len(workers.asked)
+    assert isinstance(run(spec, keep=memory), Measured)
+    later = [(task, case) for each in workers.asked[asked:] for task, case in each]
+    assert later == [("score", "wide"), ("controls", "large"), ("score", "large"), ("score", "wide")]
+    assert done < set(memory.pieces)
+
+
+def test_a_process_that_does_not_find_what_was_planted_is_replaced_and_then_void(
+    spec: Spec, workers: Workers
+) -> None:
+    bad = iter([["a kernel against itself came out at 1.0090"], [], [], []])
+    workers.answers[controls] = lambda job: {"case": job.case, "faults": next(bad)}
+    found = run(spec)
+    assert isinstance(found, Measured) and len(found.controls) == 3
+    assert len(workers.tasks("controls")) == 4
+    workers.answers[controls] = lambda job: {"case": job.case, "faults": ["planted 2% came out at 0.1%"]}
+    void = run(spec)
+    assert isinstance(void, Unmeasured) and void.reason == "process 0: planted 2% came out at 0.1%"
+    assert len(void.evidence["controls"]) == 3
+
+
+def test_a_lost_worker_rejects_the_candidate_and_the_gpu_is_looked_at(spec: Spec, workers: Workers) -> None:
+    def lost(job: Job) -> dict[str, Any]:
+        raise Lost("illegal_address", "an illegal memory access was encountered")
+
+    workers.answers[numerics] = lost
+    found = run(spec)
+    assert isinstance(found, Rejected)
+    assert (found.gate, found.code) == ("numerics", "illegal_address")
+    assert workers.tasks("clean") == [(1, "")]
+    workers.answers[clean] = lost
+    void = run(spec)
+    assert isinstance(void, Unmeasured) and "of no more use" in void.reason
+
+
+def test_what_a_task_finds_wrong_is_that_gates_rejection(spec: Spec, workers: Workers) -> None:
+    def unstable(job: Job) -> dict[str, Any]:
+        raise Failed("unstable", "output 'c' differs between two runs")
+
+    workers.answers[stability] = unstable
+    found = run(spec)
+    assert isinstance(found, Rejected) and (found.gate, found.code) == ("stability", "unstable")
+    assert [g.gate for g in found.gates] == ["numerics"] and not workers.tasks("clean")
+
+
+def test_slow_is_rejected_and_too_few_processes_accept_nothing(spec: Spec, workers: Workers) -> None:
+    two = run(spec, Options(processes=2))
+    assert isinstance(two, Unmeasured) and "2 process(es)" in two.reason
+    workers.speedup = 1.0
+    slow = run(spec, Options(processes=1))
+    assert isinstance(slow, Rejected) and slow.code == "slow"
+
+
+@pytest.mark.parametrize(
+    ("same", "planted", "words"),
+    [
+        (1.0, 1.025, []),
+        (1.008, 1.025, ["against itself"]),
+        (1.0, 1.0, ["planted delay"]),
+        (1.0, 1.08, ["planted delay"]),
+    ],
+)
+def test_controls_judge_a_process(same: float, planted: float, words: list[str]) -> None:
+    from verifier.scoring import faults
+
+    generator = random.Random(5)
+    own = [1e-3 * generator.gauss(1, 0.001) for _ in range(40)]
+    found = faults(ratio([same * x for x in own], own), ratio([planted * x for x in own], own))
+    assert len(found) == len(words) and all(w in f for w, f in zip(words, found, strict=True))

@@ -1,0 +1,62 @@
+"""Tasks for a worker of the tests' own: what a kernel can do to the process that runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from verifier.gpu import report
+from verifier.verify import Failed
+
+
+def double(number: int) -> dict[str, Any]:
+    report("numerics", f"doubling {number}")
+    return {"twice": 2 * number, "process": os.getpid()}
+
+
+def fail(message: str) -> dict[str, Any]:
+    raise Failed("numerics", message, outputs=[1, 2])
+
+
+def bug(_: object) -> dict[str, Any]:
+    raise KeyError("ours")
+
+
+def cuda_error(words: str) -> dict[str, Any]:
+    raise RuntimeError(words)
+
+
+def crash(number: int) -> dict[str, Any]:
+    print("last words", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), number)
+    return {}
+
+
+def leave(status: int) -> dict[str, Any]:
+    os._exit(status)
+
+
+def hang(_: object) -> dict[str, Any]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+    return {}
+
+
+def orphan(_: object) -> dict[str, Any]:
+    """A process of the worker's own that would outlive it."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    report("numerics", str(child.pid))
+    return hang(None)
+
+
+def chatter(_: object) -> dict[str, Any]:
+    print('{"answer": {"forged": true}}', flush=True)
+    os.write(1, b'{"answer": {"forged": true}}\n')
+    for _ in range(8):  # longer than the asker's patience, but never silent for as long
+        report("numerics", "still here")
+        time.sleep(0.4)
+    return {"forged": False}

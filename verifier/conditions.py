@@ -1,0 +1,135 @@
+"""What a measurement ran on and how the GPU fared meanwhile: versions, clocks, power, heat, throttling.
+
+Only read, never set: a verdict is about the machine as its users have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+# What is sampled while arms run, by the name in the report.
+SENSORS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
+
+
+class Monitor:
+    """NVML's view of the current device. ``sample`` takes one reading; ``summary`` tells of all of them.
+
+    What cannot be read says why: a container may withhold NVML, a virtual GPU single sensors.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: ModuleType | None = None
+        self._handle: Any = None
+        self._unavailable = ""
+        self._readings: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            import pynvml
+        except ImportError:
+            self._unavailable = "unavailable: pynvml is not installed; pip install nvidia-ml-py"
+            return self
+        try:
+            pynvml.nvmlInit()
+            # By UUID: NVML's own numbering ignores CUDA_VISIBLE_DEVICES.
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{_uuid()}")
+            self._nvml = pynvml
+        except pynvml.NVMLError as error:
+            self._unavailable = f"unavailable: {error}"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+            self._nvml = None
+
+    def sample(self) -> None:
+        """Read every sensor once; a few tenths of a millisecond."""
+        if self._nvml is not None:
+            self._readings.append(_read(self._nvml, _sensors(self._nvml, self._handle)))
+
+    def summary(self) -> dict[str, Any]:
+        """The device and driver; of each sensor the least, median and greatest reading (MHz, W, degrees C);
+        every reason for throttling that was seen."""
+        if self._nvml is None:
+            return {"nvml": self._unavailable}
+        found = _read(self._nvml, _facts(self._nvml, self._handle))
+        for name in SENSORS:
+            values = [r[name] for r in self._readings if not isinstance(r[name], str)]
+            if values:
+                found[name] = [min(values), median(values), max(values)]
+            elif self._readings:
+                found[name] = self._readings[0][name]
+        reasons = [r["throttle"] for r in self._readings]
+        told = [r for r in reasons if isinstance(r, list)]
+        found["throttle"] = sorted({each for r in told for each in r}) if told else (reasons or [[]])[0]
+        return found | {"readings": len(self._readings)}
+
+
+def device() -> dict[str, Any]:
+    """The current device and the PyTorch that drives it."""
+    import torch
+
+    known: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if not torch.cuda.is_available():
+        return known | {"gpu": "unavailable: torch sees no CUDA device"}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return known | {"gpu": properties.name, "multiprocessors": properties.multi_processor_count}
+
+
+def _uuid() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+Readers = dict[str, Callable[[], Any]]
+
+
+def _facts(nvml: Any, handle: Any) -> Readers:
+    return {
+        "driver": nvml.nvmlSystemGetDriverVersion,
+        "sm_mhz_max": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "power_limit_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+    }
+
+
+def _sensors(nvml: Any, handle: Any) -> Readers:
+    return {
+        "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+        "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "throttle": lambda: _throttle(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+    }
+
+
+def _read(nvml: Any, readers: Readers) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, read in readers.items():
+        try:
+            found[name] = read()
+        except nvml.NVMLError as error:
+            found[name] = f"unavailable: {error}"
+    return found
+
+
+_THROTTLE = {
+    "idle": "nvmlClocksThrottleReasonGpuIdle",
+    "application clocks": "nvmlClocksThrottleReasonApplicationsClocksSetting",
+    "software power cap": "nvmlClocksThrottleReasonSwPowerCap",
+    "hardware slowdown": "nvmlClocksThrottleReasonHwSlowdown",
+    "sync boost": "nvmlClocksThrottleReasonSyncBoost",
+    "software thermal": "nvmlClocksThrottleReasonSwThermalSlowdown",
+    "hardware thermal": "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+}
+
+
+def _throttle(nvml: Any, mask: int) -> list[str]:
+    return [name for name, constant in _THROTTLE.items() if mask & getattr(nvml, constant)]

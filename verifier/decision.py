@@ -1,0 +1,82 @@
+"""What a measurement amounts to: ratios with intervals; a kernel accepted or rejected; or void figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from primitives.ir import Program
+from primitives.roofline import roofline
+from verifier import statistics
+from verifier.report import Ratio, Timing
+from verifier.spec import Spec
+from verifier.verify import Failed
+
+CANDIDATE, BASELINE = "candidate", "torch.compile"
+PROCESSES = 3  # for an acceptance: fewer tell nothing of the spread between processes
+
+Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
+
+
+class Void(Exception):
+    """The measurement is not to be believed; ``evidence`` is what it saw."""
+
+    def __init__(self, reason: str, **evidence: Any):
+        super().__init__(reason)
+        self.evidence = evidence
+
+
+def ratio(arm: Rows, candidate: Rows) -> Ratio:
+    """Of an arm to the candidate, over processes; of a single one over its rounds, no ground to accept on."""
+    pairs = list(zip(arm, candidate, strict=True))
+    found = statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])
+    least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
+    fields = (found.estimate, found.low, found.high)
+    estimate, low, high = (round(value, 5) for value in fields)
+    return Ratio(estimate=estimate, low=low, high=high, confidence=found.confidence, detectable=least)
+
+
+def central(rows: Rows) -> float:
+    """The geometric mean of the processes' medians: the ratio of two is the ratio that is reported."""
+    return math.exp(sum(math.log(median(row)) for row in rows) / len(rows))
+
+
+def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
+    """Failed where a deciding case's lower bound does not exceed the threshold; Void where a time beats the
+    hardware, or too little was measured to accept on."""
+    threshold = spec.accept.speedup
+    figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
+    for t in rows:
+        kind = "speedup" if spec.case(t.case).decides else "reported"
+        figures.setdefault(kind, {})[t.case] = t.ratios[BASELINE].model_dump()
+    for t in rows:
+        _believable(program, t)
+        speedup = t.ratios[BASELINE]
+        if spec.case(t.case).decides and speedup.low <= threshold:
+            raise Failed(
+                "slow",
+                f"case {t.case}: {speedup.estimate:.3f}x {BASELINE} "
+                f"[{speedup.low:.3f}, {speedup.high:.3f}], but the lower bound must exceed {threshold}: "
+                f"{t.milliseconds[CANDIDATE]:.3f} ms against {t.milliseconds[BASELINE]:.3f} ms",
+                timings=[x.model_dump(exclude={"samples"}) for x in rows],
+            )
+    for t in rows:
+        if t.processes < PROCESSES or not t.cold:
+            raise Void(
+                f"{t.processes} process(es), {'cold' if t.cold else 'warm'} L2: to accept, measure in at "
+                f"least {PROCESSES} from a cold L2",
+                timings=[x.model_dump(exclude={"samples"}) for x in rows],
+            )
+
+
+def _believable(program: Program, t: Timing) -> None:
+    """Void where a time beats what the hardware allows."""
+    limit = roofline(program, t.sizes).limit * 1e3
+    for seen in (t.milliseconds[CANDIDATE], t.graph_milliseconds):
+        if seen is not None and seen < limit:
+            raise Void(
+                f"case {t.case}: {seen} ms is less than the {limit:.5f} ms that the hardware allows: the "
+                "measurement is wrong"
+            )

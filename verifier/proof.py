@@ -1,0 +1,223 @@
+"""On the GPU, in a worker: is a program right there, and the same each time? Tasks of ``verifier.gpu``.
+
+A task takes a ``Job`` and gives figures, or raises Failed with what the candidate did wrong. Inputs come
+from fresh seeds, drawn after the program is fixed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from primitives.ir import Program, Schedule
+from verifier.gpu import report
+from verifier.spec import Spec
+from verifier.verify import Failed, judge
+
+if TYPE_CHECKING:
+    import torch
+
+    from primitives.launch import Plan
+
+REPEATS = 20
+GUARD = 4096  # bytes before and behind each output that must stay as they were
+
+Schedules = Mapping[int, Schedule]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program at one case's sizes, on one or more choices of schedules by step."""
+
+    spec: Spec
+    program: Program
+    case: str
+    sizes: Mapping[str, int]
+    schedules: tuple[Schedules, ...] = ()
+    families: tuple[str, ...] = ("normal",)
+    known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: the only ones to race
+
+    def plans(self) -> list[Plan]:
+        """A plan for each choice, in one workspace."""
+        from primitives.launch import Plan
+
+        made: list[Plan] = []
+        for chosen in self.schedules:
+            made.append(Plan(self.program, self.sizes, chosen, "cuda", made[0].workspace if made else None))
+        return made
+
+    def draw(self, family: str = "normal") -> tuple[int, dict[str, torch.Tensor]]:
+        """A fresh seed and the inputs it gives."""
+        from verifier.inputs import draw
+
+        seed = secrets.randbits(48)
+        return seed, draw(self.spec, self.sizes, seed, device="cuda", family=family)
+
+
+def tune(job: Job) -> dict[str, Any]:
+    """The fastest schedules by step, those of the last race, and the seconds it took; from the cache
+    where they were found before. The inputs are forgotten: scoring draws its own."""
+    from primitives.launch import LaunchError
+    from primitives.tune import NoSchedule, finalists, tuned
+
+    start = time.monotonic()
+    seed, inputs = job.draw()
+    try:
+        chosen = tuned(job.program, inputs, job.sizes, job.known)
+    except (LaunchError, NoSchedule) as error:
+        raise Failed("no_schedule", f"case {job.case}: {error}") from None
+    return {
+        "schedules": {str(step): dict(s.to_json()) for step, s in chosen.items()},
+        "finalists": {
+            str(step): [dict(s.to_json()) for s in raced]
+            for step, raced in finalists(job.program, job.sizes).items()
+        },
+        "seconds": round(time.monotonic() - start, 1),
+        "seeds": {"tuning": seed},
+    }
+
+
+def numerics(job: Job) -> dict[str, Any]:
+    """Poisoned outputs against fp64 truth through the error gate: every family of inputs on every plan."""
+    from verifier import numerics as gate
+    from verifier import reference
+
+    plans = job.plans()
+    worst: dict[str, dict[str, float]] = {}
+    seeds: dict[str, int] = {}
+    for family in job.families:
+        report("numerics", f"case {job.case}, inputs {family!r}")
+        seeds[f"numerics/{family}"], inputs = job.draw(family)
+        truth = reference.oracle(job.spec, inputs, job.sizes)
+        yard = reference.yardstick(job.spec, inputs, job.sizes)
+        exact: frozenset[str] = frozenset()
+        if family == "integers":
+            exact = gate.exact_outputs(reference.fp32(job.spec, inputs, job.sizes), truth)
+        for plan in plans:
+            errors = gate.compare(job.spec, _poisoned_run(plan, inputs), truth, yard, exact=exact)
+            judge(errors, f"on the GPU, {_place(job)}, inputs {family!r}, schedule {_named(plan)}")
+            for error in errors:
+                known = worst.setdefault(error.name, {})
+                for key in ("rms_ratio", "tile_ratio", "element_ratio"):
+                    known[key] = max(known.get(key, 0.0), round(getattr(error, key), 4))
+    return {"outputs": worst, "families": list(job.families), "plans": len(plans), "seeds": seeds}
+
+
+def stability(job: Job) -> dict[str, Any]:
+    """On every plan: repeats bitwise equal from differently poisoned, guarded outputs; inputs untouched."""
+    report("stability", f"case {job.case}")
+    seed, inputs = job.draw()
+    for plan in job.plans():
+        _repeat(job, plan, inputs)
+    return {"repeats": REPEATS, "plans": len(job.schedules), "seeds": {"stability": seed}}
+
+
+def clean(_: object) -> dict[str, Any]:
+    """Whether the GPU computes, after a worker was lost: bytes free, and a small product that is right."""
+    import torch
+
+    ones = torch.ones(256, 256, device="cuda")
+    if not bool((ones @ ones == 256).all()):
+        raise Failed("device_error", "the GPU computes a wrong product: reset it")
+    return {"free_bytes": torch.cuda.mem_get_info()[0]}
+
+
+def _place(job: Job) -> str:
+    return f"case {job.case}" if job.case in {c.name for c in job.spec.cases} else f"sizes {dict(job.sizes)}"
+
+
+def _named(plan: Plan) -> dict[str, dict[str, Any]]:
+    return {str(step): dict(schedule.to_json()) for step, schedule in plan.schedules.items()}
+
+
+def _poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    import torch
+
+    outputs = plan.outputs()
+    for tensor in outputs.values():
+        tensor.fill_(float("nan"))
+    plan.run(inputs, outputs)
+    torch.cuda.synchronize()
+    return outputs
+
+
+def _repeat(job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> None:
+    import torch
+
+    before = {name: fingerprint(t) for name, t in inputs.items()}
+    first: dict[str, torch.Tensor] = {}
+    for repeat in range(REPEATS):
+        poison = 0xFF if repeat % 2 == 0 else 0x7B
+        guarded = {name: _guarded(t, poison) for name, t in plan.outputs().items()}
+        plan.run(inputs, {name: view for name, (_, view) in guarded.items()})
+        torch.cuda.synchronize()
+        for name, (buffer, view) in guarded.items():
+            edges = torch.cat((buffer[:GUARD], buffer[GUARD + view.numel() * view.itemsize :]))
+            if not bool((edges == poison).all()):
+                raise Failed("out_of_bounds", f"{_place(job)}: bytes beside output {name!r} were written")
+            if repeat == 0:
+                first[name] = view.clone()
+            elif not torch.equal(bits(first[name]), bits(view)):
+                raise Failed(
+                    "unstable",
+                    f"{_place(job)}: output {name!r} differs between two runs on the same inputs: "
+                    "something is read that nothing wrote, or summed in no fixed order",
+                )
+    _updated_alike(job, plan, inputs, first)
+    changed = [name for name, t in inputs.items() if fingerprint(t) != before[name]]
+    if changed:
+        raise Failed("inputs_written", f"{_place(job)}: input(s) {', '.join(changed)} were changed")
+
+
+def _updated_alike(
+    job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]
+) -> None:
+    """An output that is written over its input's buffer is what it is in a buffer of its own."""
+    import torch
+
+    updates = plan.program.signature.updates
+    if not updates:
+        return
+    own = {name: t.clone() if name in updates.values() else t for name, t in inputs.items()}
+    outputs = plan.in_place(own)
+    plan.run(own, outputs)
+    torch.cuda.synchronize()
+    differing = [name for name in updates if not torch.equal(bits(outputs[name]), bits(first[name]))]
+    if differing:
+        raise Failed(
+            "update", f"{_place(job)}: output(s) {', '.join(differing)} differ when written over their input"
+        )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: NaN equals itself there."""
+    import torch
+
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+def _guarded(like: torch.Tensor, poison: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A poisoned buffer with room before and behind, and the tensor in its middle."""
+    import torch
+
+    size = like.numel() * like.itemsize
+    room = -(-size // 256) * 256
+    buffer = torch.full((room + 2 * GUARD,), poison, dtype=torch.uint8, device=like.device)
+    view = buffer[GUARD : GUARD + size].view(like.dtype).view(like.shape)
+    return buffer, view
+
+
+def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two sums over the bits, one of them weighted: any single change moves them."""
+    import torch
+
+    flat = bits(tensor).flatten()
+    total = weighted = 0
+    for start in range(0, flat.numel(), 1 << 26):  # in parts: int64 is four times the tensor
+        part = flat[start : start + (1 << 26)].to(torch.int64)
+        weights = (torch.arange(part.numel(), device=part.device) + start) % 65521 + 1
+        total, weighted = total + int(part.sum()), weighted + int((part * weights).sum())
+    return total, weighted

@@ -1,0 +1,57 @@
+"""compute-sanitizer over a proof at small sizes: reads and writes astray, and what races on shared memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from verifier.gpu import Task, Worker
+from verifier.proof import Job, numerics
+from verifier.verify import Failed
+
+TOOLS = ("memcheck", "racecheck")
+PATIENCE = 500.0  # seconds: an instrumented kernel runs up to a hundred times slower
+# Probing the driver for optional functions counts as errors of its API, dozens of them.
+OPTIONS = ("--report-api-errors", "no", "--print-limit", "5")
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+class SanitizerMissing(Exception):
+    """compute-sanitizer is not on this machine."""
+
+
+def sanitized(job: Job) -> dict[str, Any]:
+    """The number of errors by tool, all zero; Failed with the tool's words where one found something.
+
+    Raises SanitizerMissing where there is no compute-sanitizer.
+    """
+    return {tool: errors(tool, numerics, job) for tool in TOOLS}
+
+
+def errors(tool: str, task: Task, argument: Any) -> int:
+    """Run a task in a worker under one tool, which finds nothing."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise SanitizerMissing("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"  # its words, which would otherwise stand between a worker's answers
+        with Worker([program, "--tool", tool, "--log-file", str(log), *OPTIONS]) as worker:
+            worker.ask(task, argument, patience=PATIENCE)
+            status = worker.finish(PATIENCE)
+        words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    found = [int(n) for n in _SUMMARY.findall(words)]
+    if any(found):
+        raise Failed("sanitizer", f"{tool} found {max(found)} error(s): {_first(words)}")
+    if status or not found:
+        raise Failed("sanitizer", f"{tool} ended with status {status}: {words[-500:] or 'it said nothing'}")
+    return 0
+
+
+def _first(words: str) -> str:
+    """The first of its findings."""
+    lines = [line.removeprefix("=========").strip() for line in words.splitlines()]
+    start = next((i for i, line in enumerate(lines) if "Invalid" in line or "hazard" in line), 0)
+    return " ".join(lines[start : start + 4])[:600]

@@ -1,0 +1,235 @@
+"""On the GPU, in a worker: how long do a verified program and its rivals take? Tasks of ``verifier.gpu``.
+
+Each process draws inputs of its own, proves the candidate on them, times all arms interleaved, and compares
+what the timed calls left with what was proved, bit by bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verifier import statistics, timing
+from verifier.decision import CANDIDATE
+from verifier.gpu import report
+from verifier.proof import Job, _named, fingerprint
+from verifier.verify import Failed, judge
+
+if TYPE_CHECKING:
+    import torch
+
+    from primitives.launch import Plan
+
+BARE = "cuBLAS matmul"
+HOST_CALLS = 50
+GRAPH_ROUNDS = 15
+MOST_SETS = 8  # each is proved by the fp64 oracle
+CONTROL_ROUNDS = 40
+PLANTED = 0.02  # of the candidate's time: the delay that a process has to find
+SAME_WITHIN = 0.005  # how far apart two runs of one kernel may lie
+FOUND_WITHIN = (0.01, 0.04)  # a launch adds a microsecond or two to the delay itself
+
+Tensors = Mapping[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Race:
+    """What to time beside the candidate, and how."""
+
+    arms: tuple[str, ...]
+    rounds: int
+    cold: bool = True
+    warmup_seconds: float = 2.0
+
+
+def score(given: tuple[Job, Race]) -> dict[str, Any]:
+    """Milliseconds of every arm in every round at one case, with all that makes them believable."""
+    from verifier.conditions import Monitor, device
+
+    job, race = given
+    report("benchmark", f"case {job.case}")
+    (plan,) = job.plans()
+    sets = _Sets.drawn(job, plan)
+    arms = [sets.candidate(CANDIDATE)]
+    arms += [_rival(name, job, sets) for name in race.arms]
+    with Monitor() as monitor:
+        samples = timing.measure(
+            arms,
+            rounds=race.rounds,
+            warmup_seconds=race.warmup_seconds,
+            cold=race.cold,
+            seed=secrets.randbits(32),
+            on_round=lambda done: monitor.sample(),
+        )
+        conditions = device() | monitor.summary()
+    sets.compare()
+    host = {a.name: timing.host_time(a.call, HOST_CALLS) for a in arms if a.name in (CANDIDATE, BARE)}
+    return {
+        "samples": {name: [round(x * 1e3, 6) for x in s.seconds] for name, s in samples.items()},
+        "host_microseconds": {name: round(seconds * 1e6, 2) for name, seconds in host.items()},
+        "graph_milliseconds": round(_graph(plan, sets, race.cold) * 1e3, 6),
+        "input_sets": len(sets.inputs),
+        "conditions": conditions,
+        "seeds": {f"benchmark/{i}": seed for i, seed in enumerate(sets.seeds)},
+    }
+
+
+def controls(job: Job) -> dict[str, Any]:
+    """Whether this process measures at all: the candidate against itself, and against itself with a planted
+    delay. Warms the GPU up on its way."""
+    report("benchmark", f"controls, case {job.case}")
+    (plan,) = job.plans()
+    sets = _Sets.drawn(job, plan)
+    one, same = sets.candidate("one"), sets.candidate("same")
+    seconds = timing.measure([one], rounds=5, warmup_seconds=0.2)["one"].median
+    cycles = int(PLANTED * seconds * _cycles_per_second())
+    late = sets.candidate("late", after=partial(_spin, cycles))
+    samples = timing.measure([one, same, late], rounds=CONTROL_ROUNDS, seed=secrets.randbits(32))
+    own = samples["one"].seconds
+    found = {name: statistics.ratio(samples[name].seconds, own) for name in ("same", "late")}
+    return {
+        "case": job.case,
+        "milliseconds": round(samples["one"].median * 1e3, 6),
+        "same": found["same"].to_dict(),
+        "planted": found["late"].to_dict(),
+        "faults": faults(found["same"], found["late"]),
+    }
+
+
+def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]:
+    """Why a process with these controls is not to be believed; empty if it is."""
+    low, high = FOUND_WITHIN
+    found = []
+    if abs(same.estimate - 1) > SAME_WITHIN:
+        found.append(f"a kernel against itself came out at {same.estimate:.4f}, not within {SAME_WITHIN:.1%}")
+    if not (planted.low > 1 and low <= planted.estimate - 1 <= high):
+        found.append(
+            f"a planted delay of {PLANTED:.0%} came out at {planted.estimate - 1:.2%} "
+            f"[{planted.low - 1:.2%}, {planted.high - 1:.2%}]"
+        )
+    return found
+
+
+@dataclass
+class _Sets:
+    """Sets of inputs to rotate through, and what the candidate made of each when it was proved."""
+
+    job: Job
+    plan: Plan
+    seeds: list[int]
+    inputs: list[Tensors]
+    outputs: list[dict[str, torch.Tensor]]
+    proved: list[dict[str, tuple[int, int]]]
+
+    @classmethod
+    def drawn(cls, job: Job, plan: Plan) -> _Sets:
+        """At least two sets, and together larger than the L2: no arm finds its operands there."""
+        made = cls(job, plan, [], [], [], [])
+        made._add()
+        small = sum(t.numel() * t.itemsize for t in made.inputs[0].values())
+        for _ in range(min(MOST_SETS, max(2, -(-_l2_bytes() // small))) - 1):
+            made._add()
+        return made
+
+    def _add(self) -> None:
+        """One more set, through the error gate."""
+        import torch
+
+        from verifier import numerics, reference
+
+        seed, inputs = self.job.draw()
+        fresh = self.plan.outputs()
+        self.plan.run(inputs, fresh)
+        torch.cuda.synchronize()
+        truth = reference.oracle(self.job.spec, inputs, self.job.sizes)
+        yard = reference.yardstick(self.job.spec, inputs, self.job.sizes)
+        errors = numerics.compare(self.job.spec, fresh, truth, yard)
+        judge(errors, f"on the GPU, case {self.job.case}, before timing, schedule {_named(self.plan)}")
+        self.seeds.append(seed)
+        self.inputs.append(inputs)
+        self.outputs.append(self.plan.in_place(inputs))
+        self.proved.append({name: fingerprint(t) for name, t in fresh.items()})
+
+    def candidate(self, name: str, after: Callable[[], object] | None = None) -> timing.Arm:
+        """The candidate on one set after the other."""
+        calls = [partial(self.plan.run, i, o) for i, o in zip(self.inputs, self.outputs, strict=True)]
+        if after is None:
+            return timing.Arm(name, rotating(calls))
+        return timing.Arm(name, rotating([partial(_both, call, after) for call in calls]))
+
+    def compare(self) -> None:
+        """Failed where the timed calls left other bits than the proved one. By then an update's buffer holds
+        the sum of all calls: there one more call is compared, on the same inputs drawn again."""
+        updates = self.plan.program.signature.updates
+        for index, proved in enumerate(self.proved):
+            left = self._again(index) if updates else self.outputs[index]
+            differing = [name for name, t in left.items() if fingerprint(t) != proved[name]]
+            if differing:
+                raise Failed(
+                    "other_output",
+                    f"case {self.job.case}: output(s) {', '.join(differing)} of timed calls differ from "
+                    "those that were verified",
+                )
+
+    def _again(self, index: int) -> dict[str, torch.Tensor]:
+        from verifier.inputs import draw
+
+        self.inputs[index] = draw(self.job.spec, self.job.sizes, self.seeds[index], device="cuda")
+        outputs = self.plan.outputs()
+        self.plan.run(self.inputs[index], outputs)
+        return outputs
+
+
+def _both(call: Callable[[], object], after: Callable[[], object]) -> None:
+    call()
+    after()
+
+
+def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """One call that takes turns."""
+    turn = itertools.cycle(calls)
+    return lambda: next(turn)()
+
+
+def _rival(name: str, job: Job, sets: _Sets) -> timing.Arm:
+    from verifier import baselines, quack_baseline
+
+    if name in quack_baseline.ARMS:
+        build = partial(quack_baseline.tuned_library, sizes=job.sizes, arm=name)
+        return timing.Arm(name, rotating([build(job.spec, inputs) for inputs in sets.inputs]))
+    return timing.Arm(name, rotating(baselines.calls(name, job.spec, sets.inputs, job.sizes)))
+
+
+def _graph(plan: Plan, sets: _Sets, cold: bool) -> float:
+    """Median seconds of the candidate replayed from a CUDA graph."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(sets.inputs[0], sets.outputs[0])
+    arm = timing.Arm("graph", graph.replay)
+    return timing.measure([arm], rounds=GRAPH_ROUNDS, warmup_seconds=0.1, cold=cold)["graph"].median
+
+
+def _l2_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
+def _spin(cycles: int) -> None:
+    import torch
+
+    torch.cuda._sleep(cycles)
+
+
+def _cycles_per_second() -> float:
+    """Of the counter that a spin waits for: two spins differ by their cycles alone, not by their launches."""
+    short, long = 200_000, 1_200_000
+    arms = [timing.Arm("short", partial(_spin, short)), timing.Arm("long", partial(_spin, long))]
+    samples = timing.measure(arms, rounds=9, warmup_seconds=0.05, cold=False)
+    return (long - short) / (samples["long"].median - samples["short"].median)
