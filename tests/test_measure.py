@@ -172,11 +172,12 @@ def test_proofs_cover_hidden_sizes_and_a_single_row_on_probes_and_on_what_was_tu
     assert any(job.sizes["M"] == 1 for job in hidden)
     seen = [str(job.schedules) for job in hidden]
     assert any("tile_n=192" in s for s in seen) and any("tile_n=192" not in s for s in seen)
-    assert {"ragged", "hidden 1", "hidden 2", "large", "wide"} == found.gates[0].figures.keys()
-    first = {str(job.sizes) for job in workers.jobs if job.case == "hidden 1"}
+    assert {"ragged", "hidden", "hidden, one row", "large", "wide"} == found.gates[0].figures.keys()
+    assert {job.families for job in hidden if job.sizes["M"] == 1} == {("integers",)}
+    first = {str(job.sizes) for job in workers.jobs if job.case == "hidden"}
     workers.jobs.clear()
     run(spec)
-    assert {str(job.sizes) for job in workers.jobs if job.case == "hidden 1"}.isdisjoint(first)
+    assert {str(job.sizes) for job in workers.jobs if job.case == "hidden"}.isdisjoint(first)
 
 
 def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> None:

@@ -10,7 +10,6 @@ import pytest
 from authoring import (
     BROKEN,
     HONEST,
-    SHIPPED,
     SPECS,
     TOY_KERNEL,
     UNSCALED,
@@ -28,7 +27,7 @@ from verifier.jail import JailUnavailable
 from verifier.measure import Options
 from verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected, Unmeasured
 from verifier.spec import Spec, load
-from verifier.verify import check, line_behind, small_sizes, verify
+from verifier.verify import check, line_behind, verify
 
 pytestmark = pytest.mark.usefixtures("no_compiler")
 
@@ -94,17 +93,6 @@ def test_the_identity_names_versions(spec: Spec) -> None:
     report, _ = check(spec, TOY_KERNEL)
     assert isinstance(report, Checked)
     assert report.identity.versions.keys() >= {"nvidia-cutlass-dsl", "quack-kernels", "torch"}
-
-
-def test_small_sizes_tell_axes_apart() -> None:
-    for name in SHIPPED:
-        spec = load(SPECS / f"{name}.yaml", check=False)
-        for sizes in small_sizes(spec):
-            assert sizes.keys() == spec.dims.keys() and len(set(sizes.values())) == len(sizes)
-            assert all(size % 8 == 0 for size in sizes.values())
-    large, small = small_sizes(spec)
-    assert any(size % 128 for size in large.values()) and max(large.values()) > 256
-    assert min(small.values()) < 128
 
 
 # what each gate refuses

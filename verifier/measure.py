@@ -33,6 +33,8 @@ DEFAULT_ARMS = (BASELINE, BARE)
 ROUNDS = 12  # a process
 FEW_FLOPS = 5e10  # up to here every family of inputs is tried: the oracle takes no time
 ROUTINE = ("normal", "positive")  # the families of larger cases
+HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # sizes that no candidate has seen, as cases are named
+SINGLE_ROW = ("integers",)  # of a row of values the bits tell more than statistics do
 NEXT_WARM_UP = 0.7  # seconds, once a process has been warmed up
 RETRIES = 2  # processes whose controls may fail before the measurement is void
 # Seconds without a word after which a worker counts as hung: tuning compiles, max-autotune searches.
@@ -305,12 +307,13 @@ class _Session:
             self.found["hidden"] = kept or _hidden(self.spec)
             if self.keep and kept is None:
                 self.keep.save("hidden", self.found["hidden"])
-        named += [(f"hidden {i}", sizes) for i, sizes in enumerate(self.found["hidden"]["sizes"], 1)]
+        named += self.found["hidden"]["sizes"].items()
         jobs = []
         for name, sizes in named:
             fitting = tuple(c for c in choices if all(g.admits(c[g.step], sizes) for g in gemms))
             any_tile = {g.step: candidates(g, sizes)[0] for g in gemms}
-            jobs.append(Job(self.spec, self.program, name, sizes, fitting or (any_tile,), tuple(FAMILIES)))
+            families = SINGLE_ROW if name == ONE_ROW else tuple(FAMILIES)
+            jobs.append(Job(self.spec, self.program, name, sizes, fitting or (any_tile,), families))
         return jobs
 
     def _probes(self) -> list[Schedules]:
@@ -328,9 +331,9 @@ def _hidden(spec: Spec) -> dict[str, Any]:
     """Sizes that no candidate has seen, one of them with a single row, and the seeds that give them."""
     from verifier.sizes import hidden
 
-    seeds = [secrets.randbits(48) for _ in range(2)]
-    sizes = [hidden(spec, seeds[0]), hidden(spec, seeds[1], rows=1)]
-    return {"sizes": sizes, "seeds": {str(i): seed for i, seed in enumerate(seeds, 1)}}
+    seeds = {name: secrets.randbits(48) for name in (HIDDEN, ONE_ROW)}
+    sizes = {HIDDEN: hidden(spec, seeds[HIDDEN]), ONE_ROW: hidden(spec, seeds[ONE_ROW], rows=1)}
+    return {"sizes": sizes, "seeds": seeds}
 
 
 DEVICE = ("gpu", "driver", "torch", "cuda", "multiprocessors")

@@ -18,7 +18,6 @@ from primitives.ir import Program, ProgramError
 from primitives.lower import PACKAGES, lower
 from verifier import jail
 from verifier.report import Accepted, Checked, Gate, Identity, Rejected, joined
-from verifier.sizes import small_sizes as small_sizes
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
