@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(session / name))
     os.environ["CODA_AGENT_RUNS"] = str(session / "runs")
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # workers side by side: PyTorch's threads would wait in turn
     _watch_candidates(session / "audit")
 
 
@@ -70,17 +73,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_unconfigure(config: pytest.Config) -> None:
     if SESSION in config.stash:
         shutil.rmtree(config.stash[SESSION], ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """PyTorch on one thread while the tests of a module run."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from verifier import jail
 from verifier.report import Checked, Rejected
 from verifier.verify import Verdict, check
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CHEATS = {f"{theme}: {cheat.name}": cheat for theme, cheats in THEMES.items() for cheat in cheats}
 TWINS = {
     cheat.twin.name + (", sent" if cheat.taken_over else ""): (cheat.twin, cheat.taken_over)

@@ -10,7 +10,6 @@ from verifier.report import Checked
 from verifier.spec import load
 from verifier.verify import check
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = Path(__file__).parent
 KERNELS = {f"{path.parent.name}: {path.stem}": path for path in sorted((HERE / "honest").glob("*/*.py"))}
 

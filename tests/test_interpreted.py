@@ -11,8 +11,6 @@ from verifier.sizes import small_sizes
 from verifier.spec import Spec, load
 from verifier.verify import Failed, _interpret
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def spec_of(name: str) -> Spec:
     return load(SPECS / f"{name}.yaml", check=False)

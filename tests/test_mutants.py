@@ -15,8 +15,6 @@ from verifier.mutants import Mutant, mutants
 from verifier.numerics import UNROUNDED, Limits, _Trial, weak_spots
 from verifier.spec import Spec, load
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SPECS = Path(__file__).parent.parent / "specs"
 
 

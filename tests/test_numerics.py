@@ -16,8 +16,6 @@ from verifier.inputs import FAMILIES, draw
 from verifier.numerics import compare, weak_spots
 from verifier.spec import Spec, Tolerance, load
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parent.parent
 NORM, SWIGLU, BACKWARD = "gemm_residual_partial_rmsnorm", "gemm_rmsnorm_swiglu", "gemm_swiglu_bwd"
 SPECS = {name: load(ROOT / "specs" / f"{name}.yaml") for name in (NORM, SWIGLU, BACKWARD)}

@@ -21,8 +21,6 @@ from verifier.inputs import DTYPES, draw
 from verifier.numerics import compare, weak_spots
 from verifier.spec import Spec, load
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 EPS = 1e-6

@@ -115,6 +115,21 @@ def stability(job: Job) -> dict[str, Any]:
     return {"repeats": REPEATS, "plans": len(job.schedules), "seeds": {"stability": seed}}
 
 
+def launch(job: Job) -> dict[str, Any]:
+    """Every plan once, and nothing else on the GPU but copies: what a sanitizer is to look at. cuBLAS, in the
+    reference, would have hazards of its own reported."""
+    import torch
+
+    from verifier.inputs import draw
+
+    seed = secrets.randbits(48)
+    inputs = {name: t.cuda() for name, t in draw(job.spec, job.sizes, seed).items()}
+    for plan in job.plans():
+        plan.run(inputs, plan.outputs())
+    torch.cuda.synchronize()
+    return {"seeds": {"sanitizer": seed}}
+
+
 def clean(_: object) -> dict[str, Any]:
     """Whether the GPU computes, after a worker was lost: bytes free, and a small product that is right."""
     import torch

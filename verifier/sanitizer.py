@@ -1,4 +1,4 @@
-"""compute-sanitizer over a proof at small sizes: reads and writes astray, and what races on shared memory."""
+"""compute-sanitizer over a kernel at small sizes: accesses astray, and races on shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verifier.gpu import Task, Worker
-from verifier.proof import Job, numerics
+from verifier.proof import Job, launch
 from verifier.verify import Failed
 
 TOOLS = ("memcheck", "racecheck")
@@ -28,7 +28,7 @@ def sanitized(job: Job) -> dict[str, Any]:
 
     Raises SanitizerMissing where there is no compute-sanitizer.
     """
-    return {tool: errors(tool, numerics, job) for tool in TOOLS}
+    return {tool: errors(tool, launch, job) for tool in TOOLS}
 
 
 def errors(tool: str, task: Task, argument: Any) -> int:
