@@ -162,9 +162,9 @@ def test_every_operation_occurs() -> None:
     assert len(programs) > 120  # else the generator has learnt to be refused
 
 
-@pytest.mark.parametrize("nth", range(int(os.environ.get("CODA_AGENT_PROPERTY_COMPILES", "6"))))
+@pytest.mark.parametrize("nth", range(int(os.environ.get("CODA_AGENT_PROPERTY_COMPILES", "3"))))
 def test_random_programs_compile(nth: int) -> None:
-    seed = varied(int(os.environ.get("CODA_AGENT_PROPERTY_COMPILES", "6")))[nth]
+    seed = varied(int(os.environ.get("CODA_AGENT_PROPERTY_COMPILES", "3")))[nth]
     made, random = random_program(seed), Random(seed)
     program = made.trace()
     sizes = made.sizes(program, random, large=True)
