@@ -200,6 +200,9 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     later = [(task, case) for each in workers.asked[asked:] for task, case in each]
     assert later == [("score", "wide"), ("controls", "large"), ("score", "large"), ("score", "wide")]
     assert done < set(memory.pieces)
+    fewer = len(workers.tasks("score"))
+    assert isinstance(run(spec, Options(rounds=9), keep=memory), Measured)  # other rounds: scored anew
+    assert len(workers.tasks("score")) == fewer + 6 and len(workers.tasks("tune")) == 2
 
 
 def test_a_process_that_does_not_find_what_was_planted_is_replaced_and_then_void(

@@ -1,6 +1,6 @@
 """Random programs: traced or refused, the same after JSON, right against fp64, lowered to what runs alike.
 
-Some are compiled for sm_90a: CODA_AGENT_PROPERTY_COMPILES says how many (6).
+Some are compiled for sm_90a: CODA_AGENT_PROPERTY_COMPILES says how many (3).
 """
 
 from __future__ import annotations

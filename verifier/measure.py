@@ -7,6 +7,8 @@ scoring in several fresh ones on inputs of their own.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import secrets
 import time
@@ -137,7 +139,9 @@ class _Session:
         self, name: str, ask: Callable[[Worker], dict[str, Any]], process: int | None = None
     ) -> dict[str, Any]:
         """A piece of the measurement: kept from before, or asked of the worker for it now."""
-        kept = self.keep.load(name) if self.keep else None
+        stage = name.partition("/")[0]
+        place = f"{name} {self._asked()}" if stage == "score" else name
+        kept = self.keep.load(place) if self.keep else None
         if kept is None:
             start = time.monotonic()
             try:
@@ -145,12 +149,16 @@ class _Session:
             except Lost:
                 self._expect_clean_gpu()
                 raise
-            stage = name.partition("/")[0]
             self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.monotonic() - start, 1)
             if self.keep:
-                self.keep.save(name, kept)
+                self.keep.save(place, kept)
         self.found[name] = kept
         return kept
+
+    def _asked(self) -> str:
+        """What a score is of: other arms or rounds are another one."""
+        what = json.dumps([self._arms(), self.options.rounds, self.options.cold])
+        return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
         """The worker that proves, or that of a scoring process; the next one starts its imports meanwhile."""
