@@ -87,11 +87,11 @@ def _zeros(of: _Drawn) -> Tensor:
 
 
 def _low_rank(of: _Drawn) -> Tensor:
-    """Matrices of rank 1 to 4, whose products' errors are correlated. Factors are bounded: a product of
+    """Matrices of rank 4 to 8, whose products' errors are correlated. Factors are bounded: a product of
     several normals would now and then be larger than an exponential bears."""
     if of.values.dim() != 2:
         return of.values
-    rank = int(torch.randint(1, 5, (), generator=of.own, device=of.values.device))
+    rank = int(torch.randint(4, 9, (), generator=of.own, device=of.values.device))
     left, right = (_uniform((n, rank), of.own, -(3**0.5), 3**0.5) for n in of.values.shape)
     return (left @ right.mT).mul_(of.std * rank**-0.5)
 
