@@ -134,9 +134,8 @@ class Loop:
         }
 
     def _measured(self, number: int, program: Program) -> Measurement | None:
-        if self.measure is None:
-            return _recorded(self.journal, number)
-        if (before := _recorded(self.journal, number)) is not None:
+        before = _recorded(self.journal, number)
+        if before is not None or self.measure is None:
             return before
         pieces = Pieces.of(self.journal, number)
         found = self.measure(self.spec, program, pieces)

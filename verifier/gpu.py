@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from primitives import children
 from verifier.sandbox import die_with
 from verifier.verify import Failed, Progress, _silent
 
@@ -95,10 +96,7 @@ class Worker:
 
     def close(self) -> None:
         """Kill the process and all that it started; again does nothing."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        children.end(self._process)
         for file in (self._process.stdin, self._process.stdout, self._words):
             if file is not None:
                 with suppress(BrokenPipeError):

@@ -49,12 +49,12 @@ class Job:
             made.append(Plan(self.program, self.sizes, chosen, "cuda", made[0].workspace if made else None))
         return made
 
-    def draw(self, family: str = "normal") -> tuple[int, dict[str, torch.Tensor]]:
+    def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:
         """A fresh seed and the inputs it gives."""
         from verifier.inputs import draw
 
         seed = secrets.randbits(48)
-        return seed, draw(self.spec, self.sizes, seed, device="cuda", family=family)
+        return seed, draw(self.spec, self.sizes, seed, device=device, family=family)
 
 
 def tune(job: Job) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def tune(job: Job) -> dict[str, Any]:
     except (LaunchError, NoSchedule) as error:
         raise Failed("no_schedule", f"case {job.case}: {error}") from None
     return {
-        "schedules": {str(step): dict(s.to_json()) for step, s in chosen.items()},
+        "schedules": named(chosen),
         "finalists": {
             str(step): [dict(s.to_json()) for s in raced]
             for step, raced in finalists(job.program, job.sizes).items()
@@ -98,7 +98,7 @@ def numerics(job: Job) -> dict[str, Any]:
             exact = gate.exact_outputs(reference.fp32(job.spec, inputs, job.sizes), truth)
         for plan in plans:
             errors = gate.compare(job.spec, _poisoned_run(plan, inputs), truth, yard, exact=exact)
-            judge(errors, f"on the GPU, {_place(job)}, inputs {family!r}, schedule {_named(plan)}")
+            judge(errors, f"on the GPU, {_place(job)}, inputs {family!r}, schedule {named(plan.schedules)}")
             for error in errors:
                 known = worst.setdefault(error.name, {})
                 for key in ("rms_ratio", "tile_ratio", "element_ratio"):
@@ -120,10 +120,8 @@ def launch(job: Job) -> dict[str, Any]:
     reference, would have hazards of its own reported."""
     import torch
 
-    from verifier.inputs import draw
-
-    seed = secrets.randbits(48)
-    inputs = {name: t.cuda() for name, t in draw(job.spec, job.sizes, seed).items()}
+    seed, drawn = job.draw(device="cpu")
+    inputs = {name: t.cuda() for name, t in drawn.items()}
     for plan in job.plans():
         plan.run(inputs, plan.outputs())
     torch.cuda.synchronize()
@@ -144,8 +142,9 @@ def _place(job: Job) -> str:
     return f"case {job.case}" if job.case in {c.name for c in job.spec.cases} else f"sizes {dict(job.sizes)}"
 
 
-def _named(plan: Plan) -> dict[str, dict[str, Any]]:
-    return {str(step): dict(schedule.to_json()) for step, schedule in plan.schedules.items()}
+def named(schedules: Schedules) -> dict[str, dict[str, Any]]:
+    """As a report has them."""
+    return {str(step): dict(schedule.to_json()) for step, schedule in schedules.items()}
 
 
 def _poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

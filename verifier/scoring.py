@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verifier import statistics, timing
 from verifier.decision import CANDIDATE
 from verifier.gpu import report
-from verifier.proof import Job, _named, fingerprint
+from verifier.proof import Job, fingerprint, named
 from verifier.verify import Failed, judge
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ class _Sets:
         truth = reference.oracle(self.job.spec, inputs, self.job.sizes)
         yard = reference.yardstick(self.job.spec, inputs, self.job.sizes)
         errors = numerics.compare(self.job.spec, fresh, truth, yard)
-        judge(errors, f"on the GPU, case {self.job.case}, before timing, schedule {_named(self.plan)}")
+        judge(
+            errors, f"on the GPU, case {self.job.case}, before timing, schedule {named(self.plan.schedules)}"
+        )
         self.seeds.append(seed)
         self.inputs.append(inputs)
         self.outputs.append(self.plan.in_place(inputs))
