@@ -110,9 +110,9 @@ def options(
 ) -> Options:
     """How to measure, as the command line has it."""
     from verifier.measure import DEFAULT_ARMS, Options
-    from verifier.quack_baseline import ARMS
+    from verifier.quack_baseline import LIBRARY_ARMS
 
-    extra = [("torch.compile max-autotune", max_autotune), *((name, quack) for name in ARMS)]
+    extra = [("torch.compile max-autotune", max_autotune), *((name, quack) for name in LIBRARY_ARMS)]
     arms = (*DEFAULT_ARMS, *(name for name, wanted in extra if wanted))
     return Options(arms, rounds, processes, not warm, sanitize)
 

@@ -39,7 +39,7 @@ from agent import cli, runs, session
 from agent.journal import read_export
 from primitives.compile import CompileError
 from verifier.measure import Keep, Options
-from verifier.quack_baseline import ARMS as QUACK_ARMS
+from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
 from verifier.report import REPORT, Checked
 from verifier.spec import load
 from verifier.verify import Progress
@@ -467,7 +467,7 @@ def test_generate_with_a_gpu(
     done = command("generate", spec, "--provider", "handoff", "--directory", directory, "--gpu", "--quack")
     assert done.status == 0 and "accepted: toy" in done.out
     assert f"coda-agent accept {runs.names()[0]} --commit" in done.out
-    assert arms == [("torch.compile", "cuBLAS matmul", *QUACK_ARMS)]
+    assert arms == [("torch.compile", "cuBLAS matmul", MATMUL, *LIBRARY_ARMS)]
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from verifier import numerics, quack_baseline, quack_library, quack_norms, reference
+from verifier.baselines import products
 from verifier.inputs import draw
-from verifier.quack_baseline import ARMS, OUR_SEARCH, OWN_TUNER, admitted, chained, tuned_library
+from verifier.quack_baseline import ARMS, MATMUL, OUR_SEARCH, OWN_TUNER, admitted, chained, tuned
 from verifier.quack_epilogue import QuackEpilogue
 from verifier.quack_library import LIBRARY
 from verifier.spec import Spec, load
@@ -214,6 +215,7 @@ def test_arms_are_left_out_where_there_is_none() -> None:
     wanted = ("torch.compile", *ARMS)
     assert admitted(spec_of("gemm_relu2"), wanted) == wanted
     assert admitted(spec_of("gemm_fp8_row_scale"), wanted) == ("torch.compile",)
+    assert admitted(spec_of("gemm_cross_entropy_bwd"), wanted) == ("torch.compile", MATMUL)
     with pytest.raises(ValueError, match="no epilogue for spec 'gemm_fp8_row_scale'"):
         quack_library.quack_library("gemm_fp8_row_scale", {}, {}, {})
 
@@ -242,7 +244,9 @@ def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, li
     """Races that the schedule of the widest swizzle, then the last one, wins; who ran in which."""
     races: list[tuple[str, list[Any]]] = []
 
-    def race(spec: Spec, sizes: Any, index: int, stage: Any, configs: list[Any], rounds: int) -> Any:
+    def race(
+        spec: Spec, sizes: Any, arm: str, index: int, stage: Any, configs: list[Any], rounds: int
+    ) -> Any:
         races.append((f"{index}", configs))
         ranked = sorted(enumerate(configs), key=lambda c: (-c[1].max_swizzle_size, -c[0]))
         return [(config, float(at)) for at, (_, config) in enumerate(ranked)]
@@ -267,14 +271,36 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     spec = spec_of("gemm_swiglu_mlp")
     sizes = small(spec)
     inputs = draw(spec, sizes, seed=0)
-    outputs = tuned_library(spec, inputs, sizes, arm)()
+    outputs = tuned(arm, spec, [inputs], sizes)[0]()
     assert outputs.keys() == spec.outputs.keys()
     assert [index for index, _ in raced] == ["0"] * 3 + ["1"] * 3
     assert [name for name, _ in prepared] == ["linear_act_epi", "identity_epi"] * 2  # raced, then used
     assert {config.max_swizzle_size for _, config in prepared} == {swizzle}
     first = prepared[2:]
-    tuned_library(spec, inputs, sizes, arm)
+    tuned(arm, spec, [inputs], sizes)
     assert len(raced) == 6 and prepared[4:] == first  # the choice came from the disk
+
+
+def test_bare_products_are_those_of_the_formulation(
+    raced: list[tuple[str, list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two sets of inputs each, into outputs that they share; what other specs multiply alike is known."""
+    monkeypatch.setattr(QuackEpilogue, "prepare", lambda stage, config: lambda: {id(stage.outs["D"]): stage})
+    specs = [spec_of(name) for name in ("gemm_swiglu_mlp", "gemm_relu2", "gemm_bias_gelu")]
+    for spec in specs:
+        sizes = small(spec)
+        sets = [draw(spec, sizes, seed) for seed in (0, 1)]
+        made: Any = [call() for call in tuned(MATMUL, spec, sets, sizes)]
+        one, other = made
+        assert one.keys() == other.keys() and len(one) == (2 if spec is specs[0] else 1)
+        for inputs, stages in zip(sets, (one, other), strict=True):
+            for stage, product in zip(stages.values(), products(spec, inputs, sizes), strict=True):
+                assert torch.equal(stage.a, product.a) and torch.equal(stage.b, product.b)
+                played = replace(stage, mod=Played(stage.mod))
+                played.mod.plan(played.a, played.b, None, out=played.outs, config=None).run()
+                want = product.a.double() @ product.b.double()
+                torch.testing.assert_close(played.outs["D"].double(), want, rtol=2**-8, atol=1e-2)
+    assert len(raced) == 3 * (2 + 1)  # the third spec's product is the second's
 
 
 def test_layernorms_statistics() -> None:

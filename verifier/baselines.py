@@ -73,10 +73,16 @@ def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -
     output dtype and accumulation, which cuBLAS applies within the product (a bias is left out).
     Raises ValueError for a formulation without a matmul.
     """
-    products = _products(eager(spec, inputs, sizes))
-    if not products:
-        raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")
-    return bare_matmuls(products)
+    return matmuls(spec, [inputs], sizes)[0]
+
+
+def matmuls(
+    spec: Spec, sets: Sequence[Mapping[str, Tensor]], sizes: Mapping[str, int]
+) -> list[Callable[[], list[Tensor]]]:
+    """``matmul`` of each of several sets of inputs, all into the same outputs."""
+    every = [products(spec, inputs, sizes) for inputs in sets]
+    outs = [p.out() for p in every[0]]
+    return [partial(_multiplied, found, outs) for found in every]
 
 
 class Product(NamedTuple):
@@ -91,6 +97,10 @@ class Product(NamedTuple):
     scales: tuple[Tensor, Tensor] | None = None
     fast_accum: bool = False
 
+    def out(self) -> Tensor:
+        """Room for it, [M, N]."""
+        return self.a.new_empty(self.a.shape[0], self.b.shape[1], dtype=self.dtype)
+
     def into(self, out: Tensor) -> None:
         """Compute it again, bare."""
         import torch
@@ -104,23 +114,18 @@ class Product(NamedTuple):
             torch.mm(self.a, self.b, out=out)
 
 
-def bare_matmuls(products: list[Product]) -> Callable[[], list[Tensor]]:
-    """Each product again, into fixed outputs [M, N]."""
-    outs = [p.a.new_empty(p.a.shape[0], p.b.shape[1], dtype=p.dtype) for p in products]
-
-    def call() -> list[Tensor]:
-        for product, out in zip(products, outs, strict=True):
-            product.into(out)
-        return outs
-
-    return call
+def _multiplied(found: list[Product], outs: list[Tensor]) -> list[Tensor]:
+    for product, out in zip(found, outs, strict=True):
+        product.into(out)
+    return outs
 
 
+CUBLAS = "cuBLAS matmul"
 COMPILED = {"torch.compile": "default", "torch.compile max-autotune": "max-autotune"}
 BASELINES: dict[str, Builder] = {
     **{name: partial(compiled, mode=mode) for name, mode in COMPILED.items()},
     "eager": eager,
-    "cuBLAS matmul": matmul,
+    CUBLAS: matmul,
 }
 
 
@@ -133,6 +138,8 @@ def calls(
     if name in COMPILED:  # compiled once for all sets
         step = _compiled(spec, sizes, COMPILED[name])
         return [_bind(step, spec, inputs) for inputs in sets]
+    if name == CUBLAS:
+        return list(matmuls(spec, sets, sizes))
     return [BASELINES[name](spec, inputs, sizes) for inputs in sets]
 
 
@@ -173,7 +180,15 @@ def _bind(
     return lambda: step(*tensors)
 
 
-def _products(call: Callable[[], object]) -> list[Product]:
+def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Product]:
+    """The matmuls of the formulation, in order: runs it once. ValueError for one without any."""
+    found = _recorded(eager(spec, inputs, sizes))
+    if not found:
+        raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")
+    return found
+
+
+def _recorded(call: Callable[[], object]) -> list[Product]:
     """Every matmul that ``call`` runs, in order."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode

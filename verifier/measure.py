@@ -15,23 +15,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
 from primitives.ir import Program, Schedule
 from primitives.lower import lower
 from primitives.roofline import roofline
+from verifier.baselines import CUBLAS
 from verifier.decision import BASELINE, CANDIDATE, PROCESSES, Void, central, decide, ratio
 from verifier.gpu import Lost, Task, Worker
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
+from verifier.quack_baseline import MATMUL, admitted
 from verifier.report import Measured, Measurement, Timing, Unmeasured
-from verifier.scoring import BARE, Race, controls, score
+from verifier.scoring import Race, controls, score
 from verifier.spec import Case, Spec
 from verifier.verify import Failed, Gates, Progress, _silent, _Stop, identity
 
 Known = Mapping[int, Sequence[Schedule]]
 
-DEFAULT_ARMS = (BASELINE, BARE)
+DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
 ROUNDS = 12  # a process
 FEW_FLOPS = 5e10  # up to here every family of inputs is tried: the oracle takes no time
 ROUTINE = ("normal", "positive")  # the families of larger cases
@@ -47,8 +50,8 @@ AHEAD = ("torch", "primitives.tune", "verifier.scoring")  # what workers import 
 @dataclass(frozen=True)
 class Options:
     """How to measure. ``arms``: names of ``verifier.baselines.BASELINES`` or of
-    ``verifier.quack_baseline.ARMS``; those of QuACK are left out where it has no epilogue for the spec, and
-    the decision needs torch.compile among them. ``rounds`` a process. ``sanitize``: the proofs at small
+    ``verifier.quack_baseline.ARMS``; those of QuACK are left out where it cannot compute the spec, and the
+    decision needs torch.compile among them. ``rounds`` a process. ``sanitize``: the proofs at small
     sizes once more, under compute-sanitizer."""
 
     arms: tuple[str, ...] = DEFAULT_ARMS
@@ -112,7 +115,7 @@ class _Session:
                 figures |= self._sanitized()
         with gates.gate("benchmark") as figures:
             timings, held = self._benchmark()
-            figures |= {"stages": self.seconds, "tuning_share": self._share("tune")}
+            figures |= {"stages": self._stages(), "tuning_share": self._share("tune")}
         with gates.gate("decision") as figures:
             decide(self.spec, self.program, timings, figures)
         conditions = {name: p["conditions"] for name, p in self.found.items() if "conditions" in p}
@@ -122,7 +125,7 @@ class _Session:
             timings=timings,
             conditions=_conditions(conditions),
             controls=held,
-            seconds=self.seconds | {"all": round(time.monotonic() - start, 1)},
+            seconds=self._stages() | {"all": round(time.monotonic() - start, 1)},
             seeds={f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()},
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -140,20 +143,32 @@ class _Session:
     ) -> dict[str, Any]:
         """A piece of the measurement: kept from before, or asked of the worker for it now."""
         stage = name.partition("/")[0]
-        place = f"{name} {self._asked()}" if stage == "score" else name
-        kept = self.keep.load(place) if self.keep else None
-        if kept is None:
+
+        def asked() -> dict[str, Any]:
             start = time.monotonic()
             try:
-                kept = ask(self._worker(process))
+                return ask(self._worker(process))
             except Lost:
                 self._expect_clean_gpu()
                 raise
-            self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.monotonic() - start, 1)
-            if self.keep:
-                self.keep.save(place, kept)
-        self.found[name] = kept
-        return kept
+            finally:
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
+
+        return self._kept(name, asked, f"{name} {self._asked()}" if stage == "score" else name)
+
+    def _kept(
+        self, name: str, make: Callable[[], dict[str, Any]], place: str | None = None
+    ) -> dict[str, Any]:
+        """Found before, by this measurement or (under ``place``) by one that was cut off; or made now."""
+        if name not in self.found:
+            place = place or name
+            kept = self.keep.load(place) if self.keep else None
+            if kept is None:
+                kept = make()
+                if self.keep:
+                    self.keep.save(place, kept)
+            self.found[name] = kept
+        return self.found[name]
 
     def _asked(self) -> str:
         """What a score is of: other arms or rounds are another one."""
@@ -193,6 +208,7 @@ class _Session:
         figures = {}
         for job in self._small(self._probes()):
             figures[job.case] = self._proved("numerics", job)
+        self._worker(0)  # imports what scoring takes, meanwhile
         for case in self._measured_cases():
             figures[case.name] = self._proved("numerics", self._job(case))
         for job in self._small(self._chosen()):
@@ -200,7 +216,6 @@ class _Session:
         return figures
 
     def _stability(self) -> dict[str, Any]:
-        self._worker(0)  # imports what scoring takes, meanwhile
         small = [*self._small(self._probes()), *(self._job(case) for case in self._measured_cases())]
         return {job.case: self._proved("stability", job) for job in small}
 
@@ -273,8 +288,6 @@ class _Session:
         return [case for case in self.spec.cases if case.bench]
 
     def _arms(self) -> tuple[str, ...]:
-        from verifier.quack_baseline import admitted
-
         return admitted(self.spec, self.options.arms)
 
     def _scores(self, case: Case) -> list[dict[str, Any]]:
@@ -282,6 +295,9 @@ class _Session:
 
     def _bound(self, case: Case) -> float:
         return roofline(self.program, case.sizes).seconds
+
+    def _stages(self) -> dict[str, float]:
+        return {stage: round(seconds, 1) for stage, seconds in self.seconds.items()}
 
     def _share(self, stage: str) -> float:
         return round(self.seconds.get(stage, 0.0) / max(sum(self.seconds.values()), 1e-9), 3)
@@ -296,11 +312,8 @@ class _Session:
         return Job(self.spec, self.program, case.name, case.sizes, (tuned,), families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
-        name = f"tune/{case.name}"
-        if name not in self.found:
-            job = Job(self.spec, self.program, case.name, case.sizes, known=self.known.get(case.name))
-            self._piece(name, self._ask(tune, job))
-        return self.found[name]
+        job = Job(self.spec, self.program, case.name, case.sizes, known=self.known.get(case.name))
+        return self._piece(f"tune/{case.name}", self._ask(tune, job))
 
     def _small(self, choices: list[Schedules]) -> list[Job]:
         """The cases that are not measured, and hidden sizes that no candidate has seen; each on those of the
@@ -310,12 +323,7 @@ class _Session:
 
         gemms = lower(self.program).gemms
         named = [(case.name, dict(case.sizes)) for case in self.spec.cases if not case.bench]
-        if "hidden" not in self.found:
-            kept = self.keep.load("hidden") if self.keep else None
-            self.found["hidden"] = kept or _hidden(self.spec)
-            if self.keep and kept is None:
-                self.keep.save("hidden", self.found["hidden"])
-        named += self.found["hidden"]["sizes"].items()
+        named += self._kept("hidden", partial(_hidden, self.spec))["sizes"].items()
         jobs = []
         for name, sizes in named:
             fitting = tuple(c for c in choices if all(g.admits(c[g.step], sizes) for g in gemms))

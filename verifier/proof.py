@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from primitives.launch import Plan
+    from verifier.numerics import OutputError
 
 REPEATS = 20
 GUARD = 4096  # bytes before and behind each output that must stay as they were
@@ -57,6 +58,31 @@ class Job:
         return seed, draw(self.spec, self.sizes, seed, device=device, family=family)
 
 
+class Trial:
+    """Fresh inputs of a family, and what is true of them."""
+
+    def __init__(self, job: Job, family: str = "normal"):
+        from verifier import numerics, reference
+
+        self.job, self.family = job, family
+        self.seed, self.inputs = job.draw(family)
+        self.truth = reference.oracle(job.spec, self.inputs, job.sizes)
+        self.yardstick = reference.yardstick(job.spec, self.inputs, job.sizes)
+        self.exact: frozenset[str] = frozenset()
+        if family == "integers":
+            found = reference.fp32(job.spec, self.inputs, job.sizes)
+            self.exact = numerics.exact_outputs(found, self.truth)
+
+    def judge(self, plan: Plan, outputs: Mapping[str, torch.Tensor]) -> Sequence[OutputError]:
+        """What a plan made of the inputs, through the error gate. Raises Failed."""
+        from verifier import numerics
+
+        errors = numerics.compare(self.job.spec, outputs, self.truth, self.yardstick, exact=self.exact)
+        where = f"on the GPU, {_place(self.job)}, inputs {self.family!r}, schedule {named(plan.schedules)}"
+        judge(errors, where)
+        return errors
+
+
 def tune(job: Job) -> dict[str, Any]:
     """The fastest schedules by step, those of the last race, and the seconds it took; from the cache
     where they were found before. The inputs are forgotten: scoring draws its own."""
@@ -82,28 +108,23 @@ def tune(job: Job) -> dict[str, Any]:
 
 def numerics(job: Job) -> dict[str, Any]:
     """Poisoned outputs against fp64 truth through the error gate: every family of inputs on every plan."""
-    from verifier import numerics as gate
-    from verifier import reference
-
     plans = job.plans()
     worst: dict[str, dict[str, float]] = {}
     seeds: dict[str, int] = {}
     for family in job.families:
         report("numerics", f"case {job.case}, inputs {family!r}")
-        seeds[f"numerics/{family}"], inputs = job.draw(family)
-        truth = reference.oracle(job.spec, inputs, job.sizes)
-        yard = reference.yardstick(job.spec, inputs, job.sizes)
-        exact: frozenset[str] = frozenset()
-        if family == "integers":
-            exact = gate.exact_outputs(reference.fp32(job.spec, inputs, job.sizes), truth)
-        for plan in plans:
-            errors = gate.compare(job.spec, _poisoned_run(plan, inputs), truth, yard, exact=exact)
-            judge(errors, f"on the GPU, {_place(job)}, inputs {family!r}, schedule {named(plan.schedules)}")
-            for error in errors:
-                known = worst.setdefault(error.name, {})
-                for key in ("rms_ratio", "tile_ratio", "element_ratio"):
-                    known[key] = max(known.get(key, 0.0), round(getattr(error, key), 4))
+        seeds[f"numerics/{family}"], errors = _tried(job, plans, family)
+        for error in errors:
+            known = worst.setdefault(error.name, {})
+            for key in ("rms_ratio", "tile_ratio", "element_ratio"):
+                known[key] = max(known.get(key, 0.0), round(getattr(error, key), 4))
     return {"outputs": worst, "families": list(job.families), "plans": len(plans), "seeds": seeds}
+
+
+def _tried(job: Job, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
+    """The seed of one trial, and how each plan did in it; its tensors are gone before the next."""
+    trial = Trial(job, family)
+    return trial.seed, [e for p in plans for e in trial.judge(p, poisoned_run(p, trial.inputs))]
 
 
 def stability(job: Job) -> dict[str, Any]:
@@ -147,7 +168,7 @@ def named(schedules: Schedules) -> dict[str, dict[str, Any]]:
     return {str(step): dict(schedule.to_json()) for step, schedule in schedules.items()}
 
 
-def _poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     import torch
 
     outputs = plan.outputs()

@@ -1,8 +1,10 @@
-"""QuACK's epilogues as arms: the same outputs as our spec, on a schedule found in one of two ways.
+"""QuACK as arms: the outputs of our spec by its epilogues, on a schedule found in one of two ways, and the
+bare matmuls of the formulation.
 
 ``QuACK (its own tuner)`` races the schedules that QuACK's autotuner would; ``QuACK (our search)`` those
-that our own kernels choose from, which are more: every cluster and rasterisation. Both are raced by our
-clock, from a cold L2. Importing this module imports nothing heavy; ``tuned_library`` does.
+that our own kernels choose from, which are more: every cluster and rasterisation. ``QuACK matmul`` is the
+first with no epilogue: what its mainloop, which is ours too, takes for the products alone. All are raced by
+our clock, from a cold L2. Importing this module imports nothing heavy; ``tuned`` does.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primitives import workers
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import SWIZZLES
 from primitives.tune import FINALISTS, STARTING, leaders, race_calls, refusals, search
-from verifier.quack_epilogue import QuackEpilogue
+from verifier.baselines import products
+from verifier.quack_epilogue import QuackEpilogue, Tensors
 from verifier.quack_library import LIBRARY, quack_library
 from verifier.spec import Spec
 
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OWN_TUNER, OUR_SEARCH = "QuACK (its own tuner)", "QuACK (our search)"
-ARMS = (OWN_TUNER, OUR_SEARCH)
+MATMUL = "QuACK matmul"
+LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
+ARMS = (*LIBRARY_ARMS, MATMUL)
 PAIR_GRAIN = 32  # SM90: tile_n of an epilogue over pairs of columns is a multiple of this
 SWIZZLE = 8  # what QuACK's own tuner fixes
 SMALL = 256  # a size to compile at, where sizes are symbolic
@@ -40,8 +45,10 @@ Configs = list["GemmConfig"]
 
 
 def admitted(spec: Spec, arms: Sequence[str]) -> tuple[str, ...]:
-    """The arms without those of QuACK where it has no epilogue for the spec."""
-    return tuple(name for name in arms if name not in ARMS or spec.name in LIBRARY)
+    """The arms without those of QuACK where it has no epilogue for the spec, or takes no such operands."""
+    fp8 = any(given.dtype == "fp8_e4m3" for given in spec.inputs.values())
+    there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not fp8}
+    return tuple(name for name in arms if there.get(name, True))
 
 
 def config(
@@ -95,22 +102,39 @@ def _rasterised(ranked: Configs) -> Configs:
 SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Callable[[Configs], Configs]]] = {
     OWN_TUNER: (own_space, _longer),
     OUR_SEARCH: (our_space, _rasterised),
+    MATMUL: (own_space, _longer),
 }
 
 
-def tuned_library(
-    spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int], arm: str
-) -> Callable[[], dict[str, Tensor]]:
-    """QuACK's epilogues for ``arm`` (of ``ARMS``), each on its fastest schedule, as one call that gives
-    the spec's outputs. Compiles in parallel; the choice is kept on disk. ValueError where QuACK has none
-    for the spec, RuntimeError if no schedule runs."""
-    stages = quack_library(spec.name, inputs, sizes, spec.constants)
-    path = _kept(spec, sizes, arm, stages)
+def tuned(
+    arm: str, spec: Spec, sets: Sequence[Tensors], sizes: Mapping[str, int]
+) -> list[Callable[[], dict[str, Tensor]]]:
+    """For each of several sets of inputs QuACK's GEMMs for ``arm`` (of ``ARMS``), each on its fastest
+    schedule, as one call that gives the spec's outputs, or the bare products by number. Compiles in
+    parallel; the choice is kept on disk. ValueError where QuACK has no epilogue for the spec, RuntimeError
+    if no schedule runs."""
+    every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
+    first = every[0]
+    path = _kept(spec, sizes, arm, first)
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    chosen = _from_json(known) if known else _choose(spec, sizes, arm, stages)
+    chosen = _from_json(known) if known else _choose(spec, sizes, arm, first)
     if not known:
         write_atomic(path, json.dumps([asdict(c) for c in chosen]))
-    return chained([stage.prepare(c) for stage, c in zip(stages, chosen, strict=True)])
+    if arm == MATMUL:  # nobody reads its outputs: one room for all sets
+        every = [[replace(s, outs=f.outs) for s, f in zip(own, first, strict=True)] for own in every]
+    return [chained([s.prepare(c) for s, c in zip(own, chosen, strict=True)]) for own in every]
+
+
+def _stages(spec: Spec, inputs: Tensors, sizes: Mapping[str, int], arm: str) -> Sequence[QuackEpilogue]:
+    if arm != MATMUL:
+        return quack_library(spec.name, inputs, sizes, spec.constants)
+    from quack.epilogue.library import identity_epi
+
+    found = products(spec, inputs, sizes)
+    return [
+        QuackEpilogue(identity_epi, p.a, p.b, {"D": p.out()}, {"D": f"product {i}"})
+        for i, p in enumerate(found)
+    ]
 
 
 def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], dict[str, Tensor]]:
@@ -131,7 +155,7 @@ def _choose(
     space, refine = SPACES[arm]
     chosen: list[GemmConfig] = []
     for index, stage in enumerate(stages):
-        ranked = search(space(stage), refine, partial(_race, spec, sizes, index, stage))
+        ranked = search(space(stage), refine, partial(_race, spec, sizes, arm, index, stage))
         if not ranked:
             name = stage.mod.fn.__name__
             raise RuntimeError(f"no schedule of QuACK's {name} for {spec.name} runs at {dict(sizes)}")
@@ -145,8 +169,15 @@ def _kept(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[Quack
 
     epilogues = [stage.mod.semantic_digest for stage in stages]
     where = [torch.cuda.get_device_name(), version("quack-kernels")]
-    key = json.dumps([spec.hash, dict(sorted(sizes.items())), arm, epilogues, *where])
+    what: list[Any] = [spec.hash, dict(sorted(sizes.items()))]
+    if arm == MATMUL:  # of specs with the same products it is the same
+        what = [_geometry(t) for stage in stages for t in (stage.a, stage.b, stage.outs["D"])]
+    key = json.dumps([*what, arm, epilogues, *where])
     return cache_dir() / "tuning" / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _geometry(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
 
 
 def _from_json(known: Sequence[Mapping[str, int]]) -> list[GemmConfig]:
@@ -158,13 +189,14 @@ def _from_json(known: Sequence[Mapping[str, int]]) -> list[GemmConfig]:
 def _race(
     spec: Spec,
     sizes: Mapping[str, int],
+    arm: str,
     index: int,
     stage: QuackEpilogue,
     configs: Configs,
     rounds: int,
 ) -> list[tuple[GemmConfig, float]]:
     """Fastest first; those that the library or the compiler refuses are left out."""
-    _compile_all(spec, sizes, index, configs)
+    _compile_all(spec, sizes, arm, index, configs)
     prepared = []
     for each in configs:
         with contextlib.suppress(*refusals()):
@@ -172,27 +204,29 @@ def _race(
     return race_calls(prepared, rounds)
 
 
-Task = tuple[Spec, tuple[tuple[str, int], ...], int, "GemmConfig"]
-_compiled: set[tuple[str, tuple[tuple[str, int], ...], int, GemmConfig]] = set()
+Small = tuple[tuple[str, int], ...]
+Task = tuple[Spec, Small, str, int, "GemmConfig"]
+_compiled: set[tuple[str, Small, bool, int, GemmConfig]] = set()
 
 
-def _compile_all(spec: Spec, sizes: Mapping[str, int], index: int, configs: Configs) -> None:
+def _compile_all(spec: Spec, sizes: Mapping[str, int], arm: str, index: int, configs: Configs) -> None:
     """Fill QuACK's object cache: sizes but the static ones are symbolic in it, so small tensors of the
     same kind do. Rasterisation is an argument of the launch."""
     small = tuple((dim, sizes[dim] if dim in spec.static else SMALL) for dim in spec.dims)
     wanted = dict.fromkeys(replace(c, max_swizzle_size=SWIZZLE) for c in configs)
-    new = [c for c in wanted if (spec.name, small, index, c) not in _compiled]
-    workers.run_all(_compile_one, [(spec, small, index, c) for c in new])
-    _compiled.update((spec.name, small, index, c) for c in new)
+    what = spec.name, small, arm == MATMUL, index
+    new = [c for c in wanted if (*what, c) not in _compiled]
+    workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
+    _compiled.update((*what, c) for c in new)
 
 
 def _compile_one(task: Task) -> bool:
     """In a worker process, on the GPU: whether the compiler took it."""
     from verifier.inputs import draw
 
-    spec, small, index, chosen = task
+    spec, small, arm, index, chosen = task
     sizes = dict(small)
-    stages = quack_library(spec.name, draw(spec, sizes, 0, device="cuda"), sizes, spec.constants)
+    stages = _stages(spec, draw(spec, sizes, 0, device="cuda"), sizes, arm)
     with contextlib.suppress(*refusals()):  # one not to race
         stages[index].prepare(chosen)
         return True

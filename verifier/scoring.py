@@ -14,17 +14,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verifier import statistics, timing
+from verifier.baselines import CUBLAS
 from verifier.decision import CANDIDATE
 from verifier.gpu import report
-from verifier.proof import Job, fingerprint, named
-from verifier.verify import Failed, judge
+from verifier.proof import Job, Trial, fingerprint, poisoned_run
+from verifier.verify import Failed
 
 if TYPE_CHECKING:
     import torch
 
     from primitives.launch import Plan
 
-BARE = "cuBLAS matmul"
 HOST_CALLS = 50
 GRAPH_ROUNDS = 15
 MOST_SETS = 8  # each is proved by the fp64 oracle
@@ -67,7 +67,7 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
         )
         conditions = device() | monitor.summary()
     sets.compare()
-    host = {a.name: timing.host_time(a.call, HOST_CALLS) for a in arms if a.name in (CANDIDATE, BARE)}
+    host = {a.name: timing.host_time(a.call, HOST_CALLS) for a in arms if a.name in (CANDIDATE, CUBLAS)}
     return {
         "samples": {name: [round(x * 1e3, 6) for x in s.seconds] for name, s in samples.items()},
         "host_microseconds": {name: round(seconds * 1e6, 2) for name, seconds in host.items()},
@@ -137,23 +137,12 @@ class _Sets:
 
     def _add(self) -> None:
         """One more set, through the error gate."""
-        import torch
-
-        from verifier import numerics, reference
-
-        seed, inputs = self.job.draw()
-        fresh = self.plan.outputs()
-        self.plan.run(inputs, fresh)
-        torch.cuda.synchronize()
-        truth = reference.oracle(self.job.spec, inputs, self.job.sizes)
-        yard = reference.yardstick(self.job.spec, inputs, self.job.sizes)
-        errors = numerics.compare(self.job.spec, fresh, truth, yard)
-        judge(
-            errors, f"on the GPU, case {self.job.case}, before timing, schedule {named(self.plan.schedules)}"
-        )
-        self.seeds.append(seed)
-        self.inputs.append(inputs)
-        self.outputs.append(self.plan.in_place(inputs))
+        trial = Trial(self.job)
+        fresh = poisoned_run(self.plan, trial.inputs)
+        trial.judge(self.plan, fresh)
+        self.seeds.append(trial.seed)
+        self.inputs.append(trial.inputs)
+        self.outputs.append(self.plan.in_place(trial.inputs))
         self.proved.append({name: fingerprint(t) for name, t in fresh.items()})
 
     def candidate(self, name: str, after: Callable[[], object] | None = None) -> timing.Arm:
@@ -200,10 +189,8 @@ def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 def _rival(name: str, job: Job, sets: _Sets) -> timing.Arm:
     from verifier import baselines, quack_baseline
 
-    if name in quack_baseline.ARMS:
-        build = partial(quack_baseline.tuned_library, sizes=job.sizes, arm=name)
-        return timing.Arm(name, rotating([build(job.spec, inputs) for inputs in sets.inputs]))
-    return timing.Arm(name, rotating(baselines.calls(name, job.spec, sets.inputs, job.sizes)))
+    build = quack_baseline.tuned if name in quack_baseline.ARMS else baselines.calls
+    return timing.Arm(name, rotating(build(name, job.spec, sets.inputs, job.sizes)))
 
 
 def _graph(plan: Plan, sets: _Sets, cold: bool) -> float:

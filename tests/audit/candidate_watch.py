@@ -24,6 +24,8 @@ PACKAGES = ("verifier", "agent")
 TELLING = 40  # bytes that no other text holds by chance
 HERE = os.path.dirname(os.path.abspath(__file__))
 TESTS = os.path.dirname(HERE) + os.sep
+# Modules of the project's own: one of them holds a candidate as a string, for doctor to try the jail with.
+OWN = tuple(os.path.join(os.path.dirname(os.path.dirname(HERE)), package) + os.sep for package in PACKAGES)
 FOREIGN = tuple({os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix)})
 
 _candidates: set[bytes] = set()
@@ -44,7 +46,7 @@ def install() -> None:
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "compile":
-        _compiled(arguments[0])
+        _compiled(*arguments[:2])
     elif event == "exec":
         _executes(arguments[0])
     elif event == "verifier.jail.trace":
@@ -53,9 +55,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         _pass_on(arguments[1], arguments[3])
 
 
-def _compiled(source: object) -> None:
+def _compiled(source: object, path: object) -> None:
     """Text, as str or bytes. A syntax tree has been text, unless it was built; None is a file, which runs."""
-    if isinstance(source, str | bytes):
+    if isinstance(source, str | bytes) and not str(path).startswith(OWN):
         frame = _beneath()
         if frame:
             _ran(_bytes(source), frame)
@@ -64,7 +66,7 @@ def _compiled(source: object) -> None:
 def _executes(code: CodeType) -> None:
     """A module that was compiled earlier: its text is the file's."""
     path = code.co_filename
-    if code.co_name != "<module>" or not os.path.isabs(path) or path.startswith(FOREIGN):
+    if code.co_name != "<module>" or not os.path.isabs(path) or path.startswith((*FOREIGN, *OWN)):
         return
     frame = _beneath()
     if frame:

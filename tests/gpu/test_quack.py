@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from verifier import numerics, reference
+from verifier.baselines import products
 from verifier.inputs import FAMILIES, draw
 from verifier.numerics import Limits
-from verifier.quack_baseline import ARMS, chained, config, tuned_library
+from verifier.quack_baseline import LIBRARY_ARMS, MATMUL, chained, config, tuned
 from verifier.quack_library import LIBRARY, quack_library
 from verifier.spec import Spec, load
 
@@ -79,18 +80,33 @@ def test_an_ignored_target_leaves_no_logit_of_the_call_before():
     assert call()["target_logit"].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", LIBRARY_ARMS)
 @pytest.mark.parametrize("name", ["gemm_rmsnorm", "gemm_swiglu_mlp", "gemm_qk_norm_rope"])
 def test_a_search_finds_a_schedule_that_is_right(name, arm, tmp_path, monkeypatch):
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     spec = load(SPECS / f"{name}.yaml", check=False)
     sizes = dict(spec.case("ragged").sizes)
     inputs = draw(spec, sizes, 0, device="cuda")
-    judge(spec, tuned_library(spec, inputs, sizes, arm)(), inputs, sizes)
+    judge(spec, tuned(arm, spec, [inputs], sizes)[0](), inputs, sizes)
     (kept,) = (tmp_path / "tuning").iterdir()
     written = os.stat(kept).st_mtime_ns
-    judge(spec, tuned_library(spec, inputs, sizes, arm)(), inputs, sizes)
+    judge(spec, tuned(arm, spec, [inputs], sizes)[0](), inputs, sizes)
     assert os.stat(kept).st_mtime_ns == written  # found again, not searched again
+
+
+@pytest.mark.parametrize("name", ["gemm_swiglu_mlp", "gemm_grad_accumulate", "gemm_rmsnorm_swiglu_fp16"])
+def test_the_bare_matmuls_are_those_of_the_formulation(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    spec = load(SPECS / f"{name}.yaml", check=False)
+    sizes = dict(spec.case("ragged").sizes)
+    sets = [draw(spec, sizes, seed, device="cuda") for seed in (0, 1)]
+    for inputs, call in zip(sets, tuned(MATMUL, spec, sets, sizes), strict=True):
+        made = call()
+        torch.cuda.synchronize()
+        for found, product in zip(made.values(), products(spec, inputs, sizes), strict=True):
+            want = product.a.double() @ product.b.double()
+            error = (found.double() - want).square().mean().sqrt()
+            assert found.dtype == product.dtype and error < 2**-8 * want.square().mean().sqrt()
 
 
 def test_a_call_that_finishes_reductions_is_captured_in_a_cuda_graph():
