@@ -61,7 +61,9 @@ Quack = Annotated[
         "--quack", help="Measure QuACK's own epilogues too, on its own tuner's schedules and on ours."
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=8, help="Interleaved rounds of a measurement, in each process.")]
+Rounds = Annotated[
+    int, typer.Option(min=8, help="Interleaved rounds of a measurement, at most, in each process.")
+]
 Processes = Annotated[
     int, typer.Option(min=1, max=20, help="Processes that time a kernel; to accept takes at least 3.")
 ]
@@ -93,7 +95,7 @@ def generate(
     weak_jail: WeakJail = False,
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
-    rounds: Rounds = 12,
+    rounds: Rounds = 40,
     processes: Processes = 3,
     warm: Warm = False,
     sanitize: Sanitize = False,
@@ -129,7 +131,7 @@ def resume(
     gpu: Gpu = None,
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
-    rounds: Rounds = 12,
+    rounds: Rounds = 40,
     processes: Processes = 3,
     warm: Warm = False,
     sanitize: Sanitize = False,
@@ -151,7 +153,7 @@ def verify(
     weak_jail: WeakJail = False,
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
-    rounds: Rounds = 12,
+    rounds: Rounds = 40,
     processes: Processes = 3,
     warm: Warm = False,
     sanitize: Sanitize = False,
@@ -194,7 +196,7 @@ def measure(
     out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
-    rounds: Rounds = 12,
+    rounds: Rounds = 40,
     processes: Processes = 3,
     warm: Warm = False,
     sanitize: Sanitize = False,

@@ -109,7 +109,8 @@ def search(
     """The last race's choices with their milliseconds, fastest first. ``refine`` makes the second race's of
     all of the first's, fastest first."""
     first = [choice for choice, _ in race(start, ROUNDS)]
-    second = [choice for choice, _ in race(refine(first), ROUNDS)]
+    refined = refine(first)
+    second = [choice for choice, _ in race(refined, ROUNDS)] if refined else []
     return race(list(dict.fromkeys(second[:FINAL] + first[:FINALISTS])), FINAL_ROUNDS)
 
 

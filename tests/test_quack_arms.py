@@ -273,12 +273,13 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     inputs = draw(spec, sizes, seed=0)
     outputs = tuned(arm, spec, [inputs], sizes)[0]()
     assert outputs.keys() == spec.outputs.keys()
-    assert [index for index, _ in raced] == ["0"] * 3 + ["1"] * 3
+    races = 2 if arm == OWN_TUNER else 3
+    assert [index for index, _ in raced] == ["0"] * races + ["1"] * races
     assert [name for name, _ in prepared] == ["linear_act_epi", "identity_epi"] * 2  # raced, then used
     assert {config.max_swizzle_size for _, config in prepared} == {swizzle}
     first = prepared[2:]
     tuned(arm, spec, [inputs], sizes)
-    assert len(raced) == 6 and prepared[4:] == first  # the choice came from the disk
+    assert len(raced) == 2 * races and prepared[4:] == first  # the choice came from the disk
 
 
 def test_bare_products_are_those_of_the_formulation(
@@ -300,7 +301,7 @@ def test_bare_products_are_those_of_the_formulation(
                 played.mod.plan(played.a, played.b, None, out=played.outs, config=None).run()
                 want = product.a.double() @ product.b.double()
                 torch.testing.assert_close(played.outs["D"].double(), want, rtol=2**-8, atol=1e-2)
-    assert len(raced) == 3 * (2 + 1)  # the third spec's product is the second's
+    assert len(raced) == 2 * (2 + 1)  # the third spec's product is the second's
 
 
 def test_layernorms_statistics() -> None:

@@ -16,7 +16,7 @@ from verifier.baselines import BASELINES, calls, compiled, eager, formulation, m
 from verifier.inputs import draw
 from verifier.spec import Spec
 from verifier.statistics import across, detectable, ratio, student_quantile
-from verifier.timing import Arm, host_time, measure
+from verifier.timing import FEWEST, Arm, host_time, measure
 
 
 @dataclass
@@ -97,6 +97,12 @@ def test_order_varies_and_follows_the_seed_alone() -> None:
 def test_warm_up_lasts_as_long_as_asked_after_the_first_round(seconds: float, rounds: int) -> None:
     # A round takes 3 * (0.1 + 0.01) s: seven of them are the first to reach 2 s, after one that compiles.
     assert len(run(SimulatedClock(), warmup_seconds=seconds)) == rounds + 30
+
+
+@pytest.mark.parametrize(("longest", "rounds"), [(0.5, FEWEST), (7.0, 22), (60.0, 30)])
+def test_long_kernels_get_fewer_rounds(longest: float, rounds: int) -> None:
+    # A round takes 0.33 s: 21 of them pass before 7 s are over.
+    assert len(run(SimulatedClock(), longest=longest, warmup_seconds=0.0)) == 1 + rounds
 
 
 def test_a_slow_first_call_is_neither_measured_nor_counted_as_warm_up() -> None:

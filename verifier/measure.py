@@ -35,12 +35,11 @@ from verifier.verify import Failed, Gates, Progress, _silent, _Stop, identity
 Known = Mapping[int, Sequence[Schedule]]
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
-ROUNDS = 12  # a process
+ROUNDS = 40  # a process, at most
 FEW_FLOPS = 5e10  # up to here every family of inputs is tried: the oracle takes no time
 ROUTINE = ("normal", "positive")  # the families of larger cases
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # sizes that no candidate has seen, as cases are named
 SINGLE_ROW = ("integers",)  # of a row of values the bits tell more than statistics do
-NEXT_WARM_UP = 0.7  # seconds, once a process has been warmed up
 RETRIES = 2  # processes whose controls may fail before the measurement is void
 # Seconds without a word after which a worker counts as hung: tuning compiles, max-autotune searches.
 PATIENCE = 300.0
@@ -51,8 +50,8 @@ AHEAD = ("torch", "primitives.tune", "verifier.scoring")  # what workers import 
 class Options:
     """How to measure. ``arms``: names of ``verifier.baselines.BASELINES`` or of
     ``verifier.quack_baseline.ARMS``; those of QuACK are left out where it cannot compute the spec, and the
-    decision needs torch.compile among them. ``rounds`` a process. ``sanitize``: the proofs at small
-    sizes once more, under compute-sanitizer."""
+    decision needs torch.compile among them. ``rounds`` a process, fewer of long kernels. ``sanitize``: the
+    kernel at small sizes once more, under compute-sanitizer."""
 
     arms: tuple[str, ...] = DEFAULT_ARMS
     rounds: int = ROUNDS
@@ -237,7 +236,7 @@ class _Session:
         for process in range(self.options.processes):
             held.append(self._controlled(process))
             for case in self._measured_cases():
-                race = Race(self._arms(), self.options.rounds, self.options.cold, NEXT_WARM_UP)
+                race = Race(self._arms(), self.options.rounds, self.options.cold)
                 self._piece(
                     f"score/{process}/{case.name}", self._ask(score, (self._job(case), race)), process
                 )
@@ -276,7 +275,7 @@ class _Session:
             tuning_seconds=tuned["seconds"],
             finalists=tuned["finalists"],
             processes=len(scores),
-            rounds=self.options.rounds,
+            rounds=min(map(len, own)),
             cold=self.options.cold,
             input_sets=scores[0]["input_sets"],
             samples=samples,

@@ -23,7 +23,7 @@ from primitives import workers
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import SWIZZLES
-from primitives.tune import FINALISTS, STARTING, leaders, race_calls, refusals, search
+from primitives.tune import STARTING, leaders, race_calls, refusals, search
 from verifier.baselines import products
 from verifier.quack_epilogue import QuackEpilogue, Tensors
 from verifier.quack_library import LIBRARY, quack_library
@@ -88,9 +88,9 @@ def our_space(stage: QuackEpilogue) -> Configs:
     ]
 
 
-def _longer(ranked: Configs) -> Configs:
-    """The second stage of its own tuner's: nothing to refine, the best few again."""
-    return ranked[:FINALISTS]
+def _as_they_are(ranked: Configs) -> Configs:
+    """The second stage of its own tuner's: nothing to refine."""
+    return []
 
 
 def _rasterised(ranked: Configs) -> Configs:
@@ -100,9 +100,9 @@ def _rasterised(ranked: Configs) -> Configs:
 
 
 SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Callable[[Configs], Configs]]] = {
-    OWN_TUNER: (own_space, _longer),
+    OWN_TUNER: (own_space, _as_they_are),
     OUR_SEARCH: (our_space, _rasterised),
-    MATMUL: (own_space, _longer),
+    MATMUL: (own_space, _as_they_are),
 }
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from primitives.launch import Plan
 
+LONGEST = 1.5  # seconds of rounds: clocks at the power limit swing within one
 HOST_CALLS = 50
 GRAPH_ROUNDS = 15
 MOST_SETS = 8  # each is proved by the fp64 oracle
@@ -38,12 +39,11 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Race:
-    """What to time beside the candidate, and how."""
+    """What to time beside the candidate, and how: so many rounds, fewer of long kernels."""
 
     arms: tuple[str, ...]
     rounds: int
     cold: bool = True
-    warmup_seconds: float = 2.0
 
 
 def score(given: tuple[Job, Race]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
         samples = timing.measure(
             arms,
             rounds=race.rounds,
-            warmup_seconds=race.warmup_seconds,
+            longest=LONGEST,
             cold=race.cold,
             seed=secrets.randbits(32),
             on_round=lambda done: monitor.sample(),
@@ -80,7 +80,7 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
 
 def controls(job: Job) -> dict[str, Any]:
     """Whether this process measures at all: the candidate against itself, and against itself with a planted
-    delay. Warms the GPU up on its way."""
+    delay."""
     report("benchmark", f"controls, case {job.case}")
     (plan,) = job.plans()
     sets = _Sets.drawn(job, plan)
@@ -88,7 +88,9 @@ def controls(job: Job) -> dict[str, Any]:
     seconds = timing.measure([one], rounds=5, warmup_seconds=0.2)["one"].median
     cycles = int(PLANTED * seconds * _cycles_per_second())
     late = sets.candidate("late", after=partial(_spin, cycles))
-    samples = timing.measure([one, same, late], rounds=CONTROL_ROUNDS, seed=secrets.randbits(32))
+    samples = timing.measure(
+        [one, same, late], rounds=CONTROL_ROUNDS, warmup_seconds=0.5, seed=secrets.randbits(32)
+    )
     own = samples["one"].seconds
     found = {name: statistics.ratio(samples[name].seconds, own) for name in ("same", "late")}
     return {

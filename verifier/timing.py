@@ -6,6 +6,7 @@ arms alike; ``verifier.statistics.ratio`` then compares round by round. No clock
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+
+FEWEST = 12  # rounds
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def measure(
     *,
     rounds: int = 30,
     warmup_seconds: float = 2.0,
+    longest: float = math.inf,
     cold: bool = True,
     seed: int = 0,
     clock: Clock | None = None,
@@ -70,18 +75,21 @@ def measure(
 
     ``cold`` flushes the L2 before each timed call, outside the timed region. ``seed`` fixes the order
     of the arms in every round. ``on_round`` hears the number of rounds done. The warm-up runs whole
-    rounds and drops them: once for what compiles on its first call, then ``warmup_seconds`` more.
-    Raises ValueError for no arms, names that repeat, or no rounds.
+    rounds and drops them: once for what compiles on its first call, then ``warmup_seconds`` more: a GPU
+    that reaches its power limit slows down over seconds, and not every kernel alike. Rounds end early,
+    though not before FEWEST, after ``longest`` seconds. Raises ValueError for no arms, names that
+    repeat, or no rounds.
     """
     _check(arms, rounds)
     clock = CudaClock() if clock is None else clock
     _warm_up(arms, warmup_seconds, cold, clock)
     order = random.Random(seed)
-    table = []
-    for done in range(1, rounds + 1):
+    table: list[dict[str, float]] = []
+    end = clock.now() + longest
+    while len(table) < rounds and (len(table) < FEWEST or clock.now() < end):
         table.append(_round(order.sample(arms, len(arms)), cold, clock))
         if on_round is not None:
-            on_round(done)
+            on_round(len(table))
     return {arm.name: Samples(arm.name, tuple(row[arm.name] for row in table)) for arm in arms}
 
 
