@@ -26,6 +26,7 @@ class SimulatedClock:
     time: float = 0.0
     log: list[str] = field(default_factory=list)
     regions: list[list[float]] = field(default_factory=list)
+    before: list[list[float]] = field(default_factory=list)
     drift: float = 0.0  # relative slow-down a second
 
     def now(self) -> float:
@@ -44,11 +45,15 @@ class SimulatedClock:
         self.log.append("stop")
         self.regions[mark].append(self.time)
 
-    def elapsed(self) -> tuple[float, ...]:
+    def turn(self) -> tuple[float, ...]:
         self.log.append("wait")
-        seconds = tuple(end - begin for begin, end in self.regions)
-        self.regions.clear()
+        seconds = self.drain()
+        self.before, self.regions = self.regions, []
         return seconds
+
+    def drain(self) -> tuple[float, ...]:
+        ended, self.before = self.before, []
+        return tuple(end - begin for begin, end in ended)
 
     def work(self, name: str, seconds: Callable[[], float]) -> Arm:
         def call() -> None:

@@ -43,7 +43,7 @@ SINGLE_ROW = ("integers",)  # of a row of values the bits tell more than statist
 RETRIES = 2  # processes whose controls may fail before the measurement is void
 # Seconds without a word after which a worker counts as hung: tuning compiles, max-autotune searches.
 PATIENCE = 300.0
-AHEAD = ("torch", "primitives.tune", "verifier.scoring")  # what workers import while another works
+AHEAD = ("verifier.scoring", "torch._inductor.compile_fx", "quack.gemm_sm90")  # while another works
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class _Session:
     def _worker(self, process: int | None) -> Worker:
         """The worker that proves, or that of a scoring process; the next one starts its imports meanwhile."""
         if process is None:
-            self.prover = self.prover or Worker(ahead=AHEAD)
+            self.prover = self.prover or Worker()
             return self.prover
         for wanted in (process, process + 1):
             if wanted not in self.scorers and wanted < self.options.processes:

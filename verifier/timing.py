@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 FEWEST = 12  # rounds
+Region = tuple["torch.cuda.Event", "torch.cuda.Event"]
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,12 @@ class Clock(Protocol):
     def stop(self, mark: int) -> None:
         """Mark its end."""
 
-    def elapsed(self) -> tuple[float, ...]:
-        """Wait for the device; seconds of every region since the last call, in the order of their starts."""
+    def turn(self) -> tuple[float, ...]:
+        """The end of a round: wait until the one before is over. Seconds of its regions, in the order of
+        their starts; none where it was drained."""
+
+    def drain(self) -> tuple[float, ...]:
+        """Wait for the round that ended last; seconds of its regions."""
 
 
 def measure(
@@ -83,14 +88,21 @@ def measure(
     _check(arms, rounds)
     clock = CudaClock() if clock is None else clock
     _warm_up(arms, warmup_seconds, cold, clock)
-    order = random.Random(seed)
-    table: list[dict[str, float]] = []
+    shuffled = random.Random(seed)
+    orders: list[Sequence[Arm]] = []
+    seconds = []  # each time of the round before: the device is never without work
     end = clock.now() + longest
-    while len(table) < rounds and (len(table) < FEWEST or clock.now() < end):
-        table.append(_round(order.sample(arms, len(arms)), cold, clock))
+    while len(orders) < rounds and (len(orders) < FEWEST or clock.now() < end):
+        orders.append(shuffled.sample(arms, len(arms)))
+        seconds.append(_round(orders[-1], cold, clock))
         if on_round is not None:
-            on_round(len(table))
-    return {arm.name: Samples(arm.name, tuple(row[arm.name] for row in table)) for arm in arms}
+            on_round(len(orders))
+    seconds = [*seconds[1:], clock.drain()]
+    found: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for order, row in zip(orders, seconds, strict=True):
+        for arm, taken in zip(order, row, strict=True):
+            found[arm.name].append(taken)
+    return {name: Samples(name, tuple(row)) for name, row in found.items()}
 
 
 def _check(arms: Sequence[Arm], rounds: int) -> None:
@@ -104,7 +116,8 @@ def _check(arms: Sequence[Arm], rounds: int) -> None:
 
 
 def _warm_up(arms: Sequence[Arm], seconds: float, cold: bool, clock: Clock) -> None:
-    _round(arms, cold, clock)  # compiles: its time must not count as heating
+    _round(arms, cold, clock)
+    clock.drain()  # it compiled: that time must not count as heating
     begin = clock.now()
     turn = 0
     while clock.now() - begin < seconds:
@@ -112,21 +125,24 @@ def _warm_up(arms: Sequence[Arm], seconds: float, cold: bool, clock: Clock) -> N
         _round([*arms[turn:], *arms[:turn]], cold, clock)
 
 
-def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> dict[str, float]:
+def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> tuple[float, ...]:
+    """Enqueue every arm once; seconds of the round before."""
     for arm in arms:
         if cold:
             clock.flush()
         mark = clock.start()
         arm.call()
         clock.stop(mark)
-    return {arm.name: seconds for arm, seconds in zip(arms, clock.elapsed(), strict=True)}
+    return clock.turn()
 
 
 class CudaClock:
     """CUDA events on the current stream of the current device.
 
-    Each region is preceded by a spin on the device, long enough that the host has enqueued the whole
-    region before the device enters it: launch latency is the host's and is measured by ``host_time``.
+    The host has enqueued each region before the device enters it: launch latency is the host's and is
+    measured by ``host_time``. The host is ahead by a round; where one takes the device no longer than the
+    host, each region is also preceded by a spin on the device. Longer kernels run back to back: an H100
+    that idles between them saves the power for clocks that no training step sees.
     """
 
     MIN_HEAD_START = 100e-6
@@ -140,10 +156,12 @@ class CudaClock:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         size = max(self.FLUSH_BYTES, 2 * properties.L2_cache_size)
         self._scratch = torch.empty(size // 4, dtype=torch.int32, device="cuda")
-        self._regions: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._entered: list[float] = []
-        self._head_start = self.MIN_HEAD_START
-        self._longest = 0.0  # host seconds to enqueue a region, since the last wait
+        self._regions: list[Region] = []
+        self._before: list[Region] = []  # of the round that ended last
+        self._entered = 0.0
+        self._spin = self.MIN_HEAD_START
+        self._longest = 0.0  # host seconds to enqueue a region of this round
+        self._turned = time.perf_counter()
 
     def now(self) -> float:
         return time.perf_counter()
@@ -156,25 +174,32 @@ class CudaClock:
 
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._regions.append((begin, end))
-        torch.cuda._sleep(int(self._head_start * self.CYCLES_PER_SECOND))
-        self._entered.append(time.perf_counter())
+        if self._spin:
+            torch.cuda._sleep(int(self._spin * self.CYCLES_PER_SECOND))
+        self._entered = time.perf_counter()
         begin.record()
         return len(self._regions) - 1
 
     def stop(self, mark: int) -> None:
         self._regions[mark][1].record()
-        self._longest = max(self._longest, time.perf_counter() - self._entered[mark])
+        self._longest = max(self._longest, time.perf_counter() - self._entered)
 
-    def elapsed(self) -> tuple[float, ...]:
-        import torch
-
-        torch.cuda.synchronize()
-        seconds = tuple(begin.elapsed_time(end) * 1e-3 for begin, end in self._regions)
-        self._regions.clear()
-        self._entered.clear()
-        self._head_start = min(max(self.MIN_HEAD_START, 2 * self._longest), self.MAX_HEAD_START)
-        self._longest = 0.0
+    def turn(self) -> tuple[float, ...]:
+        host = time.perf_counter() - self._turned
+        seconds = self.drain()
+        if sum(seconds) > 2 * host:
+            self._spin = 0.0
+        else:
+            self._spin = min(max(self.MIN_HEAD_START, 2 * self._longest), self.MAX_HEAD_START)
+        self._before, self._regions, self._longest = self._regions, [], 0.0
+        self._turned = time.perf_counter()
         return seconds
+
+    def drain(self) -> tuple[float, ...]:
+        ended, self._before = self._before, []
+        if ended:
+            ended[-1][1].synchronize()
+        return tuple(begin.elapsed_time(end) * 1e-3 for begin, end in ended)
 
 
 def host_time(
