@@ -239,6 +239,21 @@ def import_results(
 
 
 @app.command()
+def runs(as_json: Json = False) -> None:
+    """List past runs and those under way, oldest first: how each stands, who wrote, what it took."""
+    from agent import history
+    from agent.runs import runs_dir
+
+    found = history.past()
+    if as_json:
+        typer.echo(json.dumps(history.as_dict(found), indent=1))
+    elif found:
+        _console(False).print(history.as_table(found))
+    else:
+        typer.echo(f"{runs_dir()}: no runs yet. Start one: coda-agent generate SPEC")
+
+
+@app.command()
 def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
     """Show a run's last kernel with its report."""
     outcome = session.standing(run)

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from primitives.files import sync_directory, write_atomic
 
-__all__ = ["Event", "Journal", "JournalError", "read_export"]
+__all__ = ["Event", "Journal", "JournalError", "glance", "read_export"]
 
 SCHEMA = 1
 _APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
@@ -119,8 +119,7 @@ class Journal:
 
     def events(self) -> list[Event]:
         """All committed events, in the order of their commits."""
-        rows = self._rows("SELECT seq, key, kind, payload, time FROM events ORDER BY seq")
-        return [Event(seq, key, kind, self._load(payload), time) for seq, key, kind, payload, time in rows]
+        return [_event(self.path, row) for row in self._rows(_EVENTS)]
 
     def export(
         self, path: Path, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()
@@ -152,10 +151,34 @@ class Journal:
             return self._db.execute(statement, values).fetchall()
 
     def _load(self, text: str) -> dict[str, Any]:
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise JournalError(f"{self.path}: a record is damaged ({error}); {_DAMAGED}") from error
+        return _load(self.path, text)
+
+
+def glance(path: Path) -> tuple[dict[str, Any], list[Event]]:
+    """Header and events of a journal that another process may have open, as committed at this moment;
+    changes nothing. Raises JournalError as ``Journal.open``."""
+    if not path.is_file():
+        raise JournalError(f"{path}: there is no journal; check the run's name")
+    with _explained(path), closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        _check(path, db)
+        (text,) = db.execute("SELECT json FROM header").fetchone()
+        rows = db.execute(_EVENTS).fetchall()
+    return _load(path, text), [_event(path, row) for row in rows]
+
+
+_EVENTS = "SELECT seq, key, kind, payload, time FROM events ORDER BY seq"
+
+
+def _event(path: Path, row: tuple[int, str, str, str, str]) -> Event:
+    seq, key, kind, payload, time = row
+    return Event(seq, key, kind, _load(path, payload), time)
+
+
+def _load(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise JournalError(f"{path}: a record is damaged ({error}); {_DAMAGED}") from error
 
 
 def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
