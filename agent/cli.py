@@ -39,6 +39,7 @@ OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
 class ProviderName(StrEnum):
     auto = "auto"
     anthropic = "anthropic"
+    claude_code = "claude-code"
     handoff = "handoff"
     replay = "replay"
 
@@ -89,7 +90,8 @@ def generate(
         int, typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
     ] = 32000,
     time_limit: Annotated[
-        float, typer.Option(min=0.1, max=1e7, help="Seconds that a handoff waits for one answer.")
+        float,
+        typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude."),
     ] = 3600.0,
     gpu: Gpu = None,
     weak_jail: WeakJail = False,

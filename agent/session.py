@@ -71,6 +71,7 @@ def provider_of(run: Run) -> Provider:
     header = run.journal.header
     options: dict[str, Any] = {
         "anthropic": {"model": header["model"], "max_tokens": header.get("max_tokens")},
+        "claude-code": {"model": header["model"], "time_limit": header["time_limit"]},
         "handoff": {
             "directory": Path(header["directory"] or run.directory / "handoff"),
             "author": header["author"],

@@ -28,6 +28,7 @@ OnText = Callable[[str], None]
 #: name -> (module, class)
 PROVIDERS = {
     "anthropic": ("agent.providers.anthropic", "Anthropic"),
+    "claude-code": ("agent.providers.claude_code", "ClaudeCode"),
     "handoff": ("agent.providers.handoff", "Handoff"),
     "replay": ("agent.providers.replay", "Replay"),
 }
