@@ -55,6 +55,7 @@ def check() -> list[Finding]:
         cache(),
         git(),
         key(),
+        claude_code(),
         Finding("handoff provider", "ok", "always available: any agent or person can answer"),
     ]
 
@@ -334,6 +335,18 @@ def git() -> Finding:
         return Finding("git", "ok", _output(path, "--version").removeprefix("git version "))
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("git", "broken", f"{path}: {error}", "reinstall git")
+
+
+def claude_code() -> Finding:
+    """The command that the claude-code provider asks; whether it is logged in shows when it is asked."""
+    path = shutil.which("claude")
+    if path is None:
+        remedy = "install Claude Code and log in, or use --provider anthropic or handoff"
+        return Finding("claude command", "missing", "not on PATH: no --provider claude-code", remedy)
+    try:
+        return Finding("claude command", "ok", _output(path, "--version"))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("claude command", "broken", f"{path}: {error}", "reinstall Claude Code")
 
 
 def key() -> Finding:

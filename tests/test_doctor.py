@@ -46,6 +46,7 @@ def test_doctor_looks_at_all_and_hides_the_key(monkeypatch: pytest.MonkeyPatch, 
         "cache",
         "git",
         "anthropic key",
+        "claude command",
         "handoff provider",
         "quack-kernels",
         "nvidia-cutlass-dsl",
@@ -135,6 +136,17 @@ def test_cache_that_cannot_be_written_or_is_full(monkeypatch: pytest.MonkeyPatch
     assert doctor.cache().status == "ok"
     monkeypatch.setattr(doctor, "FREE_BYTES", 1 << 80)
     assert doctor.cache().status == "broken" and "GiB free" in doctor.cache().detail
+
+
+def test_the_claude_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.claude_code().status == "missing"
+    command = tmp_path / "claude"
+    command.write_text("#!/bin/sh\necho '2.1.0 (Claude Code)'\n")
+    command.chmod(0o755)
+    assert doctor.claude_code() == Finding("claude command", "ok", "2.1.0 (Claude Code)")
+    command.write_text("#!/bin/sh\nexit 3\n")
+    assert doctor.claude_code().status == "broken"
 
 
 def test_tools_and_git_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
