@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agent.journal import Event, JournalError, glance
+from agent.loop import last_verified, measurement
 from agent.providers import Turn, Usage
 from agent.runs import names, runs_dir
-from verifier.report import MEASUREMENT, REPORT, joined
+from verifier.report import REPORT, joined
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,14 +80,10 @@ def _told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
     payloads = {event.key: event.payload for event in events}
     turns = [Turn.from_json(p) for key, p in payloads.items() if key.startswith("answer/")]
     status, why = UNDECIDED, ""
-    verified = [int(key.partition("/")[2]) for key in payloads if key.startswith("report/")]
-    if verified:
-        last = max(verified)
-        measured = payloads.get(f"measurement/{last}")
-        found = joined(
-            REPORT.validate_python(payloads[f"report/{last}"]["report"]),
-            MEASUREMENT.validate_python(measured) if measured else None,
-        )
+    last = last_verified(payloads)
+    if last is not None:
+        report = REPORT.validate_python(payloads[f"report/{last}"]["report"])
+        found = joined(report, measurement(payloads, last))
         status = found.status
         why = f"{found.gate}/{found.code}" if found.status == "rejected" else ""
     return Past(

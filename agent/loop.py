@@ -7,7 +7,7 @@ up where it was: an answer that was received is never asked for again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -134,7 +134,7 @@ class Loop:
         }
 
     def _measured(self, number: int, program: Program) -> Measurement | None:
-        before = _recorded(self.journal, number)
+        before = measurement({e.key: e.payload for e in self.journal.events()}, number)
         if before is not None or self.measure is None:
             return before
         pieces = Pieces.of(self.journal, number)
@@ -171,15 +171,14 @@ class Pieces:
 def standing(journal: Journal, spec: Spec) -> Outcome | None:
     """How a run stands by its journal: its last verified attempt, if there is one."""
     events = {e.key: e.payload for e in journal.events()}
-    reports = [int(key.partition("/")[2]) for key in events if key.startswith("report/")]
-    if not reports:
+    number = last_verified(events)
+    if number is None:
         return None
-    number = max(reports)
     payload = events[f"report/{number}"]
     report, program = _read(payload, spec)
     turns = [Turn.from_json(events[f"answer/{n}"]) for n in range(1, number + 1)]
     usage = sum((t.usage for t in turns), Usage())
-    final = joined(report, _recorded(journal, number))
+    final = joined(report, measurement(events, number))
     return Outcome(final, payload["source"], program, _authorship(journal, turns[-1], number), usage)
 
 
@@ -192,10 +191,16 @@ def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rej
         raise JournalError(OTHER_VERSION) from None
 
 
-def _recorded(journal: Journal, number: int) -> Measurement | None:
-    found = [e.payload for e in journal.events() if e.key == f"measurement/{number}"]
+def last_verified(events: Mapping[str, Any]) -> int | None:
+    """The number of the last attempt with a report, by a run's payloads."""
+    return max((int(key.partition("/")[2]) for key in events if key.startswith("report/")), default=None)
+
+
+def measurement(events: Mapping[str, Any], number: int) -> Measurement | None:
+    """What was measured of an attempt, by a run's payloads."""
+    found = events.get(f"measurement/{number}")
     try:
-        return MEASUREMENT.validate_python(found[0]) if found else None
+        return MEASUREMENT.validate_python(found) if found else None
     except ValidationError:
         raise JournalError(OTHER_VERSION) from None
 

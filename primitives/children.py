@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -39,13 +41,22 @@ def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[byte
 def run(
     module: str, *arguments: str, text: str, seconds: float, **options: Any
 ) -> tuple[int | None, str, str]:
-    """Start, give it ``text`` and wait: its status (None: it took over ``seconds``), its output, and the end
-    of its errors. Nothing of its group is left."""
+    """``attend`` what ``start`` starts."""
+    return attend(partial(start, module, *arguments, **options), text, seconds)
+
+
+def attend(
+    begin: Callable[..., subprocess.Popen[Any]], text: str, seconds: float
+) -> tuple[int | None, str, str]:
+    """``begin`` takes Popen's files and gives a process that leads its group: give it ``text`` and wait.
+
+    Its status (None: it took over ``seconds``), its output, and the end of its errors. Nothing of its group
+    is left."""
     # Files, not pipes: one whom a dead child left its pipes to would keep us waiting.
     with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:
         given.write(text.encode())
         given.seek(0)
-        process = start(module, *arguments, stdin=given, stdout=output, stderr=errors, **options)
+        process = begin(stdin=given, stdout=output, stderr=errors)
         try:
             timely = _wait(process, seconds)
         finally:
@@ -63,7 +74,7 @@ def die_with(parent: int) -> None:
         os._exit(1)  # it ended before its death could reach us
 
 
-def ended(process: subprocess.Popen[bytes]) -> bool:
+def ended(process: subprocess.Popen[Any]) -> bool:
     """Whether it has. It is not reaped, so that its number, which is its group's, stays its own."""
     if process.returncode is not None:
         return True
@@ -73,7 +84,7 @@ def ended(process: subprocess.Popen[bytes]) -> bool:
         return True
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
+def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
     """Whether it ends in time."""
     deadline = time.monotonic() + seconds
     while not ended(process):
@@ -83,7 +94,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
+def end(process: subprocess.Popen[Any]) -> int:
     """Kill what is left of the child's group and reap it; its status, negative for a signal."""
     if process.returncode is None:
         with suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
 """What a kernel has to beat: the plain PyTorch formulation of its spec, compiled and eager, and cuBLAS.
 
-A builder takes (spec, inputs, sizes) and gives a call without arguments that launches the work on the
-current stream; ``BASELINES`` names them. QuACK's own kernels have a schedule to sweep and live in
-``verifier.quack_baseline``.
+A builder takes (spec, sets of inputs, sizes) and gives for each set a call without arguments that launches
+the work on the current stream; ``BASELINES`` names them. QuACK's own kernels have a schedule to sweep and
+live in ``verifier.quack_baseline``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 Step = Callable[..., "dict[str, Tensor]"]
-Builder = Callable[[Spec, "Mapping[str, Tensor]", Mapping[str, int]], Callable[[], object]]
+Sets = Sequence[Mapping[str, "Tensor"]]
+Builder = Callable[[Spec, Sets, Mapping[str, int]], Sequence[Callable[[], object]]]
 
 
 def compiled(
@@ -76,9 +77,7 @@ def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -
     return matmuls(spec, [inputs], sizes)[0]
 
 
-def matmuls(
-    spec: Spec, sets: Sequence[Mapping[str, Tensor]], sizes: Mapping[str, int]
-) -> list[Callable[[], list[Tensor]]]:
+def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], list[Tensor]]]:
     """``matmul`` of each of several sets of inputs, all into the same outputs."""
     every = [products(spec, inputs, sizes) for inputs in sets]
     outs = [p.out() for p in every[0]]
@@ -120,27 +119,31 @@ def _multiplied(found: list[Product], outs: list[Tensor]) -> list[Tensor]:
     return outs
 
 
+def _compiled_once(
+    spec: Spec, sets: Sets, sizes: Mapping[str, int], mode: str
+) -> list[Callable[[], dict[str, Tensor]]]:
+    step = _compiled(spec, sizes, mode)
+    return [_bind(step, spec, inputs) for inputs in sets]
+
+
+def _eager_each(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], dict[str, Tensor]]]:
+    return [eager(spec, inputs, sizes) for inputs in sets]
+
+
 CUBLAS = "cuBLAS matmul"
-COMPILED = {"torch.compile": "default", "torch.compile max-autotune": "max-autotune"}
 BASELINES: dict[str, Builder] = {
-    **{name: partial(compiled, mode=mode) for name, mode in COMPILED.items()},
-    "eager": eager,
-    CUBLAS: matmul,
+    "torch.compile": partial(_compiled_once, mode="default"),
+    "torch.compile max-autotune": partial(_compiled_once, mode="max-autotune"),
+    "eager": _eager_each,
+    CUBLAS: matmuls,
 }
 
 
-def calls(
-    name: str, spec: Spec, sets: Sequence[Mapping[str, Tensor]], sizes: Mapping[str, int]
-) -> list[Callable[[], object]]:
+def calls(name: str, spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> Sequence[Callable[[], object]]:
     """The named baseline on each of several sets of inputs. Raises ValueError for an unknown name."""
     if name not in BASELINES:
         raise ValueError(f"baseline {name!r} is unknown; use one of {', '.join(BASELINES)}")
-    if name in COMPILED:  # compiled once for all sets
-        step = _compiled(spec, sizes, COMPILED[name])
-        return [_bind(step, spec, inputs) for inputs in sets]
-    if name == CUBLAS:
-        return list(matmuls(spec, sets, sizes))
-    return [BASELINES[name](spec, inputs, sizes) for inputs in sets]
+    return BASELINES[name](spec, sets, sizes)
 
 
 def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -65,31 +66,23 @@ class ClaudeCode:
 
     def _run(self, scratch: Path, system: str, prompt: str) -> tuple[int, str, str]:
         """Status, output and errors; nothing of the command is left."""
-        prefix, given, output, errors = (scratch / name for name in ("system", "prompt", "out", "err"))
+        prefix = scratch / "system"
         prefix.write_text(system, encoding="utf-8")  # as an argument it could be too long
-        given.write_text(prompt, encoding="utf-8")
         (scratch / "empty").mkdir()
-        with given.open("rb") as stdin, output.open("wb") as stdout, errors.open("wb") as stderr:
-            process = subprocess.Popen(
-                [*self._command, "--system-prompt-file", str(prefix)],
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=scratch / "empty",
-                env={k: v for k, v in os.environ.items() if k not in WITHHELD},
-                start_new_session=True,
+        begin = partial(
+            subprocess.Popen,
+            [*self._command, "--system-prompt-file", str(prefix)],
+            cwd=scratch / "empty",
+            env={k: v for k, v in os.environ.items() if k not in WITHHELD},
+            start_new_session=True,
+        )
+        status, said, words = children.attend(begin, prompt, self._time_limit)
+        if status is None:
+            raise ProviderError(
+                f"claude did not answer within {self._time_limit:g} s",
+                "resume the run to ask again, or raise the time limit",
+                retryable=True,
             )
-            try:
-                process.wait(self._time_limit)
-            except subprocess.TimeoutExpired:
-                raise ProviderError(
-                    f"claude did not answer within {self._time_limit:g} s",
-                    "resume the run to ask again, or raise the time limit",
-                    retryable=True,
-                ) from None
-            finally:
-                status = children.end(process)
-        said, words = (path.read_text(encoding="utf-8", errors="replace") for path in (output, errors))
         return status, said, words
 
 
