@@ -21,7 +21,8 @@ from agent.providers import Message, OnText, Turn, Usage
 from primitives.compile import Resources
 from primitives.ir import Program, Schedule
 from primitives.trace import trace_source
-from verifier.report import Accepted, Checked, Gate, Measured, Ratio, Rejected, Timing
+from verifier.decision import compared
+from verifier.report import Accepted, Checked, Gate, Measured, Rejected, Timing
 from verifier.spec import Case, Spec, load
 from verifier.verify import identity
 
@@ -166,24 +167,25 @@ def checked(spec: Spec, program: Program) -> Checked:
 
 
 def timing(case: Case, speedup: float = 1.3) -> Timing:
-    """Made-up figures of one case; the interval reaches 0.05 to either side."""
-
-    def ratio(estimate: float) -> Ratio:
-        return Ratio(estimate=estimate, low=estimate - 0.05, high=estimate + 0.05)
-
+    """Figures of one case, made up: in three processes that differ; intervals reach 4 % to either side."""
+    own = ((2.0,) * 8,) * 3
+    rivals = {
+        arm: tuple((2.0 * ratio * factor,) * 8 for factor in (0.98433, 1.0, 1.01592))
+        for arm, ratio in {"torch.compile": speedup, "cuBLAS matmul": 0.95}.items()
+    }
     return Timing(
         case=case.name,
         sizes=dict(case.sizes),
         schedules={"0": {"tile_m": 256, "tile_n": 128, "pingpong": False}},
         milliseconds={"candidate": 2.0, "torch.compile": 2.0 * speedup, "cuBLAS matmul": 1.9},
-        ratios={"torch.compile": ratio(speedup), "cuBLAS matmul": ratio(0.95)},
+        ratios={arm: compared(rows, own) for arm, rows in rivals.items()},
         roofline_milliseconds=1.5,
         host_microseconds={"candidate": 13.0, "cuBLAS matmul": 17.0},
         tuning_seconds=20.0,
         finalists={"0": ({"tile_m": 256, "tile_n": 128, "pingpong": False}, {"swizzle": 16})},
         processes=3,
         rounds=8,
-        samples={"candidate": ((2.0, 2.0),) * 3, "torch.compile": ((2.0 * speedup,) * 2,) * 3},
+        samples={"candidate": own, **rivals},
     )
 
 

@@ -5,6 +5,7 @@ The workers are stood in for, and give figures: test_gpu_worker.py has real ones
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from verifier.gpu import Lost
 from verifier.measure import Options, measure
 from verifier.proof import Job, clean, numerics, stability, tune
 from verifier.report import Measured, Rejected, Unmeasured
-from verifier.scoring import controls, score
+from verifier.scoring import faults, score
 from verifier.spec import Spec, load
 from verifier.statistics import ratio
 from verifier.verify import Failed
@@ -48,11 +49,11 @@ class Workers:
                 "seeds": {"numerics/normal": 2},
             },
             stability: lambda job: {"repeats": 20, "seeds": {"stability": 3}},
-            controls: lambda job: {"case": job.case, "faults": []},
             score: self.score,
             clean: lambda _: {"free_bytes": 1},
         }
         self.speedup = 1.5
+        self.faults: Iterator[list[str]] = itertools.repeat([])  # of the controls, one after the other
 
     def __call__(self, ahead: tuple[str, ...] = ()) -> Any:
         self.asked.append([])
@@ -68,7 +69,8 @@ class Workers:
             arm: [own * factors.get(arm, 1.0) * generator.gauss(1, 0.005) for _ in range(race.rounds)]
             for arm in ("candidate", *race.arms)
         }
-        return {
+        controls = {"controls": {"faults": next(self.faults)}} if race.controlled else {}
+        return controls | {
             "samples": samples,
             "host_microseconds": {"candidate": 12.0, "cuBLAS matmul": 17.0},
             "graph_milliseconds": own,
@@ -145,7 +147,7 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     assert [case for _, case in scored] == ["large", "wide"] * 3
     assert len({worker for worker, _ in scored}) == 3 and {w for w, _ in tuned} == {0}
     assert not {w for w, _ in scored} & {w for w, _ in tuned}
-    assert [worker for worker, _ in workers.tasks("controls")] == sorted({w for w, _ in scored})
+    assert [held["case"] for held in found.controls] == ["large"] * 3
     large = found.timings[0]
     assert large.processes == 3 and len(large.samples["candidate"]) == 3
     assert len(large.samples["candidate"][0]) == large.rounds == Options().rounds
@@ -153,7 +155,7 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     assert speedup.low < 1.5 < speedup.high and speedup.detectable is not None
     assert 0 < speedup.detectable < 0.05
     assert large.milliseconds["torch.compile"] / large.milliseconds["candidate"] == pytest.approx(
-        speedup.estimate, rel=1e-4
+        speedup.estimate, rel=5e-3
     )
     assert found.conditions["gpu"] == "NVIDIA H100" and len(found.controls) == 3
     assert found.conditions["during"]["score/2/wide"] == {"sm_mhz": [1, 2, 3]}
@@ -198,7 +200,7 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     asked = len(workers.asked)
     assert isinstance(run(spec, keep=memory), Measured)
     later = [(task, case) for each in workers.asked[asked:] for task, case in each]
-    assert later == [("score", "wide"), ("controls", "large"), ("score", "large"), ("score", "wide")]
+    assert later == [("score", "wide"), ("score", "large"), ("score", "wide")]
     assert done < set(memory.pieces)
     fewer = len(workers.tasks("score"))
     assert isinstance(run(spec, Options(rounds=9), keep=memory), Measured)  # other rounds: scored anew
@@ -208,12 +210,13 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
 def test_a_process_that_does_not_find_what_was_planted_is_replaced_and_then_void(
     spec: Spec, workers: Workers
 ) -> None:
-    bad = iter([["a kernel against itself came out at 1.0090"], [], [], []])
-    workers.answers[controls] = lambda job: {"case": job.case, "faults": next(bad)}
+    workers.faults = iter([["a kernel against itself came out at 1.0090"], [], [], []])
     found = run(spec)
     assert isinstance(found, Measured) and len(found.controls) == 3
-    assert len(workers.tasks("controls")) == 4
-    workers.answers[controls] = lambda job: {"case": job.case, "faults": ["planted 2% came out at 0.1%"]}
+    assert [case for _, case in workers.tasks("score")] == ["large"] + ["large", "wide"] * 3
+    assert len({worker for worker, _ in workers.tasks("score")}) == 4
+    assert {t.processes for t in found.timings} == {3}
+    workers.faults = itertools.repeat(["planted 2% came out at 0.1%"])
     void = run(spec)
     assert isinstance(void, Unmeasured) and void.reason == "process 0: planted 2% came out at 0.1%"
     assert len(void.evidence["controls"]) == 3
@@ -261,8 +264,6 @@ def test_slow_is_rejected_and_too_few_processes_accept_nothing(spec: Spec, worke
     ],
 )
 def test_controls_judge_a_process(same: float, planted: float, words: list[str]) -> None:
-    from verifier.scoring import faults
-
     generator = random.Random(5)
     own = [1e-3 * generator.gauss(1, 0.001) for _ in range(40)]
     found = faults(ratio([same * x for x in own], own), ratio([planted * x for x in own], own))

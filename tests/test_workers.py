@@ -143,7 +143,11 @@ def test_one_that_died_idle_is_replaced():
     worker.end()
 
 
-SCRIPT = "import sys, test_workers as t; t.workers.run_all(t.hangs, sys.argv[1:])"
+SCRIPT = """
+import signal, sys, test_workers as t
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+t.workers.run_all(t.hangs, sys.argv[1:])
+"""
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])

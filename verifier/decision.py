@@ -28,7 +28,7 @@ class Void(Exception):
         self.evidence = evidence
 
 
-def ratio(arm: Rows, candidate: Rows) -> Ratio:
+def compared(arm: Rows, candidate: Rows) -> Ratio:
     """Of an arm to the candidate, over processes; of a single one over its rounds, no ground to accept on."""
     pairs = list(zip(arm, candidate, strict=True))
     found = statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])
@@ -39,7 +39,7 @@ def ratio(arm: Rows, candidate: Rows) -> Ratio:
 
 
 def central(rows: Rows) -> float:
-    """The geometric mean of the processes' medians: the ratio of two is the ratio that is reported."""
+    """The geometric mean of the processes' medians."""
     return math.exp(sum(math.log(median(row)) for row in rows) / len(rows))
 
 

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from primitives.ir import Program, ProgramError
 from primitives.lower import lower
 from verifier import jail
-from verifier.decision import BASELINE
-from verifier.report import GATES, Accepted, Rejected
+from verifier.decision import BASELINE, CANDIDATE, compared
+from verifier.report import GATES, Accepted, Ratio, Rejected, Timing
 from verifier.spec import Spec, SpecError, load
 
 
@@ -117,9 +117,18 @@ def _case(name: str, spec: Spec, report: Accepted, case: str) -> list[str]:
     ratio = timing.ratios.get(BASELINE)
     if ratio is None:
         found.append(f"{name}: case {case} was not measured against {BASELINE}: measure again")
+    elif ratio != _of_samples(timing):
+        found.append(f"{name}: case {case}: its ratio to {BASELINE} is not its samples': measure again")
     elif spec.case(case).decides and not ratio.low > spec.accept.speedup:
         found.append(
             f"{name}: case {case} has a lower bound of {ratio.low:.3f} on its speedup over {BASELINE}, "
             f"which does not exceed {spec.accept.speedup}"
         )
     return found
+
+
+def _of_samples(timing: Timing) -> Ratio | None:
+    try:
+        return compared(timing.samples[BASELINE], timing.samples[CANDIDATE])
+    except (KeyError, ValueError):  # none, or too few
+        return None

@@ -23,12 +23,12 @@ from primitives.ir import Program, Schedule
 from primitives.lower import lower
 from primitives.roofline import roofline
 from verifier.baselines import CUBLAS
-from verifier.decision import BASELINE, CANDIDATE, PROCESSES, Void, central, decide, ratio
+from verifier.decision import BASELINE, CANDIDATE, PROCESSES, Void, central, compared, decide
 from verifier.gpu import Lost, Task, Worker
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
 from verifier.report import Measured, Measurement, Timing, Unmeasured
-from verifier.scoring import Race, controls, score
+from verifier.scoring import Race, score
 from verifier.spec import Case, Spec
 from verifier.verify import Failed, Gates, Progress, _silent, _Stop, identity
 
@@ -40,6 +40,7 @@ FEW_FLOPS = 5e10  # up to here every family of inputs is tried: the oracle takes
 ROUTINE = ("normal", "positive")  # the families of larger cases
 HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # sizes that no candidate has seen, as cases are named
 SINGLE_ROW = ("integers",)  # of a row of values the bits tell more than statistics do
+CONTROL_SECONDS = 1e-3  # the case nearest to it has the controls: a launch is little of it, many rounds fit
 RETRIES = 2  # processes whose controls may fail before the measurement is void
 # Seconds without a word after which a worker counts as hung: tuning compiles, max-autotune searches.
 PATIENCE = 300.0
@@ -101,6 +102,7 @@ class _Session:
     prover: Worker | None = None
     scorers: dict[int, Worker] = field(default_factory=dict)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
+    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, a piece a process
     seconds: dict[str, float] = field(default_factory=dict)  # by stage, of pieces that were not kept before
 
     def run(self) -> Measured:
@@ -232,32 +234,40 @@ class _Session:
         if self.prover is not None:  # its memory is the scorers' now
             self.prover.close()
             self.prover = None
+        cases = self._measured_cases()
+        control = min(cases, key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
         held = []
         for process in range(self.options.processes):
-            held.append(self._controlled(process))
-            for case in self._measured_cases():
-                race = Race(self._arms(), self.options.rounds, self.options.cold)
-                self._piece(
-                    f"score/{process}/{case.name}", self._ask(score, (self._job(case), race)), process
-                )
+            held.append(self._controlled(process, control))
+            for case in cases:
+                if case is not control:
+                    self._scored(process, case)
             self._retire(process)
-        return tuple(self._timing(case) for case in self._measured_cases()), tuple(held)
+        return tuple(self._timing(case) for case in cases), tuple(held)
 
-    def _controlled(self, process: int) -> dict[str, Any]:
-        """A process that finds what was planted, and nothing where there is nothing."""
-        case = min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / 1e-3)))
+    def _controlled(self, process: int, case: Case) -> dict[str, Any]:
+        """The score of a process that finds what was planted, and nothing where there is nothing."""
         seen = []
         for attempt in range(1 + RETRIES):
-            seen.append(
-                self._piece(f"controls/{process}.{attempt}", self._ask(controls, self._job(case)), process)
-            )
-            if not seen[-1]["faults"]:
+            found = self._scored(process, case, attempt)["controls"]
+            seen.append({"case": case.name} | found)
+            if not found["faults"]:
                 return seen[-1]
+            self.scores[case.name].pop()
             self._retire(process)
         raise Void(f"process {process}: " + "; ".join(seen[-1]["faults"]), controls=seen)
 
+    def _scored(self, process: int, case: Case, attempt: int | None = None) -> dict[str, Any]:
+        """``attempt``: of a score with controls."""
+        controlled = attempt is not None
+        race = Race(self._arms(), self.options.rounds, self.options.cold, controlled)
+        name = f"score/{process}/{case.name}" + (f"/{attempt}" if attempt else "")
+        found = self._piece(name, self._ask(score, (self._job(case), race)), process)
+        self.scores.setdefault(case.name, []).append(found)
+        return found
+
     def _timing(self, case: Case) -> Timing:
-        scores, tuned = self._scores(case), self._tuned(case)
+        scores, tuned = self.scores[case.name], self._tuned(case)
         samples = {arm: tuple(tuple(s["samples"][arm]) for s in scores) for arm in scores[0]["samples"]}
         own = samples[CANDIDATE]
         return Timing(
@@ -265,7 +275,7 @@ class _Session:
             sizes=dict(case.sizes),
             schedules=tuned["schedules"],
             milliseconds={arm: round(central(rows), 5) for arm, rows in samples.items()},
-            ratios={arm: ratio(rows, own) for arm, rows in samples.items() if arm != CANDIDATE},
+            ratios={arm: compared(rows, own) for arm, rows in samples.items() if arm != CANDIDATE},
             roofline_milliseconds=round(self._bound(case) * 1e3, 5),
             host_microseconds={
                 arm: round(median(s["host_microseconds"][arm] for s in scores), 2)
@@ -288,9 +298,6 @@ class _Session:
 
     def _arms(self) -> tuple[str, ...]:
         return admitted(self.spec, self.options.arms)
-
-    def _scores(self, case: Case) -> list[dict[str, Any]]:
-        return [self.found[f"score/{process}/{case.name}"] for process in range(self.options.processes)]
 
     def _bound(self, case: Case) -> float:
         return roofline(self.program, case.sizes).seconds

@@ -29,7 +29,7 @@ LONGEST = 1.5  # seconds of rounds: clocks at the power limit swing within one
 HOST_CALLS = 50
 GRAPH = "candidate in a CUDA graph"
 MOST_SETS = 8  # each is proved by the fp64 oracle
-CONTROL_ROUNDS = 40
+SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
 PLANTED = 0.02  # of the candidate's time: the delay that a process has to find
 SAME_WITHIN = 0.005  # how far apart two runs of one kernel may lie
 FOUND_WITHIN = (0.01, 0.04)  # a launch adds a microsecond or two to the delay itself
@@ -39,11 +39,13 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Race:
-    """What to time beside the candidate, and how: so many rounds, fewer of long kernels."""
+    """What to time beside the candidate, and how: so many rounds, fewer of long kernels. ``controlled``: with
+    arms that show whether this process measures at all."""
 
     arms: tuple[str, ...]
     rounds: int
     cold: bool = True
+    controlled: bool = False
 
 
 def score(given: tuple[Job, Race]) -> dict[str, Any]:
@@ -56,6 +58,8 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
     sets = _Sets.drawn(job, plan)
     arms = [sets.candidate(CANDIDATE)]
     arms += [*(_rival(name, job, sets) for name in race.arms), _graphed(sets)]
+    if race.controlled:
+        arms += _controls(sets)
     with Monitor() as monitor:
         samples = timing.measure(
             arms,
@@ -69,7 +73,8 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
     sets.compare()
     host = {a.name: timing.host_time(a.call, HOST_CALLS) for a in arms if a.name in (CANDIDATE, CUBLAS)}
     graph = samples.pop(GRAPH)
-    return {
+    controls = _judged(samples[CANDIDATE], samples.pop(SAME), samples.pop(LATE)) if race.controlled else {}
+    return controls | {
         "samples": {name: [round(x * 1e3, 6) for x in s.seconds] for name, s in samples.items()},
         "host_microseconds": {name: round(seconds * 1e6, 2) for name, seconds in host.items()},
         "graph_milliseconds": round(graph.median * 1e3, 6),
@@ -79,28 +84,17 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
     }
 
 
-def controls(job: Job) -> dict[str, Any]:
-    """Whether this process measures at all: the candidate against itself, and against itself with a planted
-    delay."""
-    report("benchmark", f"controls, case {job.case}")
-    (plan,) = job.plans()
-    sets = _Sets.drawn(job, plan)
-    one, same = sets.candidate("one"), sets.candidate("same")
-    seconds = timing.measure([one], rounds=5, warmup_seconds=0.2)["one"].median
+def _controls(sets: _Sets) -> list[timing.Arm]:
+    """The candidate against itself, and against itself with a planted delay: among the arms that they speak
+    for, not in a race of their own."""
+    seconds = timing.measure([sets.candidate("alone")], rounds=5, warmup_seconds=0.2)["alone"].median
     cycles = int(PLANTED * seconds * _cycles_per_second())
-    late = sets.candidate("late", after=partial(_spin, cycles))
-    samples = timing.measure(
-        [one, same, late], rounds=CONTROL_ROUNDS, warmup_seconds=0.5, seed=secrets.randbits(32)
-    )
-    own = samples["one"].seconds
-    found = {name: statistics.ratio(samples[name].seconds, own) for name in ("same", "late")}
-    return {
-        "case": job.case,
-        "milliseconds": round(samples["one"].median * 1e3, 6),
-        "same": found["same"].to_dict(),
-        "planted": found["late"].to_dict(),
-        "faults": faults(found["same"], found["late"]),
-    }
+    return [sets.candidate(SAME), sets.candidate(LATE, after=partial(_spin, cycles))]
+
+
+def _judged(own: timing.Samples, same: timing.Samples, late: timing.Samples) -> dict[str, Any]:
+    found = [statistics.ratio(control.seconds, own.seconds) for control in (same, late)]
+    return {"controls": {"same": found[0].to_dict(), "planted": found[1].to_dict(), "faults": faults(*found)}}
 
 
 def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]:

@@ -1,9 +1,10 @@
 """Ratios of interleaved samples with confidence intervals. Standard library only.
 
-Both arms of a round meet the same clocks and temperature, so rounds are compared in pairs: what
-drifts with the machine cancels, and what is left is the kernels' difference and noise. What differs from
-one process to the next (addresses, clocks, the neighbours) no number of rounds shows: ``across`` takes
-whole processes for its sample.
+Both arms of a round meet the same clocks and temperature, so a ratio is the median of the rounds' ratios:
+what drifts with the machine cancels, and what is left is the kernels' difference and noise. (A ratio of
+medians lets it back in: where the clock steps, each arm's median is of another mixture of clocks.) What
+differs from one process to the next (addresses, the neighbours) no number of rounds shows: ``across``
+takes whole processes for its sample.
 """
 
 from __future__ import annotations
@@ -37,18 +38,17 @@ class Interval:
 
 
 def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """median(a) / median(b) of paired samples, a[i] and b[i] from round i, in the same unit.
+    """The median of a[i] / b[i], samples in the same unit from round i.
 
     With ``a`` a baseline's seconds and ``b`` a candidate's it is the speedup, and ``low`` what one may
-    claim. The bootstrap resamples rounds (percentile interval of the ratio of medians); the cross-check
-    is Student's t on trimmed log ratios (Yuen 1974). Raises ValueError for unpaired, too few or
-    non-positive samples.
+    claim. The bootstrap resamples rounds (percentile interval); the cross-check is Student's t on trimmed
+    log ratios (Yuen 1974). Raises ValueError for unpaired, too few or non-positive samples.
     """
-    _check(a, b, confidence)
-    bootstrap = _bootstrap(a, b, confidence, seed)
-    student = _student(a, b, confidence)
+    logs = _logs(a, b, confidence)
+    bootstrap = _bootstrap([logs], confidence, seed)
+    student = _student(logs, confidence)
     return Interval(
-        estimate=median(a) / median(b),
+        estimate=math.exp(median(logs)),
         low=min(bootstrap[0], student[0]),
         high=max(bootstrap[1], student[1]),
         confidence=confidence,
@@ -60,20 +60,19 @@ def ratio(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, s
 def across(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """The ratio of medians over several processes, of each of which a pair is the samples of both arms.
+    """The geometric mean of several processes' ratios; a pair is the samples of both arms in one of them.
 
     Student's t on the processes' log ratios; as a cross-check the bootstrap, which resamples processes and
     then rounds within them. Raises ValueError as ``ratio``, and for fewer than two processes.
     """
     if len(pairs) < 2:
         raise ValueError(f"{len(pairs)} process(es) tell nothing of their spread; measure in at least 2")
-    for a, b in pairs:
-        _check(a, b, confidence)
-    logs = [math.log(median(a) / median(b)) for a, b in pairs]
+    rows = [_logs(a, b, confidence) for a, b in pairs]
+    logs = [median(row) for row in rows]
     centre, error = fmean(logs), stdev(logs) / math.sqrt(len(logs))
     reach = student_quantile(confidence, len(logs) - 1) * error
     student = math.exp(centre - reach), math.exp(centre + reach)
-    bootstrap = _bootstrap_processes(pairs, confidence, seed)
+    bootstrap = _bootstrap(rows, confidence, seed)
     return Interval(
         estimate=math.exp(centre),
         low=min(bootstrap[0], student[0]),
@@ -86,33 +85,14 @@ def across(
 
 def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> float:
     """The least relative difference that such a measurement tells from none with a power of 80 %."""
-    logs = [math.log(median(a) / median(b)) for a, b in pairs]
+    logs = [median(_logs(a, b, confidence)) for a, b in pairs]
     freedom = len(logs) - 1
     quantiles = student_quantile(confidence, freedom) + student_quantile(2 * POWER - 1, freedom)
     return math.expm1(quantiles * stdev(logs) / math.sqrt(len(logs)))
 
 
-def _bootstrap_processes(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float, seed: int
-) -> tuple[float, float]:
-    draw = random.Random(seed)
-    means = []
-    for _ in range(RESAMPLES):
-        logs = []
-        for a, b in draw.choices(pairs, k=len(pairs)):
-            picked = draw.choices(range(len(a)), k=len(a))
-            logs.append(math.log(median([a[i] for i in picked]) / median([b[i] for i in picked])))
-        means.append(math.exp(fmean(logs)))
-    return _percentiles(means, confidence)
-
-
-def _percentiles(values: list[float], confidence: float) -> tuple[float, float]:
-    values.sort()
-    tail = (1 - confidence) / 2
-    return values[math.floor(tail * len(values))], values[math.ceil((1 - tail) * len(values)) - 1]
-
-
-def _check(a: Sequence[float], b: Sequence[float], confidence: float) -> None:
+def _logs(a: Sequence[float], b: Sequence[float], confidence: float) -> list[float]:
+    """The rounds' log ratios."""
     if len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} samples: a ratio pairs rounds, measure both arms together")
     if len(a) < MIN_ROUNDS:
@@ -122,20 +102,23 @@ def _check(a: Sequence[float], b: Sequence[float], confidence: float) -> None:
         raise ValueError(f"a sample of {wrong[0]} s is no duration; samples are finite and positive")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; it lies between 0 and 1, say 0.95")
+    return [math.log(x / y) for x, y in zip(a, b, strict=True)]
 
 
-def _bootstrap(a: Sequence[float], b: Sequence[float], confidence: float, seed: int) -> tuple[float, float]:
+def _bootstrap(rows: Sequence[Sequence[float]], confidence: float, seed: int) -> tuple[float, float]:
+    """Percentiles of the mean over processes of their rounds' medians, both drawn anew."""
     draw = random.Random(seed)
-    rounds = range(len(a))
-    ratios = []
-    for _ in range(RESAMPLES):
-        picked = draw.choices(rounds, k=len(a))
-        ratios.append(median([a[i] for i in picked]) / median([b[i] for i in picked]))
-    return _percentiles(ratios, confidence)
+    means = sorted(
+        fmean(median(draw.choices(row, k=len(row))) for row in draw.choices(rows, k=len(rows)))
+        for _ in range(RESAMPLES)
+    )
+    tail = (1 - confidence) / 2
+    low, high = means[math.floor(tail * RESAMPLES)], means[math.ceil((1 - tail) * RESAMPLES) - 1]
+    return math.exp(low), math.exp(high)
 
 
-def _student(a: Sequence[float], b: Sequence[float], confidence: float) -> tuple[float, float]:
-    logs = sorted(math.log(x / y) for x, y in zip(a, b, strict=True))
+def _student(logs: Sequence[float], confidence: float) -> tuple[float, float]:
+    logs = sorted(logs)
     n, cut = len(logs), int(TRIM * len(logs))
     kept = logs[cut : n - cut]
     centre = fmean(kept)
