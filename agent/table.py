@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from agent.accept import KERNELS, RECORDINGS
 from agent.journal import read_export
 from primitives.files import write_atomic
+from verifier.quack_baseline import LIBRARY_ARMS
 from verifier.report import REPORT, Accepted, Timing
 
 __all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "wilson", "write"]
@@ -64,7 +65,7 @@ _GROUP = {name: group for group, names in GROUPS.items() for name in names}
 _PLACE = {name: place for place, name in enumerate(_GROUP)}
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
-COMPILE, AUTOTUNE, CUBLAS, QUACK = "torch.compile", "torch.compile max-autotune", "cuBLAS matmul", "QuACK"
+COMPILE, AUTOTUNE, CUBLAS = "torch.compile", "torch.compile max-autotune", "cuBLAS matmul"
 TRIES = (1, 3)
 HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -211,7 +212,7 @@ def _cases(report: Accepted) -> list[Timing]:
 
 def _row(operator: str, timing: Timing) -> Row:
     ratios = {arm: Interval(r.estimate, r.low, r.high) for arm, r in timing.ratios.items()}
-    rivals = {arm: ratio for arm, ratio in ratios.items() if arm.startswith(QUACK)}
+    rivals = {arm: ratios[arm] for arm in LIBRARY_ARMS if arm in ratios}
     fastest = min(rivals, key=lambda arm: rivals[arm].estimate, default=None)
     bare, milliseconds = ratios.get(CUBLAS), timing.milliseconds["candidate"]
     return Row(
