@@ -159,7 +159,7 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     )
     assert found.conditions["gpu"] == "NVIDIA H100" and len(found.controls) == 3
     assert found.conditions["during"]["score/2/wide"] == {"sm_mhz": [1, 2, 3]}
-    assert found.seeds["score/1/large/benchmark/0"] and found.seeds["tune/wide/tuning"] == 1
+    assert found.seeds["score/1/large/controlled.0/benchmark/0"] and found.seeds["tune/wide/tuning"] == 1
 
 
 def test_proofs_cover_hidden_sizes_and_a_single_row_on_probes_and_on_what_was_tuned(

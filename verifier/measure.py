@@ -261,7 +261,7 @@ class _Session:
         """``attempt``: of a score with controls."""
         controlled = attempt is not None
         race = Race(self._arms(), self.options.rounds, self.options.cold, controlled)
-        name = f"score/{process}/{case.name}" + (f"/{attempt}" if attempt else "")
+        name = f"score/{process}/{case.name}" + (f"/controlled.{attempt}" if controlled else "")
         found = self._piece(name, self._ask(score, (self._job(case), race)), process)
         self.scores.setdefault(case.name, []).append(found)
         return found
