@@ -1,4 +1,4 @@
-"""The loop: draft -> verify -> feed back, until accepted or out of attempts.
+"""The loop: draft -> verify -> feed back, until accepted, out of attempts or out of budget.
 
 Every step goes through the journal, so a run that was killed at any moment and is started again takes
 up where it was: an answer that was received is never asked for again.
@@ -7,15 +7,17 @@ up where it was: an answer that was received is never asked for again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
-from agent import prompt
+from agent import prompt, tools
+from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.journal import Journal, JournalError
-from agent.providers import Message, Provider, Turn, Usage
+from agent.providers import Message, Provider, ProviderError, Turn, Usage, turn_number
 from primitives.ir import Program, ProgramError
 from verifier.report import (
     MEASUREMENT,
@@ -29,13 +31,14 @@ from verifier.report import (
     joined,
 )
 from verifier.spec import Spec
-from verifier.verify import Verdict, check
+from verifier.verify import check
 
 if TYPE_CHECKING:
     from verifier.measure import Keep
 
 OTHER_VERSION = "the run's journal was written by another version of coda-agent; start a new run"
 PIECE = "piece"  # the kind of event that holds a part of a measurement
+CALLS = 12  # turns that only use tools, before an attempt without an answer is over
 BLOCK = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 Measure = Callable[[Spec, Program, "Keep"], Measurement]
 
@@ -47,17 +50,21 @@ class Listener(Protocol):
     def text(self, words: str) -> None: ...
     def gate(self, name: str, words: str) -> None: ...
     def report(self, number: int, report: Accepted | Checked | Rejected) -> None: ...
+    def tool(self, name: str, words: str) -> None: ...
+    def spent(self, spent: Spent) -> None: ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run stands: the last report, the source it is about, and what was spent."""
+    """How a run stands: the last report, the source it is about, and what was spent. ``stopped``: why it
+    ended before its time."""
 
     report: Accepted | Checked | Rejected
     source: str
     program: Program | None
     authorship: Authorship
     usage: Usage
+    stopped: str = ""
 
 
 def extract(answer: str) -> str | None:
@@ -81,46 +88,92 @@ class Loop:
     attempts: int = 6
     measure: Measure | None = None
     weak_jail: bool = False
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.journal, self.limits)
+        self.desk = tools.Desk(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
-        """Go on until a kernel is accepted, checked with nothing here to measure it, or attempts are
-        used up. Raises ProviderError when there is no answer to be had, and JournalError."""
-        first = self.journal.once("prompt", "prompt", self._prompt)
-        messages = [Message("user", first["task"])]
-        usage = Usage()
-        for number in range(1, self.attempts + 1):
-            self.listener.attempt(number, self.attempts)
-            turn = self._answer(number, first["system"], messages)
-            usage += turn.usage
-            source = extract(turn.text) or ""
-            report, program = self._judged(number, source)
-            self.listener.report(number, report)
-            outcome = Outcome(report, source, program, _authorship(self.journal, turn, number), usage)
-            if not isinstance(report, Rejected):
-                return outcome
-            messages += [Message("assistant", turn.text), Message("user", prompt.feedback(report))]
+        """Go on until a kernel is accepted, checked with nothing here to measure it, or attempts or budget
+        are used up. Raises ProviderError when there is no answer to be had, OutOfBudget when it ends before
+        the first report, and JournalError."""
+        first = self.opening()
+        messages = [Message("user", first.task)]
+        outcome: Outcome | None = None
+        try:
+            for number in range(1, self.attempts + 1):
+                self.listener.attempt(number, self.attempts)
+                turn, words = self._submitted(first.system, messages)
+                outcome = self._judged(number, turn)
+                if not isinstance(outcome.report, Rejected):
+                    break
+                messages.append(tools.results(turn, words, prompt.feedback(outcome.report)))
+        except OutOfBudget as ended:
+            if outcome is None:
+                raise
+            outcome = replace(outcome, stopped=str(ended))
+        assert outcome is not None  # there is an attempt at least
         return outcome
 
-    def _prompt(self) -> dict[str, Any]:
-        assembled = prompt.assemble(self.spec, self.text)
-        return {"system": assembled.system, "task": assembled.task}
+    def opening(self) -> prompt.Prompt:
+        """The prompt as the run began with it: what is learned meanwhile is for later runs."""
+        made = self.journal.once("prompt", "prompt", lambda: asdict(prompt.assemble(self.spec, self.text)))
+        return prompt.Prompt(made["system"], made["task"])
+
+    def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
+        """The next turn that submits something, and what its other calls gave; ``messages`` gains the turns
+        that only use tools, with what these said."""
+        for used in range(1 + CALLS):
+            number = turn_number(messages)
+            turn = self._answer(number, system, messages)
+            messages.append(Message("assistant", turn.text, turn.blocks))
+            words = self._used(number, turn)
+            if not turn.calls or tools.submission(turn) is not None or used == CALLS:
+                break
+            messages.append(tools.results(turn, words))
+        return turn, words
 
     def _answer(self, number: int, system: str, messages: list[Message]) -> Turn:
-        payload = self.journal.once(
-            f"answer/{number}",
-            "answer",
-            lambda: self.provider.next_turn(system, messages, on_text=self.listener.text).to_json(),
-        )
-        return Turn.from_json(payload)
+        self.ledger.turn = number
 
-    def _judged(self, number: int, source: str) -> Verdict:
+        def ask() -> dict[str, Any]:
+            self.ledger.afford()
+            try:
+                turn = self.provider.next_turn(
+                    system, messages, tools=tools.TOOLS, meter=self.ledger, on_text=self.listener.text
+                )
+            except ProviderError as error:
+                self.ledger.failed(error.usage)
+                raise
+            return turn.to_json() | self.ledger.answered(turn.usage)
+
+        turn = Turn.from_json(self.journal.once(f"answer/{number}", "answer", ask))
+        self.listener.spent(self.ledger.spent())
+        return turn
+
+    def _used(self, number: int, turn: Turn) -> dict[str, str]:
+        """What the tools of a turn gave, by the calls' ids."""
+        words = {}
+        for position, call in enumerate(turn.calls, 1):
+            if call.name != tools.SUBMIT.name:
+                words[call.id] = self.desk.answer(f"{number}.{position}", call)
+                self.listener.tool(call.name, words[call.id])
+        return words
+
+    def _judged(self, number: int, turn: Turn) -> Outcome:
         """Check on this machine, then measure here, or take a measurement that was imported."""
+        source = tools.submission(turn)
+        source = extract(turn.text) or "" if source is None else source
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source))
         report, program = _read(payload, self.spec)
-        measurement = None
+        found = None
         if isinstance(report, Checked) and program is not None:
-            measurement = self._measured(number, program)
-        return Verdict(joined(report, measurement), program)
+            found = self._measured(number, program)
+        final = joined(report, found)
+        self.listener.report(number, final)
+        spent = used(answers({e.key: e.payload for e in self.journal.events()}))
+        return Outcome(final, source, program, _authorship(self.journal, turn, number), spent)
 
     def _check(self, source: str) -> dict[str, Any]:
         if not source:
@@ -137,12 +190,18 @@ class Loop:
         before = measurement({e.key: e.payload for e in self.journal.events()}, number)
         if before is not None or self.measure is None:
             return before
-        pieces = Pieces.of(self.journal, number)
+        try:
+            self.ledger.afford_gpu()
+        except OutOfBudget as ended:  # the kernel is checked, and can be measured elsewhere
+            self.listener.text(f"not measured: {ended}\n")
+            return None
+        pieces, began = Pieces.of(self.journal, number), time.monotonic()
         found = self.measure(self.spec, program, pieces)
+        payload = found.model_dump(mode="json") | {GPU_SECONDS: round(time.monotonic() - began, 1)}
         if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
-            self.journal.once(pieces.void, "void", lambda: found.model_dump(mode="json"))
+            self.journal.once(pieces.void, "void", lambda: payload)
         else:
-            self.journal.once(f"measurement/{number}", "measurement", lambda: found.model_dump(mode="json"))
+            self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
         return found
 
 
@@ -176,10 +235,9 @@ def standing(journal: Journal, spec: Spec) -> Outcome | None:
         return None
     payload = events[f"report/{number}"]
     report, program = _read(payload, spec)
-    turns = [Turn.from_json(events[f"answer/{n}"]) for n in range(1, number + 1)]
-    usage = sum((t.usage for t in turns), Usage())
     final = joined(report, measurement(events, number))
-    return Outcome(final, payload["source"], program, _authorship(journal, turns[-1], number), usage)
+    turns = answers(events)
+    return Outcome(final, payload["source"], program, _authorship(journal, turns[-1], number), used(turns))
 
 
 def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rejected, Program | None]:
@@ -191,6 +249,15 @@ def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rej
         raise JournalError(OTHER_VERSION) from None
 
 
+def answers(events: Mapping[str, Any]) -> list[Turn]:
+    """Every turn that was received, by a run's payloads in their order."""
+    return [Turn.from_json(payload) for key, payload in events.items() if key.startswith("answer/")]
+
+
+def used(turns: Iterable[Turn]) -> Usage:
+    return sum((turn.usage for turn in turns), Usage())
+
+
 def last_verified(events: Mapping[str, Any]) -> int | None:
     """The number of the last attempt with a report, by a run's payloads."""
     return max((int(key.partition("/")[2]) for key in events if key.startswith("report/")), default=None)
@@ -198,7 +265,7 @@ def last_verified(events: Mapping[str, Any]) -> int | None:
 
 def measurement(events: Mapping[str, Any], number: int) -> Measurement | None:
     """What was measured of an attempt, by a run's payloads."""
-    found = events.get(f"measurement/{number}")
+    found = {k: v for k, v in events.get(f"measurement/{number}", {}).items() if k != GPU_SECONDS}
     try:
         return MEASUREMENT.validate_python(found) if found else None
     except ValidationError:

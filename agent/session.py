@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from agent.loop import Listener, Measure, Outcome
     from agent.providers import Provider
     from agent.runs import Run
-    from verifier.measure import Options
+    from primitives.ir import Program
+    from verifier.measure import Keep, Options
+    from verifier.report import Measurement
+    from verifier.spec import Spec
+
+
+MAX_AUTOTUNE = "torch.compile max-autotune"
 
 
 class Absent(Exception):
@@ -45,8 +53,11 @@ def recorded_run(spec: str) -> str:
     return str(header["run"])
 
 
-def author(run: Run, watch: Listener, measure: Measure | None) -> Outcome:
-    """Run the loop with what the run's header says."""
+def author(
+    run: Run, watch: Listener, measure: Measure | None, limits: Mapping[str, Any] | None = None
+) -> Outcome:
+    """Run the loop with what the run's header says; ``limits`` that are given replace its own."""
+    from agent.budget import Limits
     from agent.loop import Loop
 
     header = run.journal.header
@@ -59,6 +70,7 @@ def author(run: Run, watch: Listener, measure: Measure | None) -> Outcome:
         header["attempts"],
         measure,
         header["weak_jail"],
+        Limits.from_json(header.get("limits", {}) | dict(limits or {})),
     )
     return loop.run()
 
@@ -101,9 +113,32 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
     """What measures a checked kernel here, if anything does."""
     if not use_gpu(gpu):
         return None
+    from filelock import FileLock
+
+    from primitives.compile import cache_dir
     from verifier.measure import measure as run_gates
 
-    return lambda spec, program, keep: run_gates(spec, program, options, progress=watch.gate, keep=keep)
+    def measure(spec: Spec, program: Program, keep: Keep) -> Measurement:
+        with FileLock(cache_dir() / "gpu.lock"):  # two measurements at once would time each other
+            return run_gates(spec, program, options, progress=watch.gate, keep=keep)
+
+    return measure
+
+
+def flags(options: Options, gpu: bool | None) -> list[str]:
+    """The command line that ``options`` reads."""
+    from verifier.quack_baseline import LIBRARY_ARMS
+
+    switches = {
+        "--max-autotune": MAX_AUTOTUNE in options.arms,
+        "--quack": LIBRARY_ARMS[0] in options.arms,
+        "--warm": not options.cold,
+        "--sanitize": options.sanitize,
+        "--gpu": gpu is True,
+        "--no-gpu": gpu is False,
+    }
+    words = [name for name, given in switches.items() if given]
+    return [*words, "--rounds", str(options.rounds), "--processes", str(options.processes)]
 
 
 def options(
@@ -113,7 +148,7 @@ def options(
     from verifier.measure import DEFAULT_ARMS, Options
     from verifier.quack_baseline import LIBRARY_ARMS
 
-    extra = [("torch.compile max-autotune", max_autotune), *((name, quack) for name in LIBRARY_ARMS)]
+    extra = [(MAX_AUTOTUNE, max_autotune), *((name, quack) for name in LIBRARY_ARMS)]
     arms = (*DEFAULT_ARMS, *(name for name, wanted in extra if wanted))
     return Options(arms, rounds, processes, not warm, sanitize)
 

@@ -18,12 +18,23 @@ USAGE = {
 }
 
 
+COUNTED = 4311  # tokens of any request, as the server has it
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
+    def do_GET(self) -> None:
+        """What the API tells of a model."""
+        self.server.model(self)
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if "count_tokens" in self.path:
+            self.server.counted.append(json.loads(body))
+            self.server.count(self)
+            return
         self.server.requests.append(json.loads(body))
         self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
         self.server.script.pop(0)(self)
@@ -61,6 +72,12 @@ class _Handler(BaseHTTPRequestHandler):
         for part in text.split(" "):
             self.event("content_block_delta", index=0, delta={"type": "text_delta", "text": part + " "})
 
+    def json(self, data: dict[str, Any]) -> None:
+        body = json.dumps(data).encode()
+        self.start(200, "application/json", Content_Length=str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
     def end_cleanly(self) -> None:
         self.wfile.write(b"0\r\n\r\n")
 
@@ -76,16 +93,23 @@ class _Server(ThreadingHTTPServer):
     script: list[Reply]
     requests: list[dict[str, Any]]
     headers: list[dict[str, str]]
+    counted: list[dict[str, Any]]
+    count: Reply
+    model: Reply
     over: threading.Event
 
 
 class FakeMessages:
-    """Serves `script`, a reply a request, while the `with` lasts; `requests` and `headers` are what came."""
+    """Serves `script`, a reply a request, while the `with` lasts; `requests` and `headers` are what came.
 
-    def __init__(self, *script: Reply):
+    Tokens are counted (`count`; `counted` is what of) and models described (`model`) as often as is asked."""
+
+    def __init__(self, *script: Reply, count: Reply | None = None, model: Reply | None = None):
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.script, self._server.requests, self._server.headers = list(script), [], []
-        self._server.over = threading.Event()
+        self._server.counted, self._server.over = [], threading.Event()
+        self._server.count, self._server.model = count or counts(COUNTED), model or describes()
+        self.counted = self._server.counted
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.script, self.requests, self.headers = (
             self._server.script, self._server.requests, self._server.headers
@@ -103,6 +127,20 @@ class FakeMessages:
         self._server.server_close()
 
 
+def counts(tokens: int) -> Reply:
+    return lambda handler: handler.json({"input_tokens": tokens})
+
+
+def describes(adaptive: bool = True, max_tokens: int = 64_000) -> Reply:
+    """A model that can think adaptively, or cannot."""
+    thinking = {
+        "supported": True,
+        "types": {"adaptive": {"supported": adaptive}, "enabled": {"supported": True}},
+    }
+    data = {"id": MODEL, "type": "model", "max_tokens": max_tokens, "capabilities": {"thinking": thinking}}
+    return lambda handler: handler.json(data)
+
+
 def answer(text: str, stop_reason: str = "end_turn", output_tokens: int = 7, **details: Any) -> Reply:
     """A whole answer, streamed a word at a time."""
 
@@ -111,6 +149,43 @@ def answer(text: str, stop_reason: str = "end_turn", output_tokens: int = 7, **d
         handler.event("content_block_stop", index=0)
         delta = {"stop_reason": stop_reason, "stop_sequence": None, **details}
         handler.event("message_delta", delta=delta, usage={"output_tokens": output_tokens})
+        handler.event("message_stop")
+        handler.end_cleanly()
+
+    return reply
+
+
+def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "", cut: bool = False) -> Reply:
+    """An answer that says something, thinks and uses tools, as (name, input); ``cut``: at max_tokens, inside
+    the last input."""
+
+    def reply(handler: _Handler) -> None:
+        handler.begin(text)
+        handler.event("content_block_stop", index=0)
+        index = 1
+        if thinking:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+            handler.event("content_block_start", index=index, content_block=block)
+            handler.event(
+                "content_block_delta", index=index, delta={"type": "thinking_delta", "thinking": thinking}
+            )
+            handler.event(
+                "content_block_delta", index=index, delta={"type": "signature_delta", "signature": "s1"}
+            )
+            handler.event("content_block_stop", index=index)
+            index += 1
+        for number, (name, given) in enumerate(calls, 1):
+            block = {"type": "tool_use", "id": f"toolu_{number}", "name": name, "input": {}}
+            handler.event("content_block_start", index=index, content_block=block)
+            written = json.dumps(given)
+            for part in (written[:9], written[9:] if not cut else ""):
+                delta = {"type": "input_json_delta", "partial_json": part}
+                handler.event("content_block_delta", index=index, delta=delta)
+            handler.event("content_block_stop", index=index)
+            index += 1
+        reason = "max_tokens" if cut else "tool_use"
+        delta = {"stop_reason": reason, "stop_sequence": None}
+        handler.event("message_delta", delta=delta, usage={"output_tokens": 7})
         handler.event("message_stop")
         handler.end_cleanly()
 

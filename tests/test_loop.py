@@ -252,8 +252,9 @@ PROCESSES = f"""
 import os, signal, sys, traceback
 import torch  # which lowering imports: here once, and no thread of it runs before a fork
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from authoring import BROKEN, TOY_KERNEL, Notes, Scripted, checked, fenced, measured, program_of
-from agent import journal, loop, runs
+from authoring import BROKEN, TOY_KERNEL, USAGE, Notes, Scripted, checked, fenced, measured, program_of
+from agent import budget, journal, loop, runs
+from agent.providers import Call, Turn
 from verifier.report import Rejected
 from verifier.verify import Verdict
 
@@ -265,10 +266,17 @@ def note(text):
     os.close(descriptor)
 
 class Asked(Scripted):
-    def next_turn(self, system, messages, **options):
+    def next_turn(self, system, messages, *, meter, **options):
+        meter.reserve("claude-opus-5-5", 1000, 500)
         turn = super().next_turn(system, messages, **options)
         note(f"asked {{(len(messages) + 1) // 2}}")
         return turn
+
+LEDGER = ("reserved", "settled")
+LOOKING = Turn("I look.", USAGE, "Ada via a script", "tool_use", (
+    Call("1", "check", {{"source": BROKEN}}),
+    Call("2", "propose_tip", {{"lesson": "Give gemm two operands.", "failed": "trace/call", "fix": "two"}}),
+))
 
 def check(spec, source, **options):
     note("checked")
@@ -287,21 +295,23 @@ def killed():
 def run_until(point):
     real, loop.check = journal.Journal.once, check
     def once(self, key, kind, produce):
-        new = key not in [e.key for e in self.events()]
+        new = key not in [e.key for e in self.events()] and (kind in LEDGER) == point.endswith("reserved")
         def produced():
             payload = produce()
-            if point == "before":
+            if new and point.startswith("before"):
                 killed()
             return payload
         payload = real(self, key, kind, produced)
-        if new and point == "after":
+        if new and point.startswith("after"):
             killed()
         return payload
     journal.Journal.once = once
     run = runs.reopen(name)
-    provider = Asked([fenced(BROKEN), "no code", fenced(TOY_KERNEL)])
+    provider = Asked([LOOKING, fenced(BROKEN), "no code", fenced(TOY_KERNEL)])
     outcome = loop.Loop(run.journal, run.spec, run.text, provider, Notes(), measure=measure).run()
     note(f"{{outcome.report.status}} {{outcome.authorship.attempts}} {{outcome.usage.input_tokens}}")
+    spent = budget.spent(run.journal.events())
+    note(f"{{spent.uncertain_tokens}} of {{spent.tokens}} tokens uncertain")
 
 for line in sys.stdin:
     child = os.fork()
@@ -314,7 +324,10 @@ for line in sys.stdin:
             os._exit(1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-EVENTS = ["prompt", "answer/1", "report/1", "answer/2", "report/2", "answer/3", "report/3", "measurement/3"]
+EVENTS = [
+    "prompt", "answer/1", "draft/1.1", "tip/1.2", "answer/2", "report/1", "answer/3", "report/2", "answer/4",
+    "report/3", "measurement/3",
+]  # fmt: skip
 
 
 @contextmanager
@@ -339,15 +352,26 @@ def test_killed_at_every_event_no_answered_turn_is_asked_again(
 ) -> None:
     started, log = begin(), tmp_path / "log"
     started.journal.close()
+
+    def kept() -> list[str]:
+        run = runs.reopen(started.name)
+        with run.journal:
+            return [key for key in keys(run) if not key.startswith("reserved/")]
+
     with processes(started.name, log) as process:
-        for done in range(len(EVENTS)):
-            for point, kept in (("before", EVENTS[:done]), ("after", EVENTS[: done + 1])):
+        for done, event in enumerate(EVENTS):
+            if event.startswith("answer/"):
+                for point in ("before reserved", "after reserved"):
+                    assert process(point) == -signal.SIGKILL
+                    assert kept() == EVENTS[:done]
+            for point, now in (("before", EVENTS[:done]), ("after", EVENTS[: done + 1])):
                 assert process(point) == -signal.SIGKILL
-                run = runs.reopen(started.name)
-                with run.journal:
-                    assert keys(run) == kept
+                assert kept() == now
         assert process("the end") == 0
     # Each step twice: the first was killed before its commit. Never thrice: the second was committed.
-    steps = ["asked 1", "checked", "asked 2", "asked 3", "checked", "measured"]
+    steps = ["asked 1", "checked", "asked 2", "checked", "asked 3", "asked 4", "checked", "measured"]
     twice = [said for step in steps for said in (step, step)]
-    assert log.read_text().splitlines() == [*twice, f"accepted 3 {3 * USAGE.input_tokens}"]
+    # Of a turn's three reservations one was answered. The others were lost after they were committed.
+    lost, answered = 4 * 2 * 1500, 4 * USAGE.total
+    ending = [f"accepted 3 {4 * USAGE.input_tokens}", f"{lost} of {lost + answered} tokens uncertain"]
+    assert log.read_text().splitlines() == twice + ending

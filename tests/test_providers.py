@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,37 @@ import pytest
 from fake_messages import FakeMessages, Reply
 
 from agent.journal import Journal
-from agent.providers import Message, Provider, ProviderError, Turn, Usage, make
+from agent.providers import FREE, Call, Message, Meter, Provider, ProviderError, Turn, Usage, make
+from agent.tools import TOOLS
 
 KEY = "sk-ant-secret-0123456789"
 ASK = [Message("user", "write a kernel")]
 TALK = [*ASK, Message("assistant", "def k(): ..."), Message("user", "line 3 is wrong")]
 USAGE = Usage(11, 7, 4000, 300)
-HALF = Usage(11, 1, 4000, 300)
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+@dataclass
+class Coin:
+    max_tokens: int
+    settled: Usage | None = None
+
+    def settle(self, usage: Usage) -> None:
+        self.settled = usage
+
+
+@dataclass
+class Purse:
+    """A meter that grants ``most`` tokens and keeps what it is asked for."""
+
+    most: int = 10**9
+    asked: list[tuple[str, int, int]] = field(default_factory=list)
+    charges: list[Coin] = field(default_factory=list)
+
+    def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Coin:
+        self.asked.append((model, input_tokens, max_tokens))
+        self.charges.append(Coin(min(max_tokens, self.most)))
+        return self.charges[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +62,15 @@ def claude(server: FakeMessages, **options: Any) -> Provider:
     return make("anthropic", **{**defaults, **options})
 
 
-def ask(*script: Reply, **options: Any) -> tuple[Turn | ProviderError, FakeMessages, str]:
+def ask(
+    *script: Reply, meter: Meter = FREE, **options: Any
+) -> tuple[Turn | ProviderError, FakeMessages, str]:
     """One turn against a scripted server: the turn or the error, the server, the text that was streamed."""
     streamed: list[str] = []
     result: Turn | ProviderError
     with FakeMessages(*script) as server:
         try:
-            result = claude(server, **options).next_turn("SYSTEM", ASK, on_text=streamed.append)
+            result = claude(server, **options).next_turn("SYSTEM", ASK, meter=meter, on_text=streamed.append)
         except ProviderError as error:
             result = error
     return result, server, "".join(streamed)
@@ -119,7 +146,9 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = server.requests
     assert first["model"] == "claude-of-the-environment"
     assert first["system"] == [{"type": "text", "text": "SYSTEM", "cache_control": {"type": "ephemeral"}}]
-    assert first["messages"] == [{"role": m.role, "content": m.text} for m in TALK]
+    texts: list[dict[str, Any]] = [{"type": "text", "text": m.text} for m in TALK]
+    texts[-1] |= CACHED
+    assert first["messages"] == [{"role": m.role, "content": [t]} for m, t in zip(TALK, texts, strict=True)]
     assert (first["max_tokens"], first["thinking"]) == (123, {"type": "adaptive"})
     assert first["output_config"] == {"effort": "high"}
     assert first["stream"] is True
@@ -137,41 +166,41 @@ def test_the_default_model_is_one_the_sdk_knows() -> None:
     assert DEFAULT_MODEL in get_args(get_args(Model)[0])
 
 
+# A fault, and whether it leaves a charge that nobody knows.
 PASSING = {
-    "429": (fake.status(429, "rate_limit_error", retry_after="3600"), Usage()),
-    "429, date": (fake.status(429, "rate_limit_error", retry_after="Fri, 01 Jan 2100 00:00:00 GMT"), Usage()),
-    "429, nonsense": (fake.status(429, "rate_limit_error", retry_after="nan"), Usage()),
-    "500": (fake.status(500, "api_error"), Usage()),
-    "529": (fake.status(529, "overloaded_error"), Usage()),
-    "overload in the stream": (fake.error_in_stream("overloaded_error"), HALF),
-    "cut off": (fake.cut_off, HALF),
-    "clean early end": (fake.ends_early, HALF),
-    "no JSON": (fake.not_json, HALF),
-    "out of order": (fake.out_of_order, HALF),
-    "a web page": (fake.a_web_page, Usage()),
+    "429": (fake.status(429, "rate_limit_error", retry_after="3600"), False),
+    "429, date": (fake.status(429, "rate_limit_error", retry_after="Fri, 01 Jan 2100 00:00:00 GMT"), False),
+    "429, nonsense": (fake.status(429, "rate_limit_error", retry_after="nan"), False),
+    "500": (fake.status(500, "api_error"), False),
+    "529": (fake.status(529, "overloaded_error"), False),
+    "overload in the stream": (fake.error_in_stream("overloaded_error"), True),
+    "cut off": (fake.cut_off, True),
+    "clean early end": (fake.ends_early, True),
+    "no JSON": (fake.not_json, True),
+    "out of order": (fake.out_of_order, True),
+    "a web page": (fake.a_web_page, True),
 }
 
 
 @pytest.mark.parametrize("name", PASSING)
 def test_a_fault_that_passes_is_tried_again(name: str) -> None:
-    fault, cost = PASSING[name]
-    began = time.monotonic()
-    result, server, streamed = ask(fault, fake.answer("here it is"), max_retry_after=0.05)
+    fault, uncertain = PASSING[name]
+    began, purse = time.monotonic(), Purse()
+    result, server, streamed = ask(fault, fake.answer("here it is"), meter=purse, max_retry_after=0.05)
     assert time.monotonic() - began < 30
     assert isinstance(result, Turn)
-    assert (result.text, result.usage) == ("here it is ", cost + USAGE)  # no half of the broken attempt
+    assert (result.text, result.usage) == ("here it is ", USAGE)  # no half of the broken attempt
     assert len(server.requests) == 2
     assert "asking again" in streamed
+    assert [c.settled for c in purse.charges] == [None if uncertain else Usage(), None]
 
 
 @pytest.mark.parametrize("name", PASSING)
 def test_a_fault_that_stays_is_given_up(name: str) -> None:
-    fault, cost = PASSING[name]
-    result, server, _ = ask(fault, fault, fault, fault, max_retry_after=0.02)
+    result, server, _ = ask(*[PASSING[name][0]] * 4, max_retry_after=0.02)
     assert refused(result).retryable
     assert "3 attempts" in str(result)
     assert len(server.requests) == 3
-    assert refused(result).usage == cost + cost + cost
 
 
 def test_retry_after_is_obeyed_up_to_the_cap() -> None:
@@ -223,9 +252,79 @@ def test_what_trying_again_cannot_mend(fault: Reply, remedy: str) -> None:
     assert len(server.requests) == 1
 
 
-def test_a_refused_answer_counts_what_it_cost() -> None:
-    result, _, _ = ask(fake.answer("half", "max_tokens", output_tokens=99))
-    assert refused(result).usage == Usage(11, 99, 4000, 300)
+def test_each_request_is_reserved_and_its_answer_shrinks_to_fit() -> None:
+    purse = Purse(most=2000)
+    _, server, _ = ask(fake.status(529, "overloaded_error"), fake.answer("a"), meter=purse, model="claude-m")
+    assert purse.asked == [("claude-m", fake.COUNTED, 32_000)] * 2
+    assert [r["max_tokens"] for r in server.requests] == [2000, 2000]
+    (counted,) = server.counted  # what is counted is what is sent
+    assert counted == {k: v for k, v in server.requests[0].items() if k not in ("max_tokens", "stream")}
+
+
+def test_an_answer_of_no_use_is_paid() -> None:
+    purse = Purse()
+    ask(fake.answer("half", "max_tokens", output_tokens=99), meter=purse)
+    assert [c.settled for c in purse.charges] == [Usage(11, 99, 4000, 300)]
+
+
+def test_what_was_never_sent_costs_nothing() -> None:
+    purse = Purse()
+    with FakeMessages() as server:
+        pass
+    with pytest.raises(ProviderError):
+        claude(server, retries=0).next_turn("SYSTEM", ASK, meter=purse)
+    assert [c.settled for c in purse.charges] == [Usage()]
+
+
+def test_tokens_that_cannot_be_counted_are_overrated() -> None:
+    purse = Purse()
+    with FakeMessages(fake.answer("a"), count=fake.status(500, "api_error")) as server:
+        claude(server).next_turn("SYSTEM " * 700, ASK, meter=purse)
+    assert 2450 < purse.asked[0][1] < 3000  # a token has more than two letters
+
+
+def test_a_model_is_asked_only_for_what_it_has() -> None:
+    with FakeMessages(fake.answer("a"), fake.answer("b"), model=fake.describes(False, 5000)) as server:
+        provider = claude(server)
+        provider.next_turn("SYSTEM", ASK)
+        provider.next_turn("SYSTEM", ASK)
+    assert all("thinking" not in r and r["max_tokens"] == 5000 for r in server.requests)
+    with FakeMessages(fake.answer("a"), model=fake.status(404, "not_found_error")) as server:
+        claude(server).next_turn("SYSTEM", ASK)
+    assert server.requests[0]["thinking"] == {"type": "adaptive"}
+
+
+def test_tools_are_offered_and_their_use_is_repeated_with_its_thinking() -> None:
+    calls = (("check", {"source": "a = 1"}), ("read", {"page": "per_row"}))
+    with FakeMessages(fake.uses(*calls, text="let me see", thinking="hm"), fake.answer("done")) as server:
+        provider = claude(server)
+        turn = provider.next_turn("SYSTEM", ASK, tools=TOOLS)
+        said = Message(
+            "user", "fine", ({"type": "tool_result", "tool_use_id": "toolu_1", "content": "fine"},)
+        )
+        talk = [*ASK, Message("assistant", turn.text, turn.blocks), said]
+        assert provider.next_turn("SYSTEM", talk, tools=TOOLS).text == "done "
+    assert turn.calls == (Call("toolu_1", *calls[0]), Call("toolu_2", *calls[1]))
+    assert (turn.text, turn.stop_reason, turn.usage) == ("let me see ", "tool_use", USAGE)
+    assert Turn.from_json(turn.to_json()) == turn
+    first, second = server.requests
+    assert [t["name"] for t in first["tools"]] == [t.name for t in TOOLS]
+    assert first["tools"] == second["tools"] and first["system"] == second["system"]
+    assert second["messages"][1] == {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "let me see "},
+            {"type": "thinking", "thinking": "hm", "signature": "s1"},
+            {"type": "tool_use", "id": "toolu_1", "name": "check", "input": {"source": "a = 1"}},
+            {"type": "tool_use", "id": "toolu_2", "name": "read", "input": {"page": "per_row"}},
+        ],
+    }
+    assert second["messages"][2]["content"] == [{**said.blocks[0], **CACHED}]
+
+
+def test_a_tool_s_input_that_was_cut_is_no_use_of_it() -> None:
+    result, _, _ = ask(fake.uses(("submit", {"source": "a = 1"}), cut=True))
+    assert "cut off at 32000 tokens" in str(refused(result))
 
 
 def test_a_refusal_says_why() -> None:

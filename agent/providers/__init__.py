@@ -7,16 +7,21 @@ Each provider's module, and the SDK it needs, is imported when `make` is asked f
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 __all__ = [
+    "FREE",
     "PROVIDERS",
+    "Call",
+    "Charge",
     "Message",
+    "Meter",
     "OnText",
     "Provider",
     "ProviderError",
+    "Tool",
     "Turn",
     "Usage",
     "make",
@@ -36,10 +41,32 @@ PROVIDERS = {
 
 @dataclass(frozen=True)
 class Message:
-    """One message of the conversation; the first is the user's, and the roles alternate."""
+    """One message of the conversation; the first is the user's, and the roles alternate.
+
+    ``blocks``: the message as the provider's API has it, where that is more than its text (tool calls, their
+    results, thinking)."""
 
     role: Literal["user", "assistant"]
     text: str
+    blocks: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What an author may use before it answers; ``schema`` is its input's, as JSON Schema."""
+
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An answer's use of a tool."""
+
+    id: str
+    name: str
+    input: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,23 +86,34 @@ class Usage:
             self.cache_write_tokens + other.cache_write_tokens,
         )
 
+    @property
+    def total(self) -> int:
+        return self.given + self.output_tokens
+
+    @property
+    def given(self) -> int:
+        """What was read: anew, from the cache and into it."""
+        return self.input_tokens + self.cache_read_tokens + self.cache_write_tokens
+
 
 @dataclass(frozen=True)
 class Turn:
     """One finished assistant turn; never a truncated one.
 
-    `author` says who wrote it and how it came here, such as "claude-opus-5-5 via anthropic". `usage` covers
-    all attempts that this turn took.
+    `author` says who wrote it and how it came here, such as "claude-opus-5-5 via anthropic". `usage` is its
+    own: requests that failed before are the meter's. `blocks`: as in Message.
     """
 
     text: str
     usage: Usage
     author: str
     stop_reason: str
+    calls: tuple[Call, ...] = ()
+    blocks: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The payload of a journal's "answer" event."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value or key not in ("calls", "blocks")}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Turn:
@@ -85,9 +123,48 @@ class Turn:
                 raise ValueError(f"an answer needs {field!r} as a string, not {data.get(field)!r}")
         usage = data.get("usage", {})
         try:
-            return cls(data["text"], Usage(**usage), data["author"], data["stop_reason"])
+            spent = Usage(**usage)
         except TypeError:
             raise ValueError(f"an answer's 'usage' holds token counts by name, not {usage!r}") from None
+        try:
+            calls = tuple(Call(**call) for call in data.get("calls", ()))
+        except TypeError:
+            raise ValueError(f"an answer's 'calls' are id, name and input, not {data['calls']!r}") from None
+        blocks = tuple(data.get("blocks", ()))
+        return cls(data["text"], spent, data["author"], data["stop_reason"], calls, blocks)
+
+
+class Charge(Protocol):
+    """One request's reservation. The turn's usage settles that of the request which gave it; any other stays
+    charged, for nobody knows what it cost, unless it is settled."""
+
+    @property
+    def max_tokens(self) -> int:
+        """What the answer may have: at most what was asked for."""
+        ...
+
+    def settle(self, usage: Usage) -> None: ...
+
+
+class Meter(Protocol):
+    """What each request is paid from, those that fail and are tried again included."""
+
+    def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge: ...
+
+
+@dataclass(frozen=True)
+class _Unpaid:
+    max_tokens: int
+
+    def settle(self, usage: Usage) -> None: ...
+
+
+class _Free:
+    def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
+        return _Unpaid(max_tokens)
+
+
+FREE: Meter = _Free()
 
 
 class Provider(Protocol):
@@ -95,18 +172,29 @@ class Provider(Protocol):
 
     name: str
 
-    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
+    def next_turn(
+        self,
+        system: str,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        meter: Meter = FREE,
+        on_text: OnText | None = None,
+    ) -> Turn:
         """The turn that follows `messages`.
 
         `system` is the prompt's stable prefix, the same in every call of a run, so that it can be cached.
-        `on_text` receives text as it arrives, for a person to watch; only the returned turn counts.
+        `tools` are there to use, for a provider that can. `meter` pays; a provider that cannot count before
+        it asks leaves it alone, and its turn's usage is what was spent. `on_text` receives text as it
+        arrives, for a person to watch; only the returned turn counts.
         Raises ProviderError when there is no whole answer.
         """
         ...
 
 
 class ProviderError(Exception):
-    """No answer. `retryable`: asking the same again later may succeed; `usage`: what it cost all the same."""
+    """No answer. `retryable`: asking the same again later may succeed; `usage`: what it cost all the same,
+    where no meter paid."""
 
     def __init__(self, message: str, remedy: str, *, retryable: bool = False, usage: Usage | None = None):
         super().__init__(f"{message}; {remedy}")

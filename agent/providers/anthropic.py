@@ -10,23 +10,37 @@ is raised at once with its remedy.
 from __future__ import annotations
 
 import email.utils
+import json
 import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import anthropic
 import httpx2
 from anthropic.lib.streaming import MessageStream
-from anthropic.types import MessageParam
 
-from agent.providers import Message, OnText, ProviderError, Turn, Usage
+from agent.providers import (
+    FREE,
+    Call,
+    Charge,
+    Message,
+    Meter,
+    OnText,
+    ProviderError,
+    Tool,
+    Turn,
+    Usage,
+)
 
 DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
 
+CACHED = {"type": "ephemeral"}
+ASIDE = 15.0  # seconds for what can be done without: counting, and describing the model
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 # what the SDK's parser raises on a stream that is no Messages stream: there is no common type
@@ -40,12 +54,12 @@ class _Fault:
     message: str
     remedy: str
     retryable: bool
-    usage: Usage = Usage()
     retry_after: float = 0.0
 
 
 class Anthropic:
-    """Claude by the Messages API, with adaptive thinking and the system prompt cached.
+    """Claude by the Messages API, with adaptive thinking where the model has it; prefix and conversation are
+    cached.
 
     `model`: or CODA_AGENT_MODEL, or the default. `max_tokens` bounds one answer, thinking included. `effort`
     and `thinking=False` are for models that take them. `api_key`: or ANTHROPIC_API_KEY. `timeout`: seconds of
@@ -76,6 +90,7 @@ class Anthropic:
         self._optional: dict[str, Any] = {"thinking": {"type": "adaptive"}} if thinking else {}
         if effort:
             self._optional["output_config"] = {"effort": effort}
+        self._learned = False
         self._retries = retries
         self._backoff = backoff
         self._max_retry_after = max_retry_after
@@ -86,70 +101,125 @@ class Anthropic:
             max_retries=0,
         )
 
-    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
-        """One whole answer, its usage summed over the attempts. Raises ProviderError as the module says."""
+    def next_turn(
+        self,
+        system: str,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        meter: Meter = FREE,
+        on_text: OnText | None = None,
+    ) -> Turn:
+        """One whole answer. Raises ProviderError as the module says."""
         say = on_text or (lambda text: None)
-        spent, attempts = Usage(), 0
+        self._learn()
+        request = self._request(system, messages, tools)
+        read = self._count(request)
+        attempts = 0
         while True:
-            result = self._attempt(system, messages, say)
-            spent, attempts = spent + result.usage, attempts + 1
+            charge = meter.reserve(self.model, read, self._max_tokens)
+            result = self._attempt(request, charge, say)
+            attempts += 1
             if isinstance(result, Turn):
-                return replace(result, usage=spent)
+                return result
             if not result.retryable or attempts > self._retries:
                 # raised here, with no SDK exception as its context: one may hold the key in a header
-                raise self._error(result, attempts, spent)
+                raise self._error(result, attempts)
             wait = self._wait(attempts, result.retry_after)
             say(f"\n[{self._scrub(result.message)}; asking again in {wait:.0f} s]\n")
             time.sleep(wait)
 
-    def _attempt(self, system: str, messages: Sequence[Message], say: OnText) -> Turn | _Fault:
+    def _request(self, system: str, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
+        """Everything but the answer's length. Two marks for the cache: the prefix that all runs share, and
+        the conversation, which the next request repeats."""
+        conversation = [(m.role, _blocks(m)) for m in messages]
+        conversation[-1][1][-1]["cache_control"] = CACHED
+        request: dict[str, Any] = {
+            "model": self.model,
+            "system": [{"type": "text", "text": system, "cache_control": CACHED}],
+            "messages": [{"role": role, "content": content} for role, content in conversation],
+            **self._optional,
+        }
+        if tools:
+            request["tools"] = [
+                {"name": t.name, "description": t.description, "input_schema": dict(t.schema)} for t in tools
+            ]
+        return request
+
+    def _learn(self) -> None:
+        """What the model can do, asked once: thinking that it lacks would be refused. One that the API does
+        not describe is taken to have what today's models have."""
+        if self._learned:
+            return
+        self._learned = True
+        with suppress(anthropic.APIError, httpx2.RequestError, *_MALFORMED):
+            model = self._client.models.retrieve(self.model, timeout=ASIDE)
+            if model.capabilities and not model.capabilities.thinking.types.adaptive.supported:
+                self._optional.pop("thinking", None)
+            self._max_tokens = min(self._max_tokens, model.max_tokens or self._max_tokens)
+
+    def _count(self, request: dict[str, Any]) -> int:
+        """Tokens of a request, as the API counts them; where it does not, more than they can be."""
+        try:
+            return self._client.messages.count_tokens(**request, timeout=ASIDE).input_tokens
+        except (anthropic.APIError, httpx2.RequestError, *_MALFORMED):
+            return len(json.dumps(request)) // 2
+
+    def _attempt(self, request: dict[str, Any], charge: Charge, say: OnText) -> Turn | _Fault:
+        """One request. It is settled where its cost is known, else it stays charged."""
         stream: MessageStream[None] | None = None
         try:
-            with self._client.messages.stream(
-                model=self.model,
-                max_tokens=self._max_tokens,
-                system=[{"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}],
-                messages=[cast(MessageParam, {"role": m.role, "content": m.text}) for m in messages],
-                **self._optional,
-            ) as stream:
-                started = _drain(stream, say)
-                return self._judge(stream) if started else _broken("the response holds no message")
+            with self._client.messages.stream(max_tokens=charge.max_tokens, **request) as stream:
+                if not _drain(stream, say):
+                    return _broken("the response holds no message")
+                result = self._judge(stream.get_final_message(), charge.max_tokens)
+                if isinstance(result, _Fault) and not result.retryable:  # whole, and of no use
+                    charge.settle(_usage(stream.get_final_message()))
+                return result
         except anthropic.APIStatusError as error:
-            return _status_fault(error, _spent(stream))
+            if stream is None:  # refused before it began
+                charge.settle(Usage())
+            return _status_fault(error)
         except anthropic.APIConnectionError as error:  # before the stream; its own text names no cause
+            if isinstance(error.__cause__, httpx2.ConnectError):  # it was never sent
+                charge.settle(Usage())
             return _broken(f"no connection: {_name(error.__cause__ or error)}")
         except httpx2.RequestError as error:
-            return _broken(f"the stream broke: {_name(error)}", _spent(stream))
+            return _broken(f"the stream broke: {_name(error)}")
         except _MalformedStream as error:
-            return _broken(f"the stream is malformed: {error}", _spent(stream))
+            return _broken(f"the stream is malformed: {error}")
 
-    def _judge(self, stream: MessageStream[None]) -> Turn | _Fault:
+    def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | _Fault:
         """What to make of a stream that came to its end."""
-        message, usage = stream.get_final_message(), _spent(stream)
+        usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
+        calls = tuple(Call(b.id, b.name, dict(b.input)) for b in message.content if b.type == "tool_use")
+        author = f"{message.model} via anthropic"
         match message.stop_reason:
+            case "tool_use" if calls:
+                return Turn(text, usage, author, message.stop_reason, calls, _kept(message))
             case "end_turn" | "stop_sequence" if text.strip():
-                return Turn(text, usage, f"{message.model} via anthropic", message.stop_reason)
+                return Turn(text, usage, author, message.stop_reason)
             case "end_turn" | "stop_sequence":
-                return _Fault("the answer holds no text", "resume the run to ask again", False, usage)
+                return _Fault("the answer holds no text", "resume the run to ask again", False)
             case None:
-                return _broken("the stream ended in the middle of the answer", usage)
+                return _broken("the stream ended in the middle of the answer")
             case "max_tokens":
-                cut = f"the answer was cut off at {self._max_tokens} tokens, thinking included"
-                return _Fault(cut, "raise --max-tokens in a new run", False, usage)
+                cut = f"the answer was cut off at {max_tokens} tokens, thinking included"
+                remedy = "raise --max-tokens in a new run, or what is left of the budget"
+                return _Fault(cut, remedy, False)
             case "refusal":
                 details = message.stop_details
                 reason = (details.explanation or details.category) if details else None
                 refused = f"{message.model} refused to answer" + (f" ({reason})" if reason else "")
-                return _Fault(
-                    refused, "reword the spec's hints, or choose another --model, in a new run", False, usage
-                )
+                remedy = "reword the spec's hints, or choose another --model, in a new run"
+                return _Fault(refused, remedy, False)
             case "model_context_window_exceeded":
                 full = f"the conversation is longer than {message.model} can read"
-                return _Fault(full, "start a new run, or allow fewer rounds", False, usage)
+                return _Fault(full, "start a new run, or allow fewer rounds", False)
             case other:
                 odd = f"the answer ended with stop_reason {other!r}, which no request here leads to"
-                return _Fault(odd, "choose another --model in a new run", False, usage)
+                return _Fault(odd, "choose another --model in a new run", False)
 
     def _wait(self, attempts: int, retry_after: float) -> float:
         """Seconds before the next attempt; the jitter keeps parallel runs from returning in step."""
@@ -157,9 +227,9 @@ class Anthropic:
             return min(retry_after, self._max_retry_after)
         return min(self._backoff * 2 ** (attempts - 1), self._max_retry_after) * random.uniform(0.75, 1.0)
 
-    def _error(self, fault: _Fault, attempts: int, spent: Usage) -> ProviderError:
+    def _error(self, fault: _Fault, attempts: int) -> ProviderError:
         message = self._scrub(fault.message) + (f" ({attempts} attempts)" if attempts > 1 else "")
-        return ProviderError(message, fault.remedy, retryable=fault.retryable, usage=spent)
+        return ProviderError(message, fault.remedy, retryable=fault.retryable)
 
     def _scrub(self, text: str) -> str:
         return text.replace(self._key, "[key]")
@@ -173,6 +243,27 @@ def _check_key(key: str) -> str:
     if not all("!" <= character <= "~" for character in key):  # else the HTTP client quotes it in an error
         raise ProviderError("the API key holds characters that no key has", remedy)
     return key
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    return [dict(block) for block in message.blocks] or [{"type": "text", "text": message.text}]
+
+
+def _kept(message: anthropic.types.Message) -> tuple[dict[str, Any], ...]:
+    """An answer's blocks as the next request has to repeat them: thinking that led to a call is signed."""
+    return tuple(
+        {field: getattr(block, field) for field in ("type", *_REPEATED[block.type])}
+        for block in message.content
+        if block.type in _REPEATED
+    )
+
+
+_REPEATED = {
+    "text": ("text",),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": ("data",),
+    "tool_use": ("id", "name", "input"),
+}
 
 
 class _MalformedStream(Exception):
@@ -197,14 +288,8 @@ def _events(stream: MessageStream[None]) -> Iterator[Any]:
         raise _MalformedStream(_name(error)) from error
 
 
-def _spent(stream: MessageStream[None] | None) -> Usage:
-    """What the server has counted so far; zero where no message began."""
-    if stream is None:
-        return Usage()
-    try:
-        usage = stream.current_message_snapshot.usage
-    except (AssertionError, AttributeError):  # the SDK asserts that a message began
-        return Usage()
+def _usage(message: anthropic.types.Message) -> Usage:
+    usage = message.usage
     return Usage(
         usage.input_tokens,
         usage.output_tokens,
@@ -213,11 +298,11 @@ def _spent(stream: MessageStream[None] | None) -> Usage:
     )
 
 
-def _broken(message: str, usage: Usage | None = None) -> _Fault:
-    return _Fault(message, "check the network and resume the run", True, usage or Usage())
+def _broken(message: str) -> _Fault:
+    return _Fault(message, "check the network and resume the run", True)
 
 
-def _status_fault(error: anthropic.APIStatusError, usage: Usage) -> _Fault:
+def _status_fault(error: anthropic.APIStatusError) -> _Fault:
     """An error the server reported, before the stream or (with status 200) inside it."""
     status = error.status_code
     kind = error.type or "error"
@@ -225,8 +310,8 @@ def _status_fault(error: anthropic.APIStatusError, usage: Usage) -> _Fault:
     headers = error.response.headers
     passing = status in (408, 409, 429) or status >= 500 or (status == 200 and kind in _PASSING)
     if {"true": True, "false": False}.get(headers.get("x-should-retry", ""), passing):
-        return _Fault(message, "resume the run later", True, usage, _retry_after(headers))
-    return _Fault(message, _REMEDIES.get(status, "see the API's message"), False, usage)
+        return _Fault(message, "resume the run later", True, _retry_after(headers))
+    return _Fault(message, _REMEDIES.get(status, "see the API's message"), False)
 
 
 #: errors inside a stream that pass with time

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agent.providers import Message, OnText, ProviderError, Turn, Usage
+from agent.providers import FREE, Message, Meter, OnText, ProviderError, Tool, Turn, Usage
 from primitives import children
 
 WITHHELD = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
@@ -42,7 +42,15 @@ class ClaudeCode:
         self._command += ["--setting-sources", "", *(["--model", model] if model else [])]
         self._time_limit = time_limit
 
-    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
+    def next_turn(
+        self,
+        system: str,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        meter: Meter = FREE,
+        on_text: OnText | None = None,
+    ) -> Turn:
         """The command's answer, whole at its end. Raises ProviderError where it is logged out, refuses, fails
         or takes too long."""
         say = on_text or (lambda text: None)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.providers import Message, OnText, ProviderError, Turn, Usage, turn_number
+from agent.providers import FREE, Message, Meter, OnText, ProviderError, Tool, Turn, Usage, turn_number
 from primitives.files import write_atomic
 
 
@@ -44,7 +44,15 @@ class Handoff:
         self._settle = settle
         self._poll = poll
 
-    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
+    def next_turn(
+        self,
+        system: str,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        meter: Meter = FREE,
+        on_text: OnText | None = None,
+    ) -> Turn:
         """The content of the answer file; usage is unknown and counts as zero.
 
         An answer that is already there is used without writing its prompt again. Raises ProviderError on the

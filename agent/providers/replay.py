@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agent.journal import Event, JournalError, read_export
-from agent.providers import Message, OnText, ProviderError, Turn, turn_number
+from agent.providers import FREE, Message, Meter, OnText, ProviderError, Tool, Turn, turn_number
 
 
 class Replay:
@@ -35,7 +35,15 @@ class Replay:
             message = f"{self._path}: event {event.seq}: {error}"
             raise ProviderError(message, "export the run again") from error
 
-    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
+    def next_turn(
+        self,
+        system: str,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        meter: Meter = FREE,
+        on_text: OnText | None = None,
+    ) -> Turn:
         """The recorded turn. Raises ProviderError when the run asks for more than was recorded."""
         number = turn_number(messages)
         if not 1 <= number <= len(self._turns):

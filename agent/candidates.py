@@ -1,0 +1,205 @@
+"""Several candidates of one spec at once: each is a run of its own, in a process of its own.
+
+They share nothing but the GPU, one at a time, so what stops or kills one leaves the others alone, and each
+can be resumed, reviewed and accepted by its name. What a person sees of them is read from their journals.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent import history
+from agent.runs import runs_dir
+from primitives import children
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+#: A child that ends with its parent, for an orphan would go on spending, and at our word: a shell has what it
+#: starts in the background ignore that.
+RESUME = """
+import signal, sys
+from primitives import children
+children.die_with(int(sys.argv.pop(1)))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from agent.cli import main
+main()
+"""
+LOG = "log.txt"  # in a run's folder: what its process says
+GRACE = 20.0  # seconds for a candidate that is told to stop
+TICK = 0.25
+STOP_ALL = "q"
+RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # the best first
+
+
+@dataclass
+class Candidate:
+    """One of them; ``number`` is also the key that stops it."""
+
+    number: int
+    run: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def running(self) -> bool:
+        return not children.ended(self.process)
+
+    def says(self) -> str:
+        """The last line that its process said."""
+        with (runs_dir() / self.run / LOG).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 400))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def stop(self) -> None:
+        """As Ctrl-C would: its journal has all that was received."""
+        if self.running:
+            self.process.send_signal(signal.SIGINT)
+
+
+@contextmanager
+def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Candidate]]:
+    """Processes that resume these runs, with ``arguments`` of ``resume``. They end with the block."""
+    with ExitStack() as stack:
+        found = []
+        for number, name in enumerate(names, 1):
+            log = stack.enter_context((runs_dir() / name / LOG).open("ab"))
+            command = [sys.executable, "-c", RESUME, str(os.getpid()), "resume", name, *arguments]
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is told to it once, by us
+                env=os.environ | {"PYTHONPATH": _paths()},
+            )
+            stack.callback(children.end, process)
+            found.append(Candidate(number, name, process))
+        yield found
+
+
+def attend(candidates: Sequence[Candidate], console: Console) -> list[history.Past]:
+    """Show them until all have ended; how each stands then, the best first. On a terminal a candidate's
+    number stops it and q stops all; Ctrl-C stops all anywhere."""
+    try:
+        _watch(candidates, console)
+    except KeyboardInterrupt:
+        _stop(candidates)
+        raise
+    return sorted(_standing(candidates), key=_merit)
+
+
+def _watch(candidates: Sequence[Candidate], console: Console) -> None:
+    from rich.live import Live
+
+    if not console.is_terminal:
+        _tell(candidates, console)
+        return
+    with _keys() as pressed, Live(table(candidates), console=console, auto_refresh=False) as live:
+        while any(c.running for c in candidates):
+            for key in pressed():
+                _stop([c for c in candidates if key in (str(c.number), STOP_ALL)])
+            live.update(table(candidates), refresh=True)
+        live.update(table(candidates), refresh=True)
+
+
+def _tell(candidates: Sequence[Candidate], console: Console) -> None:
+    """Plain lines: what changes."""
+    told: dict[int, str] = {}
+    while True:
+        going = any(c.running for c in candidates)
+        for candidate in candidates:
+            words = candidate.says()
+            if words and words != told.get(candidate.number):
+                told[candidate.number] = words
+                console.print(f"{candidate.number}: {words}", markup=False)
+        if not going:
+            return
+        time.sleep(TICK)
+
+
+def table(candidates: Sequence[Candidate]) -> Table:
+    """A row a candidate: how it stands, what it has spent, how fast it is."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from agent.render import STYLE
+
+    made = Table(box=None, pad_edge=False, caption="a number stops that candidate, q stops all")
+    for heading in ("", "run", "status", "now"):
+        made.add_column(heading, no_wrap=True, overflow="ellipsis")
+    for heading in ("attempts", "tokens", "dollars", "speedup", "roofline"):
+        made.add_column(heading, justify="right")
+    for candidate, past in zip(candidates, _standing(candidates), strict=True):
+        now = candidate.says() if candidate.running else "ended"
+        made.add_row(
+            str(candidate.number),
+            Text(past.run),
+            Text(past.status, style=STYLE.get(past.status, "dim")),
+            Text(now[:60], style="dim"),
+            str(past.attempts),
+            f"{past.spent.tokens:,}",
+            history.dollars(past.spent),
+            f"{past.speedup:.3f}" if past.speedup else "",
+            f"{past.roofline:.0%}" if past.roofline else "",
+        )
+    return made
+
+
+def _standing(candidates: Sequence[Candidate]) -> list[history.Past]:
+    return [history.of(candidate.run) for candidate in candidates]
+
+
+def _merit(past: history.Past) -> tuple[int, float, int]:
+    """The smaller the better: what it came to, then how fast, then in how few attempts."""
+    return RANK.index(past.status), -(past.speedup or 0.0), past.attempts
+
+
+def _stop(candidates: Sequence[Candidate]) -> None:
+    for candidate in candidates:
+        candidate.stop()
+    deadline = time.monotonic() + GRACE
+    while any(c.running for c in candidates) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """A function that waits a moment and gives the keys pressed; without a keyboard it only waits."""
+    import termios
+    import tty
+
+    def wait() -> str:
+        time.sleep(TICK)
+        return ""
+
+    if not sys.stdin.isatty():
+        yield wait
+        return
+
+    def read() -> str:
+        ready, _, _ = select.select([sys.stdin], [], [], TICK)
+        return os.read(sys.stdin.fileno(), 64).decode("utf-8", "replace") if ready else ""
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)  # Ctrl-C still interrupts
+        yield read
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _paths() -> str:
+    root = str(Path(__file__).parent.parent)
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
