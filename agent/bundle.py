@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent import accept, runs
+from agent.loop import measurement, stands_at
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError, Schedule
 from primitives.lower import lower
@@ -36,7 +37,7 @@ from verifier.spec import Spec, SpecError, load
 from verifier.verify import Progress, identity
 
 if TYPE_CHECKING:
-    from verifier.measure import Options
+    from verifier.measure import Kept, Options
 
 FORMAT = 1
 T = TypeVar("T", bound=BaseModel)
@@ -53,8 +54,16 @@ class _File(BaseModel):
 Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
 
 
+class Rival(_File):
+    """An accepted kernel: its program, and its schedules by case and step."""
+
+    program: str
+    schedules: dict[str, dict[str, dict[str, Any]]]
+
+
 class Entry(_File):
-    """A checked kernel that awaits measurement. ``known``: by case, schedules that won before."""
+    """A checked kernel that awaits measurement. ``known``: by case, schedules that won before. ``kept``: the
+    run's accepted kernel, which this one is to beat."""
 
     run: str
     attempt: int
@@ -62,6 +71,7 @@ class Entry(_File):
     program: str
     identity: Identity
     known: dict[str, Schedules] = {}
+    kept: Rival | None = None
 
 
 class Bundle(_File):
@@ -107,9 +117,19 @@ def _entry(name: str) -> Entry:
             program=last["program"],
             identity=report.identity,
             known=_known(report.identity),
+            kept=_kept(events),
         )
     finally:
         run.journal.close()
+
+
+def _kept(events: Mapping[str, Any]) -> Rival | None:
+    number = stands_at(events)
+    found = measurement(events, number) if number else None
+    if not isinstance(found, Measured):
+        return None
+    schedules = {timing.case: timing.schedules for timing in found.timings}
+    return Rival(program=events[f"report/{number}"]["program"], schedules=schedules)
 
 
 def _known(identity: Identity) -> dict[str, Schedules]:
@@ -141,7 +161,8 @@ class _Pieces:
     @classmethod
     def of(cls, out: Path, entry: Entry, options: Options) -> _Pieces:
         """Those of this kernel, this spec's sizes and these options: of no other measurement."""
-        what = json.dumps([entry.identity.lowered_hash, entry.identity.spec_hash, asdict(options)])
+        rival = entry.kept.program if entry.kept else ""
+        what = json.dumps([entry.identity.lowered_hash, entry.identity.spec_hash, asdict(options), rival])
         name = f"{entry.identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
         return cls(_partial(out) / name)
 
@@ -175,6 +196,7 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
             progress=progress(entry.run),
             keep=_Pieces.of(out, entry, options),
             known=_schedules(path, entry),
+            kept=_rival(path, entry, spec),
         )
         results.append(
             Result(
@@ -199,6 +221,23 @@ def _schedules(path: Path, entry: Entry) -> dict[str, dict[int, list[Schedule]]]
     except (ProgramError, ValueError) as error:
         raise BundleError(
             f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"
+        ) from None
+
+
+def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
+    from verifier.measure import Kept
+
+    if entry.kept is None:
+        return None
+    try:
+        tuned = {
+            case: {int(step): Schedule.from_json(s) for step, s in steps.items()}
+            for case, steps in entry.kept.schedules.items()
+        }
+        return Kept(Program.from_json(entry.kept.program, spec.signature()), tuned)
+    except (ProgramError, ValueError) as error:
+        raise BundleError(
+            f"{path}: run {entry.run}: the kernel to beat is refused: {error}; bundle it again"
         ) from None
 
 

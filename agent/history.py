@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
+from agent.budget import Spent, spent
 from agent.journal import Event, JournalError, glance
-from agent.loop import last_verified, measurement
+from agent.loop import last_verified, measurement, stands_at
 from agent.providers import Turn, Usage
 from agent.runs import names, runs_dir
-from verifier.report import REPORT, joined
+from verifier.decision import BASELINE, CANDIDATE
+from verifier.report import REPORT, Accepted, Rejected, Timing, joined
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,11 +35,14 @@ class Past:
     started: str = ""
     ended: str = ""
     usage: Usage = Usage()
+    spent: Spent = Spent()
+    speedup: float | None = None  # over torch.compile, the geometric mean of the measured cases
+    roofline: float | None = None  # the share of it that the kernel reaches, likewise
 
 
 def past() -> list[Past]:
     """All runs, oldest first; one whose journal cannot be read among them."""
-    return [_past(name) for name in names()]
+    return [of(name) for name in names()]
 
 
 def as_dict(found: list[Past]) -> dict[str, Any]:
@@ -54,46 +59,73 @@ def as_table(found: list[Past]) -> Table:
     table.add_column("run", no_wrap=True, overflow="fold")  # to be copied whole
     for heading in ("status", "author"):
         table.add_column(heading)
-    for heading in ("attempts", "tokens in", "tokens out"):
+    for heading in ("attempts", "tokens in", "tokens out", "dollars"):
         table.add_column(heading, justify="right")
     for run in found:
         status = Text(run.status, style=STYLE.get(run.status, "dim"))
         if run.why:
             status.append(f" {run.why}", style="dim")
-        read = run.usage.input_tokens + run.usage.cache_read_tokens + run.usage.cache_write_tokens
-        figures = (str(run.attempts), f"{read:,}", f"{run.usage.output_tokens:,}")
-        table.add_row(Text(run.run), status, Text(run.author), *figures)
+        figures = (str(run.attempts), f"{run.usage.given:,}", f"{run.usage.output_tokens:,}")
+        table.add_row(Text(run.run), status, Text(run.author), *figures, dollars(run.spent))
+    whole = sum((run.usage for run in found), Usage())
+    table.add_section()
+    figures = (str(sum(run.attempts for run in found)), f"{whole.given:,}", f"{whole.output_tokens:,}")
+    spent = dollars(sum((run.spent for run in found), Spent()))
+    table.add_row(f"{len(found)} run(s)", "", "", *figures, spent, style="bold")
     return table
 
 
-def _past(name: str) -> Past:
+def dollars(spent: Spent) -> str:
+    """What was spent; ~ where part of it is uncertain."""
+    return f"{'~' if spent.uncertain_tokens else ''}{spent.dollars:.2f}" if spent.dollars else "–"
+
+
+def of(name: str) -> Past:
+    """One run; never an error."""
     try:
         header, events = glance(runs_dir() / name / "journal.db")
-        return _told(name, header, events)
+        return told(name, header, events)
     except JournalError as error:
         return Past(name, "unreadable", str(error))
-    except (ValidationError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):  # ValidationError among them
         return Past(name, "unreadable", "written by another version of coda-agent")
 
 
-def _told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
+def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
+    """A run by its journal. Raises ValueError, KeyError or TypeError for another version's."""
     payloads = {event.key: event.payload for event in events}
     turns = [Turn.from_json(p) for key, p in payloads.items() if key.startswith("answer/")]
     status, why = UNDECIDED, ""
-    last = last_verified(payloads)
-    if last is not None:
-        report = REPORT.validate_python(payloads[f"report/{last}"]["report"])
-        found = joined(report, measurement(payloads, last))
+    timings: tuple[Timing, ...] = ()
+    at = stands_at(payloads)
+    if at is not None:
+        report = REPORT.validate_python(payloads[f"report/{at}"]["report"])
+        found = joined(report, measurement(payloads, at))
         status = found.status
-        why = f"{found.gate}/{found.code}" if found.status == "rejected" else ""
+        why = f"{found.gate}/{found.code}" if isinstance(found, Rejected) else ""
+        timings = found.timings if isinstance(found, Accepted) else ()
     return Past(
         run=name,
         status=status,
         why=why,
         spec=str(header["spec"]),
         author=turns[-1].author if turns else str(header.get("author") or header["provider"]),
-        attempts=len(turns),
+        attempts=(last_verified(payloads) or 0) + _answered_since(events),
         started=events[0].time if events else "",
         ended=events[-1].time if events else "",
         usage=sum((turn.usage for turn in turns), Usage()),
+        spent=spent(events),
+        speedup=_mean(t.ratios[BASELINE].estimate for t in timings),
+        roofline=_mean(t.roofline_milliseconds / t.milliseconds[CANDIDATE] for t in timings),
     )
+
+
+def _answered_since(events: list[Event]) -> bool:
+    """Whether an answer awaits its report, or is part of one."""
+    kinds = [event.kind for event in events if event.kind in ("answer", "report")]
+    return kinds[-1:] == ["answer"]
+
+
+def _mean(ratios: Iterable[float]) -> float | None:
+    found = list(ratios)
+    return geometric_mean(found) if found else None

@@ -6,19 +6,20 @@ up where it was: an answer that was received is never asked for again.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
-from agent import prompt, tools
+from agent import improve, prompt, tools
 from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.journal import Journal, JournalError
 from agent.providers import Message, Provider, ProviderError, Turn, Usage, turn_number
-from primitives.ir import Program, ProgramError
+from primitives.ir import Program, ProgramError, Schedule
 from verifier.report import (
     MEASUREMENT,
     REPORT,
@@ -34,13 +35,18 @@ from verifier.spec import Spec
 from verifier.verify import check
 
 if TYPE_CHECKING:
-    from verifier.measure import Keep
+    from verifier.measure import Keep, Kept
 
 OTHER_VERSION = "the run's journal was written by another version of coda-agent; start a new run"
 PIECE = "piece"  # the kind of event that holds a part of a measurement
 CALLS = 12  # turns that only use tools, before an attempt without an answer is over
 BLOCK = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-Measure = Callable[[Spec, Program, "Keep"], Measurement]
+
+
+class Measure(Protocol):
+    """Runs the GPU gates; ``kept``: an accepted kernel that this one has to beat."""
+
+    def __call__(self, spec: Spec, program: Program, keep: Keep, kept: Kept | None) -> Measurement: ...
 
 
 class Listener(Protocol):
@@ -89,32 +95,44 @@ class Loop:
     measure: Measure | None = None
     weak_jail: bool = False
     limits: Limits = Limits()
+    improve: int = 0  # rounds to make an accepted kernel faster
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.journal, self.limits)
         self.desk = tools.Desk(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
-        """Go on until a kernel is accepted, checked with nothing here to measure it, or attempts or budget
-        are used up. Raises ProviderError when there is no answer to be had, OutOfBudget when it ends before
-        the first report, and JournalError."""
+        """Go on until a kernel is accepted and improved, checked with nothing here to measure it, or attempts
+        or budget are used up. A change is kept that beats the kernel before. Raises ProviderError when there
+        is no answer to be had, OutOfBudget when it ends before the first report, and JournalError."""
         first = self.opening()
-        messages = [Message("user", first.task)]
+        messages, limit = [Message("user", first.task)], self.attempts
         outcome: Outcome | None = None
+        kept: Outcome | None = None
         try:
-            for number in range(1, self.attempts + 1):
-                self.listener.attempt(number, self.attempts)
+            for number in itertools.count(1):
+                self.listener.attempt(number, limit)
                 turn, words = self._submitted(first.system, messages)
-                outcome = self._judged(number, turn)
-                if not isinstance(outcome.report, Rejected):
-                    break
-                messages.append(tools.results(turn, words, prompt.feedback(outcome.report)))
+                outcome = self._judged(number, turn, kept)
+                if isinstance(outcome.report, Checked):
+                    return outcome
+                if isinstance(outcome.report, Accepted):
+                    limit = limit if kept else number + self.improve
+                    kept = outcome
+                if number >= limit:
+                    return _ended(outcome, kept)
+                messages.append(tools.results(turn, words, self._reply(outcome, limit - number)))
         except OutOfBudget as ended:
             if outcome is None:
                 raise
-            outcome = replace(outcome, stopped=str(ended))
-        assert outcome is not None  # there is an attempt at least
-        return outcome
+            return _ended(outcome, kept, str(ended))
+        raise AssertionError("the attempts have a limit")
+
+    def _reply(self, outcome: Outcome, left: int) -> str:
+        if isinstance(outcome.report, Rejected):
+            return prompt.feedback(outcome.report)
+        assert isinstance(outcome.report, Accepted) and outcome.program is not None
+        return improve.words(self.spec, outcome.report, outcome.program, left)
 
     def opening(self) -> prompt.Prompt:
         """The prompt as the run began with it: what is learned meanwhile is for later runs."""
@@ -161,32 +179,40 @@ class Loop:
                 self.listener.tool(call.name, words[call.id])
         return words
 
-    def _judged(self, number: int, turn: Turn) -> Outcome:
+    def _judged(self, number: int, turn: Turn, kept: Outcome | None) -> Outcome:
         """Check on this machine, then measure here, or take a measurement that was imported."""
-        source = tools.submission(turn)
-        source = extract(turn.text) or "" if source is None else source
-        payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source))
+        submitted = tools.submission(turn)
+        source = extract(turn.text) or "" if submitted is None else submitted
+        text = turn.text if kept else ""  # schedules are for what is known to be right
+        payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
         report, program = _read(payload, self.spec)
         found = None
         if isinstance(report, Checked) and program is not None:
-            found = self._measured(number, program)
+            found = self._measured(number, program, kept)
         final = joined(report, found)
         self.listener.report(number, final)
         spent = used(answers({e.key: e.payload for e in self.journal.events()}))
         return Outcome(final, source, program, _authorship(self.journal, turn, number), spent)
 
-    def _check(self, source: str) -> dict[str, Any]:
+    def _check(self, source: str, schedules: str = "") -> dict[str, Any]:
         if not source:
             missing = Rejected(gate="trace", code="no_source", message="the answer holds no ```python block")
             return {"report": missing.model_dump(mode="json"), "program": None, "source": ""}
-        report, program = check(self.spec, source, weak_jail=self.weak_jail, progress=self.listener.gate)
+        try:
+            given = improve.schedules(schedules)
+        except ProgramError as error:
+            refused = Rejected(gate="trace", code=error.code, message=error.message)
+            return {"report": refused.model_dump(mode="json"), "program": None, "source": source}
+        report, program = check(
+            self.spec, source, schedules=given, weak_jail=self.weak_jail, progress=self.listener.gate
+        )
         return {
             "report": report.model_dump(mode="json"),
             "program": program.to_json() if program else None,
             "source": source,
         }
 
-    def _measured(self, number: int, program: Program) -> Measurement | None:
+    def _measured(self, number: int, program: Program, kept: Outcome | None) -> Measurement | None:
         before = measurement({e.key: e.payload for e in self.journal.events()}, number)
         if before is not None or self.measure is None:
             return before
@@ -196,13 +222,18 @@ class Loop:
             self.listener.text(f"not measured: {ended}\n")
             return None
         pieces, began = Pieces.of(self.journal, number), time.monotonic()
-        found = self.measure(self.spec, program, pieces)
+        found = self.measure(self.spec, program, pieces, as_kept(kept) if kept else None)
         payload = found.model_dump(mode="json") | {GPU_SECONDS: round(time.monotonic() - began, 1)}
         if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
             self.journal.once(pieces.void, "void", lambda: payload)
         else:
             self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
         return found
+
+
+def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
+    """The kernel that is kept, if any; what came after it was paid for all the same."""
+    return replace(kept or outcome, usage=outcome.usage, stopped=stopped)
 
 
 @dataclass(frozen=True)
@@ -228,9 +259,9 @@ class Pieces:
 
 
 def standing(journal: Journal, spec: Spec) -> Outcome | None:
-    """How a run stands by its journal: its last verified attempt, if there is one."""
+    """How a run stands by its journal: its accepted kernel, or its last verified attempt, if there is one."""
     events = {e.key: e.payload for e in journal.events()}
-    number = last_verified(events)
+    number = stands_at(events)
     if number is None:
         return None
     payload = events[f"report/{number}"]
@@ -256,6 +287,27 @@ def answers(events: Mapping[str, Any]) -> list[Turn]:
 
 def used(turns: Iterable[Turn]) -> Usage:
     return sum((turn.usage for turn in turns), Usage())
+
+
+def as_kept(outcome: Outcome) -> Kept:
+    """An accepted kernel, as it was tuned, for a change to beat."""
+    from verifier.measure import Kept
+
+    assert isinstance(outcome.report, Accepted) and outcome.program is not None
+    tuned = {
+        t.case: {int(k): Schedule.from_json(v) for k, v in t.schedules.items()}
+        for t in outcome.report.timings
+    }
+    return Kept(outcome.program, tuned)
+
+
+def stands_at(events: Mapping[str, Any]) -> int | None:
+    """The number of the attempt that a run stands at, by its payloads: the last accepted, as a change
+    that beats nothing is not, else the last verified."""
+    accepted = [
+        k for k, payload in events.items() if k.startswith("measurement/") and payload["status"] == "measured"
+    ]
+    return max((int(key.partition("/")[2]) for key in accepted), default=last_verified(events))
 
 
 def last_verified(events: Mapping[str, Any]) -> int | None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from verifier.report import GATES, Accepted, Checked, Gate, Rejected, Timing
 
 if TYPE_CHECKING:
+    from agent.budget import Spent
     from agent.loop import Outcome
 
 STYLE = {"accepted": "bold green", "checked": "bold cyan", "rejected": "bold red"}
@@ -27,6 +28,7 @@ class Watch:
         self._states: dict[str, str] = {}
         self._title = ""
         self._words = ""
+        self._spent = ""
 
     def __enter__(self) -> Watch:
         if self.console.is_terminal:
@@ -64,8 +66,16 @@ class Watch:
         if isinstance(report, Rejected):
             self.console.print(Text(f"  {report.gate}/{report.code}: {report.message}"))
 
+    def tool(self, name: str, words: str) -> None:
+        line = words.strip().splitlines()[0] if words.strip() else ""
+        self.console.print(Text(f"  {name}: {line[:100]}", style="dim"))
+
+    def spent(self, spent: Spent) -> None:
+        self._spent = str(spent)
+        self._update()
+
     def _view(self) -> Group:
-        rows: list[Any] = [Text(self._title, style="bold")]
+        rows: list[Any] = [Text(self._title, style="bold").append(f"  {self._spent}", style="dim")]
         if self._words.strip() and not self._states:
             rows.append(Text(self._words.strip().splitlines()[-1][-100:], style="dim"))
         for name in GATES:
@@ -188,8 +198,8 @@ def credits(outcome: Outcome) -> str:
     """Who wrote a kernel, in how many attempts, for how many tokens."""
     a, u = outcome.authorship, outcome.usage
     spent = (
-        f"tokens {u.input_tokens} in, {u.output_tokens} out, {u.cache_read_tokens} from the cache"
-        if u.input_tokens
+        f"tokens {u.given:,} in ({u.cache_read_tokens / u.given:.0%} from the cache), {u.output_tokens:,} out"
+        if u.given
         else "tokens not counted"
     )
     return f"written by {a.author} in {a.attempts} attempt(s), run {a.run}; {spent}"

@@ -14,6 +14,7 @@ from agent.journal import Journal, JournalError
 from primitives.files import write_atomic
 from verifier.spec import Spec, load
 
+STAMP = re.compile(r"-(\d{8}-\d{6})(?:-(\d+))?$")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 
 
@@ -66,17 +67,23 @@ def _claim(directory: Path, spec: str) -> bool:
     return True
 
 
-def reopen(name: str) -> Run:
-    """An existing run, with the spec as it was then. Raises JournalError for one that is not there, or
-    whose spec was edited since."""
+def folder(name: str) -> Path:
+    """The folder of an existing run, by its name or its folder. Raises JournalError."""
     given, name = Path(name), Path(name).name
     if not NAME.fullmatch(name) or not (runs_dir() / name).is_dir():
         known = ", ".join(names()[-5:]) or "none"
         raise JournalError(f"{runs_dir()}: there is no run {name!r}; the latest are: {known}")
     if given.is_dir() and given.resolve() != (runs_dir() / name).resolve():
         raise JournalError(f"{given} is no run of {runs_dir()}; set CODA_AGENT_RUNS to the folder it is in")
-    journal = Journal.open(runs_dir() / name / "journal.db")
-    path = runs_dir() / name / "spec.yaml"
+    return runs_dir() / name
+
+
+def reopen(name: str) -> Run:
+    """An existing run, with the spec as it was then. Raises JournalError for one that is not there, or
+    whose spec was edited since."""
+    directory = folder(name)
+    journal = Journal.open(directory / "journal.db")
+    path = directory / "spec.yaml"
     try:
         spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # checked when it started
         if spec.hash != journal.header["spec_hash"]:
@@ -84,12 +91,17 @@ def reopen(name: str) -> Run:
     except BaseException:
         journal.close()
         raise
-    return Run(name, journal, spec, text)
+    return Run(directory.name, journal, spec, text)
 
 
 def names() -> list[str]:
     """All runs, oldest first."""
     if not runs_dir().is_dir():
         return []
-    found = [p for p in runs_dir().iterdir() if (p / "journal.db").is_file()]
-    return [p.name for p in sorted(found, key=lambda p: (p.stat().st_ctime, p.name))]
+    return sorted((p.name for p in runs_dir().iterdir() if (p / "journal.db").is_file()), key=_age)
+
+
+def _age(name: str) -> tuple[str, int, str]:
+    """A run's start, and its place among those of that second: both are in its name."""
+    stamp = STAMP.search(name)
+    return (stamp[1], int(stamp[2] or 1), name) if stamp else ("", 0, name)

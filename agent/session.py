@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from agent.providers import Provider
     from agent.runs import Run
     from primitives.ir import Program
-    from verifier.measure import Keep, Options
+    from verifier.measure import Keep, Kept, Options
     from verifier.report import Measurement
     from verifier.spec import Spec
 
@@ -71,6 +71,7 @@ def author(
         measure,
         header["weak_jail"],
         Limits.from_json(header.get("limits", {}) | dict(limits or {})),
+        header.get("improve", 0),
     )
     return loop.run()
 
@@ -118,9 +119,9 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
     from primitives.compile import cache_dir
     from verifier.measure import measure as run_gates
 
-    def measure(spec: Spec, program: Program, keep: Keep) -> Measurement:
+    def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None) -> Measurement:
         with FileLock(cache_dir() / "gpu.lock"):  # two measurements at once would time each other
-            return run_gates(spec, program, options, progress=watch.gate, keep=keep)
+            return run_gates(spec, program, options, progress=watch.gate, keep=keep, kept=kept)
 
     return measure
 

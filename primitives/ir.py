@@ -320,7 +320,8 @@ class Program(NamedTuple):
                 )
             self._check_reading(node, lines[index] if lines else None)
         check_output_names(self.outputs, self.signature)
-        if any(step > sum(n.op == "gemm" for n in self.nodes) - 1 for step in self.schedule):
+        gemms = sum(node.op == "gemm" for node in self.nodes)
+        if not all(0 <= step < gemms for step in self.schedule):
             raise ProgramError(
                 "schedule", f"schedules for steps {sorted(self.schedule)}, but a step is a gemm, from 0"
             )

@@ -17,7 +17,8 @@ import operators
 from spec_files import write_changed
 
 from agent import runs
-from agent.providers import Message, OnText, Turn, Usage
+from agent.budget import Spent
+from agent.providers import Message, Turn, Usage
 from primitives.compile import Resources
 from primitives.ir import Program, Schedule
 from primitives.trace import trace_source
@@ -108,16 +109,16 @@ def write_toy(directory: Path, old: str = "", new: str = "") -> Path:
 class Scripted:
     """A provider that answers from a list, and keeps what it was asked. An exception is raised."""
 
-    answers: Sequence[str | BaseException]
+    answers: Sequence[str | Turn | BaseException]
     asked: list[tuple[str, list[Message]]] = field(default_factory=list)
     name: str = "scripted"
 
-    def next_turn(self, system: str, messages: Sequence[Message], *, on_text: OnText | None = None) -> Turn:
+    def next_turn(self, system: str, messages: Sequence[Message], **options: Any) -> Turn:
         self.asked.append((system, list(messages)))
         answer = self.answers[sum(m.role == "user" for m in messages) - 1]
         if isinstance(answer, BaseException):
             raise answer
-        return Turn(answer, USAGE, "Ada via a script", "end_turn")
+        return answer if isinstance(answer, Turn) else Turn(answer, USAGE, "Ada via a script", "end_turn")
 
 
 @dataclass
@@ -127,6 +128,8 @@ class Notes:
     attempts: list[int] = field(default_factory=list)
     gates: list[str] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
+    tools: list[str] = field(default_factory=list)
+    costs: list[Spent] = field(default_factory=list)
 
     def attempt(self, number: int, limit: int) -> None:
         self.attempts.append(number)
@@ -139,6 +142,12 @@ class Notes:
 
     def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
         self.reports.append(report.status)
+
+    def tool(self, name: str, words: str) -> None:
+        self.tools.append(name)
+
+    def spent(self, spent: Spent) -> None:
+        self.costs.append(spent)
 
 
 def resources(program: Program, *_: object) -> tuple[Resources, ...]:

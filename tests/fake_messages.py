@@ -164,8 +164,8 @@ def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "",
         handler.event("content_block_stop", index=0)
         index = 1
         if thinking:
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-            handler.event("content_block_start", index=index, content_block=block)
+            begun = {"type": "thinking", "thinking": "", "signature": ""}
+            handler.event("content_block_start", index=index, content_block=begun)
             handler.event(
                 "content_block_delta", index=index, delta={"type": "thinking_delta", "thinking": thinking}
             )
@@ -175,7 +175,7 @@ def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "",
             handler.event("content_block_stop", index=index)
             index += 1
         for number, (name, given) in enumerate(calls, 1):
-            block = {"type": "tool_use", "id": f"toolu_{number}", "name": name, "input": {}}
+            block: dict[str, Any] = {"type": "tool_use", "id": f"toolu_{number}", "name": name, "input": {}}
             handler.event("content_block_start", index=index, content_block=block)
             written = json.dumps(given)
             for part in (written[:9], written[9:] if not cut else ""):
@@ -184,8 +184,8 @@ def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "",
             handler.event("content_block_stop", index=index)
             index += 1
         reason = "max_tokens" if cut else "tool_use"
-        delta = {"stop_reason": reason, "stop_sequence": None}
-        handler.event("message_delta", delta=delta, usage={"output_tokens": 7})
+        ended = {"stop_reason": reason, "stop_sequence": None}
+        handler.event("message_delta", delta=ended, usage={"output_tokens": 7})
         handler.event("message_stop")
         handler.end_cleanly()
 

@@ -189,7 +189,7 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
     run = begin()
     measurements: list[Program] = []
 
-    def measure(spec: Spec, program: Program, keep: object) -> Measured | Rejected:
+    def measure(spec: Spec, program: Program, keep: object, kept: object = None) -> Measured | Rejected:
         measurements.append(program)
         return slow(spec) if len(measurements) == 1 else measured(spec, program)
 

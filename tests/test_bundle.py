@@ -31,7 +31,7 @@ from agent.bundle import BundleError
 from agent.journal import JournalError
 from agent.loop import Loop, standing
 from primitives.ir import Program, Schedule
-from verifier.measure import DEFAULT_ARMS, Keep, Known, Options
+from verifier.measure import DEFAULT_ARMS, Keep, Kept, Known, Options
 from verifier.report import Accepted, Measured, Rejected
 from verifier.spec import Spec
 
@@ -50,6 +50,7 @@ class Gpu:
         self.arms: list[tuple[str, ...]] = []
         self.programs: list[Program] = []
         self.known: list[Mapping[str, Known]] = []
+        self.kept: list[Kept | None] = []
         self.cut_before = ""
         self.verdict: Callable[[Spec, Program], Measured | Rejected] = measured
 
@@ -62,9 +63,11 @@ class Gpu:
         progress: Any,
         keep: Keep,
         known: Mapping[str, Known],
+        kept: Kept | None,
     ) -> Measured | Rejected:
         self.programs.append(program)
         self.known.append(known)
+        self.kept.append(kept)
         self.arms.append(options.arms)
         for case in spec.cases:
             progress("benchmark", f"case {case.name}")
@@ -144,6 +147,7 @@ def test_there_and_back(packed: tuple[str, Path], gpu: Gpu) -> None:
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.report.timings[0].ratios["torch.compile"].estimate == 1.3
     assert outcome.program == gpu.programs[0] == program_of(run.spec, TOY_KERNEL)
+    assert gpu.kept == [None]
 
 
 def test_importing_twice_changes_nothing(packed: tuple[str, Path], gpu: Gpu) -> None:

@@ -44,7 +44,10 @@ def test_the_last_attempt_counts_and_tokens_add_up(toy: Path) -> None:
     for number, answer in enumerate((BROKEN, TOY_KERNEL), 1):
         turn = Turn(fenced(answer), Usage(100, 10, 1000, 1), "Ada via a script", "end_turn").to_json()
         run.journal.once(f"answer/{number}", "answer", lambda turn=turn: turn)  # type: ignore[misc]
-    run.journal.once("report/1", "report", lambda: {"report": first, "program": None, "source": BROKEN})
+        if number == 1:
+            run.journal.once(
+                "report/1", "report", lambda: {"report": first, "program": None, "source": BROKEN}
+            )
     (found,) = history.past()  # while it is open here
     assert (found.status, found.why, found.attempts) == ("rejected", "trace/name", 2)
     assert found.usage == Usage(200, 20, 2000, 2) and found.author == "Ada via a script"

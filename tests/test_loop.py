@@ -50,7 +50,7 @@ def keys(run: runs.Run) -> list[str]:
     return [event.key for event in run.journal.events()]
 
 
-def fast(spec: Spec, program: Program, keep: object = None) -> Measured:
+def fast(spec: Spec, program: Program, keep: object = None, kept: object = None) -> Measured:
     return measured(spec, program)
 
 
@@ -145,14 +145,14 @@ def test_measured_here(begin: Callable[..., runs.Run]) -> None:
         assert standing(run.journal, run.spec) == outcome
 
 
-def _never(spec: Spec, program: Program, keep: object) -> Measured:
+def _never(spec: Spec, program: Program, keep: object, kept: object = None) -> Measured:
     raise AssertionError("measured again")
 
 
 def test_a_slow_kernel_is_fed_back(begin: Callable[..., runs.Run]) -> None:
     found = iter([slow, fast])
 
-    def measure(spec: Spec, program: Program, keep: object) -> Measured | Rejected:
+    def measure(spec: Spec, program: Program, keep: object, kept: object = None) -> Measured | Rejected:
         step = next(found)
         return step(spec) if step is slow else fast(spec, program)
 
@@ -285,7 +285,7 @@ def check(spec, source, **options):
     program = program_of(spec, source)
     return Verdict(checked(spec, program), program)
 
-def measure(spec, program, keep):
+def measure(spec, program, keep, kept):
     note("measured")
     return measured(spec, program)
 

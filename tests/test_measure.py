@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from authoring import TOY_KERNEL, program_of, write_toy
 
+from primitives.ir import Schedule
 from primitives.roofline import roofline
 from verifier import measure as measuring
 from verifier.gpu import Lost
-from verifier.measure import Options, measure
+from verifier.measure import Kept, Options, measure
 from verifier.proof import Job, clean, numerics, stability, tune
 from verifier.report import Measured, Rejected, Unmeasured
 from verifier.scoring import faults, score
@@ -53,6 +54,8 @@ class Workers:
             clean: lambda _: {"free_bytes": 1},
         }
         self.speedup = 1.5
+        self.gain = 1.1  # over a kernel before
+        self.kept: list[Job | None] = []
         self.faults: Iterator[list[str]] = itertools.repeat([])  # of the controls, one after the other
 
     def __call__(self, ahead: tuple[str, ...] = ()) -> Any:
@@ -65,9 +68,12 @@ class Workers:
         generator = random.Random(len(self.asked))
         own = 2e3 * roofline(job.program, job.sizes).seconds
         factors = {"torch.compile": self.speedup * generator.gauss(1, 0.002), "cuBLAS matmul": 0.9}
+        factors["the kernel before"] = self.gain
+        kept = ["the kernel before"] if race.kept else []
+        self.kept.append(race.kept)
         samples = {
             arm: [own * factors.get(arm, 1.0) * generator.gauss(1, 0.005) for _ in range(race.rounds)]
-            for arm in ("candidate", *race.arms)
+            for arm in ("candidate", *race.arms, *kept)
         }
         controls = {"controls": {"faults": next(self.faults)}} if race.controlled else {}
         return controls | {
@@ -244,6 +250,21 @@ def test_what_a_task_finds_wrong_is_that_gates_rejection(spec: Spec, workers: Wo
     found = run(spec)
     assert isinstance(found, Rejected) and (found.gate, found.code) == ("stability", "unstable")
     assert [g.gate for g in found.gates] == ["numerics"] and not workers.tasks("clean")
+
+
+def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, workers: Workers) -> None:
+    tuned = {case: {0: Schedule(swizzle=16)} for case in ("large", "wide")}
+    kept = Kept(program_of(spec, TOY_KERNEL), tuned)
+    found = run(spec, kept=kept)
+    assert isinstance(found, Measured)
+    assert all(t.ratios["the kernel before"].low > 1.05 for t in found.timings)
+    jobs = [job for job in workers.kept if job is not None]
+    assert len(jobs) == len(workers.kept) == 6
+    assert {(job.case, job.sizes["M"]) for job in jobs} == {("large", 4096), ("wide", 2048)}
+    assert all(job.schedules == ({0: Schedule(swizzle=16)},) for job in jobs)
+    workers.gain = 1.0
+    slower = run(spec, kept=kept)
+    assert isinstance(slower, Rejected) and slower.code == "no_faster"
 
 
 def test_slow_is_rejected_and_too_few_processes_accept_nothing(spec: Spec, workers: Workers) -> None:

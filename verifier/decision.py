@@ -15,6 +15,7 @@ from verifier.spec import Spec
 from verifier.verify import Failed
 
 CANDIDATE, BASELINE = "candidate", "torch.compile"
+KEPT = "the kernel before"  # which a change has to beat
 PROCESSES = 3  # for an acceptance: fewer tell nothing of the spread between processes
 
 Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
@@ -62,6 +63,7 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
                 f"{t.milliseconds[CANDIDATE]:.3f} ms against {t.milliseconds[BASELINE]:.3f} ms",
                 timings=[x.model_dump(exclude={"samples"}) for x in rows],
             )
+    _improvement(rows)
     for t in rows:
         if t.processes < PROCESSES or not t.cold:
             raise Void(
@@ -69,6 +71,16 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
                 f"least {PROCESSES} from a cold L2",
                 timings=[x.model_dump(exclude={"samples"}) for x in rows],
             )
+
+
+def _improvement(rows: Sequence[Timing]) -> None:
+    """Failed for a change of an accepted kernel that is slower than it anywhere, or faster nowhere."""
+    ratios = {t.case: t.ratios[KEPT] for t in rows if KEPT in t.ratios}
+    slower = [case for case, r in ratios.items() if r.high < 1]
+    if ratios and (slower or not any(r.low > 1 for r in ratios.values())):
+        told = ", ".join(f"{c}: {r.estimate:.3f}x [{r.low:.3f}, {r.high:.3f}]" for c, r in ratios.items())
+        why = f"it is slower on {', '.join(slower)}" if slower else "no case is faster beyond doubt"
+        raise Failed("no_faster", f"not kept, for {why}; its speed over that of {KEPT}: {told}")
 
 
 def _believable(program: Program, t: Timing) -> None:

@@ -61,6 +61,17 @@ class Options:
     sanitize: bool = False
 
 
+@dataclass(frozen=True)
+class Kept:
+    """An accepted kernel that a change has to beat, as it was tuned: schedules by case and step."""
+
+    program: Program
+    schedules: Mapping[str, Mapping[int, Schedule]]
+
+    def job(self, spec: Spec, case: Case) -> Job:
+        return Job(spec, self.program, case.name, case.sizes, (self.schedules[case.name],))
+
+
 class Keep(Protocol):
     """Where finished pieces of a measurement are kept, by name."""
 
@@ -76,9 +87,11 @@ def measure(
     progress: Progress = _silent,
     keep: Keep | None = None,
     known: Mapping[str, Known] | None = None,
+    kept: Kept | None = None,
 ) -> Measurement:
-    """Run the GPU gates on every case of the spec. ``known``: by case and step, schedules worth racing."""
-    session = _Session(spec, program, options or Options(), Gates(progress), keep, known or {})
+    """Run the GPU gates on every case of the spec. ``known``: by case and step, schedules worth racing.
+    ``kept``: what the decision asks it to be faster than, besides the baseline."""
+    session = _Session(spec, program, options or Options(), Gates(progress), keep, known or {}, kept)
     try:
         return session.run()
     except _Stop as stop:
@@ -99,6 +112,7 @@ class _Session:
     gates: Gates
     keep: Keep | None
     known: Mapping[str, Known]
+    kept: Kept | None
     prover: Worker | None = None
     scorers: dict[int, Worker] = field(default_factory=dict)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
@@ -173,7 +187,8 @@ class _Session:
 
     def _asked(self) -> str:
         """What a score is of: other arms or rounds are another one."""
-        what = json.dumps([self._arms(), self.options.rounds, self.options.cold])
+        rival = self.kept.program.hash if self.kept else ""
+        what = json.dumps([self._arms(), self.options.rounds, self.options.cold, rival])
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
@@ -260,7 +275,8 @@ class _Session:
     def _scored(self, process: int, case: Case, attempt: int | None = None) -> dict[str, Any]:
         """``attempt``: of a score with controls."""
         controlled = attempt is not None
-        race = Race(self._arms(), self.options.rounds, self.options.cold, controlled)
+        kept = self.kept.job(self.spec, case) if self.kept else None
+        race = Race(self._arms(), self.options.rounds, self.options.cold, controlled, kept)
         name = f"score/{process}/{case.name}" + (f"/controlled.{attempt}" if controlled else "")
         found = self._piece(name, self._ask(score, (self._job(case), race)), process)
         self.scores.setdefault(case.name, []).append(found)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifier import statistics, timing
 from verifier.baselines import CUBLAS
-from verifier.decision import CANDIDATE
+from verifier.decision import CANDIDATE, KEPT
 from verifier.gpu import report
 from verifier.proof import Job, Trial, fingerprint, poisoned_run
 from verifier.verify import Failed
@@ -40,12 +40,13 @@ Tensors = Mapping[str, "torch.Tensor"]
 @dataclass(frozen=True)
 class Race:
     """What to time beside the candidate, and how: so many rounds, fewer of long kernels. ``controlled``: with
-    arms that show whether this process measures at all."""
+    arms that show whether this process measures at all. ``kept``: the kernel that a change has to beat."""
 
     arms: tuple[str, ...]
     rounds: int
     cold: bool = True
     controlled: bool = False
+    kept: Job | None = None
 
 
 def score(given: tuple[Job, Race]) -> dict[str, Any]:
@@ -58,6 +59,8 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
     sets = _Sets.drawn(job, plan)
     arms = [sets.candidate(CANDIDATE)]
     arms += [*(_rival(name, job, sets) for name in race.arms), _graphed(sets)]
+    if race.kept is not None:
+        arms.append(_kept(race.kept, sets))
     if race.controlled:
         arms += _controls(sets)
     with Monitor() as monitor:
@@ -188,6 +191,11 @@ def _rival(name: str, job: Job, sets: _Sets) -> timing.Arm:
 
     build = quack_baseline.tuned if name in quack_baseline.ARMS else baselines.calls
     return timing.Arm(name, rotating(build(name, job.spec, sets.inputs, job.sizes)))
+
+
+def _kept(job: Job, sets: _Sets) -> timing.Arm:
+    (plan,) = job.plans()
+    return timing.Arm(KEPT, rotating([partial(plan.run, i, plan.in_place(i)) for i in sets.inputs]))
 
 
 def _graphed(sets: _Sets) -> timing.Arm:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from primitives.ir import Program, ProgramError
+from primitives.ir import Program, ProgramError, Schedule
 from primitives.lower import PACKAGES, lower
 from verifier import jail
 from verifier.report import Accepted, Checked, Gate, Identity, Rejected, joined
@@ -98,12 +98,22 @@ def identity(spec: Spec, program: Program) -> Identity:
     )
 
 
-def check(spec: Spec, source: str, *, weak_jail: bool = False, progress: Progress = _silent) -> Verdict:
-    """Trace in the jail, then contract, interpreter and a compile for sm_90a: no GPU needed."""
+def check(
+    spec: Spec,
+    source: str,
+    *,
+    schedules: Mapping[int, Schedule] | None = None,
+    weak_jail: bool = False,
+    progress: Progress = _silent,
+) -> Verdict:
+    """Trace in the jail, then contract, interpreter and a compile for sm_90a: no GPU needed. ``schedules`` by
+    step are the author's."""
     gates = Gates(progress)
     try:
         with gates.gate("trace") as figures:
             traced = _trace(spec, source, weak_jail, figures)
+            if schedules:
+                traced = _scheduled(traced, schedules)
         return Verdict(_check_program(spec, traced, gates), traced.program)
     except _Stop as stop:
         return Verdict(stop.rejected, None)
@@ -139,6 +149,13 @@ def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) ->
     if traced.missing:
         figures["findings"] = [f"the jail lacks {', '.join(traced.missing)} on this machine"]
     return traced
+
+
+def _scheduled(traced: jail.Traced, schedules: Mapping[int, Schedule]) -> jail.Traced:
+    try:
+        return replace(traced, program=traced.program._replace(schedule=dict(schedules)).check())
+    except ProgramError as error:
+        raise Failed(error.code, error.message) from None
 
 
 def _check_program(spec: Spec, traced: jail.Traced, gates: Gates) -> Checked:

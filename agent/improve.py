@@ -1,0 +1,94 @@
+"""Improvement rounds: what the author of an accepted kernel is shown, and what schedules it may set."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, ProgramError, Schedule
+from primitives.roofline import roofline
+from verifier.decision import BASELINE, CANDIDATE
+from verifier.report import Accepted, Timing
+from verifier.spec import Spec
+
+BLOCK = re.compile(r"^```json[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+HOW = f"""\
+Change the program (other fusions, fewer or cheaper operations, values used twice) or its schedules, or both.
+Answer with the whole kernel file in one ```python block. Schedules are tuned for you unless you set them, in
+one ```json block that maps steps to fields, such as
+{{"0": {{"tile_m": 128, "tile_n": 256, "pingpong": false}}}}:
+- tile_m, tile_n, pingpong together, one of {", ".join(str(tile) for tile in sorted(TILES))};
+- cluster_m, cluster_n, one of {", ".join(map(str, CLUSTERS))};
+- swizzle, one of {", ".join(map(str, SWIZZLES))};
+- evict_loads, evict_stores: what the epilogue loads or stores leaves the L2 first;
+- deep: shared memory from the epilogue for another stage of the mainloop.
+A change is kept only if it is measured to be faster in one case at least (the lower end of its interval above
+1, against the kernel that is kept now, in the same run) and slower in none.
+"""
+
+
+def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
+    """The message after an acceptance: measured times, roofline, the steps' shares, compiler's resources."""
+    kernels = next(gate.figures["kernels"] for gate in report.gates if gate.gate == "compile")
+    parts = [
+        f"Accepted: it is right, and faster than {BASELINE}. {rounds} round(s) are left to make it faster.",
+        "\n".join(_case(timing) for timing in report.timings),
+        "What bounds its steps, by the H100's datasheet:\n"
+        + "\n".join(_floors(program, case.name, case.sizes) for case in spec.cases if case.bench),
+        "The compiler's account:\n" + "\n".join(_resources(k) for k in kernels),
+        HOW,
+    ]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def schedules(text: str) -> dict[int, Schedule]:
+    """What an answer's last ```json block sets, by step; nothing without one. Raises ProgramError."""
+    blocks = BLOCK.findall(text)
+    if not blocks:
+        return {}
+    try:
+        found = json.loads(blocks[-1])
+        return {int(step): Schedule.from_json(fields) for step, fields in _items(found)}
+    except (ValueError, RecursionError) as error:
+        raise ProgramError(
+            "schedule", f"the ```json block maps steps to a schedule's fields: {error}"
+        ) from None
+
+
+def _items(found: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    if not isinstance(found, dict) or not all(isinstance(fields, dict) for fields in found.values()):
+        raise ValueError('it is no object of objects, such as {"0": {"swizzle": 16}}')
+    return found.items()
+
+
+def _case(t: Timing) -> str:
+    own = t.milliseconds[CANDIDATE]
+    rivals = ", ".join(f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items())
+    chosen = "; ".join(f"step {step}: {_fields(schedule)}" for step, schedule in t.schedules.items())
+    return (
+        f"- {t.case} ({', '.join(f'{d} = {n}' for d, n in t.sizes.items())}): {own:.4f} ms, "
+        f"{t.roofline_milliseconds / own:.0%} of the roofline; {rivals}; tuned to {chosen}"
+    )
+
+
+def _fields(schedule: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in schedule.items())
+
+
+def _floors(program: Program, case: str, sizes: Mapping[str, int]) -> str:
+    bound = roofline(program, sizes)
+    steps = "; ".join(
+        f"{floor.kind} of step {floor.step}: {floor.seconds / bound.seconds:.0%}, bound by {floor.binds}, "
+        f"{floor.bytes / 1e6:.1f} MB, {floor.flops / 1e9:.1f} GFLOP"
+        for floor in bound.steps
+    )
+    return f"- {case}: {bound.seconds * 1e3:.4f} ms at best; {steps}"
+
+
+def _resources(kernel: Mapping[str, Any]) -> str:
+    tile = f", tile {kernel['tile']}" if kernel["tile"] else ""
+    spills = f"{kernel['spill_loads']} loads and {kernel['spill_stores']} stores spilled"
+    return f"- {kernel['kernel']}{tile}: {kernel['registers']} registers, {spills}, {kernel['hgmma']} HGMMA"

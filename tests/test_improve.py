@@ -1,0 +1,240 @@
+"""Improvement rounds: what the author is shown, what it may set, and that only what is faster is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import TOY_KERNEL, Notes, Scripted, fenced, make_run, measured, program_of, write_toy
+
+from agent import bundle, history, improve, runs
+from agent.accept import accept
+from agent.loop import Loop, Outcome, standing
+from primitives.ir import Program, ProgramError, Schedule
+from verifier.decision import BASELINE, KEPT, compared, decide
+from verifier.evidence import problems
+from verifier.measure import Kept, Options
+from verifier.report import Accepted, Checked, Measured, Rejected
+from verifier.spec import Spec
+from verifier.verify import Failed
+
+GOOD = fenced(TOY_KERNEL)
+
+
+def scheduled(swizzle: int) -> str:
+    return f'{GOOD}\n```json\n{{"0": {{"swizzle": {swizzle}}}}}\n```\n'
+
+
+@pytest.fixture
+def toy(runs_home: Path, tmp_path: Path, no_compiler: None) -> Path:
+    return write_toy(tmp_path)
+
+
+class Gpu:
+    """Stands in for the GPU gates: a change is kept or not as the list says; what it had to beat."""
+
+    def __init__(self, *faster: bool):
+        self.faster = list(faster)
+        self.kept: list[Kept | None] = []
+        self.programs: list[Program] = []
+
+    def __call__(self, spec: Spec, program: Program, keep: object, kept: Kept | None) -> Measured | Rejected:
+        self.kept.append(kept)
+        self.programs.append(program)
+        if kept and not self.faster.pop(0):
+            return Rejected(gate="decision", code="no_faster", message="no case is faster beyond doubt")
+        return measured(spec, program)
+
+
+def author(
+    run: runs.Run, answers: list[str], gpu: Gpu | None, rounds: int
+) -> tuple[Outcome, Scripted, Notes]:
+    provider, notes = Scripted(answers), Notes()
+    loop = Loop(run.journal, run.spec, run.text, provider, notes, measure=gpu, improve=rounds)
+    return loop.run(), provider, notes
+
+
+def test_what_beats_the_kept_kernel_is_kept(toy: Path) -> None:
+    run, gpu = runs.start(toy, {"provider": "handoff"}), Gpu(True, False)
+    with run.journal:
+        outcome, provider, notes = author(run, ["none", GOOD, scheduled(16), scheduled(32)], gpu, 2)
+        assert isinstance(outcome.report, Accepted) and outcome.authorship.attempts == 3
+        assert outcome.program is not None and outcome.program.schedule == {0: Schedule(swizzle=16)}
+        assert standing(run.journal, run.spec) == outcome and outcome.usage.input_tokens == 4 * 100
+        assert notes.attempts == [1, 2, 3, 4]
+        assert notes.reports == ["rejected", "accepted", "accepted", "rejected"]
+    first, second, third = gpu.kept
+    assert first is None and second is not None and third is not None
+    assert (second.program, third.program) == tuple(gpu.programs[:2])
+    assert second.schedules["large"] == {0: Schedule(256, 128, False)}
+    assert [len(p.schedule) for p in gpu.programs] == [0, 1, 1]
+    (found,) = history.past()
+    assert (found.status, found.attempts) == ("accepted", 4)
+
+
+def test_the_author_is_shown_where_the_time_goes(toy: Path) -> None:
+    run = runs.start(toy, {})
+    with run.journal:
+        _, provider, _ = author(run, [GOOD, scheduled(16)], Gpu(False), 1)
+    (_, messages) = provider.asked[1]
+    told = messages[-1].text
+    assert "1 round(s) are left" in told
+    assert (
+        "- large (M = 4096, K = 4096, N = 4096): 2.0000 ms, 75% of the roofline; 1.300x torch.compile" in told
+    )
+    assert "tuned to step 0: tile_m 256, tile_n 128, pingpong False" in told
+    assert "gemm of step 0: 100%, bound by compute" in told and "137.4 GFLOP" in told
+    assert "168 registers, 0 loads and 0 stores spilled, 16 HGMMA" in told
+    assert told.endswith(improve.HOW.strip())
+
+
+def test_a_change_that_is_wrong_is_fed_back_and_the_kernel_stays(toy: Path) -> None:
+    run = runs.start(toy, {})
+    bad = GOOD + '\n```json\n{"0": {"swizzle": 5}}\n```\n'
+    with run.journal:
+        outcome, provider, _ = author(run, [GOOD, bad, scheduled(16)], Gpu(True), 2)
+    assert isinstance(outcome.report, Accepted) and outcome.authorship.attempts == 3
+    assert "reason `schedule`" in provider.asked[2][1][-1].text
+
+
+def test_no_rounds_end_at_the_first_acceptance(toy: Path) -> None:
+    run = runs.start(toy, {})
+    with run.journal:
+        outcome, provider, _ = author(run, [GOOD], Gpu(), 0)
+    assert isinstance(outcome.report, Accepted) and len(provider.asked) == 1
+
+
+def test_a_schedule_before_the_first_acceptance_is_not_looked_at(toy: Path) -> None:
+    run = runs.start(toy, {})
+    with run.journal:
+        outcome, _, _ = author(run, [scheduled(5)], Gpu(), 0)
+    assert outcome.program is not None and outcome.program.schedule == {}
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ("[1]", "no object of objects"),
+        ('{"0": 3}', "no object of objects"),
+        ('{"a": {}}', "invalid literal"),
+        ('{"0": {"tile": 1}}', "schedule field 'tile'"),
+        ('{"0": {"swizzle": 5}}', "swizzle one of"),
+        ("{", "maps steps to a schedule's fields"),
+        ("[" * 100_000, "maps steps to a schedule's fields"),
+    ],
+)
+def test_schedules_that_are_none(block: str, words: str) -> None:
+    with pytest.raises(ProgramError, match=words):
+        improve.schedules(f"```json\n{block}\n```")
+
+
+@pytest.mark.parametrize("step", ["1", "-1"])
+def test_a_schedule_for_a_step_that_is_not_there(toy: Path, step: str) -> None:
+    run = runs.start(toy, {})
+    answer = f'{GOOD}\n```json\n{{"{step}": {{}}}}\n```\n'
+    with run.journal:
+        _, _, notes = author(run, [GOOD, answer], Gpu(), 1)
+        events = {e.key: e.payload for e in run.journal.events()}
+    assert notes.reports == ["accepted", "rejected"]
+    assert events["report/2"]["report"]["code"] == "schedule"
+
+
+def test_a_kernel_with_schedules_can_be_accepted_and_stands(toy: Path, tmp_path: Path) -> None:
+    run = runs.start(toy, {})
+    with run.journal:
+        outcome, _, _ = author(run, [GOOD, scheduled(16)], Gpu(True), 1)
+        accept(outcome, run.journal, tmp_path, tmp_path)
+    assert '"swizzle":16' in (tmp_path / "toy.program.json").read_text()
+    assert problems("toy", tmp_path, tmp_path) == []
+
+
+# measured elsewhere
+
+
+def test_a_change_travels_with_what_it_has_to_beat(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verifier.spec import load
+
+    spec = load(toy, check=False)
+    first = program_of(spec, TOY_KERNEL)
+    name = make_run(toy, found=measured(spec, first))
+    run = runs.reopen(name)
+    with run.journal:
+        outcome, _, _ = author(run, ["unused", scheduled(16)], None, 1)
+        assert isinstance(outcome.report, Checked)
+        standing_now = standing(run.journal, run.spec)
+        assert standing_now is not None and isinstance(standing_now.report, Accepted)
+    bundle.pack([name], tmp_path / "bundle.json")
+    seen: dict[str, Any] = {}
+
+    def measure(spec: Spec, program: Program, options: Options, **given: Any) -> Measured:
+        seen.update(given, program=program)
+        return measured(spec, program)
+
+    monkeypatch.setattr("verifier.measure.measure", measure)
+    bundle.measure(
+        tmp_path / "bundle.json",
+        tmp_path / "results.json",
+        Options(),
+        progress=lambda name: lambda gate, words: None,
+    )
+    assert seen["kept"] == Kept(first, {case: {0: Schedule(256, 128, False)} for case in ("large", "wide")})
+    assert seen["program"].schedule == {0: Schedule(swizzle=16)}
+    bundle.take(tmp_path / "results.json")
+    run = runs.reopen(name)
+    with run.journal:
+        final, provider, _ = author(run, [], None, 1)
+        assert final.authorship.attempts == 2 and not provider.asked
+
+
+# the decision
+
+
+@pytest.fixture
+def decided(toy: Path) -> Callable[..., None]:
+    """Decides on a change whose speeds over the kept kernel are these, in cases large and wide."""
+    from authoring import timing
+
+    from verifier.spec import load
+
+    spec = load(toy, check=False)
+
+    def decide_on(*speedups: float) -> None:
+        rows = []
+        for case, speedup in zip((c for c in spec.cases if c.bench), speedups, strict=True):
+            row = timing(case)
+            kept = compared(
+                tuple((2.0 * speedup * f,) * 8 for f in (0.999, 1.0, 1.001)), row.samples["candidate"]
+            )
+            rows.append(row.model_copy(update={"ratios": row.ratios | {KEPT: kept}}))
+        assert all(BASELINE in row.ratios for row in rows)
+        decide(spec, program_of(spec, TOY_KERNEL), tuple(rows), {})
+
+    return decide_on
+
+
+@pytest.mark.parametrize("speedups", [(1.05, 1.0), (1.01, 1.01), (1.05, 0.999)])
+def test_faster_somewhere_and_slower_nowhere_is_kept(
+    decided: Callable[..., None], speedups: tuple[float, float]
+) -> None:
+    decided(*speedups)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "words"),
+    [
+        ((1.0, 1.0), "no case is faster beyond doubt"),
+        ((1.001, 1.002), "no case is faster beyond doubt"),
+        ((1.2, 0.99), "it is slower on wide"),
+        ((0.9, 0.9), "it is slower on large, wide"),
+    ],
+)
+def test_what_is_not_faster_is_not_kept(
+    decided: Callable[..., None], speedups: tuple[float, float], words: str
+) -> None:
+    with pytest.raises(Failed, match=words) as caught:
+        decided(*speedups)
+    assert caught.value.code == "no_faster" and f"{speedups[0]:.3f}x" in caught.value.message
