@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agent import session
+from agent.tips_command import tips
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from agent.runs import Run
     from primitives.ir import Program
     from verifier.measure import Options
@@ -32,6 +35,7 @@ app = typer.Typer(
     help="Let a language model author CODA kernels for H100, and decide without trusting it whether they are "
     "right and fast.",
 )
+app.add_typer(tips, name="tips")
 
 OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -69,6 +73,16 @@ Processes = Annotated[
     int, typer.Option(min=1, max=20, help="Processes that time a kernel; to accept takes at least 3.")
 ]
 Warm = Annotated[bool, typer.Option("--warm", help="Time with a warm L2, for information: none is accepted.")]
+BudgetTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens that the run may cost, read and written, cached ones too.")
+]
+BudgetDollars = Annotated[float | None, typer.Option(min=0.0, help="US dollars that the run may cost.")]
+BudgetGpuSeconds = Annotated[
+    float | None, typer.Option(min=0.0, help="Seconds of measuring here, after which no measurement begins.")
+]
+BudgetSeconds = Annotated[
+    float | None, typer.Option(min=0.0, help="Seconds after which this command asks for nothing more.")
+]
 Sanitize = Annotated[
     bool, typer.Option("--sanitize", help="Run small sizes under compute-sanitizer too (minutes).")
 ]
@@ -81,6 +95,12 @@ def generate(
         ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded run.")
     ] = ProviderName.auto,
     attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most.")] = 6,
+    candidates: Annotated[
+        int, typer.Option(min=1, max=9, help="Independent runs at once, which share the budget equally.")
+    ] = 1,
+    improve: Annotated[
+        int, typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
+    ] = 0,
     model: Annotated[str | None, typer.Option(help="Model of the anthropic provider.")] = None,
     author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author",
     directory: Annotated[
@@ -93,6 +113,10 @@ def generate(
         float,
         typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude."),
     ] = 3600.0,
+    budget_tokens: BudgetTokens = None,
+    budget_dollars: BudgetDollars = None,
+    budget_gpu_seconds: BudgetGpuSeconds = None,
+    budget_seconds: BudgetSeconds = None,
     gpu: Gpu = None,
     weak_jail: WeakJail = False,
     max_autotune: MaxAutotune = False,
@@ -105,31 +129,41 @@ def generate(
 ) -> None:
     """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
     from agent import runs
+    from agent.budget import Limits
     from verifier.spec import load
 
+    limits = Limits(budget_tokens, budget_dollars, budget_gpu_seconds, budget_seconds)
     recorded = load(spec, check=False).name  # a spec that cannot be read says so first
     chosen = session.choose_provider(provider.value, recorded)
     header = {
         "provider": chosen,
         "attempts": attempts,
+        "improve": improve,
         "model": model,
         "author": author,
         "weak_jail": weak_jail,
         "directory": str(directory) if directory else None,
         "time_limit": time_limit,
         "max_tokens": max_tokens,
+        "limits": limits.shared(candidates).to_json(),
     }
     if chosen == "replay":
         header["replays"] = session.recorded_run(recorded)
     session.need_gpu(gpu)
-    run = runs.start(spec, header)
     options = session.options(max_autotune, quack, rounds, processes, warm, sanitize)
-    _go(run, gpu, options, as_json)
+    if candidates > 1:
+        _several(spec, header, candidates, session.flags(options, gpu), as_json)
+    else:
+        _go(runs.start(spec, header), gpu, options, as_json)
 
 
 @app.command()
 def resume(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    budget_tokens: BudgetTokens = None,
+    budget_dollars: BudgetDollars = None,
+    budget_gpu_seconds: BudgetGpuSeconds = None,
+    budget_seconds: BudgetSeconds = None,
     gpu: Gpu = None,
     max_autotune: MaxAutotune = False,
     quack: Quack = False,
@@ -139,12 +173,15 @@ def resume(
     sanitize: Sanitize = False,
     as_json: Json = False,
 ) -> None:
-    """Go on with a run that was cut off, or whose measurement was imported."""
+    """Go on with a run that was cut off, ran out of budget, or whose measurement was imported. A budget that
+    is given replaces the run's own."""
     from agent import runs
+    from agent.budget import Limits
 
     session.need_gpu(gpu)
     options = session.options(max_autotune, quack, rounds, processes, warm, sanitize)
-    _go(runs.reopen(run), gpu, options, as_json)
+    limits = Limits(budget_tokens, budget_dollars, budget_gpu_seconds, budget_seconds)
+    _go(runs.reopen(run), gpu, options, as_json, limits.to_json())
 
 
 @app.command()
@@ -256,6 +293,17 @@ def runs(as_json: Json = False) -> None:
 
 
 @app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN.html, here.")] = None,
+) -> None:
+    """Write a run, as it stands, as one HTML page."""
+    from agent import page
+
+    typer.echo(page.write(run, out))
+
+
+@app.command()
 def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
     """Show a run's last kernel with its report."""
     outcome = session.standing(run)
@@ -290,6 +338,32 @@ def accept(
     if commit:
         words = accepting.message(outcome.report, outcome.authorship)  # type: ignore[arg-type]
         typer.echo(f"committed {accepting.commit(paths, words)}")
+
+
+@app.command()
+def new(
+    function: Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="A PyTorch function's source.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The spec. Default: specs/ plus the function's name.")
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="A tensor's shape, such as x=M,K.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="A tensor's dtype, such as x=bf16.")] = None,
+    dim: Annotated[list[str] | None, typer.Option(help="A measured size, such as M=16384.")] = None,
+    init: Annotated[
+        list[str] | None, typer.Option(help="How an input is drawn, such as x='{uniform: [0.5, 1.5]}'.")
+    ] = None,
+    ask: Annotated[
+        bool | None,
+        typer.Option("--input/--no-input", " /--yes", help="Ask for the rest. Default: at a terminal."),
+    ] = None,
+) -> None:
+    """Scaffold a spec from a PyTorch function, which is read and never imported."""
+    from agent import scaffold
+
+    asking = sys.stdin.isatty() if ask is None else ask
+    options = scaffold.Options.parse(asking, shape=shape, dtype=dtype, dim=dim, init=init)
+    path, draft = scaffold.new(function, out, options)
+    typer.echo(f"{path}:\n{draft}\nLook at it, then: coda-agent generate {path}")
 
 
 @app.command()
@@ -355,6 +429,16 @@ def table(
 
 
 @app.command()
+def mcp(
+    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most, of each run.")] = 6,
+) -> None:
+    """Serve MCP clients on stdin and stdout: they author, and a person reviews."""
+    from agent.mcp import server
+
+    server(attempts).run("stdio")
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what works on this machine, and what to do about the rest."""
     from agent import doctor as doctors
@@ -367,7 +451,33 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(OK if doctors.healthy(findings) else ABSENT)
 
 
-def _go(run: Run, gpu: bool | None, options: Options, as_json: bool) -> None:
+def _several(spec: Path, header: dict[str, Any], number: int, flags: list[str], as_json: bool) -> None:
+    """Author so many candidates at once, and say how each ended, the best in full."""
+    from agent import candidates, runs
+
+    names, directory = [], header["directory"]
+    for place in range(1, number + 1):
+        own = {"directory": str(Path(directory) / str(place))} if directory else {}
+        run = runs.start(spec, header | own)
+        run.journal.close()
+        names.append(run.name)
+    console = _console(as_json)
+    try:
+        with candidates.started(names, flags) as started:
+            best, *others = candidates.attend(started, console)
+    except KeyboardInterrupt:
+        for name in names:
+            typer.echo(f"coda-agent resume {name} goes on", err=True)
+        raise
+    for past in others:
+        console.print(f"{past.run}: {past.status} {past.why}".rstrip(), markup=False)
+    console.print(f"the best: {best.run}", markup=False)
+    _finish(session.standing(best.run).report, as_json, best.run)
+
+
+def _go(
+    run: Run, gpu: bool | None, options: Options, as_json: bool, limits: Mapping[str, Any] | None = None
+) -> None:
     """Author until the end, and say how it ended."""
     from agent import render
 
@@ -375,7 +485,7 @@ def _go(run: Run, gpu: bool | None, options: Options, as_json: bool) -> None:
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
         with render.Watch(console) as watch:
-            outcome = session.author(run, watch, session.measurer(gpu, options, watch))
+            outcome = session.author(run, watch, session.measurer(gpu, options, watch), limits)
     except KeyboardInterrupt:
         typer.echo(f"coda-agent resume {run.name} goes on", err=True)
         raise
@@ -383,6 +493,8 @@ def _go(run: Run, gpu: bool | None, options: Options, as_json: bool) -> None:
         run.journal.close()
     if not as_json:
         console.print(render.credits(outcome), markup=False)
+    if outcome.stopped:
+        typer.echo(f"coda-agent: {outcome.stopped}", err=True)
     _finish(outcome.report, as_json, run.name)
 
 
@@ -465,9 +577,11 @@ def main() -> None:
 def _explained(error: Exception) -> int:
     """The exit status of an error that has words for the user; any other is our bug and goes on."""
     from agent.accept import AcceptError
+    from agent.budget import OutOfBudget
     from agent.bundle import BundleError
     from agent.journal import JournalError
     from agent.providers import ProviderError
+    from agent.scaffold import ScaffoldError
     from agent.table import TableError
     from agent.tips import TipsError
     from primitives.compile import CompileError
@@ -475,9 +589,9 @@ def _explained(error: Exception) -> int:
     from verifier.sanitizer import SanitizerMissing
     from verifier.spec import SpecError
 
-    if isinstance(error, SpecError | BundleError | TableError | TipsError):
+    if isinstance(error, SpecError | BundleError | ScaffoldError | TableError | TipsError):
         status = USAGE
-    elif isinstance(error, AcceptError | CompileError):
+    elif isinstance(error, AcceptError | CompileError | OutOfBudget):
         status = REJECTED
     elif isinstance(error, JournalError | ProviderError | JailUnavailable | SanitizerMissing | OSError):
         status = ABSENT

@@ -1,0 +1,241 @@
+"""``coda-agent new``: a spec scaffolded from a PyTorch function.
+
+What the function's source says is read (``function``, ``words``), what it cannot say is asked for or taken
+from options, and what its outputs are is found by running its body as a reference (``infer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+from agent.scaffold.draft import Draft, Entry
+from agent.scaffold.function import Function, ScaffoldError, read
+from agent.scaffold.infer import Found, infer, trial_sizes
+from primitives.dims import NAME, Dim
+from primitives.files import write_atomic
+from primitives.ir import DTYPES, INDICES, READABLE, VALUE_NAME
+
+__all__ = ["Options", "ScaffoldError", "new"]
+
+ROWS, DECODED, RAGGED = 16384, 128, 1000
+WIDTH, HEADS, RAGGED_HEADS = 4096, 32, 13
+
+
+class Options(NamedTuple):
+    """What the command line says: values by name of a dim, an input or an output. ``ask``: for the rest."""
+
+    dim: Mapping[str, str]
+    shape: Mapping[str, str]
+    dtype: Mapping[str, str]
+    init: Mapping[str, str]
+    ask: bool
+
+    @classmethod
+    def parse(cls, ask: bool, **given: Sequence[str] | None) -> Options:
+        pairs = {kind: dict(_pair(kind, text) for text in texts or ()) for kind, texts in given.items()}
+        return cls(ask=ask, **pairs)
+
+
+def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
+    """Write the spec of ``path/to/file.py:function``; where it is and what it says.
+
+    Raises ScaffoldError, and then nothing is written.
+    """
+    function = read(target)
+    path = out or Path("specs") / f"{function.name}.yaml"
+    if path.exists():
+        raise ScaffoldError(f"{path}: there is such a file already; remove it, or choose another with --out")
+    if not VALUE_NAME.fullmatch(path.stem):
+        raise ScaffoldError(f"{path.stem!r} is no name for a spec; choose one of a-z, 0-9 and _ with --out")
+    draft = _drafted(path.stem, function, options)
+    for name, found in infer(draft).items():
+        draft.outputs[name] = _output(draft, options, name, found)
+    _initialise(draft, options)
+    draft.cases = _cases(draft, _measured(draft, options))
+    draft.spec(check=True)
+    write_atomic(path, str(draft))
+    return path, draft
+
+
+def _drafted(name: str, function: Function, options: Options) -> Draft:
+    """A spec with made-up outputs and sizes, enough to run its reference."""
+    place = f"{function.path}:{function.line}"
+    inputs = _inputs(function, options)
+    dims = _dims(inputs)
+    if not dims:
+        raise ScaffoldError(f"{place}: no shape names a dim; give the first input one such as M,K")
+    for n, size in function.sizes.items():
+        if n not in dims and size.value is None:
+            message = f"parameter {n} is no dim of any shape and has no value"
+            raise ScaffoldError(f"{place}: {message}; name it in a shape, or give it a default")
+    static = tuple(n for n, size in function.sizes.items() if n in dims and size.static)
+    made_up = Entry((Dim.parse(next(iter(dims))),), "fp32")
+    draft = Draft(name, function, inputs, dims, static, dict.fromkeys(function.outputs, made_up))
+    _index(draft, options)
+    draft.cases = [{"name": "tried", **trial_sizes(draft)[0]}]
+    return draft
+
+
+def _inputs(function: Function, options: Options) -> dict[str, Entry]:
+    """Shapes and dtypes from options, annotations and the user."""
+    inputs = {t.name: t for t in function.tensors}
+    _known("shape", options.shape, [*inputs, *function.outputs])
+    _known("dtype", options.dtype, [*inputs, *function.outputs])
+    _known("init", options.init, list(inputs))
+    missing = [n for n, t in inputs.items() if not (options.ask or t.shape or n in options.shape)]
+    if missing:
+        remedy = " ".join(f"--shape {n}=..." for n in missing)
+        place = f"{function.path}:{function.line}"
+        raise ScaffoldError(f"{place}: no shape for {', '.join(missing)}; give {remedy}, such as M,K")
+    entries: dict[str, Entry] = {}
+    for n, t in inputs.items():
+        usual = t.shape or (None if entries else "M,K")
+        shape = _answer(options, "shape", n, f"{n}: shape, such as M,K ([] for a scalar)", usual, _shape)
+        allowed = READABLE[len(shape)]
+        default = t.dtype if t.dtype in allowed else allowed[0]
+        dtype = _answer(options, "dtype", n, f"{n}: dtype", default, _one_of(allowed))
+        entries[n] = Entry(shape, dtype)
+    return entries
+
+
+def _dims(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """The dims of shapes in their order, and what each is of."""
+    words = {1: ("length",), 2: ("rows", "columns")}
+    dims: dict[str, str] = {}
+    for plain in (True, False):
+        for name, entry in entries.items():
+            for axis, extent in zip(words.get(len(entry.shape), ()), entry.shape, strict=True):
+                for dim in sorted(extent.names) if plain is (str(extent) in extent.names) else ():
+                    dims.setdefault(dim, f"{axis} of {name}" if plain else f"in the {axis} of {name}")
+    order = [dim for e in entries.values() for extent in e.shape for dim in sorted(extent.names)]
+    return {dim: dims[dim] for dim in dict.fromkeys(order)}
+
+
+def _index(draft: Draft, options: Options) -> None:
+    """Integers need a range before anything runs."""
+    for name, entry in draft.inputs.items():
+        if entry.dtype in INDICES:
+            own = {n for extent in entry.shape for n in extent.names}
+            bound = next((dim for dim in reversed(draft.dims) if dim not in own), 2)
+            default = f"{{integers: [0, {bound}]}}"
+            init = _answer(options, "init", name, f"{name}: drawn from", default, str)
+            draft.inputs[name] = entry._replace(init=init)
+
+
+def _output(draft: Draft, options: Options, name: str, found: Found) -> Entry:
+    shape = tuple(extent for extent in found.shape if extent is not None)
+    if name in options.shape or None in found.shape:
+        sizes, tried = trial_sizes(draft)[0], found.extents[0]
+        if name not in options.shape and not options.ask:
+            raise draft.fail(f"output {name} is {tried} at {sizes}; give --shape {name}=..., its dims")
+        shape = _answer(options, "shape", name, f"{name}: shape, which is {tried} at {sizes}", None, _shape)
+    dtype = _answer(options._replace(ask=False), "dtype", name, "", found.dtype, _one_of(DTYPES))
+    return Entry(shape, dtype)
+
+
+def _initialise(draft: Draft, options: Options) -> None:
+    """How inputs are drawn: weights so that a product keeps its size, vectors around one."""
+    rows = draft.rows()
+    leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
+    inner = {e.shape[1] for n, e in draft.inputs.items() if leads[n] and len(e.shape) == 2}
+    for name, entry in draft.inputs.items():
+        init = entry.init
+        if len(entry.shape) == 2 and not leads[name]:
+            summed = next((d for d in reversed(entry.shape) if d in inner), entry.shape[1])
+            deep = str(summed) if NAME.fullmatch(str(summed)) else f"({summed})"
+            init = f"{{normal: {{std: {deep}**-0.5}}}}" if summed.names else ""
+        elif len(entry.shape) == 1 and entry.dtype not in INDICES and "bias" not in name:
+            init = "{uniform: [0.5, 1.5]}"
+        draft.inputs[name] = entry._replace(init=options.init.get(name, init))
+
+
+def _measured(draft: Draft, options: Options) -> dict[str, int]:
+    """The sizes of the measured case."""
+    _known("dim", options.dim, list(draft.dims))
+    rows, heads = draft.rows(), draft.heads()
+    sizes = {}
+    for dim, words in draft.dims.items():
+        given = draft.function.sizes.get(dim)
+        usual = ROWS if dim in rows else HEADS if dim in heads else WIDTH
+        default = str((given and given.value) or (64 if dim in draft.static else usual))
+        sizes[dim] = _answer(options, "dim", dim, f"{dim} ({words}): size that is measured", default, _size)
+    return sizes
+
+
+def _cases(draft: Draft, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """What is measured, the same with few rows, and a ragged case whose rows are multiples of 16 bytes."""
+    rows, heads = draft.rows(), draft.heads()
+    grain = 16 if any(e.dtype == "fp8_e4m3" for e in draft.inputs.values()) else 8
+    widths = iter(range(512 + grain, 1 << 20, 256))
+    ragged = {
+        dim: size if dim in draft.static
+        else RAGGED + 8 * sorted(rows).index(dim) if dim in rows
+        else RAGGED_HEADS if dim in heads
+        else next(widths)
+        for dim, size in sizes.items()
+    }  # fmt: skip
+    few = {dim: min(size, DECODED) if dim in rows else size for dim, size in sizes.items()}
+    decode = [{"name": "decode", **few, "bench": "report"}] if few != sizes else []
+    return [{"name": "large", **sizes}, *decode, {"name": "ragged", **ragged, "bench": "false"}]
+
+
+def _answer(
+    options: Options, kind: str, name: str, question: str, default: str | None, parse: Callable[[str], Any]
+) -> Any:
+    """What an option says, or the user, or the default."""
+    given = getattr(options, kind).get(name, None if options.ask else default)
+    try:
+        if given is not None:
+            return parse(given)
+        return typer.prompt(question, default, value_proc=parse)
+    except typer.BadParameter as error:
+        raise ScaffoldError(f"--{kind} {name}={given}: {error.message}") from None
+    except typer.Abort:
+        raise ScaffoldError(f"no answer to {question!r}; give --{kind} {name}=...") from None
+
+
+def _shape(text: str) -> tuple[Dim, ...]:
+    try:
+        shape = tuple(Dim.parse(part.strip()) for part in text.strip(" []()").split(",") if part.strip())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if len(shape) > 2:
+        raise typer.BadParameter(
+            f"{len(shape)} axes, but a spec's tensors have at most two: flatten the rest"
+        )
+    return shape
+
+
+def _size(text: str) -> int:
+    if not text.strip().isdecimal() or not int(text):
+        raise typer.BadParameter(f"{text!r} is no size; write a positive integer")
+    return int(text)
+
+
+def _one_of(words: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.strip() not in words:
+            raise typer.BadParameter(f"{text!r} will not do here; use one of {', '.join(words)}")
+        return text.strip()
+
+    return parse
+
+
+def _pair(kind: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ScaffoldError(f"--{kind} {text}: write --{kind} NAME=VALUE")
+    return name.strip(), value
+
+
+def _known(kind: str, given: Mapping[str, str], names: Sequence[str]) -> None:
+    for name in given:
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+            raise ScaffoldError(f"--{kind} {name}: there is no {name!r} here; {remedy}")

@@ -1,0 +1,140 @@
+"""A spec on its way to YAML: laid out as the shipped ones are, and read back by the loader."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agent.scaffold.function import Function, Line, ScaffoldError
+from primitives.dims import Dim
+from primitives.files import write_atomic
+
+if TYPE_CHECKING:
+    from verifier.spec import Spec
+
+TEXTS = ("reference", "baseline")
+WRAP = 100
+PLAIN = re.compile(r"[A-Z][\w ,.;()'/+-]*")  # prose that YAML reads as text without quotes
+
+
+class Entry(NamedTuple):
+    shape: tuple[Dim, ...]
+    dtype: str
+    init: str = ""
+
+
+@dataclass
+class Draft:
+    """A spec on its way to YAML. ``sizes``: of the dims, in the case that is measured."""
+
+    name: str
+    function: Function
+    inputs: dict[str, Entry]
+    dims: dict[str, str]
+    static: tuple[str, ...]
+    outputs: dict[str, Entry]
+    cases: list[dict[str, Any]] = field(default_factory=list)
+
+    def text_of(self, key: str) -> list[Line]:
+        """The lines of reference or baseline, led by the integers that no shape names."""
+        lines: tuple[Line, ...] | None = getattr(self.function, key)
+        fixed = {n: s.value for n, s in self.function.sizes.items() if n not in self.dims}
+        return (
+            [Line(f"{n} = {v}", self.function.line) for n, v in fixed.items()] + list(lines) if lines else []
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"name: {self.name}",
+            _prose("summary", self.function.summary),
+            f"dims: {{{', '.join(f'{dim}: {words}' for dim, words in self.dims.items())}}}",
+            *_entries("inputs", self.inputs),
+            *([f"constants: {{{constants}}}"] if (constants := self._constants()) else []),
+            *([f"static: [{', '.join(self.static)}]"] if self.static else []),
+            *_entries("outputs", self.outputs),
+        ]
+        for key in TEXTS:
+            if lines := self.text_of(key):
+                parts += [f"{key}: |", *(f"  {line.text}".rstrip() for line in lines)]
+        return "\n".join([*parts, "cases:", *_table(self.cases), "accept: {speedup: 1.0}\n"])
+
+    def spec(self, check: bool = False) -> Spec:
+        """What the loader reads in it; ScaffoldError at the user's line where it objects."""
+        from verifier.spec import SpecError, load
+
+        text = str(self)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / f"{self.name}.yaml"
+            write_atomic(path, text)
+            try:
+                return load(path, check=check)
+            except SpecError as error:
+                raise self._objected(text.split("\n"), error.line or 1, error.message) from None
+
+    def fail(self, message: str, key: str = "", line: int | None = None) -> ScaffoldError:
+        """An error at the line of the user's file where that line of the text comes from, else at the def."""
+        lines = self.text_of(key) if key in TEXTS else []
+        number = lines[line - 1].number if line and line <= len(lines) else self.function.line
+        return ScaffoldError(f"{self.function.path}:{number}: {message}")
+
+    def rows(self) -> frozenset[str]:
+        """Dims that count rows; where none leads two tensors, the first dim."""
+        from verifier.sizes import row_dims
+
+        return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
+
+    def heads(self) -> set[str]:
+        """Dims that only ever multiply static ones, as a number of heads does."""
+        extents = [d for e in [*self.inputs.values(), *self.outputs.values()] for d in e.shape]
+        products = [set(m) for d in extents for m, _ in d.terms]
+        static = set(self.static)
+        return {n for n in self.dims if n not in static and all(m & static for m in products if n in m)}
+
+    def _objected(self, text: list[str], line: int, message: str) -> ScaffoldError:
+        for key in TEXTS:
+            inside = line - 1 - text.index(f"{key}: |") if f"{key}: |" in text else 0
+            if 0 < inside <= len(self.text_of(key)):
+                return self.fail(message, key, inside)
+        said = text[line - 1].strip()
+        return self.fail(message if said.endswith("|") else f"{message} (in the spec: {said})")
+
+    def _constants(self) -> str:
+        return ", ".join(f"{name}: {_number(value)}" for name, value in self.function.constants.items())
+
+
+def _prose(key: str, text: str) -> str:
+    if PLAIN.fullmatch(text) and len(text) <= WRAP:
+        return f"{key}: {text}"
+    return f"{key}: >-\n" + textwrap.indent(textwrap.fill(text, WRAP), "  ")
+
+
+def _number(value: float) -> str:
+    mantissa, e, exponent = repr(value).partition("e")
+    return f"{mantissa}{'' if '.' in mantissa else '.0'}e{int(exponent)}" if e else mantissa
+
+
+def _entries(kind: str, entries: Mapping[str, Entry]) -> list[str]:
+    """One line an entry, its columns aligned."""
+    shapes = {name: f"[{', '.join(map(str, e.shape))}]," for name, e in entries.items()}
+    wide = max(map(len, shapes.values())), max(map(len, entries)) + 1
+    return [f"{kind}:"] + [
+        f"  {name + ':':{wide[1]}} {{shape: {shapes[name]:{wide[0]}} dtype: {e.dtype}"
+        + (f", init: {e.init}}}" if e.init else "}")
+        for name, e in entries.items()
+    ]
+
+
+def _table(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    columns = [key for key in cases[0] if key != "bench"]
+    wide = {key: max(len(f"{case[key]},") for case in cases) for key in columns[:-1]}
+    rows = []
+    for case in cases:
+        cells = [f"{key}: {f'{case[key]},':{wide.get(key, 0)}}" for key in columns]
+        bench = f" bench: {case['bench']}" if "bench" in case else ""
+        rows.append(f"  - {{{' '.join(cells)}{bench}".rstrip(",") + "}")
+    return rows

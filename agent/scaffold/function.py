@@ -1,0 +1,313 @@
+"""A PyTorch function read from its source as a spec needs it: parameters, outputs, a reference.
+
+The file is parsed, never imported: importing runs whatever stands in it. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from agent.scaffold.words import Names, Words, without_idle_dtypes
+from primitives.ir import VALUE_NAME
+
+__all__ = ["Function", "Line", "ScaffoldError", "Size", "Tensor", "read"]
+
+DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # an assert's shapes are the spec's to state
+KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
+DECORATORS = ("compile", "inference_mode", "no_grad")
+ANNOTATED = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32", "Int32": "int32", "Int64": "int64"}
+REMEDIES = {
+    ast.If: "a reference has no branches; use torch.where, or write one function a case",
+    ast.While: "a reference has no while; use a for over a range",
+    ast.With: "a reference has no with; leave it out",
+    ast.Expr: "a reference has no side effects; assign the value",
+    ast.Return: "a reference returns once, at its end",
+    ast.FunctionDef: "a reference defines no function; write its body out",
+}
+
+
+class ScaffoldError(Exception):
+    """No spec can be made of this; ``str`` of it names the place, the value and what would do."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter that is an input, with the hints of a jaxtyping annotation: ``BFloat16[Tensor, "M K"]``."""
+
+    name: str
+    shape: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer parameter: a dim where a shape names it (static if keyword-only), else a number."""
+
+    value: int | None
+    static: bool
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a reference, and where in the user's file it comes from."""
+
+    text: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Function:
+    """What a file says of one function. ``baseline``: its body with casts, where it has any."""
+
+    path: Path
+    name: str
+    line: int
+    summary: str
+    tensors: tuple[Tensor, ...]
+    constants: dict[str, float]
+    sizes: dict[str, Size]
+    outputs: tuple[str, ...]
+    reference: tuple[Line, ...]
+    baseline: tuple[Line, ...] | None
+
+
+def read(target: str) -> Function:
+    """The function of ``path/to/file.py:function``; ScaffoldError for one that no spec can be made of."""
+    name = target.rpartition(":")[2]
+    path = Path(target.rpartition(":")[0])
+    if not target.rpartition(":")[0] or not name.isidentifier():
+        raise ScaffoldError(f"{target!r} names no function; write path/to/file.py:function")
+    source = _text(path)
+    tree = _parsed(path, source)
+    found = _found(path, tree, name)
+    return _Reader(path, source, tree, found).function()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ScaffoldError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise ScaffoldError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ScaffoldError(f"{path}: is no UTF-8 text: byte {error.start}") from None
+
+
+def _parsed(path: Path, source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        raise ScaffoldError(f"{path}:{error.lineno or 1}: {error.msg}; correct it") from None
+    except (ValueError, RecursionError) as error:
+        raise ScaffoldError(f"{path}: is no Python that can be read: {error}") from None
+
+
+def _found(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
+    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name in defined:
+        return defined[name]
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        named = getattr(node, "name", None) == name or name in [getattr(t, "id", None) for t in targets]
+        if named:
+            kind = "lambda" if isinstance(getattr(node, "value", None), ast.Lambda) else type(node).__name__
+            raise ScaffoldError(
+                f"{path}:{node.lineno}: {name} is no function but {kind}; write def {name}(...)"
+            )
+    close = get_close_matches(name, defined, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"it has {', '.join(defined) or 'none'}"
+    raise ScaffoldError(f"{path}: there is no function {name!r} at its top level; {remedy}")
+
+
+class _Reader:
+    """Takes one function apart; its methods raise ScaffoldError with a line of the file."""
+
+    def __init__(self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef):
+        self.path, self.node, self.lines = path, node, source.split("\n")
+        self.tensors: list[Tensor] = []
+        self.constants: dict[str, float] = {}
+        self.sizes: dict[str, Size] = {}
+        self.documented = ast.get_docstring(node)
+        self.body = node.body[1:] if self.documented is not None else node.body
+        self.names = Names.of(tree, node, self.fail)
+
+    def fail(self, node: ast.AST, message: str) -> ScaffoldError:
+        return ScaffoldError(f"{self.path}:{getattr(node, 'lineno', self.node.lineno)}: {message}")
+
+    def function(self) -> Function:
+        for decorator in self.node.decorator_list:
+            said = ast.unparse(decorator).partition("(")[0]
+            if said.rpartition(".")[2] not in DECORATORS:
+                raise self.fail(decorator, f"@{said} may change what the function computes; take it off")
+        self._parameters()
+        self._check(self.body)
+        names, statements = self._returned()
+        with_casts = tuple(self._transcribed(statements, casts=True))
+        without = tuple(self._transcribed(statements, casts=False))
+        texts = [[line.text for line in lines] for lines in (with_casts, without)]
+        return Function(
+            path=self.path,
+            name=self.node.name,
+            line=self.node.lineno,
+            summary=" ".join(
+                (self.documented or f"As {self.node.name} computes it.").split("\n\n")[0].split()
+            ),
+            tensors=tuple(self.tensors),
+            constants=self.constants,
+            sizes=self.sizes,
+            outputs=names,
+            reference=without,
+            baseline=with_casts if texts[0] != texts[1] else None,
+        )
+
+    def _parameters(self) -> None:
+        args = self.node.args
+        for star in (args.vararg, args.kwarg):
+            if star:
+                raise self.fail(star, f"*{star.arg} may be any number of inputs; name each")
+        plain = [*args.posonlyargs, *args.args]
+        absent: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults))
+        for arg, default in zip(plain, [*absent, *args.defaults], strict=True):
+            self._parameter(arg, default, keyword=False)
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+            self._parameter(arg, default, keyword=True)
+        if not self.tensors:
+            raise self.fail(self.node, f"{self.node.name} has no tensor among its parameters; give it one")
+
+    def _parameter(self, arg: ast.arg, default: ast.expr | None, keyword: bool) -> None:
+        said = ast.unparse(arg.annotation) if arg.annotation else ""
+        try:
+            value: Any = ast.literal_eval(default) if default else None
+        except (ValueError, TypeError):
+            value = ast.unparse(default) if default else None
+        number = type(value) in (int, float)
+        if number and (isinstance(value, float) or said == "float"):
+            self.constants[self._named(arg)] = float(value)
+        elif isinstance(value, int) or (said == "int" and not default):
+            self.sizes[arg.arg] = Size(value, keyword)
+        elif default:
+            message = f"parameter {arg.arg}={ast.unparse(default)} is neither a tensor nor a number"
+            raise self.fail(arg, f"{message}; take its default away, or give it a number")
+        elif said in ("float", "bool", "str"):
+            raise self.fail(arg, f"parameter {arg.arg} has no value; give it a default, such as 1.0e-6")
+        else:
+            self.tensors.append(Tensor(self._named(arg), *_hints(arg.annotation)))
+
+    def _named(self, arg: ast.arg) -> str:
+        if not VALUE_NAME.fullmatch(arg.arg):
+            raise self.fail(arg, f"parameter {arg.arg!r} is no name for a value; use a-z, 0-9 and _")
+        return arg.arg
+
+    def _check(self, body: Sequence[ast.stmt], depth: int = 0) -> None:
+        """No statement that a reference may not hold."""
+        for node in body:
+            if isinstance(node, ast.For):
+                self._check([*node.body, *node.orelse], depth + 1)
+            last = depth == 0 and node is self.node.body[-1] and isinstance(node, ast.Return)
+            if not isinstance(node, KEPT + DROPPED) and not last:
+                remedy = next((r for kind, r in REMEDIES.items() if isinstance(node, kind)), "leave it out")
+                raise self.fail(node, f"{self.lines[node.lineno - 1].strip()!r}: {remedy}")
+
+    def _returned(self) -> tuple[tuple[str, ...], list[ast.stmt]]:
+        """The outputs' names, and the body with assignments in place of the return."""
+        last = self.node.body[-1]
+        if not isinstance(last, ast.Return) or last.value is None:
+            raise self.fail(
+                last, f"{self.node.name} ends without a value; return a tensor, a tuple or a dict"
+            )
+        results = list(self._results(last.value))
+        names: list[str] = []
+        made: list[ast.stmt] = []
+        for index, (wish, value) in enumerate(results):
+            there = isinstance(value, ast.Name) and value.id == wish
+            needed = set() if there else {n for _, later in results[index + 1 :] for n in _names(later)}
+            bad = wish in needed or wish in self._given or wish in names
+            name = _fresh(wish, {*self.names.own, *names}) if bad else wish
+            names.append(name)
+            if bad or not there:
+                made.append(_assignment(name, value, last))
+        return tuple(names), [*self.body[:-1], *made]
+
+    @property
+    def _given(self) -> set[str]:
+        return {t.name for t in self.tensors} | set(self.constants) | set(self.sizes)
+
+    def _results(self, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+        """(wished name, expression) of each output."""
+        match value:
+            case ast.Dict(keys=keys, values=values):
+                for key, each in zip(keys, values, strict=True):
+                    if not (isinstance(key, ast.Constant) and VALUE_NAME.fullmatch(str(key.value))):
+                        said = ast.unparse(key) if key else "**"
+                        raise self.fail(key or each, f"output {said} has no name; use text of a-z, 0-9 and _")
+                    yield str(key.value), each
+            case ast.Tuple(elts=values) | ast.List(elts=values):
+                for index, each in enumerate(values):
+                    yield self._wish(each, f"out{index}"), each
+            case _:
+                yield self._wish(value, "out"), value
+
+    def _wish(self, value: ast.expr, otherwise: str) -> str:
+        name = value.id if isinstance(value, ast.Name) else ""
+        return name if VALUE_NAME.fullmatch(name) else otherwise
+
+    def _transcribed(self, statements: Sequence[ast.stmt], casts: bool) -> Iterator[Line]:
+        words = Words(self.names, casts)
+        changed = [None if isinstance(n, DROPPED) else words.visit(copy.deepcopy(n)) for n in statements]
+        if not casts:
+            changed = without_idle_dtypes(changed)
+        end = (self.node.body[0].end_lineno or 1) if self.documented is not None else self.body[0].lineno - 1
+        for node, new in zip(statements, changed, strict=True):
+            start, end = end, node.end_lineno or node.lineno
+            if new is None:
+                continue
+            yield from self._comments(start, node.lineno - 1)
+            same = ast.dump(new) == ast.dump(node)
+            text = self._as_written(node) if same else None
+            if text is None:
+                text = ast.unparse(ast.fix_missing_locations(new))
+            step = 1 if same and node in self.body else 0
+            yield from (Line(t, node.lineno + i * step) for i, t in enumerate(text.splitlines()))
+
+    def _comments(self, start: int, end: int) -> Iterator[Line]:
+        for number, text in enumerate(self.lines[start:end], start + 1):
+            if text.strip().startswith("#"):
+                yield Line(text.strip(), number)
+
+    def _as_written(self, node: ast.stmt) -> str | None:
+        """A statement's own lines, which keep parentheses and comments; None where they hold more."""
+        lines = self.lines[node.lineno - 1 : node.end_lineno]
+        if node not in self.body and isinstance(node, ast.Assign):  # in place of the return
+            value = ast.get_source_segment("\n".join(self.lines), node.value) or ""
+            return None if "\n" in value else f"{ast.unparse(node.targets[0])} = {value}"
+        before = lines[0].encode()[: node.col_offset].strip()
+        after = lines[-1].encode()[node.end_col_offset :].strip()
+        return None if before or after[:1] not in (b"", b"#") else textwrap.dedent("\n".join(lines))
+
+
+def _hints(annotation: ast.expr | None) -> tuple[str | None, str | None]:
+    match annotation:
+        case ast.Subscript(value=kind, slice=ast.Tuple(elts=[_, ast.Constant(value=str(axes))])):
+            return ",".join(axes.split()) or "[]", ANNOTATED.get(ast.unparse(kind).rpartition(".")[2])
+    return None, None
+
+
+def _assignment(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
+    made = ast.Assign([ast.Name(name, ast.Store())], value)
+    return ast.fix_missing_locations(ast.copy_location(made, place))
+
+
+def _names(node: ast.expr) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _fresh(wish: str, taken: set[str]) -> str:
+    return next(name for i in range(len(taken) + 1) if (name := f"{wish}_out{i or ''}") not in taken)

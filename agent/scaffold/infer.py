@@ -1,0 +1,117 @@
+"""Outputs' shapes and dtypes: what a draft's reference gives, at sizes that tell all dims apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from agent.scaffold.draft import Draft
+from primitives.dims import Dim
+from primitives.ir import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verifier.spec import Spec
+
+
+class Found(NamedTuple):
+    """An output as it came out: its extents at the two ``trial_sizes``, and as sizes over the dims (None for
+    those that are no formula it knows)."""
+
+    extents: tuple[list[int], list[int]]
+    shape: tuple[Dim | None, ...]
+    dtype: str
+
+
+def infer(draft: Draft) -> dict[str, Found]:
+    """Outputs by name; ScaffoldError for a reference that does not run, with the user's line."""
+    from verifier.spec import BadReference
+    from verifier.spec_trial import check_reference
+
+    spec = draft.spec()
+    try:
+        check_reference(spec.model_copy(update={"outputs": {}}))  # their shapes are not known yet
+    except BadReference as error:
+        raise draft.fail(error.message, error.key, error.line) from None
+    first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))
+    return {name: _found(draft, name, first[name], second[name]) for name in draft.outputs}
+
+
+def _run(draft: Draft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """The outputs in the dtypes that they have by themselves, or in fp64 where this machine cannot say."""
+    import torch
+
+    from verifier.inputs import draw
+    from verifier.reference import cast
+
+    own = draw(spec, sizes, seed=0)
+    wide = {name: cast(tensor, torch.float64) for name, tensor in own.items()}
+    outputs = _tried(draft, spec, wide, sizes, spec.reference)
+    try:
+        return _tried(draft, spec, own, sizes, spec.baseline or spec.reference)
+    except NotImplementedError:
+        return outputs
+
+
+def _tried(
+    draft: Draft, spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int], text: str
+) -> dict[str, Tensor]:
+    import torch
+
+    from verifier.reference import MISTAKES, run
+
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    try:
+        outputs = run(spec, inputs, sizes, text)
+    except NotImplementedError:
+        raise
+    except MISTAKES as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise draft.fail(f"{reason} (tried with {dict(sizes)})") from None
+    for name, tensor in inputs.items():
+        if not torch.equal(tensor, before[name]):
+            raise draft.fail(f"its input {name} is changed in place; assign a new value instead")
+    for name, value in outputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise draft.fail(f"output {name} is {type(value).__name__}; return each tensor by name")
+    return outputs
+
+
+def _found(draft: Draft, name: str, first: Tensor, second: Tensor) -> Found:
+    from verifier.inputs import DTYPES as TORCH
+
+    both = list(first.shape), list(second.shape)
+    shape = tuple(_formula(draft, list(extents)) for extents in zip(*both, strict=True))
+    usual = next(e.dtype for e in draft.inputs.values())
+    known = {TORCH[n]: n for n in DTYPES}
+    return Found(both, shape, known.get(first.dtype, usual if usual in DTYPES else "fp32"))
+
+
+def _formula(draft: Draft, extents: list[int]) -> Dim | None:
+    """The plainest size over the dims that is each of the extents, at its sizes."""
+    every = trial_sizes(draft)
+    dims = [Dim.parse(dim) for dim in draft.dims]
+    known = list(dict.fromkeys([*dims, *(extent for e in draft.inputs.values() for extent in e.shape)]))
+    whole = [Dim.parse(n) for n in (2, 3, 4, 8)]
+    found = known + [made for n in whole for f in known if (made := _divided(f, n))]
+    found += [n * f for n in whole for f in known] + [f * g for f in known for g in known]
+    found += [f + g for f in known for g in known] + [n * f * g for n in whole for f in dims for g in dims]
+    found += [Dim.parse(extents[0])]
+    found += [f + Dim.parse(extents[0] - f(every[0])) for f in known]  # K - 1
+    return next((f for f in found if [f(sizes) for sizes in every] == extents), None)
+
+
+def _divided(formula: Dim, number: Dim) -> Dim | None:
+    try:
+        return formula.divided(number)
+    except ValueError:
+        return None
+
+
+def trial_sizes(draft: Draft) -> list[dict[str, int]]:
+    """Two sets of small even sizes, all of them different."""
+    count = len(draft.dims)
+    primes = [p for p in range(5, 500) if all(p % q for q in range(2, p))][: 2 * count]
+    halves = primes[:count], primes[: -1 - count : -1]
+    return [{dim: 2 * p for dim, p in zip(draft.dims, half, strict=True)} for half in halves]

@@ -1,0 +1,158 @@
+"""The words of a reference: what a function's statements become where only torch's names are in scope."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+
+FUNCTIONAL = "torch.nn.functional"
+FLOATS = ("bfloat16", "double", "float", "float16", "float32", "float64", "half")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a function's names stand for. ``own``: its parameters and what it assigns, which hide the rest.
+
+    ``imported``: full names by alias. ``numbers``: of the file's top level. ``fail``: an error with a line.
+    """
+
+    own: Set[str]
+    imported: Mapping[str, str]
+    numbers: Mapping[str, float]
+    fail: Callable[[ast.AST, str], Exception]
+
+    @classmethod
+    def of(cls, tree: ast.Module, node: ast.FunctionDef, fail: Callable[[ast.AST, str], Exception]) -> Names:
+        stored = (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        own = {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)} | set(stored)
+        imported = {k: v for k, v in _imported([*tree.body, *ast.walk(node)]) if k not in own}
+        return cls(own, imported, {k: v for k, v in _numbers(tree) if k not in own}, fail)
+
+
+class Words(ast.NodeTransformer):
+    """A statement in the words that a reference has in scope, with or without its casts to floats."""
+
+    def __init__(self, names: Names, casts: bool):
+        self.names, self.casts = names, casts
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        if node.value is None:
+            return None
+        made = ast.Assign([node.target], node.value, lineno=node.lineno, col_offset=node.col_offset)
+        return self.generic_visit(made)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if self._dotted(node.func) == "math.sqrt" and len(node.args) == 1:
+            return ast.BinOp(self.visit(node.args[0]), ast.Pow(), ast.Constant(0.5))
+        made = self.generic_visit(node)
+        if self.casts or not isinstance(made, ast.Call):
+            return made
+        if _is_cast(made) and isinstance(made.func, ast.Attribute):
+            return made.func.value
+        made.keywords = [
+            k for k in made.keywords if k.arg not in ("dtype", "out_dtype") or not _is_named(k.value)
+        ]
+        return made
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        dotted = self._dotted(node)
+        return self._in_scope(dotted, node) if dotted else self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self.names.numbers:
+            return ast.Constant(self.names.numbers[node.id])
+        dotted = self._dotted(node)
+        return self._in_scope(dotted, node) if dotted else node
+
+    def _dotted(self, node: ast.AST) -> str | None:
+        """The full name of what an import brought, or None."""
+        if isinstance(node, ast.Name):
+            return self.names.imported.get(node.id)
+        base = self._dotted(node.value) if isinstance(node, ast.Attribute) else None
+        return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else None
+
+    def _in_scope(self, dotted: str, node: ast.expr) -> ast.expr:
+        module, _, name = dotted.rpartition(".")
+        if module == FUNCTIONAL and name not in self.names.own and not name.startswith("_"):
+            return ast.Name(name, ast.Load())
+        if (
+            module == "math"
+            and isinstance(value := getattr(math, name, None), float)
+            and math.isfinite(value)
+        ):
+            return ast.Constant(value)
+        if dotted.partition(".")[0] != "torch":
+            raise self.names.fail(
+                node, f"{ast.unparse(node)} is not in a reference's scope; use torch's names"
+            )
+        return ast.parse(dotted, mode="eval").body
+
+
+def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
+    """(name in the file, full name) of what imports bring."""
+    yield "torch", "torch"
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for a in node.names:
+                yield (a.asname, a.name) if a.asname else (a.name.partition(".")[0],) * 2
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((a.asname or a.name, f"{node.module}.{a.name}") for a in node.names)
+
+
+def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
+    """Numbers that the file names at its top level."""
+    every = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=int() | float() as value)):
+                if every.count(name) == 1:
+                    yield name, value
+
+
+def _is_cast(node: ast.Call) -> bool:
+    values = [*node.args, *(k.value for k in node.keywords)]
+    match node.func:
+        case ast.Attribute(attr="type_as"):
+            return True
+        case ast.Attribute(attr="to" | "type"):
+            return len(values) == 1 and _is_float(values[0])
+        case ast.Attribute(attr=name):
+            return name in FLOATS and not values
+    return False
+
+
+def _is_named(node: ast.expr) -> bool:
+    """Whether it is torch.float32 or such."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name):
+            return name in FLOATS
+    return False
+
+
+def _is_float(node: ast.expr) -> bool:
+    """Whether it reads as a floating dtype: torch.float32, x.dtype, or a name that says dtype."""
+    if _is_named(node):
+        return True
+    match node:
+        case ast.Attribute(attr="dtype"):
+            return True
+        case ast.Name(id=name):
+            return "dtype" in name
+    return False
+
+
+def without_idle_dtypes(statements: list[ast.stmt | None]) -> list[ast.stmt | None]:
+    """Without ``dtype = x.dtype`` where nothing reads it any more."""
+    present = [node for node in statements if node]
+    names = [n for node in present for n in ast.walk(node) if isinstance(n, ast.Name)]
+    read = {n.id for n in names if isinstance(n.ctx, ast.Load)}
+
+    def idle(node: ast.stmt | None) -> bool:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                return name not in read and _is_float(value)
+        return False
+
+    return [None if idle(node) else node for node in statements]

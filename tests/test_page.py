@@ -1,0 +1,463 @@
+"""A run's page: one well-formed file that says what the journal says, whatever its author wrote."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import (
+    BROKEN,
+    HEADER,
+    TOY_KERNEL,
+    UNSCALED,
+    USAGE,
+    accepted_run,
+    checked,
+    fenced,
+    make_run,
+    measured,
+    program_of,
+    write_toy,
+)
+from typer.testing import CliRunner
+
+from agent import page, runs
+from agent.charts import LEFT, LONG, Mark, duration, number, timeline
+from agent.cli import app
+from agent.journal import Journal, JournalError
+from agent.markup import Html, element, visible
+from agent.providers import Turn
+from verifier.report import GATES, Gate, Measured, Rejected, Unmeasured
+from verifier.spec import Spec, load
+
+HOSTILE = '</script></pre><script>alert(1)</script><img src="https://evil.example/x" onerror=alert(1)>'
+ODD = "\x00\x1b[31mred\x1b[0m \u202egnp.exe \ud800 \r é λ 𝛾 & &amp; ]]> <!--"
+
+
+@dataclass
+class Node:
+    """An element, with what it holds in order."""
+
+    tag: str
+    attributes: dict[str, str | None] = field(default_factory=dict)
+    children: list[Node | str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(c if isinstance(c, str) else c.text for c in self.children)
+
+    def every(self, tag: str = "", css: str = "") -> list[Node]:
+        return [
+            n
+            for n in self.walk()
+            if tag in ("", n.tag) and {*css.split()} <= {*(n.get("class") or "").split()}
+        ]
+
+    def get(self, name: str) -> str:
+        return self.attributes.get(name) or ""
+
+    def number(self, name: str) -> float:
+        return float(self.get(name))
+
+    def walk(self) -> Iterator[Node]:
+        yield self
+        for child in self.children:
+            if isinstance(child, Node):
+                yield from child.walk()
+
+
+class Tree(HTMLParser):
+    """Builds the elements, and fails on one that is closed out of turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = [Node("")]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(attrs) == len(dict(attrs)), "an attribute given twice"
+        node = Node(tag, dict(attrs))
+        self.open[-1].children.append(node)
+        if tag != "meta":  # void: it has no end
+            self.open.append(node)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop().tag == tag
+
+    def handle_data(self, data: str) -> None:
+        self.open[-1].children.append(data)
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError("nothing here writes comments")
+
+
+ELEMENTS = """
+html head meta title style body main header section h1 h2 h3 p ul li dl div dt dd strong span pre code
+details summary table caption thead tbody tr th td svg rect line text
+"""
+ATTRIBUTES = """
+lang charset http-equiv content name class id scope tabindex viewbox role aria-label x y x1 x2 y1 y2
+width height text-anchor
+"""
+
+
+def parsed(text: str) -> Node:
+    """The page's elements. Well-formed, and of those alone that neither run nor fetch anything."""
+    tree = Tree()
+    tree.feed(text)
+    tree.close()
+    (root,) = tree.open
+    assert text.startswith("<!doctype html>\n") and "�" not in text
+    assert {n.tag for n in root.walk()} - {""} <= {*ELEMENTS.split()}
+    assert {name for n in root.walk() for name in n.attributes} <= {*ATTRIBUTES.split()}
+    (style,) = root.every("style")
+    assert "url(" not in style.text and "@import" not in style.text
+    ids = [n.get("id") for n in root.walk() if n.get("id")]
+    assert len(ids) == len(set(ids))
+    assert all(svg.get("role") == "img" and svg.get("aria-label") for svg in root.every("svg"))
+    return root
+
+
+def shown(run: str, out: Path) -> Node:
+    return parsed(page.write(run, out).read_text(encoding="utf-8"))
+
+
+def cells(section: Node, caption: str) -> list[list[str]]:
+    """The rows of the last table called so, its headings first."""
+    *_, found = (t for t in section.every("table") if t.every("caption")[0].text.startswith(caption))
+    return [[c.text for c in row.walk() if c.tag in ("th", "td")] for row in found.every("tr")]
+
+
+def attempts(root: Node) -> list[Node]:
+    return [n for n in root.every("section") if n.get("id").startswith("attempt-")]
+
+
+@pytest.fixture
+def toy(runs_home: Path, tmp_path: Path) -> Path:
+    return write_toy(tmp_path)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "page.html"
+
+
+TRACE = Rejected(gate="trace", code="arguments", message="gemm takes 2 operands\n  not 1", line=7)
+PASSED = Gate(gate="trace", seconds=0.25, figures={"milliseconds": 50.0, "layers": ["seccomp"], "nodes": 5})
+WRONG = Rejected(
+    gate="numerics", code="numerics", message="output 'c' is wrong", evidence={"rms": 7}, gates=(PASSED,)
+)
+
+
+def judged(report: Any, source: str, program: str | None = None) -> dict[str, Any]:
+    return {"report": report.model_dump(mode="json"), "program": program, "source": source}
+
+
+def worked(toy: Path) -> tuple[str, Spec, Measured]:
+    """A run of three attempts, the last accepted, with a draft, a void measurement and a strange event."""
+    run = runs.start(toy, HEADER | {"author": "Ada"})
+    program = program_of(run.spec, TOY_KERNEL)
+    found = measured(run.spec, program)
+    void = Unmeasured(reason="the clock stood still")
+    reports = {1: judged(TRACE, BROKEN), 2: judged(WRONG, UNSCALED)}
+    reports[3] = judged(checked(run.spec, program), TOY_KERNEL, program.to_json())
+    with run.journal as journal:
+        journal.once("prompt", "prompt", lambda: {"system": "SYSTEM", "task": "TASK"})
+        for n, source in enumerate((BROKEN, UNSCALED, TOY_KERNEL), 1):
+            turn = Turn(f"Words of {n}.\n\n{fenced(source)}", USAGE, "Ada via handoff", "end_turn")
+            journal.once(f"answer/{n}", "answer", turn.to_json)
+            if n == 2:
+                journal.once("draft/2.1", "draft", lambda: judged(TRACE, "a draft's source"))
+            journal.once(f"report/{n}", "report", lambda n=n: reports[n])  # type: ignore[misc]
+        journal.once("rumour/1", "rumour", lambda: {"anything": ["at", "all"]})
+        journal.once("piece/3.0/tune", "piece", dict)
+        journal.once("void/3/0", "void", lambda: void.model_dump(mode="json"))
+        journal.once("measurement/3", "measurement", lambda: found.model_dump(mode="json"))
+    return run.name, run.spec, found
+
+
+def test_the_head_says_how_the_run_stands(toy: Path, out: Path) -> None:
+    name, _, _ = worked(toy)
+    (head,) = shown(name, out).every("header")
+    said = {d.every("dt")[0].text: d.every("dd")[0].text.strip() for d in head.every("dl")[0].every("div")}
+    assert head.every("h1")[0].text == name
+    assert (said["spec"], said["status"], said["provider"]) == ("toy", "accepted", "handoff")
+    assert (said["author"], said["attempts"]) == ("Ada via handoff", "3 of at most 6")
+    assert said["tokens"] == "300 in, 3,000 read from the cache, 3 written to it, 30 out"
+    assert HEADER["directory"] not in out.read_text(encoding="utf-8")  # it is nobody's business
+
+
+def test_every_attempt_is_there_with_its_words_and_gates(toy: Path, out: Path) -> None:
+    name, _, found = worked(toy)
+    first, second, third = attempts(shown(name, out))
+    titles = [a.every("h2")[0].text for a in (first, second, third)]
+    assert titles == ["Attempt 1: rejected", "Attempt 2: rejected", "Attempt 3: accepted"]
+    (words,) = first.every("p", "rejected")
+    assert words.text == f"line 7: {BROKEN.splitlines()[6].strip()}\n{TRACE.message}"
+    assert cells(second, "In the order")[1:] == [
+        ["trace", "passed", "0.25", "5 nodes; jailed 50 ms: seccomp"],
+        ["numerics", "rejected", "", "numerics"],
+    ]
+    assert '"rms": 7' in second.text and "rms" not in first.text
+    gates = cells(third, "In the order")[1:]
+    assert [row[0] for row in gates] == [*GATES] and {row[1] for row in gates} == {"passed"}
+    low = found.timings[0].ratios["torch.compile"].low
+    assert f"large {low:.2f}" in gates[-1][3] and "must exceed 1.1" in gates[-1][3]
+    for n, attempt in enumerate((first, second, third), 1):
+        (said,) = (d for d in attempt.every("details") if d.text.startswith("The answer's words"))
+        assert f"Words of {n}." in said.text and "@kernel" not in said.text
+        assert "Tokens: 100 in, 1,000 read" in attempt.text
+
+
+def test_figures_that_this_version_has_no_words_for_are_shown_as_they_are(toy: Path, out: Path) -> None:
+    gates = (
+        Gate(gate="astrology", seconds=1.0, figures={"sign": "Leo"}, findings=("[red]a finding",)),
+        Gate(gate="contract", seconds=1.0, figures={"other": 1}),
+    )
+    strange = Rejected(gate="numerics", code="numerics", message="no", line=-99, gates=gates)
+    (attempt,) = attempts(shown(make_run(toy, found=strange), out))
+    rows = cells(attempt, "In the order")[5:7]  # after what was checked
+    assert rows[0] == ["astrology", "passed", "1.00", '{"sign": "Leo"}\n[red]a finding']
+    assert rows[1] == ["contract", "passed", "1.00", '{"other": 1}']
+    assert attempt.every("p", "rejected")[0].text == "line -99: \nno"
+
+
+def test_sources_are_diffs_after_the_first(toy: Path, out: Path) -> None:
+    name, _, _ = worked(toy)
+    first, *later = attempts(shown(name, out))
+    assert first.every("pre")[0].text == BROKEN
+    for before, after, attempt in zip((BROKEN, UNSCALED), (UNSCALED, TOY_KERNEL), later, strict=True):
+        old, new = before.splitlines(), after.splitlines()
+        _, _, *lines = difflib.unified_diff(old, new, lineterm="")
+        diff = next(pre for pre in attempt.every("pre") if pre.every("span"))
+        assert diff.text.splitlines() == lines
+        assert [s.text[:-1] for s in diff.every("span", "add")] == [x for x in lines if x.startswith("+")]
+        assert [s.text[:-1] for s in diff.every("span", "del")] == [x for x in lines if x.startswith("-")]
+        assert diff.every("span", "add") and diff.every("span", "del")
+        assert after in [pre.text for pre in attempt.every("pre")]  # whole, collapsed
+
+
+def test_drafts_and_void_measurements_stand_with_their_attempt(toy: Path, out: Path) -> None:
+    name, _, _ = worked(toy)
+    first, second, third = attempts(shown(name, out))
+    (draft,) = (
+        d for d in second.every("details") if d.text.startswith("Draft 1: rejected at trace: arguments")
+    )
+    assert "a draft's source" in draft.text and TRACE.message in draft.text
+    assert "Draft" not in first.text + third.text
+    assert [p.text for p in third.every("p", "unmeasured")] == [
+        "A measurement was void: the clock stood still"
+    ]
+
+
+def test_the_timeline_has_every_event_in_its_row(toy: Path, out: Path) -> None:
+    name, _, _ = worked(toy)
+    root = shown(name, out)
+    svg = root.every("svg")[0]
+    keys = [row[0] for row in cells(root, "Events")[1:]]
+    assert [mark.text.partition(":")[0] for mark in svg.every("rect", "mark")] == keys
+    rows = {label.text: label.number("y") for label in svg.every("text", "label")}
+    assert list(rows) == ["run", "attempt 1", "attempt 2", "attempt 3"]
+    places = {mark.text.partition(":")[0]: mark.number("y") - 5 + 17 for mark in svg.every("rect", "mark")}
+    for key, row in (
+        ("prompt", "run"),
+        ("rumour/1", "run"),
+        ("draft/2.1", "attempt 2"),
+        ("void/3/0", "attempt 3"),
+    ):
+        assert places[key] == rows[row]
+    kinds = {li.text: li.every("span")[0].get("class") for li in root.every("ul", "legend")[0].every("li")}
+    assert kinds["rumour"] == "other" and kinds["void"] == "void" and len(kinds) == 8
+    assert "rumour" not in "".join(a.text for a in attempts(root))
+
+
+def test_a_long_wait_hides_no_other_event() -> None:
+    marks = [Mark("a", "answer", "answer/1", 60.0), Mark("a", "measurement", "measurement/1", 30 * LONG)]
+    tree = Tree()
+    tree.feed(timeline("Timeline", marks))
+    short, long = tree.open[0].every("rect")
+    assert long.number("width") == pytest.approx(short.number("width") * LONG / 60, rel=0.01)
+    assert "cut" in long.get("class") and "cut" not in short.get("class")
+    assert "5 h 0 min" in long.text  # its figure is whole
+
+
+def test_charts_and_tables_hold_the_measured_figures(toy: Path, out: Path) -> None:
+    name, _, found = worked(toy)
+    accepted = attempts(shown(name, out))[2]
+    charts = accepted.every("svg")
+    assert len(charts) == len(found.timings) == 2
+    for t, chart in zip(found.timings, charts, strict=True):
+        assert f"Case {t.case}:" in chart.get("aria-label")
+        bars = chart.every("rect", "bar")
+        assert [label.text for label in chart.every("text", "label")] == list(t.milliseconds)
+        told = [text.text for text in chart.every("text", "value")]
+        assert told == [f"{number(ms)} ms" for ms in t.milliseconds.values()]
+        assert [bar.text.rpartition(": ")[2] for bar in bars] == told
+        scale = bars[0].number("width") / t.milliseconds["candidate"]
+        lengths = [bar.number("width") / scale for bar in bars]
+        assert lengths == pytest.approx(list(t.milliseconds.values()), rel=1e-3)
+        (roofline,) = chart.every("line", "roofline")
+        assert roofline.number("x1") == roofline.number("x2")
+        assert (roofline.number("x1") - LEFT) / scale == pytest.approx(t.roofline_milliseconds, rel=1e-3)
+        assert roofline.text == f"roofline: {number(t.roofline_milliseconds)} ms"
+    heading, *rows = cells(accepted, "Ratios")
+    assert heading == ["case", *found.timings[0].ratios]
+    for t, row in zip(found.timings, rows, strict=True):
+        ratios = [f"{r.estimate:.3f} [{r.low:.3f}, {r.high:.3f}]" for r in t.ratios.values()]
+        assert row == [t.case, *ratios]
+
+
+def test_conditions_versions_and_controls_are_shown(toy: Path, out: Path) -> None:
+    spec = load(toy, check=False)
+    during = {"score/0/large": {"sm_mhz": [1470, 1545.0], "throttle": ["software power cap"]}}
+    same = {"estimate": 1.001, "low": 0.9973, "high": 1.0028, "confidence": 0.95}
+    found = measured(spec, program_of(spec, TOY_KERNEL)).model_copy(
+        update={
+            "conditions": {"gpu": "H100", "torch": "2.11.0+cu130", "during": during},
+            "controls": ({"case": "large", "same": same, "faults": ["late"]},),
+        }
+    )
+    (attempt,) = attempts(shown(make_run(toy, found=found), out))
+    pairs = [pair for dl in attempt.every("dl") for pair in dl.every("div")]
+    said = [(pair.every("dt")[0].text, pair.every("dd")[0].text) for pair in pairs]
+    told = {"measured": found.date, "gpu": "H100", "torch": "2.11.0+cu130"}
+    assert said == [*told.items(), *found.identity.versions.items()]
+    assert cells(attempt, "during")[1] == ["score/0/large", "1470, 1545", "software power cap"]
+    assert cells(attempt, "Controls")[1] == ["1", "large", "1.001 [0.997, 1.003]", "late"]
+
+
+def test_a_kernel_that_was_measured_as_slow_has_its_charts(toy: Path, out: Path) -> None:
+    spec = load(toy, check=False)
+    rows = measured(spec, program_of(spec, TOY_KERNEL), 0.9).timings
+    evidence = {"timings": [t.model_dump(mode="json", exclude={"samples"}) for t in rows]}
+    slow = Rejected(gate="decision", code="slow", message="too slow", evidence=evidence)
+    root = shown(make_run(toy, found=slow), out)
+    (attempt,) = attempts(root)
+    assert attempt.every("h2")[0].text == "Attempt 1: rejected"
+    assert [len(chart.every("rect", "bar")) for chart in attempt.every("svg")] == [3, 3]
+    assert cells(attempt, "Ratios")[1][1].startswith(f"{rows[0].ratios['torch.compile'].estimate:.3f} [")
+    assert "Evidence" not in attempt.text  # which would be the same once more
+
+
+@pytest.mark.parametrize("words", [HOSTILE, ODD, "'\" onload=x ><b>", "{{7*7}} ${x} %s"])
+def test_what_others_wrote_is_text_wherever_it_stands(toy: Path, out: Path, words: str) -> None:
+    run = runs.start(toy, HEADER | {"author": words, "replays": words})
+    answer = Turn(f"{words}\n```python\n{words}\n```\n{words}", USAGE, words, "end_turn")
+    bad = Rejected(gate=words, code=words, message=words, line=1, evidence={words: [words]})
+    with run.journal as journal:
+        journal.once("prompt", "prompt", lambda: {"system": words, "task": words})
+        for n in (1, 2):
+            journal.once(f"draft/{n}", "draft", lambda: judged(bad, words))
+            journal.once(f"answer/{n}", "answer", answer.to_json)
+            journal.once(f"report/{n}", "report", lambda n=n: judged(bad, f"{n}\n{words}"))  # type: ignore[misc]
+        journal.once(f"{visible(words)}/1", visible(words), dict)  # SQLite has no keys with a surrogate
+    root = shown(run.name, out)
+    told = visible(words)
+    first, second = attempts(root)
+    assert f"1\n{told}" in [pre.text for pre in first.every("pre")]
+    assert f" {told}\n" in next(pre for pre in second.every("pre") if pre.every("span")).text
+    for attempt in (first, second):
+        assert attempt.every("p", "rejected")[-1].text.endswith(f"\n{told}")
+        assert f"[the source]\n\n{told}".strip() in attempt.text
+    assert told in root.every("header")[0].text and told in root.every("svg")[0].text
+    assert told in root.every("ul", "legend")[0].text
+
+
+def test_a_spec_is_shown_and_a_changed_one_is_called_so(toy: Path, runs_home: Path, out: Path) -> None:
+    name = accepted_run(toy)
+    yaml = runs_home / name / "spec.yaml"
+    said = shown(name, out).every("section")[-1]
+    assert said.every("pre")[0].text == yaml.read_text(encoding="utf-8") and "Edited" not in said.text
+    for text in (yaml.read_text(encoding="utf-8").replace("speedup: 1.1", "speedup: 1.0"), f"[{HOSTILE}"):
+        yaml.write_text(text, encoding="utf-8")
+        said = shown(name, out).every("section")[-1]
+        assert said.every("pre")[0].text == text and "Edited since the run started" in said.text
+    yaml.unlink()
+    assert "Edited since" in shown(name, out).every("section")[-1].text
+
+
+def test_a_run_that_is_under_way_is_shown_as_it_stands(toy: Path, out: Path) -> None:
+    run = runs.start(toy, HEADER)
+    try:  # which has the journal open and locked throughout
+        root = shown(run.name, out)
+        assert "authoring" in root.every("header")[0].text and "No event yet." in root.text
+        assert not attempts(root)
+        run.journal.once("prompt", "prompt", lambda: {"system": "SYSTEM", "task": "TASK"})
+        run.journal.once("draft/1.1", "draft", lambda: judged(TRACE, BROKEN))
+        (attempt,) = attempts(shown(run.name, out))
+        assert attempt.every("h2")[0].text == "Attempt 1: not judged yet" and "No source yet." in attempt.text
+        turn = Turn(fenced(TOY_KERNEL), USAGE, "Ada via handoff", "end_turn")
+        run.journal.once("answer/1", "answer", turn.to_json)
+        (attempt,) = attempts(shown(run.name, out))
+        assert attempt.every("h2")[0].text == "Attempt 1: not judged yet"
+        assert TOY_KERNEL in [pre.text for pre in attempt.every("pre")]
+    finally:
+        run.journal.close()
+
+
+def test_an_attempt_may_take_several_turns(toy: Path, out: Path) -> None:
+    """Turns that only use tools have answers, but no reports; a report's key is of the turn it is about."""
+    run = runs.start(toy, HEADER)
+    program = program_of(run.spec, TOY_KERNEL)
+    found = measured(run.spec, program)
+    with run.journal as journal:
+        for n in (1, 2, 3, 4):
+            turn = Turn(f"Turn {n}.", USAGE, "Ada via a script", "end_turn")
+            journal.once(f"answer/{n}", "answer", turn.to_json)
+            if n == 2:
+                journal.once("report/2", "report", lambda: judged(WRONG, UNSCALED))
+        good = judged(checked(run.spec, program), TOY_KERNEL, program.to_json())
+        journal.once("report/4", "report", lambda: good)
+        journal.once("measurement/4", "measurement", lambda: found.model_dump(mode="json"))
+    first, second = attempts(shown(run.name, out))
+    assert [a.every("h2")[0].text for a in (first, second)] == ["Attempt 1: rejected", "Attempt 2: accepted"]
+    assert "Turn 1." in first.text and "Turn 2." in first.text and "Turn 3." not in first.text
+    assert "Tokens: 200 in" in second.text and len(second.every("svg")) == 2
+
+
+def test_the_command_writes_a_file_and_says_where(
+    toy: Path, runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = accepted_run(toy)
+    monkeypatch.chdir(tmp_path)
+    before = (runs_home / name / "journal.db").read_bytes()
+    done = CliRunner().invoke(app, ["report", name])
+    assert (done.exit_code, done.output) == (0, f"{name}.html\n")
+    done = CliRunner().invoke(app, ["report", str(runs_home / name), "--out", "deep/er.html"])
+    assert (done.exit_code, done.output) == (0, "deep/er.html\n")
+    pages = [(tmp_path / path).read_text(encoding="utf-8") for path in (f"{name}.html", "deep/er.html")]
+    assert pages[0] == pages[1] and name in parsed(pages[0]).every("title")[0].text
+    assert (runs_home / name / "journal.db").read_bytes() == before
+    with Journal.open(runs_home / name / "journal.db") as journal:  # free for others
+        assert len(journal.events()) == 4
+
+
+def test_what_cannot_be_shown_is_an_error_and_writes_nothing(toy: Path, runs_home: Path, out: Path) -> None:
+    with pytest.raises(JournalError, match="there is no run 'nowhere'"):
+        page.write("nowhere", out)
+    for payload in ({"report": {"status": "new"}, "source": ""}, {"source": ""}, {"report": 7, "source": ""}):
+        name = make_run(toy)
+        with sqlite3.connect(runs_home / name / "journal.db") as db:
+            db.execute("UPDATE events SET payload = ? WHERE key = 'report/1'", (json.dumps(payload),))
+        with pytest.raises(JournalError, match="another version of coda-agent"):
+            page.write(name, out)
+    assert not out.exists()
+
+
+def test_markup_escapes_all_but_itself() -> None:
+    assert (
+        element("p", "<b>&", Html("<i></i>"), class_='"x"')
+        == '<p class="&quot;x&quot;">&lt;b&gt;&amp;<i></i></p>'
+    )
+    assert visible(ODD).startswith("\\u0000red \\u202egnp.exe \\ud800 \\u000d é λ 𝛾 &")
+
+
+def test_durations_are_in_words() -> None:
+    said = [duration(s) for s in (0, 0.0213, 12.34, 59.99, 200, 3600 * 6 + 52 * 60)]
+    assert said == ["0 s", "0.0213 s", "12.3 s", "60 s", "3 min 20 s", "6 h 52 min"]

@@ -1,0 +1,338 @@
+"""``coda-agent new``: what it writes loads and computes the same; what it refuses is named with its line."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agent import cli
+from verifier.inputs import DTYPES, draw
+from verifier.reference import run
+from verifier.spec import Spec, load
+
+OPS = '''\
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CAP = 30.0
+
+
+def norm_matmul(x: Tensor, gamma, w, eps: float = 1e-6):
+    """RMSNorm,
+    then a projection: as Llama has it.
+
+    Not in the summary.
+    """
+    input_dtype = x.dtype
+    # statistics in fp32
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return (h * gamma).to(input_dtype) @ w.T
+
+
+def swiglu(x, w):
+    import torch.nn.functional as G
+
+    z = (x @ w.mT) * 1.0  # both halves
+    gate, up = z[:, 0::2], z[:, 1::2]
+    return {"preact": z, "act": G.silu(gate) * up}
+
+
+def two(y, w, x, alpha=0.5):
+    h: Tensor = alpha * (y @ w.mT) + x
+    return h, (h * h).sum(-1, dtype=torch.float32)
+
+
+def rotated(x, w, cos, sin, *, P: int = 32, times: int = 3):
+    even, odd = (x @ w.mT).unflatten(1, (-1, P, 2)).unbind(-1)
+    c, s = cos[:, None], sin[:, None]
+    turned = torch.stack((even * c - odd * s, even * s + odd * c), -1)
+    return times * turned.flatten(1)
+
+
+def capped_loss(x, w, target):
+    assert x.shape[1] == w.shape[1]
+    silu = math.sqrt(4.0) * math.pi  # hides the function of that name
+    logits = CAP * F.tanh(x @ w.mT / CAP) + 0 * F.silu(x @ w.mT) * silu
+    picked = logits.float().gather(1, target[:, None])[:, 0]
+    return {"loss": logits.logsumexp(-1) - picked, "x": x * 2}
+'''
+SHAPES = {
+    "norm_matmul": {"x": "M,K", "gamma": "K", "w": "[N, K]"},
+    "swiglu": {"x": "M,D", "w": "2*F,D"},
+    "two": {"y": "M,K", "w": "N,K", "x": "M,N"},
+    "rotated": {"x": "M,K", "w": "2*H*P,K", "cos": "M,P", "sin": "M,P"},
+    "capped_loss": {"x": "M,D", "w": "V,D", "target": "M"},
+}
+SIZES = {"M": 24, "K": 16, "D": 16, "N": 40, "F": 8, "H": 3, "P": 4, "V": 48}
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Runs ``coda-agent new`` beside ops.py, with ``answers`` on stdin."""
+    monkeypatch.chdir(tmp_path)
+    Path("ops.py").write_text(OPS)
+
+    def command(*arguments: str, answers: str = "") -> Done:
+        monkeypatch.setattr(sys, "argv", ["coda-agent", "new", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return Done(int(ended.value.code or 0), said.out, said.err)
+
+    return command
+
+
+def shapes_of(name: str) -> list[str]:
+    return [text for n, shape in SHAPES[name].items() for text in ("--shape", f"{n}={shape}")]
+
+
+def made(new: Command, name: str, *arguments: str) -> tuple[Spec, str]:
+    done = new(f"ops.py:{name}", *shapes_of(name), *arguments)
+    assert done.status == 0, done.err
+    path = Path("specs") / f"{name}.yaml"
+    return load(path), path.read_text()
+
+
+def original(name: str) -> Any:
+    found = importlib.util.spec_from_file_location("ops", "ops.py")
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def results(name: str, inputs: dict[str, torch.Tensor], **sizes: int) -> list[torch.Tensor]:
+    result = original(name)(**inputs, **sizes)
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return list(result.values() if isinstance(result, dict) else result)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_reference_computes_what_the_function_does(new: Command, name: str) -> None:
+    spec, _ = made(new, name, *(["--dtype", "target=int64"] if name == "capped_loss" else []))
+    sizes = {dim: SIZES[dim] for dim in spec.dims}
+    passed = {"P": SIZES["P"]} if name == "rotated" else {}
+    drawn = draw(spec, sizes, seed=1)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in drawn.items()}
+    for inputs, text in ((wide, None), (drawn, spec.baseline)):
+        expected = results(name, inputs, **passed)
+        given = run(spec, inputs, sizes, text)
+        assert len(given) == len(expected)
+        for output, own in zip(given.values(), expected, strict=True):
+            torch.testing.assert_close(output.double(), own.double(), rtol=1e-5, atol=1e-5)
+    for declared, own in zip(spec.outputs.values(), results(name, drawn, **passed), strict=True):
+        assert [d(sizes) for d in declared.shape] == list(own.shape)
+        assert DTYPES[declared.dtype] == own.dtype
+
+
+def test_what_is_written_reads_like_a_shipped_spec(new: Command) -> None:
+    _, text = made(new, "norm_matmul", "--dim", "N=12288", "--out", "specs/norm_matmul.yaml")
+    assert (
+        text
+        == """\
+name: norm_matmul
+summary: >-
+  RMSNorm, then a projection: as Llama has it.
+dims: {M: rows of x, K: columns of x, N: rows of w}
+inputs:
+  x:     {shape: [M, K], dtype: bf16}
+  gamma: {shape: [K],    dtype: bf16, init: {uniform: [0.5, 1.5]}}
+  w:     {shape: [N, K], dtype: bf16, init: {normal: {std: K**-0.5}}}
+constants: {eps: 1.0e-6}
+outputs:
+  out: {shape: [M, N], dtype: bf16}
+reference: |
+  # statistics in fp32
+  h = x
+  h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+  out = h * gamma @ w.T
+baseline: |
+  input_dtype = x.dtype
+  # statistics in fp32
+  h = x.to(torch.float32)
+  h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+  out = (h * gamma).to(input_dtype) @ w.T
+cases:
+  - {name: large,  M: 16384, K: 4096, N: 12288}
+  - {name: decode, M: 128,   K: 4096, N: 12288, bench: report}
+  - {name: ragged, M: 1000,  K: 520,  N: 776, bench: false}
+accept: {speedup: 1.0}
+"""
+    )
+
+
+def test_a_body_without_casts_keeps_its_words(new: Command) -> None:
+    spec, text = made(new, "swiglu")
+    assert spec.baseline is None
+    assert "  z = (x @ w.mT) * 1.0  # both halves\n" in text and "  act = silu(gate) * up\n" in text
+    assert [str(d) for d in spec.outputs["act"].shape] == ["M", "F"]
+    assert spec.case("decode").bench == "report" and not spec.case("ragged").bench
+
+
+def test_numbers_become_constants_dims_or_text(new: Command) -> None:
+    spec, text = made(new, "rotated")
+    assert spec.static == ("P",) and all(case.sizes["P"] == 32 for case in spec.cases)
+    assert "  times = 3\n" in text
+    spec, text = made(new, "two")
+    assert spec.constants == {"alpha": 0.5} and list(spec.outputs) == ["h", "out1"]
+    spec, text = made(new, "capped_loss", "--dtype", "target=int64")
+    assert "30.0 * tanh(x @ w.mT / 30.0)" in text and "torch.nn.functional.silu" in text
+    assert list(spec.outputs) == ["loss", "x_out"] and "{integers: [0, V]}" in text
+
+
+def test_answers_come_from_stdin_and_a_bad_one_is_asked_for_again(new: Command) -> None:
+    answers = ["", "", "N/2, K", "2*F, K", "float", "", "", "5120", "zero", "13824"]
+    done = new("ops.py:swiglu", "--input", "--out", "gated.yaml", answers="\n".join(answers) + "\n")
+    assert done.status == 0, done.err
+    assert "'N / 2' is no integer polynomial" in done.out and "use one of bf16, fp16, fp32" in done.out
+    spec = load("gated.yaml")
+    assert spec.name == "gated" and spec.case("large").sizes == {"M": 16384, "K": 5120, "F": 13824}
+
+
+def test_annotations_give_shapes_and_dtypes(new: Command) -> None:
+    Path("typed.py").write_text(
+        'def matmul(a: Float[Tensor, "M K"], b: Float16[Tensor, "K N"], c: Float16[Tensor, "M N"]):\n'
+        "    return a.to(b.dtype) @ b + c\n"
+    )
+    done = new("typed.py:matmul", "--no-input", "--dtype", "a=fp16")
+    assert done.status == 0, done.err
+    spec = load("specs/matmul.yaml")
+    assert str(spec.signature().inputs["b"].shape[1]) == "N" and spec.outputs["out"].dtype == "fp16"
+
+
+def test_a_file_is_never_imported(new: Command) -> None:
+    Path("ops.py").write_text("open('imported', 'w').close()\n" + OPS)
+    made(new, "swiglu")
+    assert Path("specs/swiglu.yaml").exists() and not Path("imported").exists()
+
+
+BODIES = {
+    "a branch": ("    y = x @ w\n    if y.sum() > 0:\n        y = -y\n    return y", 3, "no branches"),
+    "an early return": ("    for i in range(2):\n        return x @ w\n    return x", 3, "returns once"),
+    "a loop": ("    while True:\n        x = x @ w\n    return x", 2, "no while"),
+    "a context": ("    with torch.no_grad():\n        return x @ w", 2, "leave it out"),
+    "a call": ("    y = x @ w\n    print(y)\n    return y", 3, "no side effects"),
+    "a function": ("    def g(a):\n        return a\n    return g(x @ w)", 2, "write its body out"),
+    "no return": ("    y = x @ w", 2, "return a tensor, a tuple or a dict"),
+    "an unknown name": ("    # why\n    h = x @ w\n    return helper(h)", 4, "'helper' is not defined"),
+    "another library": ("    import numpy as np\n    return np.matmul(x, w)", 3, "use torch's names"),
+    "wrong shapes": ("    h = x\n    return h @ w.mT", 3, "cannot be multiplied"),
+    "changed inputs": ("    x *= 2\n    return x @ w", 1, "input x is changed in place"),
+    "a copy no more": ("    h = x.float()\n    h += 1\n    return h.type_as(x) @ w", 1, "input x is changed"),
+    "two axes too many": ("    return (x @ w)[None]", 1, "output out has 3 axes"),
+    "no tensor": ("    return (x @ w).shape", 1, "output out is Size"),
+    "integers": ("    return (x @ w).argmax(-1)", 1, "is torch.int64"),
+    "unnamed outputs": ("    return {0: x @ w}", 2, "output 0 has no name"),
+}
+
+
+@pytest.mark.parametrize("why", BODIES)
+def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why: str) -> None:
+    body, line, words = BODIES[why]
+    refused(new, f"def f(x, w):\n{body}\n", f"odd.py:{line}: ", words)
+
+
+@pytest.mark.parametrize(
+    ("source", "place", "words"),
+    [
+        ("\nf = lambda x, w: x @ w\n", "odd.py:2: ", "f is no function but lambda; write def f(...)"),
+        ("class f:\n    pass\n", "odd.py:1: ", "write def f(...)"),
+        ("def ff(x):\n    return x\n", "odd.py: ", "no function 'f' at its top level; did you mean ff?"),
+        ("\ndef f(x, w)\n    return x\n", "odd.py:2: ", "expected ':'"),
+        ("def f(*args):\n    return args[0]\n", "odd.py:1: ", "*args may be any number of inputs; name each"),
+        (
+            "def f(x, w, bias=None):\n    return x\n",
+            "odd.py:1: ",
+            "bias=None is neither a tensor nor a number",
+        ),
+        ("def f(x, w, eps: float):\n    return x\n", "odd.py:1: ", "eps has no value; give it a default"),
+        (
+            "def f(x, w, n: int):\n    return x @ w\n",
+            "odd.py:1: ",
+            "name it in a shape, or give it a default",
+        ),
+        ("def f(x, W):\n    return x @ W\n", "odd.py:1: ", "'W' is no name for a value"),
+        ("@cached\ndef f(x, w):\n    return x @ w\n", "odd.py:1: ", "@cached may change"),
+    ],
+)
+def test_what_is_no_plain_function_is_refused(new: Command, source: str, place: str, words: str) -> None:
+    refused(new, source, place, words)
+
+
+def refused(new: Command, source: str, place: str, words: str) -> None:
+    Path("odd.py").write_text(source)
+    done = new("odd.py:f", "--shape", "x=M,K", "--shape", "w=K,N")
+    assert done.status == 2 and done.err.startswith(f"coda-agent: {place}"), done.err
+    assert words in done.err and not Path("specs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ops.py:swiglu"], "ops.py:23: no shape for x, w; give --shape x=... --shape w=..."),
+        (["ops.py:swiglu", "--shape", "x=M,D", "--input"], "no answer to 'x: dtype'; give --dtype x=..."),
+        (
+            ["ops.py:swiglu", "--shape", "z=M,D"],
+            "--shape z: there is no 'z' here; there are x, w, preact, act",
+        ),
+        (["ops.py:swiglu", *shapes_of("swiglu"), "--dim", "N=8"], "--dim N: there is no 'N' here"),
+        (["ops.py:swiglu", *shapes_of("swiglu"), "--dim", "M=0"], "--dim M=0: '0' is no size"),
+        (
+            ["ops.py:swiglu", *shapes_of("swiglu"), "--dtype", "x=bf8"],
+            "--dtype x=bf8: 'bf8' will not do here",
+        ),
+        (["ops.py:swiglu", *shapes_of("swiglu"), "--init", "w={norm: 1}"], "unknown key 'norm'"),
+        (["ops.py:swiglu", "--shape", "x"], "--shape x: write --shape NAME=VALUE"),
+        (["ops.py:swiglu", "--shape", "x=3,4", "--shape", "w=6,4"], "no shape names a dim"),
+        (["ops.py:swiglu", *shapes_of("swiglu"), "--out", "Swiglu.yaml"], "'Swiglu' is no name for a spec"),
+        (["ops.py"], "'ops.py' names no function; write path/to/file.py:function"),
+        (["none.py:f"], "none.py: there is no such file"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_remedy(new: Command, arguments: list[str], words: str) -> None:
+    done = new(*arguments)
+    assert done.status == 2 and words in done.err, done.err
+    assert not list(Path().rglob("*.yaml"))
+
+
+def test_a_file_that_exists_stays(new: Command) -> None:
+    Path("mine.yaml").write_text("mine")
+    done = new("ops.py:swiglu", *shapes_of("swiglu"), "--out", "mine.yaml")
+    assert done.status == 2 and "choose another with --out" in done.err
+    assert Path("mine.yaml").read_text() == "mine"
+
+
+def test_an_output_of_no_known_shape_is_asked_for(new: Command) -> None:
+    Path("odd.py").write_text("def f(x, w):\n    return (x @ w)[:, 1::3]\n")
+    shapes = ["--shape", "x=M,K", "--shape", "w=K,N"]
+    done = new("odd.py:f", *shapes)
+    assert done.status == 2 and "give --shape out=..." in done.err
+    done = new("odd.py:f", *shapes, "--shape", "out=M,N")
+    assert done.status == 2 and "output 'out' has shape" in done.err and not Path("specs").exists()
