@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ from agent import improve, prompt, tools
 from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.journal import Journal, JournalError
 from agent.providers import Message, Provider, ProviderError, Turn, Usage, turn_number
+from agent.tips import Tip
 from primitives.ir import Program, ProgramError, Schedule
 from verifier.report import (
     MEASUREMENT,
@@ -96,6 +97,7 @@ class Loop:
     weak_jail: bool = False
     limits: Limits = Limits()
     improve: int = 0  # rounds to make an accepted kernel faster
+    tips: Sequence[Tip] | None = None  # the log's
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.journal, self.limits)
@@ -136,7 +138,9 @@ class Loop:
 
     def opening(self) -> prompt.Prompt:
         """The prompt as the run began with it: what is learned meanwhile is for later runs."""
-        made = self.journal.once("prompt", "prompt", lambda: asdict(prompt.assemble(self.spec, self.text)))
+        made = self.journal.once(
+            "prompt", "prompt", lambda: asdict(prompt.assemble(self.spec, self.text, self.tips))
+        )
         return prompt.Prompt(made["system"], made["task"])
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:

@@ -2,7 +2,7 @@
 
 The system text is a stable prefix (rules, the vocabulary's own docstrings, examples, tips), the task is
 the spec. Nothing in it derives from the spec it is for: examples are other operators, and tips that
-were learned on this spec are left out.
+were learned on this spec, among others, are left out. All of it stays under a budget of tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import primitives
-from agent.tips import Tip, read_tips
+from agent.tips import Tip, in_prompts, kept, read_tips
 
 if TYPE_CHECKING:
     from verifier.report import Rejected
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
+BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the pack, and of these a task's share
+CHARACTERS_A_TOKEN = 3.5  # of these prompts: English, YAML and Python
 FAMILIES = ("tiles", "elementwise", "vectors", "reductions", "stateful")
 
 ROLE = """\
@@ -69,6 +72,8 @@ Answer with the whole kernel file in one ```python block. A sentence before it o
 only the last ```python block counts.
 """
 
+TIPS_HEADING = "# Tips learned from earlier attempts\n\n"
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -82,15 +87,28 @@ class Prompt:
 
 
 def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt:
-    """The prompt for a spec, ``text`` being its YAML. Tips default to those of tips_log.md."""
-    known = read_tips() if tips is None else tips
-    useful = [tip for tip in known if tip.spec != spec.name]
+    """The prompt for a spec, ``text`` being its YAML. Tips default to those of tips_log.md; those that are
+    not accepted are left out, and of the rest what has helped least where the budget is short."""
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
+    words = task(spec, text)
+    known = in_prompts(read_tips() if tips is None else tips)
+    # Dropped before any is left out for its spec, so that all specs' prompts drop the same: one prefix.
+    shared = kept(known, _room([*parts[:2], examples()], TASK_BUDGET))
+    useful = kept((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:
-        parts.append(
-            "# Tips learned from earlier attempts\n\n" + "\n".join(f"- {tip.lesson}" for tip in useful)
-        )
-    return Prompt("\n\n".join(part.strip() for part in parts), task(spec, text))
+        parts.append(TIPS_HEADING + "\n".join(f"- {tip.lesson}" for tip in useful))
+    return Prompt("\n\n".join(part.strip() for part in parts), words)
+
+
+def tokens(text: str) -> int:
+    """About how many tokens a text has."""
+    return ceil(len(text) / CHARACTERS_A_TOKEN)
+
+
+def _room(parts: Iterable[str], reserved: int) -> int:
+    """Characters that tips may have beside parts of the prefix, ``reserved`` tokens being the task's."""
+    beside = "\n\n".join([*(part.strip() for part in parts), TIPS_HEADING, ""])
+    return int((BUDGET - reserved) * CHARACTERS_A_TOKEN) - len(beside)
 
 
 def vocabulary() -> str:
@@ -107,6 +125,14 @@ def vocabulary() -> str:
     return "\n\n".join(pages)
 
 
+def read(name: str, exclude: str = "") -> str | None:
+    """A primitive's page or a worked example, by name; None for another. ``exclude``: as for examples."""
+    if name in primitives.__all__ and name != "kernel":
+        return _page(name, getattr(primitives, name))
+    named = [path for path in EXAMPLES.glob("*.yaml") if path.stem == name != exclude]
+    return _example(named[0]) if named else None
+
+
 def _page(name: str, primitive: object) -> str:
     arguments = ", ".join(inspect.signature(primitive).parameters)  # type: ignore[arg-type]
     return f"### {name}({arguments})\n\n{inspect.getdoc(primitive)}"
@@ -117,11 +143,13 @@ def examples(exclude: str = "") -> str:
     pages = ["# Examples"]
     for path in sorted(EXAMPLES.glob("*.yaml")):
         if path.stem != exclude:
-            kernel = path.with_suffix(".py").read_text(encoding="utf-8")
-            pages.append(
-                f"```yaml\n{path.read_text(encoding='utf-8').strip()}\n```\n\n```python\n{kernel.strip()}\n```"
-            )
+            pages.append(_example(path))
     return "\n\n".join(pages)
+
+
+def _example(path: Path) -> str:
+    spec, kernel = (p.read_text(encoding="utf-8").strip() for p in (path, path.with_suffix(".py")))
+    return f"```yaml\n{spec}\n```\n\n```python\n{kernel}\n```"
 
 
 def task(spec: Spec, text: str) -> str:
@@ -137,9 +165,14 @@ def task(spec: Spec, text: str) -> str:
 
 def feedback(report: Rejected) -> str:
     """The verifier's words on a rejected attempt, as the next message."""
+    return f"{rejection(report)}\n\n{ANSWER}"
+
+
+def rejection(report: Rejected) -> str:
+    """What the verifier says of a rejected source."""
     place = f" (line {report.line} of your file)" if report.line else ""
     passed = ", ".join(g.gate for g in report.gates) or "none"
     return (
         f"Rejected at gate `{report.gate}`, reason `{report.code}`{place}:\n\n{report.message}\n\n"
-        f"Gates passed before: {passed}.\n\n{ANSWER}"
+        f"Gates passed before: {passed}."
     )

@@ -59,6 +59,7 @@ def author(
     """Run the loop with what the run's header says; ``limits`` that are given replace its own."""
     from agent.budget import Limits
     from agent.loop import Loop
+    from agent.tips import tips_of
 
     header = run.journal.header
     loop = Loop(
@@ -72,6 +73,7 @@ def author(
         header["weak_jail"],
         Limits.from_json(header.get("limits", {}) | dict(limits or {})),
         header.get("improve", 0),
+        tips_of(header),
     )
     return loop.run()
 
@@ -91,6 +93,7 @@ def provider_of(run: Run) -> Provider:
             "run": run.name,
             "time_limit": header["time_limit"],
         },
+        "mcp": {},
         "replay": {"path": RECORDINGS / f"{run.spec.name}.jsonl"},
     }[header["provider"]]
     return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from pydantic import ValidationError
 
 from agent.accept import KERNELS, RECORDINGS
 from agent.journal import read_export
+from agent.proportions import wilson
 from primitives.files import write_atomic
 from verifier.quack_baseline import LIBRARY_ARMS
 from verifier.report import REPORT, Accepted, Timing
 
-__all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "wilson", "write"]
+__all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "write"]
 
 GROUPS = {  # in the order of the tables
     "CODA's ten": (
@@ -150,16 +150,6 @@ class Tables:
 
     def __str__(self) -> str:
         return "\n".join(self.parts().values())
-
-
-def wilson(passed: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion p = passed / total, total at least 1: with z the normal
-    quantile, (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)."""
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    p, n = passed / total, total
-    half = z * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
-    low, high = ((p + z**2 / (2 * n) + side) / (1 + z**2 / n) for side in (-half, half))
-    return max(0.0, low), min(1.0, high)  # rounding may leave 1 + 2e-16
 
 
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:

@@ -1,24 +1,60 @@
-"""The running tips log: what failed attempts taught, read into every prompt but its own spec's.
+"""The running tips log: what failed attempts taught; accepted tips are read into every prompt but their own
+specs'.
 
-tips_log.md is for people to read and edit. A tip is a heading ``## tip-N: lesson in the imperative``
-followed by ``- field: value`` lines: spec, failed (gate and reason), fix, versions.
+tips_log.md is for people to read and edit. A tip is a heading ``## tip-N: lesson in the imperative`` followed
+by ``- field: value`` lines: spec (one, or several after commas), failed (gate/reason), fix, versions; state
+(accepted where it is left out: what a person writes is meant); and what measuring it found. Edits change or
+add lines of one entry, and leave every other byte as people wrote it.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Any
+
+from primitives.files import write_atomic
 
 TIPS = Path(__file__).parent.parent / "tips_log.md"
 HEADING = re.compile(r"^## (tip-\d+): (.+)$")
 FIELD = re.compile(r"^- (\w+): (.+)$")
+LAST = re.compile(r"^<!-- last id: tip-(\d+) -->$")
+MEASURED = re.compile(r"^(helps|hurts|undecided): .*? difference ([+-]?\d\.\d+) \[")
+
+ACCEPTED, PROPOSED, RETIRED = STATES = ("accepted", "proposed", "retired")
 FIELDS = ("spec", "failed", "fix", "versions")
+OPTIONAL = ("state", "measured")
+LONGEST_LESSON, LONGEST_FIX = 200, 300  # characters
+AND, OR_ELSE = ", ", " | "  # between the evidence of merged tips
+ALIKE = 0.85  # difflib's ratio above which two lessons may be one
+VERDICTS = ("hurts", "undecided", "helps")
+
+
+class TipsError(Exception):
+    """The tips log, or what is asked of it, cannot be used: file and line, what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One lesson and its evidence, not in the log yet."""
+
+    lesson: str
+    spec: str
+    failed: str
+    fix: str
+    versions: str
+
+    def __post_init__(self) -> None:
+        check_lesson(self.lesson)
 
 
 @dataclass(frozen=True)
 class Tip:
-    """One lesson and its evidence."""
+    """One entry of the log. ``measured``: a verdict and its figures, empty where there are none."""
 
     id: str
     lesson: str
@@ -26,34 +62,297 @@ class Tip:
     failed: str
     fix: str
     versions: str
+    state: str = ACCEPTED
+    measured: str = ""
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        return _parts(self.spec)
+
+    @property
+    def number(self) -> int:
+        return int(self.id.removeprefix("tip-"))
+
+    @property
+    def verdict(self) -> str:
+        return self._measured()[0]
+
+    @property
+    def difference(self) -> float:
+        """By how much more often a first attempt passes with it; 0 where that was not measured."""
+        return self._measured()[1]
+
+    @property
+    def help(self) -> tuple[int, float, int]:
+        """Orders tips by how much they help: verdict, then difference, then the newer."""
+        return VERDICTS.index(self.verdict), self.difference, self.number
+
+    def _measured(self) -> tuple[str, float]:
+        found = MEASURED.match(self.measured)
+        return (found[1], float(found[2])) if found else ("undecided", 0.0)
 
 
-class TipsError(Exception):
-    """The tips log has an entry that cannot be read: file, line and what is expected."""
+@dataclass(frozen=True)
+class Added:
+    """Where a lesson went: an entry that is new, or one it was merged into; ``alike``: lessons of others that
+    may be the same in other words."""
+
+    tip: Tip
+    merged: bool
+    alike: tuple[Tip, ...] = ()
 
 
 def read_tips(path: Path = TIPS) -> list[Tip]:
-    """All tips of the log, in order; none where there is no log. Raises TipsError."""
-    if not path.exists():
-        return []
-    tips: list[Tip] = []
-    entry: dict[str, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        heading, field = HEADING.match(line), FIELD.match(line)
+    """All tips of the log, in order, whatever their state; none where there is no log. Raises TipsError."""
+    return [entry.tip for entry in _entries(path, _text(path))]
+
+
+def in_prompts(tips: Iterable[Tip]) -> list[Tip]:
+    """Those that prompts read."""
+    return [tip for tip in tips if tip.state == ACCEPTED]
+
+
+def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
+    """The tips that the header of a run demands: without some, with others though they are not accepted.
+    None: the log's, as usual."""
+    if "without_tips" not in header:
+        return None
+    without, extra = set(header["without_tips"]), set(header.get("with_tips", ()))
+    known = read_tips(path or TIPS)
+    chosen = [tip for tip in known if tip.id in extra or (tip.state == ACCEPTED and tip.id not in without)]
+    return [replace(tip, state=ACCEPTED) for tip in chosen]
+
+
+def kept(tips: Iterable[Tip], length: int) -> list[Tip]:
+    """Tips whose lessons fit into ``length`` characters, a list's markers included: what has helped least is
+    dropped first, of equals the oldest."""
+    tips = list(tips)
+    for least in sorted(tips, key=lambda tip: tip.help):
+        if sum(len(f"- {tip.lesson}\n") for tip in tips) <= length:
+            break
+        tips.remove(least)
+    return tips
+
+
+def check_lesson(lesson: str) -> None:
+    """Raises TipsError unless this is one short line that begins like a sentence: it goes into every prompt,
+    where it must not pass for a heading, a rule or code."""
+    shown = repr(lesson if len(lesson) <= 60 else lesson[:60] + "…")
+    if len(lesson) > LONGEST_LESSON:
+        wrong = f"has {len(lesson)} characters; say one thing in at most {LONGEST_LESSON}"
+    elif not lesson.isprintable():
+        wrong = "holds line breaks or invisible characters; write it as one line of plain text"
+    elif not lesson.strip():
+        wrong = "says nothing; write one sentence in the imperative"
+    elif not (lesson[0].isalpha() or lesson[0] == "`") or lesson.startswith("```"):
+        wrong = "begins with a mark; begin with the verb"
+    elif "```" in lesson or "<!--" in lesson:
+        wrong = "opens a block of code or a comment; write it as one line of plain text"
+    else:
+        return
+    raise TipsError(f"lesson {shown} {wrong}")
+
+
+def one_line(words: str, longest: int = LONGEST_FIX) -> str:
+    """Evidence as a field's value: printable, on one line, cut off where it is too long."""
+    plain = "".join(c if c.isprintable() else " " for c in words)
+    text = " ".join(plain.split()) or "unknown"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+# ── Changing the log ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def add(lesson: Lesson, path: Path = TIPS) -> Added:
+    """Put a lesson into the log as proposed, or its evidence to the entry that has it already, whose state
+    and lesson stay. Raises TipsError, OSError."""
+    text = _text(path)
+    tips = [entry.tip for entry in _entries(path, text)]
+    same = next((tip for tip in tips if same_tip(tip, lesson)), None)
+    if same:
+        values = {name: _united(name, getattr(same, name), getattr(lesson, name)) for name in FIELDS}
+        _write(path, _edited(path, text, same.id, values))
+        return Added(replace(same, **values), merged=True)
+    number = 1 + max([_last(text), *(tip.number for tip in tips)])
+    evidence = {name: one_line(getattr(lesson, name)) for name in FIELDS}
+    tip = Tip(id=f"tip-{number}", lesson=lesson.lesson.strip(), state=PROPOSED, **evidence)
+    _write(path, _appended(text, tip))
+    return Added(tip, merged=False, alike=tuple(other for other in tips if _alike(other.lesson, tip.lesson)))
+
+
+def change(id: str, path: Path = TIPS, **values: str) -> Tip:
+    """Give a tip another state, or what measuring it found; the tip as it was. Raises TipsError, OSError."""
+    before = find(id, path)
+    _write(path, _edited(path, _text(path), id, values))
+    return before
+
+
+def find(id: str, path: Path = TIPS) -> Tip:
+    """The tip of this id. Raises TipsError."""
+    tips = read_tips(path)
+    for tip in tips:
+        if tip.id == id:
+            return tip
+    known = ", ".join(tip.id for tip in tips) or "none"
+    raise TipsError(f"{path}: there is no {id!r}; there are: {known}")
+
+
+def same_tip(tip: Tip, lesson: Lesson) -> bool:
+    """Whether both say the same, or both are of one failure with one fix."""
+    return _plain(tip.lesson) == _plain(lesson.lesson) or of_failure(
+        tip, lesson.spec, lesson.failed, lesson.fix
+    )
+
+
+def of_failure(tip: Tip, spec: str, failed: str, fix: str) -> bool:
+    """Whether a tip was learned from this failure and fix."""
+    return (
+        spec in tip.specs
+        and one_line(failed) in _parts(tip.failed)
+        and one_line(fix) in tip.fix.split(OR_ELSE)
+    )
+
+
+def _plain(lesson: str) -> str:
+    """A lesson without what two people write differently. Operators stay: a * b is not a / b."""
+    return " ".join(re.sub(r"[^\w\s+*/<>=-]", " ", unicodedata.normalize("NFKC", lesson).casefold()).split())
+
+
+def _alike(one: str, other: str) -> bool:
+    return SequenceMatcher(None, _plain(one), _plain(other), autojunk=False).ratio() > ALIKE
+
+
+def _parts(value: str, between: str = ",") -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(between))
+
+
+def _united(name: str, old: str, new: str) -> str:
+    """The evidence of both, once each; ``old`` as it is written where ``new`` adds nothing."""
+    if name == "fix":
+        return old if one_line(new) in old.split(OR_ELSE) else old + OR_ELSE + one_line(new)
+    parts = _parts(one_line(new))
+    return old + "".join(AND + part for part in parts if part not in _parts(old))
+
+
+# ── The file ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Entry:
+    """An entry as it stands in the file: indices of lines."""
+
+    path: Path
+    line: int
+    id: str
+    lesson: str
+    fields: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.line + 1}"
+
+    @property
+    def end(self) -> int:
+        """The line after the last field's."""
+        return max(index for index, _ in self.fields.values()) + 1
+
+    @property
+    def tip(self) -> Tip:
+        values = {name: value for name, (_, value) in self.fields.items()}
+        if not set(FIELDS) <= values.keys() <= {*FIELDS, *OPTIONAL}:
+            raise TipsError(
+                f"{self.place}: {self.id} needs exactly the fields {', '.join(FIELDS)}, "
+                f"and may have {' and '.join(OPTIONAL)}"
+            )
+        tip = Tip(id=self.id, lesson=self.lesson, **values)
+        if tip.state not in STATES:
+            raise TipsError(f"{self.place}: {self.id} is {tip.state!r}; use one of {', '.join(STATES)}")
+        if tip.measured and not MEASURED.match(tip.measured):
+            raise TipsError(
+                f"{self.place}: {self.id} has no figures in its measured line; leave that to "
+                f"'coda-agent tips measure {self.id}'"
+            )
+        try:
+            check_lesson(tip.lesson)
+        except TipsError as error:
+            raise TipsError(f"{self.place}: {error}") from None
+        return tip
+
+
+def _entries(path: Path, text: str) -> list[_Entry]:
+    found: list[_Entry] = []
+    for index, line in enumerate(_lines(text)):
+        heading, value = HEADING.match(line), FIELD.match(line)
         if heading:
-            tips += _finish(path, entry)
-            entry = {"id": heading[1], "lesson": heading[2], "line": str(number)}
+            if any(entry.id == heading[1] for entry in found):
+                raise TipsError(f"{path}:{index + 1}: {heading[1]} is there twice; give one a new id")
+            found.append(_Entry(path, index, heading[1], heading[2].strip()))
         elif line.startswith("## "):
-            raise TipsError(f"{path}:{number}: a tip's heading is '## tip-N: lesson', not {line!r}")
-        elif entry and field:
-            entry[field[1]] = field[2]
-    return tips + _finish(path, entry)
+            raise TipsError(f"{path}:{index + 1}: a tip's heading is '## tip-N: lesson', not {line!r}")
+        elif found and value:
+            if value[1] in found[-1].fields:
+                raise TipsError(f"{path}:{index + 1}: {found[-1].id} has two {value[1]!r}; keep one")
+            found[-1].fields[value[1]] = index, value[2].strip()
+    return found
 
 
-def _finish(path: Path, entry: dict[str, str]) -> list[Tip]:
-    if not entry:
-        return []
-    line = entry.pop("line")
-    if set(entry) != {"id", "lesson", *FIELDS}:
-        raise TipsError(f"{path}:{line}: {entry['id']} needs exactly the fields {', '.join(FIELDS)}")
-    return [Tip(**entry)]
+def _text(path: Path) -> str:
+    """Bytes as they are: reading as text would turn a person's line endings into others."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise TipsError(f"{path}: cannot be read as UTF-8 text ({error}); repair it by hand") from None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
+def _newline(text: str) -> str:
+    return "\r\n" if "\r\n" in text else "\n"
+
+
+def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
+    """The text with fields of one entry changed in their lines, or added after its last."""
+    entry = next(entry for entry in _entries(path, text) if entry.id == id)
+    lines = text.split("\n")
+    for name, value in values.items():
+        if name in entry.fields:
+            index, old = entry.fields[name]
+            if old != value:
+                lines[index] = f"- {name}: {value}" + "\r" * lines[index].endswith("\r")
+    added = [f"- {name}: {value}" for name, value in values.items() if name not in entry.fields]
+    last = entry.end - 1
+    bare = lines[last].removesuffix("\r")
+    ending = lines[last][len(bare) :]
+    newline = _newline(text) if last == len(lines) - 1 else f"{ending}\n"
+    lines[last] = newline.join([bare, *added]) + ending
+    return "\n".join(lines)
+
+
+def _appended(text: str, tip: Tip) -> str:
+    """The text with a new entry at its end, and its id marked as given: an entry that a person removes must
+    not leave its id to another."""
+    newline, mark = _newline(text), f"<!-- last id: {tip.id} -->"
+    lines = text.split("\n")
+    marks = [index for index, line in enumerate(_lines(text)) if LAST.match(line)]
+    if marks:
+        lines[marks[0]] = mark + "\r" * lines[marks[0]].endswith("\r")
+    values = [f"- {name}: {getattr(tip, name)}" for name in (*FIELDS, "state")]
+    entry = [*([] if marks else [mark, ""]), f"## {tip.id}: {tip.lesson}", *values]
+    before = "\n".join(lines)
+    gap = "" if not before else newline if before.endswith("\n") else newline * 2
+    return before + gap + newline.join(entry) + newline
+
+
+def _last(text: str) -> int:
+    """The highest number that the log says it has given."""
+    return max((int(found[1]) for line in _lines(text) if (found := LAST.match(line))), default=0)
+
+
+def _write(path: Path, text: str) -> None:
+    for entry in _entries(path, text):  # what cannot be read would stop every prompt
+        assert entry.tip
+    write_atomic(path, text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 # Of private writable memory, a process. An honest compile takes 0.4 GB, once in an hour-old worker too; a
 # limit on addresses would count what CUDA and the compiler only reserve (1.3 GB without a GPU).
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
+PATIENCE = 200  # milliseconds until a silent child is looked after
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,9 +64,43 @@ def attend(
         finally:
             status = end(process)
         output.seek(0)
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - WORDS_BYTES))
-        said, words = (file.read().decode("utf-8", "replace") for file in (output, errors))
+        said, words = output.read().decode("utf-8", "replace"), tail(errors)
     return status if timely else None, said, words
+
+
+def tail(file: IO[bytes]) -> str:
+    """The end of what was written to a file."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - WORDS_BYTES))
+    return file.read().decode("utf-8", "replace")
+
+
+def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
+    """The line that a child answers to a line, by ``time.monotonic()``; empty where it dies first, whoever
+    holds its pipes then, or the time is up. Its input must not block: one that hangs reads nothing."""
+    tasks, answers = (pipe.fileno() for pipe in pipes(process))
+    poll = select.poll()
+    poll.register(answers, select.POLLIN)
+    poll.register(tasks, select.POLLOUT)
+    answer = b""
+    while time.monotonic() < deadline:
+        ready = [descriptor for descriptor, _ in poll.poll(PATIENCE)]
+        if answers in ready:
+            answer += (said := os.read(answers, 1 << 16))
+            if not said or answer.endswith(b"\n"):
+                return answer if said else b""
+        elif tasks in ready:
+            line = line[os.write(tasks, line) :]
+            if not line:
+                poll.unregister(tasks)
+        elif ended(process):
+            break
+    return b""
+
+
+def pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    """Of a child that was started with both."""
+    assert process.stdin is not None and process.stdout is not None
+    return process.stdin, process.stdout
 
 
 def die_with(parent: int) -> None:

@@ -16,9 +16,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -229,25 +231,90 @@ _NO_MEMORY = re.compile(
 
 def _run_child(request: str) -> str:
     """The child's answer. CompileError with its words, or with the bound that ended it: time or memory."""
+    with _turn:
+        global _kept
+        if _kept is None or not _kept.usable():
+            _kept = _Child()
+        answered = False
+        try:
+            answer = _kept.answer(request)
+            answered = True
+            return answer
+        finally:
+            if not answered:  # one that failed, or was interrupted, is not asked again
+                _kept.end()
+                _kept = None
+
+
+class _Child:
+    """A process that compiles, one request after the other: its imports take longer than most compiles."""
+
+    def __init__(self) -> None:
+        self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in end()
+        self.made = self._circumstances()
+        self.process = children.start(
+            "primitives.compile",
+            self.scratch.name,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            bufsize=0,
+            env=_environment() | {"CUTE_DSL_DUMP_DIR": self.scratch.name, "CUTE_DSL_KEEP_CUBIN": "1"},
+        )
+        os.set_blocking(children.pipes(self.process)[0].fileno(), False)
+
+    @staticmethod
+    def _circumstances() -> tuple[object, ...]:
+        """What a child is started with, and who by."""
+        return os.getpid(), sys.executable, children.MEMORY_BYTES, _environment()
+
+    def usable(self) -> bool:
+        return self.made == self._circumstances() and not children.ended(self.process)
+
+    def answer(self, request: str) -> str:
+        deadline = time.monotonic() + COMPILE_SECONDS
+        line = b""
+        with suppress(BrokenPipeError):
+            line = children.ask(self.process, request.encode() + b"\n", deadline)
+        if line:
+            answer = json.loads(line)
+            if isinstance(answer, list):
+                return json.dumps(answer)
+            raise CompileError(_refusal(answer["error"]))
+        if time.monotonic() >= deadline:
+            raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
+        status = children.end(self.process)
+        raise CompileError(_refusal(children.tail(self.errors)) or f"the compiler died with status {status}")
+
+    def end(self) -> None:
+        children.end(self.process)
+        for pipe in children.pipes(self.process):
+            pipe.close()
+        self.errors.close()
+        self.scratch.cleanup()
+
+
+_turn = threading.Lock()
+_kept: _Child | None = None
+
+
+def _environment() -> dict[str, str]:
+    """A user's settings of the compilers must not change what is reported."""
     paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
+    return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("CUTE_DSL_", "QUACK_"))},
         "QUACK_ARCH": "90",
         "CUTE_DSL_ARCH": "sm_90a",
         "PYTHONPATH": os.pathsep.join(paths),
     }
-    with tempfile.TemporaryDirectory(prefix="coda-compile-") as scratch:
-        environment |= {"CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
-        command = ("primitives.compile", scratch)
-        status, answer, words = children.run(*command, text=request, seconds=COMPILE_SECONDS, env=environment)
-    if status is None:
-        raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
-    if status != 0 and _NO_MEMORY.search(words):
-        limit = f"{children.MEMORY_BYTES / 2**30:g} GB"
-        raise CompileError(f"the compiler took over {limit} of memory: {_shorten(words, 300)}")
-    if status != 0:
-        raise CompileError(_shorten(words) or f"the compiler died with status {status}")
-    return answer.splitlines()[-1]
+
+
+def _refusal(words: str) -> str:
+    if not _NO_MEMORY.search(words):
+        return _shorten(words)
+    limit = f"{children.MEMORY_BYTES / 2**30:g} GB"
+    return f"the compiler took over {limit} of memory: {_shorten(words, 300)}"
 
 
 def _shorten(words: str, limit: int = 1500) -> str:
@@ -256,11 +323,23 @@ def _shorten(words: str, limit: int = 1500) -> str:
     return "\n".join(lines)[-limit:]
 
 
-def _child(scratch: Path) -> None:
-    request = json.load(sys.stdin)
-    lowered = lower(Program.from_json(request["program"]))
+def _serve(scratch: Path) -> None:
+    """A request a line in, an answer a line out: resources, or what the compiler said."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
+    for line in sys.stdin:
+        try:
+            answer: object = _answer(json.loads(line), scratch)
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     from primitives.tune import candidates
 
+    lowered = lower(Program.from_json(request["program"]))
     sizes, found = request["sizes"], []
     given = [Schedule.from_json(raw) for raw in request["schedules"]]
     for gemm in lowered.gemms:
@@ -271,7 +350,7 @@ def _child(scratch: Path) -> None:
     for vector in lowered.vectors:
         build = partial(compile_vector, lowered, vector, cached=False)
         found.append(_measured(scratch, vector.name, None, build))
-    print(json.dumps([asdict(r) for r in found]))
+    return [asdict(r) for r in found]
 
 
 def _measured(
@@ -360,4 +439,4 @@ def _tool(name: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     children.die_with(int(sys.argv[2]))
-    _child(Path(sys.argv[1]))
+    _serve(Path(sys.argv[1]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import select
 import subprocess
 import sys
 import tempfile
@@ -21,13 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from primitives import children
 
 Task = Callable[[Any], bool]
 SECONDS = 300.0  # for one task: a configuration compiles in 2 s, a worker's imports take 6
-PATIENCE = 200  # milliseconds until a silent worker is looked after
 
 
 def count() -> int:
@@ -82,7 +80,7 @@ class _Worker:
         line = base64.b64encode(pickle.dumps((task, argument))) + b"\n"
         answer = b""
         with suppress(BrokenPipeError):
-            answer = _ask(self.process, line, time.monotonic() + seconds)
+            answer = children.ask(self.process, line, time.monotonic() + seconds)
         if not answer:
             self.end()
         return answer == b"True\n"
@@ -97,7 +95,7 @@ class _Worker:
         process, self.process = self.process, None
         if process is not None:
             children.end(process)
-            for pipe in _pipes(process):
+            for pipe in children.pipes(process):
                 pipe.close()
 
     @staticmethod
@@ -114,32 +112,8 @@ class _Worker:
             env=os.environ
             | {"PYTHONPATH": os.pathsep.join(paths), "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
         )
-        os.set_blocking(_pipes(process)[0].fileno(), False)  # a worker that hangs reads nothing
+        os.set_blocking(children.pipes(process)[0].fileno(), False)  # a worker that hangs reads nothing
         return process
-
-
-def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    assert process.stdin is not None and process.stdout is not None
-    return process.stdin, process.stdout
-
-
-def _ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """A worker's answer; empty where it dies first (whoever holds its pipes), or the time is up."""
-    tasks, answers = (pipe.fileno() for pipe in _pipes(process))
-    poll = select.poll()
-    poll.register(answers, select.POLLIN)
-    poll.register(tasks, select.POLLOUT)
-    while time.monotonic() < deadline:
-        ready = [descriptor for descriptor, _ in poll.poll(PATIENCE)]
-        if answers in ready:
-            return os.read(answers, 16)
-        if tasks in ready:
-            line = line[os.write(tasks, line) :]
-            if not line:
-                poll.unregister(tasks)
-        elif children.ended(process):
-            break
-    return b""
 
 
 def _serve() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -189,13 +188,8 @@ def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatc
 
 
 def in_this_process(request: str) -> str:
-    """The child's work, its standard streams as arguments."""
-    with pytest.MonkeyPatch.context() as patch:
-        out = io.StringIO()
-        patch.setattr(sys, "stdin", io.StringIO(request))
-        patch.setattr(sys, "stdout", out)
-        compiling._child(Path())
-    return out.getvalue()
+    """The child's work."""
+    return json.dumps(compiling._answer(json.loads(request), Path()))
 
 
 @pytest.fixture
@@ -239,13 +233,12 @@ def test_the_compilers_environment_is_ours(stand_in: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
     monkeypatch.setenv("QUACK_CACHE_DIR", "/elsewhere")
     seen = stand_in.parent / "seen"
-    play(
-        stand_in,
-        f"json.dump([sys.argv, dict(os.environ), json.load(sys.stdin)], open({str(seen)!r}, 'w'))\nprint([])",
-    )
+    request = "json.loads(sys.stdin.readline())"
+    noted = f"json.dump([sys.argv, dict(os.environ), {request}], open({str(seen)!r}, 'w'))"
+    play(stand_in, f"{noted}\nprint([], flush=True)")
     assert report(NORM.program, {}) == ()
     arguments, environment, request = json.loads(seen.read_text())
-    assert arguments[1:3] == ["-m", "primitives.compile"] and not Path(arguments[3]).exists()
+    assert arguments[1:3] == ["-m", "primitives.compile"] and Path(arguments[3]).is_dir()
     settings = {k: v for k, v in environment.items() if k.startswith(("CUTE_DSL_", "QUACK_"))}
     assert settings == {
         "CUTE_DSL_ARCH": "sm_90a",

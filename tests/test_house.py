@@ -17,7 +17,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LAYERS, JAIL = PROJECT["tool"]["importlinter"]["contracts"]
 PACKAGES = LAYERS["layers"]
 LINT = "from importlinter.cli import lint_imports_command as lint; lint()"
-HEAVY = {"anthropic", "cutlass", "httpx2", "numpy", "pydantic", "quack", "torch", "triton"}
+HEAVY = {
+    "anthropic",
+    "cutlass",
+    "genai_prices",
+    "httpx2",
+    "mcp",
+    "numpy",
+    "pydantic",
+    "quack",
+    "torch",
+    "triton",
+}
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,12 @@ import primitives
 from agent import prompt
 from agent.journal import read_export
 from agent.loop import extract
-from agent.prompt import EXAMPLES, Prompt, assemble
-from agent.tips import Tip
+from agent.prompt import BUDGET, EXAMPLES, Prompt, assemble, tokens
+from agent.tips import PROPOSED, RETIRED, Tip
 from verifier.report import Rejected
 from verifier.spec import load
 from verifier.verify import check
 
-CHARACTERS_A_TOKEN = 3.5
 PRODUCT = re.compile(r"\w+ = gemm\(\w+, \w+(\.mT)?\)")
 OTHERS = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
@@ -123,6 +123,20 @@ def test_tips_learned_on_the_spec_are_left_out() -> None:
     assert all(f"- Lesson {n} " in other.system for n in (1, 2, 3))
 
 
+def test_a_tip_learned_on_several_specs_is_left_out_of_each() -> None:
+    tips = [tip(1, "gemm_chain, gemm_swiglu_bwd"), tip(2, "gemm_swiglu_bwd_too")]
+    own, other = prompt_of("gemm_swiglu_bwd", tips), prompt_of("gemm_rmsnorm_swiglu", tips)
+    assert "Lesson 1" not in own.system and "Lesson 2" in own.system
+    assert "Lesson 1" in other.system and "Lesson 2" in other.system
+
+
+@pytest.mark.parametrize("state", [PROPOSED, RETIRED])
+def test_prompts_read_accepted_tips_only(state: str) -> None:
+    tips = [replace(tip(1, "other"), state=state), tip(2, "other")]
+    assert "Lesson 1" not in str(prompt_of(SHIPPED[0], tips))
+    assert "Lesson 2" in prompt_of(SHIPPED[0], tips).system
+
+
 def test_without_tips_there_is_no_heading_for_them() -> None:
     assert "Tips" not in prompt_of(SHIPPED[0], []).system
     assert "Tips" not in prompt_of("gemm_swiglu_bwd", [tip(1, "gemm_swiglu_bwd")]).system
@@ -146,7 +160,44 @@ def test_the_prefix_names_no_spec() -> None:
 
 def test_the_size() -> None:
     for name in SHIPPED:
-        assert len(str(prompt_of(name))) / CHARACTERS_A_TOKEN < 25_000
+        assert tokens(str(prompt_of(name))) < BUDGET == 25_000
+
+
+def many_tips(length: int, **fields: str) -> list[Tip]:
+    return [replace(tip(n, "other"), lesson=f"Lesson {n} {'x' * length}", **fields) for n in range(1, 2001)]
+
+
+def lessons(system: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^- Lesson (\d+) ", system, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("length", [30, 150])
+def test_tips_that_helped_least_leave_where_the_budget_ends(length: int) -> None:
+    helpful = replace(tip(0, "other"), measured="helps: 9/9 with, 0/9 without, difference +1.00 [+0.6, +1.0]")
+    known = [helpful, *many_tips(length)]
+    systems = {prompt_of(name, known).system for name in SHIPPED}
+    assert len(systems) == 1  # the same are dropped for all
+    (system,) = systems
+    shown = lessons(system)
+    assert shown == [0, *range(2001 - len(shown) + 1, 2001)]  # of unmeasured ones the oldest went
+    sizes = [tokens(str(prompt_of(name, known))) for name in SHIPPED]
+    assert BUDGET - 3_000 < max(sizes) <= BUDGET
+
+
+def test_own_tips_take_no_others_place() -> None:
+    own, other = SHIPPED[:2]
+    known = [replace(t, spec=own) if t.number % 2 else t for t in many_tips(150)]
+    shown = lessons(prompt_of(own, known).system)
+    assert shown == [n for n in lessons(prompt_of(other, known).system) if n % 2 == 0] and shown
+
+
+def test_a_long_spec_has_fewer_tips_and_stays_within_the_budget(tmp_path: Path) -> None:
+    path = write_toy(tmp_path)
+    text = path.read_text() + "# more\n" * 3000
+    long = assemble(load(path, check=False), text, many_tips(150))
+    short = assemble(load(path, check=False), path.read_text(), many_tips(150))
+    assert BUDGET - 100 < tokens(str(long)) <= BUDGET
+    assert set(lessons(long.system)) < set(lessons(short.system)) and lessons(long.system)
 
 
 # all of the vocabulary

@@ -109,7 +109,7 @@ def test_a_damaged_answer_names_its_field(data: dict[str, Any], named: str) -> N
 
 def test_an_unknown_provider_lists_the_known() -> None:
     with pytest.raises(
-        ProviderError, match="'gpt' is unknown; use one of anthropic, claude-code, handoff, replay"
+        ProviderError, match="'gpt' is unknown; use one of anthropic, claude-code, handoff, mcp, replay"
     ):
         make("gpt")
 

@@ -246,29 +246,6 @@ def test_success_counts_every_run_that_is_kept(tmp_path: Path) -> None:
     assert "Passed within 3 attempts: 2 of 4 recorded runs, 50% [15.0%, 85.0%].\n" in shown
 
 
-@pytest.mark.parametrize(
-    ("passed", "total", "low", "high"),
-    [  # 10 of 10: 10/(10 + 1.96²); the rest as in tables and calculators of Wilson's score interval
-        (10, 10, 0.7225, 1.0),
-        (0, 10, 0.0, 0.2775),
-        (1, 4, 0.0456, 0.6994),
-        (5, 10, 0.2366, 0.7634),
-        (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I
-        (15, 148, 0.0624, 0.1605),
-        (1, 29, 0.0061, 0.1718),
-    ],
-)
-def test_wilson_interval_against_known_values(passed: int, total: int, low: float, high: float) -> None:
-    assert table.wilson(passed, total) == pytest.approx((low, high), abs=5e-5)
-
-
-def test_wilson_interval_stays_within_one_and_shrinks_with_runs() -> None:
-    for total in range(1, 200):
-        low, high = table.wilson(total, total)
-        assert low == pytest.approx(total / (total + 1.959964**2)) and high <= 1.0
-    assert table.wilson(10, 10, confidence=0.5)[0] > table.wilson(10, 10)[0]
-
-
 # ── The command and the README ────────────────────────────────────────────────────────────────────────────
 
 MARKED = (

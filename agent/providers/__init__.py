@@ -35,6 +35,7 @@ PROVIDERS = {
     "anthropic": ("agent.providers.anthropic", "Anthropic"),
     "claude-code": ("agent.providers.claude_code", "ClaudeCode"),
     "handoff": ("agent.providers.handoff", "Handoff"),
+    "mcp": ("agent.mcp", "Submission"),
     "replay": ("agent.providers.replay", "Replay"),
 }
 

@@ -1,0 +1,152 @@
+"""What a run's journal teaches: failures that a later attempt or draft of the same run fixed, and the tips
+that its author proposed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import unified_diff
+from typing import Any
+
+from pydantic import ValidationError
+
+from agent.journal import Event, JournalError, glance
+from agent.loop import OTHER_VERSION, measurement
+from agent.runs import folder
+from agent.tips import Lesson, TipsError, one_line
+from verifier.report import GATES, REPORT, Accepted, Checked, Rejected, joined
+
+PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
+SOURCES = ("report", "draft")  # kinds of events that judge a source
+UNSEEN = "by its author's word alone"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rejection at ``failed`` (gate/reason) that a later source of the run got past, and how."""
+
+    spec: str
+    failed: str
+    fix: str
+    versions: str
+
+    def teaches(self, lesson: str) -> Lesson:
+        """Raises TipsError where no prompt should read the lesson."""
+        return Lesson(lesson.strip(), self.spec, self.failed, self.fix, self.versions)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A tip as the run's author put it, and the failure that it is about."""
+
+    lesson: str
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Learned:
+    """All that a run has to teach; ``told`` may speak of the same failures."""
+
+    run: str
+    failures: tuple[Failure, ...]
+    told: tuple[Told, ...]
+
+    def untold(self) -> tuple[Failure, ...]:
+        """Failures that the author proposed no tip for."""
+        named = {told.failure.failed for told in self.told}
+        return tuple(failure for failure in self.failures if failure.failed not in named)
+
+    def named(self, failed: str | None) -> Failure:
+        """The failure of this gate/reason, or the only one. Raises TipsError."""
+        fitting = [failure for failure in self.failures if failed in (None, failure.failed)]
+        if len(fitting) == 1:
+            return fitting[0]
+        known = ", ".join(failure.failed for failure in self.failures) or "none"
+        what = "no one failure" if failed is None else f"no one failure {failed!r}"
+        raise TipsError(
+            f"run {self.run}: there is {what} that was fixed; name one by --failed; there are: {known}"
+        )
+
+
+def learned(name: str) -> Learned:
+    """What a run teaches, by its journal as it is now. Raises JournalError."""
+    directory = folder(name)
+    header, events = glance(directory / "journal.db")
+    try:
+        judged = list(_judged(events))
+        versions = _versions([report for report, _ in judged])
+        failures = tuple(_failures(str(header["spec"]), versions, judged))
+        told = tuple(
+            _told(event.payload, str(header["spec"]), versions, failures)
+            for event in events
+            if event.kind == "tip"
+        )
+    except (ValidationError, KeyError, TypeError):
+        raise JournalError(f"{directory}: {OTHER_VERSION}") from None
+    return Learned(directory.name, failures, told)
+
+
+Report = Accepted | Checked | Rejected
+
+
+def _judged(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
+    """Reports with their sources, in order; with what was measured of an attempt."""
+    payloads = {event.key: event.payload for event in events}
+    for event in events:
+        if event.kind in SOURCES:
+            kind, _, number = event.key.partition("/")
+            report = REPORT.validate_python(event.payload["report"])
+            found = measurement(payloads, int(number)) if kind == "report" else None
+            yield joined(report, found), event.payload["source"]
+
+
+def _failures(spec: str, versions: str, judged: Sequence[tuple[Report, str]]) -> Iterator[Failure]:
+    """Of rejections for one reason, the last that was mended: what changed after it is what mended it."""
+    found: dict[str, Failure] = {}
+    for index, (report, source) in enumerate(judged):
+        if isinstance(report, Rejected):
+            after = next((text for later, text in judged[index + 1 :] if _passed(later, report.gate)), None)
+            if after is not None:
+                failed = f"{report.gate}/{report.code}"
+                found[failed] = Failure(spec, failed, changed(source, after), versions)
+    yield from found.values()
+
+
+def _passed(report: Report, gate: str) -> bool:
+    """Whether a source got past a gate; one that nothing tried it at has not."""
+    if isinstance(report, Rejected) and {gate, report.gate} <= set(GATES):
+        return GATES.index(report.gate) > GATES.index(gate)
+    return any(passed.gate == gate for passed in report.gates)
+
+
+def changed(before: str, after: str) -> str:
+    """The lines that a fix took out and put in, on one line; indentation, comments and blanks aside."""
+    old, new = (
+        [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+        for text in (before, after)
+    )
+    lines = [line for line in unified_diff(old, new, n=0, lineterm="")][2:]  # after the files' names
+    return one_line(" ".join(f"{line[0]}`{line[1:]}`" for line in lines if not line.startswith("@@")))
+
+
+def _versions(reports: Sequence[Report]) -> str:
+    """Packages of the last evidence that is bound to some; a run that was never compiled has none."""
+    for report in reversed(reports):
+        if not isinstance(report, Rejected):
+            known = report.identity.versions
+            return ", ".join(f"{name} {known[name]}" for name in PACKAGES if name in known) or "unknown"
+    return "unknown"
+
+
+def _told(payload: dict[str, Any], spec: str, versions: str, failures: Sequence[Failure]) -> Told:
+    """An author's tip: its failure is the run's own where its words name one."""
+    lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
+    words = set(_words(said))
+    known = next((f for f in failures if words.issuperset(_words(f.failed))), None)
+    failed = known.failed if known else f"{one_line(said, 100)} ({UNSEEN})"
+    return Told(lesson, Failure(spec, failed, one_line(fix or (known.fix if known else "")), versions))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)

@@ -1,0 +1,193 @@
+"""``coda-agent tips``: list, propose, accept, retire and measure the tips of tips_log.md."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agent import tips as log
+from agent.tips import Added, Tip, TipsError
+
+if TYPE_CHECKING:
+    from agent.lessons import Failure
+
+tips = typer.Typer(
+    rich_markup_mode=None, help="List the tips that prompts read; propose, accept, retire and measure them."
+)
+
+REFUSED = 1
+Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as tip-3.")]
+
+
+@tips.callback(invoke_without_command=True)
+def listing(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON, for programs.")] = False,
+) -> None:
+    """List all tips: state, verdict of measuring, lesson, evidence."""
+    if context.invoked_subcommand:
+        return
+    known = log.read_tips(log.TIPS)
+    if as_json:
+        typer.echo(json.dumps({"tips": [asdict(tip) | {"verdict": tip.verdict} for tip in known]}, indent=1))
+    elif not known:
+        typer.echo(f"{log.TIPS.name}: no tips yet. Learn from a run: coda-agent tips propose RUN")
+    for tip in known if not as_json else ():
+        typer.echo(f"{tip.id} {tip.state}, {tip.verdict}: {tip.lesson}\n    {_evidence(tip)}")
+        if tip.measured:
+            typer.echo(f"    {tip.measured}")
+
+
+@tips.command()
+def propose(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    lesson: Annotated[
+        str | None, typer.Option(help="The lesson of the run's failure, in the imperative. Default: asks.")
+    ] = None,
+    failed: Annotated[
+        str | None, typer.Option(metavar="GATE/REASON", help="Of which failure, where the run has several.")
+    ] = None,
+) -> None:
+    """Propose tips from what a run failed at and then fixed, and those that its author proposed."""
+    from agent.lessons import learned
+
+    found = learned(run)
+    asked = () if lesson is None else (found.named(failed).teaches(lesson),)  # refused before any is written
+    refused = 0
+    for told in found.told:
+        try:
+            _say(log.add(told.failure.teaches(told.lesson), log.TIPS))
+        except TipsError as error:
+            typer.echo(f"refused what the author proposed: {error}", err=True)
+            refused = REFUSED
+    for words in asked:
+        _say(log.add(words, log.TIPS))
+    if lesson is None:
+        for failure in found.untold():
+            if failed in (None, failure.failed):
+                _ask(failure)
+    if not found.told and not found.failures:
+        typer.echo(f"{found.run}: no failure that a later attempt fixed, and no tip of its author's")
+    raise typer.Exit(refused)
+
+
+@tips.command()
+def accept(ids: Ids) -> None:
+    """Have prompts read tips."""
+    _set(ids, log.ACCEPTED)
+
+
+@tips.command()
+def retire(ids: Ids) -> None:
+    """Have prompts read tips no more. They stay in the log, so that they are not proposed again."""
+    _set(ids, log.RETIRED)
+
+
+@tips.command()
+def measure(
+    ids: Ids,
+    specs: Annotated[list[Path], typer.Option(metavar="SPEC", help="A spec to author; give several.")],
+    runs: Annotated[
+        int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and without.")
+    ] = 5,
+    provider: Annotated[
+        str, typer.Option(help="Who writes: anthropic, claude-code or handoff. auto: anthropic with a key.")
+    ] = "auto",
+    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts of a run at most.")] = 3,
+    model: Annotated[str | None, typer.Option(help="The author's model.")] = None,
+    budget_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one run at most, read and written.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1024, help="Tokens of one answer at most.")] = 32000,
+    time_limit: Annotated[
+        float, typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude.")
+    ] = 3600.0,
+    gpu: Annotated[
+        bool, typer.Option("--gpu/--no-gpu", help="To pass takes the GPU gates too. Default: those without.")
+    ] = False,
+    weak_jail: Annotated[bool, typer.Option("--weak-jail", help="As of generate.")] = False,
+) -> None:
+    """Author specs with a tip and without, and write down by how much it helps. A second call goes on where
+    the first was cut off; with more --runs, it adds to them."""
+    from rich.console import Console
+
+    from agent import render, session, trials
+    from agent.budget import Limits
+    from verifier.measure import Options
+
+    tried = [log.find(id, log.TIPS) for id in dict.fromkeys(ids)]
+    session.need_gpu(gpu)
+    options = {
+        "provider": _provider(provider, specs),
+        "attempts": attempts,
+        "model": model,
+        "author": "unnamed author",
+        "weak_jail": weak_jail,
+        "directory": None,
+        "time_limit": time_limit,
+        "max_tokens": max_tokens,
+        "limits": Limits(tokens=budget_tokens).to_json(),
+    }
+    for tip in tried:
+        known = log.read_tips(log.TIPS)
+        with render.Watch(Console(stderr=True)) as watch:
+            measurer = session.measurer(gpu, Options(), watch)
+            author = trials.Runs(tip, known, options, watch, measurer, typer.echo)
+            trial = trials.measure(tip, known, specs, runs, author)
+        log.change(tip.id, log.TIPS, measured=str(trial))
+        typer.echo(f"{tip.id} {trial}")
+
+
+def _provider(name: str, specs: list[Path]) -> str:
+    from agent import session
+    from agent.providers import PROVIDERS
+    from verifier.spec import load
+
+    chosen = session.choose_provider(name, load(specs[0], check=False).name)
+    if chosen == "replay" or chosen not in PROVIDERS:
+        fitting = ", ".join(known for known in PROVIDERS if known != "replay")
+        why = "a recording answers the same with a tip and without" if chosen == "replay" else "unknown"
+        raise TipsError(f"provider {chosen!r}: {why}; use one of {fitting}")
+    return chosen
+
+
+def _ask(failure: Failure) -> None:
+    """Add the person's lesson of a failure, unless the log has one."""
+    for tip in log.read_tips(log.TIPS):
+        if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
+            typer.echo(f"{tip.id} ({tip.state}) is of the failure {failure.failed} already: {tip.lesson}")
+            return
+    typer.echo(f"Failed at {failure.failed}, fixed by: {failure.fix}")
+    while words := typer.prompt("Lesson (empty: none)", default="", show_default=False):
+        try:
+            _say(log.add(failure.teaches(words), log.TIPS))
+            return
+        except TipsError as error:
+            typer.echo(f"{error}", err=True)
+
+
+def _say(added: Added) -> None:
+    tip = added.tip
+    if added.merged:
+        typer.echo(f"{tip.id} ({tip.state}) has that already, now with this evidence: {tip.lesson}")
+        return
+    typer.echo(f"{tip.id} proposed: {tip.lesson}\n    {_evidence(tip)}")
+    for other in added.alike:
+        typer.echo(f"    possible duplicate of {other.id} ({other.state}): {other.lesson}")
+    typer.echo(f"    coda-agent tips accept {tip.id}, or retire it")
+
+
+def _set(ids: list[str], state: str) -> None:
+    for id in ids:
+        log.find(id, log.TIPS)  # none is changed where one is wrong
+    for id in ids:
+        before = log.change(id, log.TIPS, state=state)
+        typer.echo(f"{id} {state}, was {before.state}: {before.lesson}")
+
+
+def _evidence(tip: Tip) -> str:
+    return f"learned on {tip.spec} at {tip.failed}; {tip.fix}"

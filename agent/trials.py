@@ -1,0 +1,174 @@
+"""Whether a tip helps: the same specs authored with it and without, at equal limits, with an interval.
+
+A verdict is about first attempts, since a lesson that is known is not to be learned again; it is "undecided"
+unless the 95% interval of the difference leaves out 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agent import prompt, runs
+from agent.budget import Limits, OutOfBudget
+from agent.journal import JournalError, glance
+from agent.loop import Listener, Loop, Measure
+from agent.proportions import Difference, difference
+from agent.tips import ACCEPTED, Tip, TipsError, in_prompts
+from verifier.spec import load
+
+Author = Callable[[Path, Sequence[Tip]], "int | None"]
+"""Authors a spec's kernel with these tips in the prompt: attempts needed, None if it did not pass in time."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """How many of ``runs`` runs succeeded with the tip, and of as many without."""
+
+    with_tip: int
+    without: int
+    runs: int
+
+    @property
+    def difference(self) -> Difference:
+        return difference(self.with_tip, self.runs, self.without, self.runs)
+
+    @property
+    def verdict(self) -> str:
+        found = self.difference
+        return "helps" if found.low > 0 else "hurts" if found.high < 0 else "undecided"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.verdict}: {self.with_tip}/{self.runs} with, {self.without}/{self.runs} without, "
+            f"difference {self.difference}"
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What measuring a tip found: of first attempts, which is the verdict, and of all within the limit."""
+
+    tip: str
+    first: Effect
+    within: Effect
+
+    @property
+    def verdict(self) -> str:
+        return self.first.verdict
+
+    def __str__(self) -> str:
+        return f"{self.first} on the first attempt; within the limit {self.within}"
+
+
+def measure(tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author) -> Trial:
+    """Author each spec ``repeats`` times with the tip and as often without, beside the other accepted tips of
+    ``known``. Raises TipsError, before any run, for a spec whose prompt would be the same."""
+    without = [other for other in in_prompts(known) if other.id != tip.id]
+    with_tip = sorted([*without, replace(tip, state=ACCEPTED)], key=lambda other: other.number)
+    _refuse_without_effect(tip, specs, with_tip, without)
+    needed: dict[bool, list[int | None]] = {True: [], False: []}
+    for turn in range(repeats):
+        for place, spec in enumerate(specs):
+            # In turns, each as often ahead: what changes meanwhile, such as a provider's model, meets both.
+            for arm in (True, False) if (turn + place) % 2 == 0 else (False, True):
+                needed[arm].append(author(spec, with_tip if arm else without))
+    total = repeats * len(specs)
+    first = {arm: sum(n == 1 for n in found) for arm, found in needed.items()}
+    within = {arm: sum(n is not None for n in found) for arm, found in needed.items()}
+    return Trial(tip.id, *(Effect(passed[True], passed[False], total) for passed in (first, within)))
+
+
+def _refuse_without_effect(
+    tip: Tip, specs: Sequence[Path], with_tip: Sequence[Tip], without: Sequence[Tip]
+) -> None:
+    if not specs:
+        raise TipsError(f"{tip.id}: no spec to measure it on; give some by --specs")
+    for path in specs:
+        spec, text = load(path), path.read_text(encoding="utf-8")
+        if spec.name in tip.specs:
+            raise TipsError(
+                f"{path}: {tip.id} was learned on {spec.name}, whose prompt never has it; choose other specs"
+            )
+        if prompt.assemble(spec, text, with_tip).system == prompt.assemble(spec, text, without).system:
+            raise TipsError(
+                f"{path}: the prompt's budget has no room for {tip.id}; retire tips that help less first"
+            )
+
+
+@dataclass
+class Runs:
+    """An author that starts real runs, or goes on with those that an earlier call of the same measurement
+    left: of the same spec, prompt and ``options``. ``options``: the header's, as of ``generate``."""
+
+    tip: Tip
+    known: Sequence[Tip]
+    options: dict[str, Any]
+    listener: Listener
+    measure: Measure | None = None
+    told: Callable[[str], None] = print
+    taken: set[str] = field(default_factory=set)
+
+    def __call__(self, path: Path, tips: Sequence[Tip]) -> int | None:
+        from agent.session import provider_of
+
+        run = self._run(path, tips)
+        self.taken.add(run.name)
+        with run.journal:
+            options = run.journal.header
+            loop = Loop(
+                run.journal,
+                run.spec,
+                run.text,
+                provider_of(run),
+                self.listener,
+                attempts=options["attempts"],
+                measure=self.measure,
+                weak_jail=options["weak_jail"],
+                limits=Limits.from_json(options["limits"]),
+                tips=tips,
+            )
+            needed = _needed(loop)
+        arm = "with" if self.tip.id in {tip.id for tip in tips} else "without"
+        ended = f"passed at attempt {needed}" if needed else "did not pass"
+        self.told(f"{run.name}, {arm} {self.tip.id}: {ended}")
+        return needed
+
+    def _run(self, path: Path, tips: Sequence[Tip]) -> runs.Run:
+        accepted, chosen = {tip.id for tip in in_prompts(self.known)}, {tip.id for tip in tips}
+        header = self.options | {
+            "measures_tip": self.tip.id,
+            "without_tips": sorted(accepted - chosen),
+            "with_tips": sorted(chosen - accepted),
+        }
+        spec, text = load(path), path.read_text(encoding="utf-8")
+        given = prompt.assemble(spec, text, tips)
+        for name in runs.names():
+            if name not in self.taken and _same(name, header | {"spec_hash": spec.hash}, given):
+                return runs.reopen(name)
+        return runs.start(path, header)
+
+
+def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
+    """Whether a run was started with this header and has this prompt."""
+    try:
+        found, events = glance(runs.runs_dir() / name / "journal.db")
+    except JournalError:  # of some other run, damaged or of another version
+        return False
+    if any(key not in found or found[key] != value for key, value in header.items()):
+        return False
+    asked = next((event.payload for event in events if event.kind == "prompt"), None)
+    return asked == asdict(given)
+
+
+def _needed(loop: Loop) -> int | None:
+    """Attempts that a run needed to pass; what its budget cut off did not pass."""
+    try:
+        outcome = loop.run()
+    except OutOfBudget:
+        return None
+    if outcome.report.status == "rejected":
+        return None
+    return sum(event.kind == "report" for event in loop.journal.events())

@@ -1,0 +1,367 @@
+"""The MCP server, driven by the official client: once as a process, with a real compile, else in this one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from authoring import (
+    BROKEN,
+    ROOT,
+    SPECS,
+    TOY,
+    TOY_KERNEL,
+    UNSCALED,
+    fenced,
+    make_run,
+    measured,
+    write_toy,
+)
+from mcp import Client, StdioServerParameters
+from mcp.client.session import IncomingMessage
+from mcp_types import CallToolResult, Implementation, TextContent
+
+from agent import history, runs, session
+from agent.loop import standing
+from agent.mcp import Submission, server
+from agent.providers import ProviderError, Turn, Usage
+from verifier import verify
+from verifier.jail import JailUnavailable
+from verifier.report import Checked, Rejected
+from verifier.verify import Verdict
+
+pytestmark = pytest.mark.anyio
+TOOLS = {"list_specs", "prompt", "check", "verify", "measure", "report"}
+ADA = Implementation(name="Ada's\neditor", version="1.2")
+KEY = "sk-ant-a-key-that-nobody-sees"
+SHIPPED = "gemm_row_abs_max"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_home: Path) -> Path:
+    """Where the server is: a folder with specs, and no GPU."""
+    (tmp_path / "specs").mkdir()
+    write_toy(tmp_path / "specs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return tmp_path
+
+
+@pytest.fixture
+def here(place: Path, no_compiler: None) -> Client:
+    """A client of a server in this process, whose runs have two attempts."""
+    return Client(server(attempts=2), client_info=ADA)
+
+
+def words(result: CallToolResult) -> str:
+    return "\n".join(block.text for block in result.content if isinstance(block, TextContent))
+
+
+async def said(client: Client, tool: str, **arguments: Any) -> str:
+    result = await client.call_tool(tool, arguments)
+    assert not result.is_error, words(result)
+    return words(result)
+
+
+async def refused(client: Client, tool: str, **arguments: Any) -> str:
+    result = await client.call_tool(tool, arguments)
+    assert result.is_error and "Traceback" not in words(result)
+    return words(result)
+
+
+async def told(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    result = await client.call_tool(tool, arguments)
+    assert not result.is_error and isinstance(result.structured_content, dict)
+    return result.structured_content
+
+
+async def begun(client: Client) -> str:
+    """The name of a new run of the toy."""
+    first, *_ = (await said(client, "prompt", spec="toy")).splitlines()
+    return first.removeprefix("run: ")
+
+
+@contextmanager
+def opened(name: str) -> Iterator[runs.Run]:
+    run = runs.reopen(name)
+    with run.journal:
+        yield run
+
+
+def keys(name: str) -> list[str]:
+    with opened(name) as run:
+        return [event.key for event in run.journal.events()]
+
+
+async def test_a_client_authors_a_run_like_any_other(place: Path) -> None:
+    shutil.copy(SPECS / f"{SHIPPED}.yaml", place / "specs")
+    environment = os.environ | {"ANTHROPIC_API_KEY": KEY}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
+    command = StdioServerParameters(
+        command=sys.executable, args=["-m", "agent.cli", "mcp"], env=environment, cwd=place
+    )
+    before = {path: path.read_text() for path in (place / "specs").iterdir()}
+    strange: list[Exception] = []  # lines on stdout that are not of the protocol
+    heard: list[str] = []
+    gates: list[str] = []
+
+    async def listen(message: IncomingMessage) -> None:
+        if isinstance(message, Exception):
+            strange.append(message)
+
+    async def watch(progress: float, total: float | None, message: str | None) -> None:
+        gates.append(message or "")
+
+    # "legacy": by initialize, as most clients begin; within this process it is the newer protocol
+    async with Client(command, mode="legacy", client_info=ADA, message_handler=listen) as client:
+        listed = (await client.list_tools()).tools
+        assert {tool.name for tool in listed} == TOOLS
+        assert {t.name for t in listed if t.annotations and t.annotations.read_only_hint} == {
+            "list_specs",
+            "report",
+        }
+        ours, toy = (await told(client, "list_specs"))["specs"]
+        assert (ours["name"], ours["accepted"]) == (SHIPPED, True)
+        path = os.path.join("specs", "toy.yaml")
+        summary = "Matmul with a row scale."
+        assert toy == {"name": "toy", "path": path, "summary": summary, "accepted": False}
+
+        heard.append(await said(client, "prompt", spec="toy"))
+        (name,) = runs.names()
+        assert heard[0].startswith(f"run: {name}\n") and TOY in heard[0] and "### per_row(" in heard[0]
+        assert (await told(client, "report", run=name))["status"] == "authoring"
+
+        heard.append(await said(client, "check", run=name, source=UNSCALED))
+        assert "gate `interpret`, reason `numerics`" in heard[-1]
+        heard.append(await said(client, "verify", run=name, source=BROKEN))
+        assert "gate `trace`" in heard[-1] and heard[-1].endswith("Attempts left: 5.")
+        with opened(name):
+            assert "in use by another process" in await refused(client, "verify", run=name, source=TOY_KERNEL)
+            report = await told(client, "report", run=name)
+        assert (report["status"], report["attempts"], report["attempts_at_most"]) == ("rejected", 1, 6)
+        assert report["message"] in heard[-1] and report["gates"] == []
+
+        done = await client.call_tool("verify", {"run": name, "source": TOY_KERNEL}, progress_callback=watch)
+        heard.append(words(done))
+        assert "compile. It is checked, not benchmarked" in heard[-1] and "Attempts left: 4." in heard[-1]
+        started, passed = gates[::2], gates[1::2]
+        assert started == [f"{gate}: started" for gate in ("trace", "contract", "interpret", "compile")]
+        assert passed == [f"{gate}: passed" for gate in ("trace", "contract", "interpret", "compile")]
+        report = await told(client, "report", run=name)
+        assert report["status"] == "checked" and report["gates"][3]["figures"]["kernels"][0]["hgmma"] > 0
+
+    assert not strange
+    assert {path: path.read_text() for path in (place / "specs").iterdir()} == before
+    assert {path.name for path in place.iterdir()} == {"specs", "runs"}
+    (past,) = history.past()
+    assert (past.run, past.status, past.attempts, past.usage) == (name, "checked", 2, Usage())
+    assert past.author == "Ada's editor 1.2 via mcp"
+    with opened(name) as run:
+        events = run.journal.events()
+        outcome = standing(run.journal, run.spec)
+        header = run.journal.header
+    assert [e.key for e in events] == ["prompt", "draft/1.1", "answer/1", "report/1", "answer/2", "report/2"]
+    assert [e.kind for e in events] == ["prompt", "draft", "answer", "report", "answer", "report"]
+    assert events[1].payload["source"].rstrip() == UNSCALED.rstrip()
+    assert Turn.from_json(events[4].payload) == Turn(
+        f"```python\n{TOY_KERNEL}```\n", Usage(), past.author, "end_turn"
+    )
+    assert outcome and isinstance(outcome.report, Checked) and outcome.source == TOY_KERNEL
+    assert (header["provider"], header["author"], header["weak_jail"]) == ("mcp", "Ada's editor 1.2", False)
+    kept = b"".join(path.read_bytes() for path in (place / "runs" / name).iterdir())
+    assert not [text for text in (*map(str.encode, heard), kept) if KEY.encode() in text]
+
+
+@pytest.mark.parametrize("spec", ["", ".", "toi", "toy.yaml", "specs/toy", "../specs/toy", "../secret"])
+async def test_a_spec_is_a_name_of_the_list(here: Client, place: Path, spec: str) -> None:
+    write_toy(place, "toy", "secret").rename(place / "secret.yaml")
+    async with here as client:
+        for given in (spec, str(place / "secret")):
+            assert "there is no spec" in await refused(client, "prompt", spec=given)
+    assert runs.names() == []
+
+
+@pytest.mark.parametrize("tool", ["check", "verify", "measure", "report"])
+async def test_a_run_is_a_name_of_the_list(here: Client, place: Path, tool: str) -> None:
+    async with here as client:
+        name = await begun(client)
+        shutil.copytree(place / "runs" / name, place / "outside")
+        source = {"source": TOY_KERNEL} if tool in ("check", "verify") else {}
+        for given in ("", ".", "..", "../outside", f"../runs/{name}", f"{name}/", f"runs/{name}", "\0"):
+            assert f"the latest are: {name}" in await refused(client, tool, run=given, **source), given
+    assert keys(name) == ["prompt"]
+
+
+async def test_attempts_are_used_up(here: Client) -> None:
+    async with here as client:
+        name = await begun(client)
+        assert "Attempts left: 1." in await said(client, "verify", run=name, source=BROKEN)
+        for draft in (BROKEN, UNSCALED):
+            await said(client, "check", run=name, source=draft)
+        assert "Attempts left: 0." in await said(client, "verify", run=name, source=UNSCALED)
+        for tool in ("verify", "check"):
+            assert "used its 2 attempts up" in await refused(client, tool, run=name, source=TOY_KERNEL)
+        assert "only a checked kernel" in await refused(client, "measure", run=name)
+    expected = ["prompt", "answer/1", "report/1", "draft/2.1", "draft/2.2", "answer/2", "report/2"]
+    assert keys(name) == expected
+
+
+async def test_after_a_kernel_that_passed_nothing_is_taken(here: Client) -> None:
+    async with here as client:
+        name = await begun(client)
+        assert "without a verified kernel" in await refused(client, "measure", run=name)
+        await said(client, "verify", run=name, source=TOY_KERNEL)
+        for tool in ("verify", "check"):
+            assert "is checked since attempt 1" in await refused(client, tool, run=name, source=TOY_KERNEL)
+        assert f"no H100 here; a person can have it measured elsewhere: coda-agent bundle {name}" in (
+            await refused(client, "measure", run=name)
+        )
+    assert keys(name) == ["prompt", "answer/1", "report/1"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Let what is given measure here."""
+
+    def be(measure: Callable[..., Any]) -> None:
+        monkeypatch.setattr(session, "measurer", lambda *_: measure)
+
+    return be
+
+
+async def test_a_measured_kernel_awaits_a_person(
+    here: Client, gpu: Callable[[Callable[..., Any]], None]
+) -> None:
+    gpu(lambda spec, program, *_: measured(spec, program))
+    async with here as client:
+        name = await begun(client)
+        await said(client, "verify", run=name, source=TOY_KERNEL)
+        assert f"For a person: coda-agent review {name}" in await said(client, "measure", run=name)
+        report = await told(client, "report", run=name)
+        assert report["status"] == "accepted" and report["timings"]["large"]["milliseconds"]["candidate"] == 2
+        assert "is accepted: only a checked kernel" in await refused(client, "measure", run=name)
+    assert keys(name)[-1] == "measurement/1"
+
+
+async def test_after_a_slow_kernel_the_next_is_taken(
+    here: Client, gpu: Callable[[Callable[..., Any]], None]
+) -> None:
+    gpu(lambda *_: Rejected(gate="decision", code="too_slow", message="1.01x of 1.1x"))
+    async with here as client:
+        name = await begun(client)
+        await said(client, "verify", run=name, source=TOY_KERNEL)
+        slow = await said(client, "measure", run=name)
+        assert "gate `decision`, reason `too_slow`" in slow and slow.endswith("Attempts left: 1.")
+        await said(client, "verify", run=name, source=TOY_KERNEL)
+    assert keys(name) == ["prompt", "answer/1", "report/1", "measurement/1", "answer/2", "report/2"]
+
+
+async def test_long_verifies_take_turns_and_block_nothing_else(
+    here: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def check(*given: Any, **options: Any) -> Verdict:
+        began.set()
+        assert go.wait(timeout=20)
+        return real(*given, **options)
+
+    real = verify.check
+    monkeypatch.setattr("agent.loop.check", check)
+    async with here as client:
+        name = await begun(client)
+
+        async def submit() -> None:
+            await said(client, "verify", run=name, source=BROKEN)
+
+        async with anyio.create_task_group() as both:
+            both.start_soon(submit)
+            both.start_soon(submit)
+            while not began.is_set():
+                await anyio.sleep(0.01)
+            assert (await told(client, "report", run=name))["status"] == "authoring"
+            go.set()
+    assert keys(name) == ["prompt", "answer/1", "report/1", "answer/2", "report/2"]
+
+
+@pytest.mark.parametrize("first", [BROKEN, TOY_KERNEL])
+async def test_an_attempt_that_was_cut_off_is_judged_first(here: Client, first: str) -> None:
+    async with here as client:
+        name = await begun(client)
+        with opened(name) as run:
+            turn = Turn(fenced(first), Usage(), "Ada via mcp", "end_turn")
+            run.journal.once("answer/1", "answer", turn.to_json)
+        if first == BROKEN:
+            assert "Attempts left: 0." in await said(client, "verify", run=name, source=TOY_KERNEL)
+            assert keys(name) == ["prompt", "answer/1", "report/1", "answer/2", "report/2"]
+        else:
+            assert "checked since attempt 1" in await refused(client, "verify", run=name, source=BROKEN)
+            assert keys(name) == ["prompt", "answer/1", "report/1"]
+
+
+async def test_a_run_of_another_author_is_only_looked_at(here: Client, place: Path) -> None:
+    name = make_run(place / "specs" / "toy.yaml")
+    async with here as client:
+        assert (await told(client, "report", run=name))["author"].endswith("via handoff")
+        for tool in ("check", "verify"):
+            assert "authored through handoff" in await refused(client, tool, run=name, source=TOY_KERNEL)
+        assert "authored through handoff" in await refused(client, "measure", run=name)
+
+
+def test_nobody_else_is_asked_for_an_answer() -> None:
+    with pytest.raises(ProviderError, match="an MCP client; let it verify another source"):
+        Submission().next_turn("", [])
+
+
+async def test_a_source_may_come_as_the_prompt_asks_for_answers(here: Client) -> None:
+    async with here as client:
+        name = await begun(client)
+        stray = TOY_KERNEL.replace('gemm."""', 'gemm.\n```\n"""')
+        assert stray != TOY_KERNEL
+        for tool in ("check", "verify"):
+            assert "take that line out" in await refused(client, tool, run=name, source=stray)
+        await said(client, "verify", run=name, source=fenced(TOY_KERNEL))
+    with opened(name) as run:
+        outcome = standing(run.journal, run.spec)
+    assert outcome and outcome.source == TOY_KERNEL and outcome.authorship.attempts == 1
+
+
+async def test_a_spec_mistake_is_told(here: Client, place: Path) -> None:
+    write_toy(place / "specs", "dtype: bf16}", "dtype: bfloat}")
+    async with here as client:
+        (spec,) = (await told(client, "list_specs"))["specs"]
+        assert "toy.yaml:5: dtype 'bfloat' is unknown" in spec["error"] and "accepted" not in spec
+        assert "toy.yaml:5: dtype 'bfloat' is unknown" in await refused(client, "prompt", spec="toy")
+    assert runs.names() == []
+
+
+async def test_our_failures_have_words_and_our_bugs_keep_theirs(
+    here: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(error: Exception) -> None:
+        def check(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("agent.loop.check", check)
+
+    async with here as client:
+        name = await begun(client)
+        fail(JailUnavailable("no seccomp here"))
+        assert "no seccomp here" in await refused(client, "check", run=name, source=TOY_KERNEL)
+        fail(ZeroDivisionError("inner words"))
+        assert "inner words" not in await refused(client, "check", run=name, source=TOY_KERNEL)
+    assert keys(name) == ["prompt"]
