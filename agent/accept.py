@@ -7,13 +7,14 @@ that ran) and NAME.report.json. The run that made it is kept for replay.
 from __future__ import annotations
 
 import subprocess
+from difflib import unified_diff
 from pathlib import Path
 
 from agent.journal import Journal
 from agent.loop import PIECE, Outcome
 from primitives.files import write_atomic
 from primitives.lower import lower
-from verifier.report import Accepted, Authorship
+from verifier.report import Accepted, Authorship, Rejected
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "generated_kernels"
@@ -63,6 +64,20 @@ def accept(
         place = error.filename or directory  # a write that fails names no file
         raise AcceptError(f"{place}: {error.strerror}; make room and accept again") from None
     return [source, text, cutedsl, evidence, recording]
+
+
+def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
+    """A unified diff from the spec's kernel that is kept there now to this one; empty where there is none, or
+    no change."""
+    if isinstance(outcome.report, Rejected):
+        return ""
+    path = files(outcome.report.identity.spec, directory)[0]
+    try:
+        before = path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    old, new = (text.splitlines(keepends=True) for text in (before, outcome.source))
+    return "".join(unified_diff(old, new, fromfile=path.name, tofile=f"run {outcome.authorship.run}"))
 
 
 def message(report: Accepted, authorship: Authorship) -> str:

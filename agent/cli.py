@@ -305,17 +305,25 @@ def report(
 
 @app.command()
 def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
-    """Show a run's last kernel with its report."""
+    """Show a run's kernel, its report, and what it changes; at a terminal, ask whether to accept it."""
     outcome = session.standing(run)
-    if not as_json:
-        from rich.syntax import Syntax
+    if as_json:
+        _finish(outcome.report, as_json)
+    from rich.syntax import Syntax
 
-        from agent import render
+    from agent import accept as accepting
+    from agent import render
 
-        console = _console(False)
-        console.print(Syntax(outcome.source, "python", word_wrap=True))
-        console.print(render.credits(outcome), markup=False)  # an author may be named [/x]
-    _finish(outcome.report, as_json)
+    console = _console(False)
+    console.print(Syntax(outcome.source, "python", word_wrap=True))
+    console.print(render.credits(outcome), markup=False)  # an author may be named [/x]
+    render.show(console, outcome.report)
+    if changes := accepting.changes(outcome):
+        console.print(Syntax(changes, "diff", word_wrap=True))
+    asked = outcome.report.status == "accepted" and sys.stdin.isatty()
+    if asked and typer.confirm("accept it and commit?"):
+        _accept(run, commit=True)
+    raise typer.Exit(REJECTED if outcome.report.status == "rejected" else OK)
 
 
 @app.command()
@@ -324,6 +332,10 @@ def accept(
     commit: Annotated[bool, typer.Option("--commit", help="Commit the files, with the figures.")] = False,
 ) -> None:
     """Put an accepted kernel and its evidence into generated_kernels/."""
+    _accept(run, commit)
+
+
+def _accept(run: str, commit: bool) -> None:
     from agent import accept as accepting
     from agent import runs
 

@@ -213,6 +213,19 @@ cli.main()
 # the commit
 
 
+def test_what_a_kernel_changes(spec: Path, tmp_path: Path) -> None:
+    first, second = accepted_run(spec), accepted_run(spec, TWICE)
+    assert accepting.changes(outcome_of(first), tmp_path) == ""  # there is nothing yet
+    put(first, tmp_path)
+    assert accepting.changes(outcome_of(first), tmp_path) == ""
+    changes = accepting.changes(outcome_of(second), tmp_path).splitlines()
+    assert changes[:2] == ["--- toy.py", f"+++ run {second}"]
+    removed, added = (line for line in changes[2:] if line[0] in "+-")
+    assert removed == '-    return {"c": gemm(a, b) * per_row(v)}'
+    assert added == '+    return {"c": 2 * gemm(a, b) * per_row(v)}'
+    assert accepting.changes(outcome_of(make_run(spec, TWICE, slow(runs_spec(first)))), tmp_path) == ""
+
+
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository of its own, in which someone has staged something else."""

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -369,6 +370,24 @@ def test_review(command: Command, spec: Path) -> None:
 def test_review_of_an_accepted_kernel(command: Command, spec: Path) -> None:
     done = command("review", accepted_run(spec))
     assert done.status == 0 and "1.300 [1.250, 1.352]" in done.out and "must exceed 1.1" in done.out
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_review_asks_at_a_terminal_before_it_accepts(
+    command: Command, spec: Path, monkeypatch: pytest.MonkeyPatch, agreed: bool
+) -> None:
+    asked: list[str] = []
+    accepted: list[tuple[str, bool]] = []
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("typer.confirm", lambda question: asked.append(question) or agreed)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cli, "_accept", lambda run, commit: accepted.append((run, commit)))
+    name = accepted_run(spec)
+    assert command("review", name).status == 0
+    assert asked == ["accept it and commit?"] and accepted == ([(name, True)] if agreed else [])
+    for other in (make_run(spec), make_run(spec, found=slow(load(spec, check=False)))):
+        command("review", other)
+    command("review", name, "--json")
+    assert len(asked) == 1
 
 
 def test_review_of_a_rejected_kernel(command: Command, spec: Path) -> None:
