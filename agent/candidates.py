@@ -147,7 +147,7 @@ def table(candidates: Sequence[Candidate]) -> Table:
             str(candidate.number),
             Text(past.run),
             Text(past.status, style=STYLE.get(past.status, "dim")),
-            Text(now[:60], style="dim"),
+            Text(now[:40], style="dim"),
             str(past.attempts),
             f"{past.spent.tokens:,}",
             history.dollars(past.spent),

@@ -60,6 +60,9 @@ def _head(run: Account) -> Html:
         "author": past.author,
         "attempts": f"{len(run.attempts)}{limit}",
         "tokens": _tokens(past.usage),
+        "spent": str(past.spent),
+        "budget": ", ".join(f"{v:g} {k.replace('_', ' ')}" for k, v in header.get("limits", {}).items())
+        or "none",
         "started": _moment(past.started),
         "last event": _moment(past.ended),
         "from the first event to the last": _total(run),

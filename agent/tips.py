@@ -127,11 +127,12 @@ def kept(tips: Iterable[Tip], length: int) -> list[Tip]:
     """Tips whose lessons fit into ``length`` characters, a list's markers included: what has helped least is
     dropped first, of equals the oldest."""
     tips = list(tips)
+    sizes = {tip.id: len(f"- {tip.lesson}\n") for tip in tips}
     for least in sorted(tips, key=lambda tip: tip.help):
-        if sum(len(f"- {tip.lesson}\n") for tip in tips) <= length:
+        if sum(sizes.values()) <= length:
             break
-        tips.remove(least)
-    return tips
+        del sizes[least.id]
+    return [tip for tip in tips if tip.id in sizes]
 
 
 def check_lesson(lesson: str) -> None:

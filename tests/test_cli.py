@@ -39,7 +39,7 @@ from authoring import (
 from agent import cli, runs, session
 from agent.journal import read_export
 from primitives.compile import CompileError
-from verifier.measure import Keep, Options
+from verifier.measure import Keep, Kept, Options
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
 from verifier.report import REPORT, Checked
 from verifier.spec import load
@@ -474,7 +474,10 @@ def test_generate_with_a_gpu(
 ) -> None:
     arms: list[tuple[str, ...]] = []
 
-    def measure(spec: Any, program: Any, options: Options, *, progress: Progress, keep: Keep) -> object:
+    def measure(
+        spec: Any, program: Any, options: Options, *, progress: Progress, keep: Keep, kept: Kept | None
+    ) -> object:
+        assert kept is None
         arms.append(options.arms)
         progress("benchmark", "case large")
         return measured(spec, program)
