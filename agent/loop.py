@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from agent import improve, prompt, tools
 from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.journal import Journal, JournalError
-from agent.providers import Message, Provider, ProviderError, Turn, Usage, turn_number
+from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from agent.tips import Tip
 from primitives.ir import Program, ProgramError, Schedule
 from verifier.report import (
@@ -147,24 +147,22 @@ class Loop:
         """The next turn that submits something, and what its other calls gave; ``messages`` gains the turns
         that only use tools, with what these said."""
         for used in range(1 + CALLS):
-            number = turn_number(messages)
-            turn = self._answer(number, system, messages)
+            question = Question(system, messages, tools.TOOLS, self.ledger, self.listener.text)
+            turn = self._answer(question)
+            words = self._used(question.number, turn)
             messages.append(Message("assistant", turn.text, turn.blocks))
-            words = self._used(number, turn)
             if not turn.calls or tools.submission(turn) is not None or used == CALLS:
                 break
             messages.append(tools.results(turn, words))
         return turn, words
 
-    def _answer(self, number: int, system: str, messages: list[Message]) -> Turn:
-        self.ledger.turn = number
+    def _answer(self, question: Question) -> Turn:
+        number = self.ledger.turn = question.number
 
         def ask() -> dict[str, Any]:
             self.ledger.afford()
             try:
-                turn = self.provider.next_turn(
-                    system, messages, tools=tools.TOOLS, meter=self.ledger, on_text=self.listener.text
-                )
+                turn = self.provider.next_turn(question)
             except ProviderError as error:
                 self.ledger.failed(error.usage)
                 raise

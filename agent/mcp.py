@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from agent.accept import files
 from agent.budget import OutOfBudget, Spent
 from agent.journal import JournalError
 from agent.loop import Loop, Measure, Outcome, extract, standing
-from agent.providers import FREE, Call, Message, Meter, OnText, ProviderError, Tool, Turn, Usage
+from agent.providers import Call, ProviderError, Question, Turn, Usage
 from primitives.compile import CompileError
 from verifier.jail import JailUnavailable
 from verifier.report import Accepted, Checked, Rejected
@@ -194,15 +194,7 @@ class Submission:
     taken: bool = False
     name: str = NAME
 
-    def next_turn(
-        self,
-        system: str,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        meter: Meter = FREE,
-        on_text: OnText | None = None,
-    ) -> Turn:
+    def next_turn(self, question: Question) -> Turn:
         """The answer; what it cost only the client knows, and counts as zero. Raises ProviderError where
         there is none."""
         if not self.answer:

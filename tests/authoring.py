@@ -18,7 +18,7 @@ from spec_files import write_changed
 
 from agent import runs
 from agent.budget import Spent
-from agent.providers import Message, Turn, Usage
+from agent.providers import Message, Question, Turn, Usage
 from primitives.compile import Resources
 from primitives.ir import Program, Schedule
 from primitives.trace import trace_source
@@ -113,9 +113,9 @@ class Scripted:
     asked: list[tuple[str, list[Message]]] = field(default_factory=list)
     name: str = "scripted"
 
-    def next_turn(self, system: str, messages: Sequence[Message], **options: Any) -> Turn:
-        self.asked.append((system, list(messages)))
-        answer = self.answers[sum(m.role == "user" for m in messages) - 1]
+    def next_turn(self, question: Question) -> Turn:
+        self.asked.append((question.system, list(question.messages)))
+        answer = self.answers[question.number - 1]
         if isinstance(answer, BaseException):
             raise answer
         return answer if isinstance(answer, Turn) else Turn(answer, USAGE, "Ada via a script", "end_turn")

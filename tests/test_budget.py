@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from agent import runs
 from agent.budget import FEWEST_TOKENS, Ledger, Limits, OutOfBudget, Spent, price, spent
 from agent.journal import Journal
 from agent.loop import Loop
-from agent.providers import FREE, Message, Meter, ProviderError, Turn, Usage
+from agent.providers import ProviderError, Question, Turn, Usage
 from primitives.ir import Program
 from verifier.report import Checked, Measured, Rejected
 from verifier.spec import Spec
@@ -134,11 +134,9 @@ def begin(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[[], ru
 
 
 class Metered(Scripted):
-    def next_turn(
-        self, system: str, messages: Sequence[Message], *, meter: Meter = FREE, **options: Any
-    ) -> Turn:
-        meter.reserve(MODEL, 1000, 2000)
-        return super().next_turn(system, messages, **options)
+    def next_turn(self, question: Question) -> Turn:
+        question.meter.reserve(MODEL, 1000, 2000)
+        return super().next_turn(question)
 
 
 def loop(run: runs.Run, provider: Scripted, notes: Notes | None = None, **options: Any) -> Loop:

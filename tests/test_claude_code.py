@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from authoring import TOY_KERNEL, coda_agent, fenced, write_toy
 
-from agent.providers import Message, ProviderError, Usage, make
+from agent.providers import Message, ProviderError, Question, Usage, make
 
 # It keeps what it was started with, and does as STAND_IN says.
 STAND_IN = f"""#!{sys.executable}
@@ -71,7 +71,7 @@ def kept(here: Path) -> dict[str, Any]:
 def test_an_answer_with_its_model_and_tokens(plan: Plan) -> None:
     plan(RESULT)
     heard: list[str] = []
-    turn = make("claude-code").next_turn("S", TASK, on_text=heard.append)
+    turn = make("claude-code").next_turn(Question("S", TASK, say=heard.append))
     assert turn.text == "Here it is." and turn.author == "claude-opus-5-5 via claude-code"
     assert turn.usage == Usage(5, 7, 11, 13) and heard[-1] == turn.text
 
@@ -81,7 +81,7 @@ def test_it_gets_the_conversation_and_nothing_else(plan: Plan, monkeypatch: pyte
     here = plan(RESULT)
     system = "the prefix " * 30_000  # longer than an argument may be
     talk = [*TASK, Message("assistant", "my draft"), Message("user", "rejected: why")]
-    make("claude-code", model="opus").next_turn(system, talk)
+    make("claude-code", model="opus").next_turn(Question(system, talk))
     found = kept(here)
     assert found["system"] == system and found["files"] == []
     assert "ANTHROPIC_API_KEY" not in found["env"] and "sk-ant-secret" not in json.dumps(found)
@@ -90,7 +90,7 @@ def test_it_gets_the_conversation_and_nothing_else(plan: Plan, monkeypatch: pyte
     flags = found["argv"]
     assert flags[flags.index("--tools") + 1] == "" and flags[flags.index("--setting-sources") + 1] == ""
     assert flags[flags.index("--model") + 1] == "opus" and "--strict-mcp-config" in flags
-    make("claude-code").next_turn("S", TASK)
+    make("claude-code").next_turn(Question("S", TASK))
     assert kept(here)["prompt"] == "write a kernel" and "--model" not in kept(here)["argv"]
 
 
@@ -122,14 +122,14 @@ def test_without_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_no_answer_says_why(plan: Plan, answer: dict[str, Any], words: str, retryable: bool) -> None:
     plan(**answer)
     with pytest.raises(ProviderError, match=words) as caught:
-        make("claude-code").next_turn("S", TASK)
+        make("claude-code").next_turn(Question("S", TASK))
     assert caught.value.retryable is retryable and len(str(caught.value)) < 800
 
 
 def test_one_that_hangs_is_ended_with_all_it_started(plan: Plan) -> None:
     here = plan(hangs=True)
     with pytest.raises(ProviderError, match="did not answer within 2 s; resume"):
-        make("claude-code", time_limit=2.0).next_turn("S", TASK)
+        make("claude-code", time_limit=2.0).next_turn(Question("S", TASK))
     child = int((here / "child").read_text())
     deadline = time.monotonic() + 10
     while _runs(child) and time.monotonic() < deadline:
@@ -147,7 +147,7 @@ def _runs(process: int) -> bool:
 
 def test_unknown_fields_and_a_missing_account_do_no_harm(plan: Plan) -> None:
     plan({"subtype": "success", "is_error": False, "result": "x", "usage": None, "news": 1})
-    turn = make("claude-code").next_turn("S", TASK)
+    turn = make("claude-code").next_turn(Question("S", TASK))
     assert (turn.usage, turn.author) == (Usage(), "Claude via claude-code")
 
 

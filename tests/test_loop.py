@@ -266,10 +266,10 @@ def note(text):
     os.close(descriptor)
 
 class Asked(Scripted):
-    def next_turn(self, system, messages, *, meter, **options):
-        meter.reserve("claude-opus-5-5", 1000, 500)
-        turn = super().next_turn(system, messages, **options)
-        note(f"asked {{(len(messages) + 1) // 2}}")
+    def next_turn(self, question):
+        question.meter.reserve("claude-opus-5-5", 1000, 500)
+        turn = super().next_turn(question)
+        note(f"asked {{question.number}}")
         return turn
 
 LEDGER = ("reserved", "settled")

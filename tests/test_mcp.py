@@ -32,7 +32,7 @@ from mcp_types import CallToolResult, Implementation, TextContent
 from agent import history, runs, session
 from agent.loop import standing
 from agent.mcp import Submission, server
-from agent.providers import ProviderError, Turn, Usage
+from agent.providers import ProviderError, Question, Turn, Usage
 from verifier import verify
 from verifier.jail import JailUnavailable
 from verifier.report import Checked, Rejected
@@ -324,7 +324,7 @@ async def test_a_run_of_another_author_is_only_looked_at(here: Client, place: Pa
 
 def test_nobody_else_is_asked_for_an_answer() -> None:
     with pytest.raises(ProviderError, match="an MCP client; let it verify another source"):
-        Submission().next_turn("", [])
+        Submission().next_turn(Question("", []))
 
 
 async def test_a_source_may_come_as_the_prompt_asks_for_answers(here: Client) -> None:

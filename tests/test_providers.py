@@ -17,7 +17,7 @@ import pytest
 from fake_messages import FakeMessages, Reply
 
 from agent.journal import Journal
-from agent.providers import FREE, Call, Message, Meter, Provider, ProviderError, Turn, Usage, make
+from agent.providers import FREE, Call, Message, Meter, Provider, ProviderError, Question, Turn, Usage, make
 from agent.tools import TOOLS
 
 KEY = "sk-ant-secret-0123456789"
@@ -70,7 +70,9 @@ def ask(
     result: Turn | ProviderError
     with FakeMessages(*script) as server:
         try:
-            result = claude(server, **options).next_turn("SYSTEM", ASK, meter=meter, on_text=streamed.append)
+            result = claude(server, **options).next_turn(
+                Question("SYSTEM", ASK, meter=meter, say=streamed.append)
+            )
         except ProviderError as error:
             result = error
     return result, server, "".join(streamed)
@@ -141,8 +143,8 @@ def test_a_whole_answer() -> None:
 def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_AGENT_MODEL", "claude-of-the-environment")
     with FakeMessages(fake.answer("a"), fake.answer("b")) as server:
-        claude(server, max_tokens=123, effort="high").next_turn("SYSTEM", TALK)
-        claude(server, model="claude-given", thinking=False).next_turn("SYSTEM", TALK)
+        claude(server, max_tokens=123, effort="high").next_turn(Question("SYSTEM", TALK))
+        claude(server, model="claude-given", thinking=False).next_turn(Question("SYSTEM", TALK))
     first, second = server.requests
     assert first["model"] == "claude-of-the-environment"
     assert first["system"] == [{"type": "text", "text": "SYSTEM", "cache_control": {"type": "ephemeral"}}]
@@ -226,7 +228,7 @@ def test_no_server_is_a_fault_of_the_line() -> None:
     with FakeMessages() as server:
         pass
     with pytest.raises(ProviderError, match="no connection: ConnectError") as caught:
-        claude(server, retries=1).next_turn("SYSTEM", ASK)
+        claude(server, retries=1).next_turn(Question("SYSTEM", ASK))
     assert caught.value.retryable
 
 
@@ -272,25 +274,25 @@ def test_what_was_never_sent_costs_nothing() -> None:
     with FakeMessages() as server:
         pass
     with pytest.raises(ProviderError):
-        claude(server, retries=0).next_turn("SYSTEM", ASK, meter=purse)
+        claude(server, retries=0).next_turn(Question("SYSTEM", ASK, meter=purse))
     assert [c.settled for c in purse.charges] == [Usage()]
 
 
 def test_tokens_that_cannot_be_counted_are_overrated() -> None:
     purse = Purse()
     with FakeMessages(fake.answer("a"), count=fake.status(500, "api_error")) as server:
-        claude(server).next_turn("SYSTEM " * 700, ASK, meter=purse)
+        claude(server).next_turn(Question("SYSTEM " * 700, ASK, meter=purse))
     assert 2450 < purse.asked[0][1] < 3000  # a token has more than two letters
 
 
 def test_a_model_is_asked_only_for_what_it_has() -> None:
     with FakeMessages(fake.answer("a"), fake.answer("b"), model=fake.describes(False, 5000)) as server:
         provider = claude(server)
-        provider.next_turn("SYSTEM", ASK)
-        provider.next_turn("SYSTEM", ASK)
+        provider.next_turn(Question("SYSTEM", ASK))
+        provider.next_turn(Question("SYSTEM", ASK))
     assert all("thinking" not in r and r["max_tokens"] == 5000 for r in server.requests)
     with FakeMessages(fake.answer("a"), model=fake.status(404, "not_found_error")) as server:
-        claude(server).next_turn("SYSTEM", ASK)
+        claude(server).next_turn(Question("SYSTEM", ASK))
     assert server.requests[0]["thinking"] == {"type": "adaptive"}
 
 
@@ -298,12 +300,12 @@ def test_tools_are_offered_and_their_use_is_repeated_with_its_thinking() -> None
     calls = (("check", {"source": "a = 1"}), ("read", {"page": "per_row"}))
     with FakeMessages(fake.uses(*calls, text="let me see", thinking="hm"), fake.answer("done")) as server:
         provider = claude(server)
-        turn = provider.next_turn("SYSTEM", ASK, tools=TOOLS)
+        turn = provider.next_turn(Question("SYSTEM", ASK, tools=TOOLS))
         said = Message(
             "user", "fine", ({"type": "tool_result", "tool_use_id": "toolu_1", "content": "fine"},)
         )
         talk = [*ASK, Message("assistant", turn.text, turn.blocks), said]
-        assert provider.next_turn("SYSTEM", talk, tools=TOOLS).text == "done "
+        assert provider.next_turn(Question("SYSTEM", talk, tools=TOOLS)).text == "done "
     assert turn.calls == (Call("toolu_1", *calls[0]), Call("toolu_2", *calls[1]))
     assert (turn.text, turn.stop_reason, turn.usage) == ("let me see ", "tool_use", USAGE)
     assert Turn.from_json(turn.to_json()) == turn
@@ -360,7 +362,7 @@ def test_an_error_of_the_listener_is_not_taken_for_the_servers() -> None:
         raise ValueError("the terminal is gone")
 
     with FakeMessages(fake.answer("a")) as server, pytest.raises(ValueError, match="gone"):
-        claude(server).next_turn("SYSTEM", ASK, on_text=fails)
+        claude(server).next_turn(Question("SYSTEM", ASK, say=fails))
 
 
 # handoff
@@ -392,7 +394,7 @@ def test_handoff_answered_by_a_rename(tmp_path: Path) -> None:
 
     told: list[str] = []
     in_background(author)
-    turn = hand(tmp_path, time_limit=5).next_turn("SYSTEM", TALK, on_text=told.append)
+    turn = hand(tmp_path, time_limit=5).next_turn(Question("SYSTEM", TALK, say=told.append))
     assert turn == Turn("the answer\n", Usage(), "Ada via handoff", "end_turn")
     prompt = (tmp_path / "prompt-2.md").read_text()
     places = [prompt.index(part) for part in ("SYSTEM", *(m.text for m in TALK), "answer-2.md")]
@@ -410,12 +412,12 @@ def test_handoff_waits_for_a_slow_writer(tmp_path: Path) -> None:
                 time.sleep(pause)
 
     in_background(author)
-    assert hand(tmp_path, time_limit=5, settle=0.3).next_turn("S", ASK).text == "  \none two three"
+    assert hand(tmp_path, time_limit=5, settle=0.3).next_turn(Question("S", ASK)).text == "  \none two three"
 
 
 def test_handoff_gives_up_at_its_limit(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match=r"answer-1.md did not come within 0.1 s") as caught:
-        hand(tmp_path / "new", time_limit=0.1).next_turn("S", ASK)
+        hand(tmp_path / "new", time_limit=0.1).next_turn(Question("S", ASK))
     assert caught.value.retryable
     assert (tmp_path / "new" / "prompt-1.md").exists()
 
@@ -427,7 +429,7 @@ def test_handoff_stops_when_told(tmp_path: Path) -> None:
 
     in_background(person)
     with pytest.raises(ProviderError, match="stopped by .*stop; remove that file") as caught:
-        hand(tmp_path, time_limit=5).next_turn("S", ASK)
+        hand(tmp_path, time_limit=5).next_turn(Question("S", ASK))
     assert not caught.value.retryable
 
 
@@ -439,17 +441,17 @@ def test_handoff_says_a_word_when_interrupted(tmp_path: Path, monkeypatch: pytes
     provider = hand(tmp_path)
     monkeypatch.setattr("agent.providers.handoff.time.sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        provider.next_turn("S", ASK, on_text=told.append)
+        provider.next_turn(Question("S", ASK, say=told.append))
     assert "interrupted" in told[-1] and "prompt-1.md" in told[-1]
 
 
 def test_handoff_resumes_with_the_answer_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(ProviderError):
-        hand(tmp_path, time_limit=0.0).next_turn("S", ASK)
+        hand(tmp_path, time_limit=0.0).next_turn(Question("S", ASK))
     prompt = tmp_path / "prompt-1.md"
     before = prompt.stat()
     (tmp_path / "answer-1.md").write_text("late")
-    assert hand(tmp_path, time_limit=5).next_turn("S", ASK).text == "late"
+    assert hand(tmp_path, time_limit=5).next_turn(Question("S", ASK)).text == "late"
     assert (prompt.stat().st_ino, prompt.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
@@ -457,15 +459,15 @@ def test_handoff_refuses_the_answer_to_another_prompt(tmp_path: Path) -> None:
     (tmp_path / "answer-1.md").write_text("for another run")
     (tmp_path / "prompt-1.md").write_text("another prompt")
     with pytest.raises(ProviderError, match="answers another prompt"):
-        hand(tmp_path).next_turn("S", ASK)
+        hand(tmp_path).next_turn(Question("S", ASK))
 
 
 def test_handoff_names_what_it_cannot_use(tmp_path: Path) -> None:
     (tmp_path / "answer-1.md").write_bytes(b"caf\xe9")
     with pytest.raises(ProviderError, match="answer-1.md is not UTF-8"):
-        hand(tmp_path).next_turn("S", ASK)
+        hand(tmp_path).next_turn(Question("S", ASK))
     with pytest.raises(ProviderError, match="give a directory"):
-        hand(tmp_path / "answer-1.md").next_turn("S", ASK)
+        hand(tmp_path / "answer-1.md").next_turn(Question("S", ASK))
 
 
 # replay
@@ -489,18 +491,18 @@ def recording(tmp_path: Path) -> Path:
 
 def test_replay_plays_a_run_back(recording: Path) -> None:
     player, told = make("replay", path=recording), list[str]()
-    assert [player.next_turn("S", messages, on_text=told.append) for messages in (ASK, TALK)] == TURNS
+    assert [player.next_turn(Question("S", messages, say=told.append)) for messages in (ASK, TALK)] == TURNS
     assert told == ["first", "second"]
 
 
 def test_replay_goes_on_in_a_resumed_run(recording: Path) -> None:
-    assert make("replay", path=recording).next_turn("S", TALK) == TURNS[1]
+    assert make("replay", path=recording).next_turn(Question("S", TALK)) == TURNS[1]
 
 
 def test_replay_runs_out(recording: Path) -> None:
     more = [*TALK, Message("assistant", "x"), Message("user", "y")]
     with pytest.raises(ProviderError, match="records 2 answers, and the run asks for number 3; .*record"):
-        make("replay", path=recording).next_turn("S", more)
+        make("replay", path=recording).next_turn(Question("S", more))
 
 
 def test_replay_refuses_what_is_no_recording(recording: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from agent import runs, session, tips
 from agent.budget import OutOfBudget
 from agent.cli import app
 from agent.journal import glance
-from agent.providers import Message, ProviderError, Turn
+from agent.providers import ProviderError, Question, Turn
 from agent.tips import PROPOSED, RETIRED, Tip, TipsError, read_tips
 from agent.trials import Effect, Trial, measure
 
@@ -148,12 +148,12 @@ class Taught:
 
     name = "taught"
 
-    def next_turn(self, system: str, messages: Sequence[Message], **options: Any) -> Turn:
+    def next_turn(self, question: Question) -> Turn:
         if len(self.asked) == self.fails_after:
             self.fails_after = None
             raise self.failure
-        self.asked.append(system)
-        right = LESSON in system or len(messages) > 1
+        self.asked.append(question.system)
+        right = LESSON in question.system or question.number > 1
         return Turn(fenced(TOY_KERNEL if right else BROKEN), USAGE, "Ada via a script", "end_turn")
 
 

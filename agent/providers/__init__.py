@@ -21,11 +21,11 @@ __all__ = [
     "OnText",
     "Provider",
     "ProviderError",
+    "Question",
     "Tool",
     "Turn",
     "Usage",
     "make",
-    "turn_number",
 ]
 
 OnText = Callable[[str], None]
@@ -168,28 +168,39 @@ class _Free:
 FREE: Meter = _Free()
 
 
+def _unheard(text: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a provider is asked: the turn that follows `messages`.
+
+    `system` is the prompt's stable prefix, the same in every question of a run, so that it can be cached.
+    `tools` are there to use, for a provider that can. `meter` pays; a provider that cannot count before it
+    asks leaves it alone, and its turn's usage is what was spent. `say` hears text as it arrives, for a person
+    to watch; only the turn counts.
+    """
+
+    system: str
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    meter: Meter = FREE
+    say: OnText = _unheard
+
+    @property
+    def number(self) -> int:
+        """Which turn of the conversation it asks for, from 1: names a handoff's files, a replay's answer."""
+        return sum(message.role == "user" for message in self.messages)
+
+
 class Provider(Protocol):
     """What the loop asks for turns."""
 
     name: str
 
-    def next_turn(
-        self,
-        system: str,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        meter: Meter = FREE,
-        on_text: OnText | None = None,
-    ) -> Turn:
-        """The turn that follows `messages`.
-
-        `system` is the prompt's stable prefix, the same in every call of a run, so that it can be cached.
-        `tools` are there to use, for a provider that can. `meter` pays; a provider that cannot count before
-        it asks leaves it alone, and its turn's usage is what was spent. `on_text` receives text as it
-        arrives, for a person to watch; only the returned turn counts.
-        Raises ProviderError when there is no whole answer.
-        """
+    def next_turn(self, question: Question) -> Turn:
+        """The turn that answers. Raises ProviderError when there is no whole one."""
         ...
 
 
@@ -203,11 +214,6 @@ class ProviderError(Exception):
         self.remedy = remedy
         self.retryable = retryable
         self.usage = usage or Usage()
-
-
-def turn_number(messages: Sequence[Message]) -> int:
-    """Which turn of the conversation is asked for, from 1: it names a handoff's files, a replay's answer."""
-    return sum(message.role == "user" for message in messages)
 
 
 def make(name: str, **options: Any) -> Provider:

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,18 +23,7 @@ import anthropic
 import httpx2
 from anthropic.lib.streaming import MessageStream
 
-from agent.providers import (
-    FREE,
-    Call,
-    Charge,
-    Message,
-    Meter,
-    OnText,
-    ProviderError,
-    Tool,
-    Turn,
-    Usage,
-)
+from agent.providers import Call, Charge, Message, OnText, ProviderError, Question, Turn, Usage
 
 DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
@@ -101,24 +90,15 @@ class Anthropic:
             max_retries=0,
         )
 
-    def next_turn(
-        self,
-        system: str,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        meter: Meter = FREE,
-        on_text: OnText | None = None,
-    ) -> Turn:
+    def next_turn(self, question: Question) -> Turn:
         """One whole answer. Raises ProviderError as the module says."""
-        say = on_text or (lambda text: None)
         self._learn()
-        request = self._request(system, messages, tools)
+        request = self._request(question)
         read = self._count(request)
         attempts = 0
         while True:
-            charge = meter.reserve(self.model, read, self._max_tokens)
-            result = self._attempt(request, charge, say)
+            charge = question.meter.reserve(self.model, read, self._max_tokens)
+            result = self._attempt(request, charge, question.say)
             attempts += 1
             if isinstance(result, Turn):
                 return result
@@ -126,23 +106,24 @@ class Anthropic:
                 # raised here, with no SDK exception as its context: one may hold the key in a header
                 raise self._error(result, attempts)
             wait = self._wait(attempts, result.retry_after)
-            say(f"\n[{self._scrub(result.message)}; asking again in {wait:.0f} s]\n")
+            question.say(f"\n[{self._scrub(result.message)}; asking again in {wait:.0f} s]\n")
             time.sleep(wait)
 
-    def _request(self, system: str, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
+    def _request(self, question: Question) -> dict[str, Any]:
         """Everything but the answer's length. Two marks for the cache: the prefix that all runs share, and
         the conversation, which the next request repeats."""
-        conversation = [(m.role, _blocks(m)) for m in messages]
+        conversation = [(m.role, _blocks(m)) for m in question.messages]
         conversation[-1][1][-1]["cache_control"] = CACHED
         request: dict[str, Any] = {
             "model": self.model,
-            "system": [{"type": "text", "text": system, "cache_control": CACHED}],
+            "system": [{"type": "text", "text": question.system, "cache_control": CACHED}],
             "messages": [{"role": role, "content": content} for role, content in conversation],
             **self._optional,
         }
-        if tools:
+        if question.tools:
             request["tools"] = [
-                {"name": t.name, "description": t.description, "input_schema": dict(t.schema)} for t in tools
+                {"name": t.name, "description": t.description, "input_schema": dict(t.schema)}
+                for t in question.tools
             ]
         return request
 

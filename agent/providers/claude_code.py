@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agent.providers import FREE, Message, Meter, OnText, ProviderError, Tool, Turn, Usage
+from agent.providers import Message, ProviderError, Question, Turn, Usage
 from primitives import children
 
 WITHHELD = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
@@ -42,21 +42,12 @@ class ClaudeCode:
         self._command += ["--setting-sources", "", *(["--model", model] if model else [])]
         self._time_limit = time_limit
 
-    def next_turn(
-        self,
-        system: str,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        meter: Meter = FREE,
-        on_text: OnText | None = None,
-    ) -> Turn:
+    def next_turn(self, question: Question) -> Turn:
         """The command's answer, whole at its end. Raises ProviderError where it is logged out, refuses, fails
         or takes too long."""
-        say = on_text or (lambda text: None)
-        say("waiting for claude\n")
+        question.say("waiting for claude\n")
         with TemporaryDirectory(prefix="coda-claude-") as scratch:
-            status, said, words = self._run(Path(scratch), system, _conversation(messages))
+            status, said, words = self._run(Path(scratch), question.system, _conversation(question.messages))
         answer = _parse(said)
         if answer is None or status != 0 or answer.get("is_error") or answer.get("subtype") != "success":
             raise _fault(status, answer, said, words)
@@ -69,7 +60,7 @@ class ClaudeCode:
                 "raise CLAUDE_CODE_MAX_OUTPUT_TOKENS and resume the run",
                 usage=_usage(answer),
             )
-        say(text)
+        question.say(text)
         return Turn(text, _usage(answer), f"{_model(answer)} via claude-code", "end_turn")
 
     def _run(self, scratch: Path, system: str, prompt: str) -> tuple[int, str, str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.providers import FREE, Message, Meter, OnText, ProviderError, Tool, Turn, Usage, turn_number
+from agent.providers import Message, ProviderError, Question, Turn, Usage
 from primitives.files import write_atomic
 
 
@@ -44,26 +44,17 @@ class Handoff:
         self._settle = settle
         self._poll = poll
 
-    def next_turn(
-        self,
-        system: str,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        meter: Meter = FREE,
-        on_text: OnText | None = None,
-    ) -> Turn:
+    def next_turn(self, question: Question) -> Turn:
         """The content of the answer file; usage is unknown and counts as zero.
 
         An answer that is already there is used without writing its prompt again. Raises ProviderError on the
         time limit (retryable), a `stop` file, or files that cannot be used; KeyboardInterrupt passes after a
-        word to `on_text`.
+        word to `say`.
         """
-        say = on_text or (lambda text: None)
-        number = turn_number(messages)
+        say, number = question.say, question.number
         prompt, answer = self._directory / f"prompt-{number}.md", self._directory / f"answer-{number}.md"
         try:
-            self._put(prompt, answer, _render(number, system, messages, self._run))
+            self._put(prompt, answer, _render(number, question.system, question.messages, self._run))
             say(f"prompt {prompt} awaits its answer in {answer}\n")
             text = self._wait(answer)
         except OSError as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from agent.journal import Event, JournalError, read_export
-from agent.providers import FREE, Message, Meter, OnText, ProviderError, Tool, Turn, turn_number
+from agent.providers import ProviderError, Question, Turn
 
 
 class Replay:
@@ -35,23 +34,14 @@ class Replay:
             message = f"{self._path}: event {event.seq}: {error}"
             raise ProviderError(message, "export the run again") from error
 
-    def next_turn(
-        self,
-        system: str,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        meter: Meter = FREE,
-        on_text: OnText | None = None,
-    ) -> Turn:
+    def next_turn(self, question: Question) -> Turn:
         """The recorded turn. Raises ProviderError when the run asks for more than was recorded."""
-        number = turn_number(messages)
+        number = question.number
         if not 1 <= number <= len(self._turns):
             raise ProviderError(
                 f"{self._path} records {len(self._turns)} answers, and the run asks for number {number}",
                 "a verdict differs from the recorded run's: look at the last report, or record the run anew",
             )
         turn = self._turns[number - 1]
-        if on_text:
-            on_text(turn.text)
+        question.say(turn.text)
         return turn
