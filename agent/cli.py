@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agent import session
+from agent.options import Authoring, Budget, Gpu, Measuring, WeakJail, gpu_flag, grouped
 from agent.tips_command import tips
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from agent.runs import Run
     from primitives.ir import Program
-    from verifier.measure import Options
     from verifier.report import Accepted, Checked, Rejected
     from verifier.spec import Spec
 
@@ -40,162 +39,65 @@ app.add_typer(tips, name="tips")
 OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
-class ProviderName(StrEnum):
-    auto = "auto"
-    anthropic = "anthropic"
-    claude_code = "claude-code"
-    handoff = "handoff"
-    replay = "replay"
-
-
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file.")]
-Gpu = Annotated[
-    bool | None,
-    typer.Option("--gpu/--no-gpu", help="Demand a GPU, or do without. Default: use one if there is one."),
-]
-WeakJail = Annotated[
-    bool, typer.Option("--weak-jail", help="Trace although this machine has neither seccomp nor Landlock.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
-MaxAutotune = Annotated[
-    bool, typer.Option("--max-autotune", help="Measure torch.compile's max-autotune too.")
-]
-Quack = Annotated[
-    bool,
-    typer.Option(
-        "--quack", help="Measure QuACK's own epilogues too, on its own tuner's schedules and on ours."
-    ),
-]
-Rounds = Annotated[
-    int, typer.Option(min=8, help="Interleaved rounds of a measurement, at most, in each process.")
-]
-Processes = Annotated[
-    int, typer.Option(min=1, max=20, help="Processes that time a kernel; to accept takes at least 3.")
-]
-Warm = Annotated[bool, typer.Option("--warm", help="Time with a warm L2, for information: none is accepted.")]
-BudgetTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens that the run may cost, read and written, cached ones too.")
-]
-BudgetDollars = Annotated[float | None, typer.Option(min=0.0, help="US dollars that the run may cost.")]
-BudgetGpuSeconds = Annotated[
-    float | None, typer.Option(min=0.0, help="Seconds of measuring here, after which no measurement begins.")
-]
-BudgetSeconds = Annotated[
-    float | None, typer.Option(min=0.0, help="Seconds after which this command asks for nothing more.")
-]
-Sanitize = Annotated[
-    bool, typer.Option("--sanitize", help="Run small sizes under compute-sanitizer too (minutes).")
-]
 
 
 @app.command()
+@grouped
 def generate(
     spec: SpecPath,
-    provider: Annotated[
-        ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded run.")
-    ] = ProviderName.auto,
-    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most.")] = 6,
+    authoring: Authoring,
+    budget: Budget,
+    measuring: Measuring,
+    gpu: Gpu = None,
     candidates: Annotated[
         int, typer.Option(min=1, max=9, help="Independent runs at once, which share the budget equally.")
     ] = 1,
-    improve: Annotated[
-        int, typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
-    ] = 0,
-    model: Annotated[str | None, typer.Option(help="Model of the anthropic provider.")] = None,
-    author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author",
-    directory: Annotated[
-        Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
-    ] = 32000,
-    time_limit: Annotated[
-        float,
-        typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude."),
-    ] = 3600.0,
-    budget_tokens: BudgetTokens = None,
-    budget_dollars: BudgetDollars = None,
-    budget_gpu_seconds: BudgetGpuSeconds = None,
-    budget_seconds: BudgetSeconds = None,
-    gpu: Gpu = None,
-    weak_jail: WeakJail = False,
-    max_autotune: MaxAutotune = False,
-    quack: Quack = False,
-    rounds: Rounds = 40,
-    processes: Processes = 3,
-    warm: Warm = False,
-    sanitize: Sanitize = False,
     as_json: Json = False,
 ) -> None:
     """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
     from agent import runs
-    from agent.budget import Limits
     from verifier.spec import load
 
-    limits = Limits(budget_tokens, budget_dollars, budget_gpu_seconds, budget_seconds)
     recorded = load(spec, check=False).name  # a spec that cannot be read says so first
-    chosen = session.choose_provider(provider.value, recorded)
-    header = {
-        "provider": chosen,
-        "attempts": attempts,
-        "improve": improve,
-        "model": model,
-        "author": author,
-        "weak_jail": weak_jail,
-        "directory": str(directory) if directory else None,
-        "time_limit": time_limit,
-        "max_tokens": max_tokens,
-        "limits": limits.shared(candidates).to_json(),
-    }
+    chosen = session.choose_provider(authoring.provider, recorded)
+    limits = budget.limits().shared(candidates).to_json()
+    header = authoring.header() | {"provider": chosen, "limits": limits}
     if chosen == "replay":
         header["replays"] = session.recorded_run(recorded)
     session.need_gpu(gpu)
-    options = session.options(max_autotune, quack, rounds, processes, warm, sanitize)
     if candidates > 1:
-        _several(spec, header, candidates, session.flags(options, gpu), as_json)
+        _several(spec, header, candidates, [*measuring.flags(), *gpu_flag(gpu)], as_json)
     else:
-        _go(runs.start(spec, header), gpu, options, as_json)
+        _go(runs.start(spec, header), gpu, measuring, as_json)
 
 
 @app.command()
+@grouped
 def resume(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
-    budget_tokens: BudgetTokens = None,
-    budget_dollars: BudgetDollars = None,
-    budget_gpu_seconds: BudgetGpuSeconds = None,
-    budget_seconds: BudgetSeconds = None,
+    budget: Budget,
+    measuring: Measuring,
     gpu: Gpu = None,
-    max_autotune: MaxAutotune = False,
-    quack: Quack = False,
-    rounds: Rounds = 40,
-    processes: Processes = 3,
-    warm: Warm = False,
-    sanitize: Sanitize = False,
     as_json: Json = False,
 ) -> None:
     """Go on with a run that was cut off, ran out of budget, or whose measurement was imported. A budget that
     is given replaces the run's own."""
     from agent import runs
-    from agent.budget import Limits
 
     session.need_gpu(gpu)
-    options = session.options(max_autotune, quack, rounds, processes, warm, sanitize)
-    limits = Limits(budget_tokens, budget_dollars, budget_gpu_seconds, budget_seconds)
-    _go(runs.reopen(run), gpu, options, as_json, limits.to_json())
+    _go(runs.reopen(run), gpu, measuring, as_json, budget.limits().to_json())
 
 
 @app.command()
+@grouped
 def verify(
     kernel: Annotated[Path, typer.Argument(metavar="KERNEL", help="A kernel file.")],
-    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
+    measuring: Measuring,
     gpu: Gpu = None,
+    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
     weak_jail: WeakJail = False,
-    max_autotune: MaxAutotune = False,
-    quack: Quack = False,
-    rounds: Rounds = 40,
-    processes: Processes = 3,
-    warm: Warm = False,
-    sanitize: Sanitize = False,
     as_json: Json = False,
 ) -> None:
     """Run every gate on a kernel file that this machine can run."""
@@ -212,7 +114,7 @@ def verify(
             gpu=session.use_gpu(gpu),
             weak_jail=weak_jail,
             progress=watch.gate,
-            options=session.options(max_autotune, quack, rounds, processes, warm, sanitize),
+            options=measuring.options(),
         )
     _finish(report, as_json)
 
@@ -230,15 +132,11 @@ def bundle(
 
 
 @app.command()
+@grouped
 def measure(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="What bundle wrote.")],
+    measuring: Measuring,
     out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
-    max_autotune: MaxAutotune = False,
-    quack: Quack = False,
-    rounds: Rounds = 40,
-    processes: Processes = 3,
-    warm: Warm = False,
-    sanitize: Sanitize = False,
 ) -> None:
     """Measure a bundle on this machine's H100; a second call goes on where the first was cut off."""
     from agent import bundle as bundles
@@ -249,7 +147,7 @@ def measure(
         done = bundles.measure(
             path,
             out,
-            session.options(max_autotune, quack, rounds, processes, warm, sanitize),
+            measuring.options(),
             progress=lambda name: lambda gate, words: watch.gate(gate, words),
         )
     worst = OK
@@ -488,7 +386,11 @@ def _several(spec: Path, header: dict[str, Any], number: int, flags: list[str], 
 
 
 def _go(
-    run: Run, gpu: bool | None, options: Options, as_json: bool, limits: Mapping[str, Any] | None = None
+    run: Run,
+    gpu: bool | None,
+    measuring: Measuring,
+    as_json: bool,
+    limits: Mapping[str, Any] | None = None,
 ) -> None:
     """Author until the end, and say how it ended."""
     from agent import render
@@ -497,7 +399,7 @@ def _go(
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
         with render.Watch(console) as watch:
-            outcome = session.author(run, watch, session.measurer(gpu, options, watch), limits)
+            outcome = session.author(run, watch, session.measurer(gpu, measuring.options(), watch), limits)
     except KeyboardInterrupt:
         typer.echo(f"coda-agent resume {run.name} goes on", err=True)
         raise

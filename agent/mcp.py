@@ -28,6 +28,7 @@ from agent.accept import files
 from agent.budget import OutOfBudget, Spent
 from agent.journal import JournalError
 from agent.loop import Loop, Measure, Outcome, extract, standing
+from agent.options import Measuring
 from agent.providers import Call, ProviderError, Question, Turn, Usage
 from primitives.compile import CompileError
 from verifier.jail import JailUnavailable
@@ -148,8 +149,7 @@ class Bench:
                 status = outcome.report.status if outcome else "without a verified kernel"
                 raise ToolError(f"run {run} is {status}: only a checked kernel can be measured")
             progress = Progress(ctx)
-            options = session.options(False, False, rounds=40, processes=3, warm=False, sanitize=False)
-            gates = session.measurer(None, options, progress)
+            gates = session.measurer(None, Measuring().options(), progress)
             if gates is None:
                 raise session.Absent(
                     f"there is no H100 here; a person can have it measured elsewhere: coda-agent bundle {run}"

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from verifier.spec import Spec
 
 
-MAX_AUTOTUNE = "torch.compile max-autotune"
-
-
 class Absent(Exception):
     """Something that was asked for is not on this machine: what, and how to get it."""
 
@@ -127,34 +124,6 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
             return run_gates(spec, program, options, progress=watch.gate, keep=keep, kept=kept)
 
     return measure
-
-
-def flags(options: Options, gpu: bool | None) -> list[str]:
-    """The command line that ``options`` reads."""
-    from verifier.quack_baseline import LIBRARY_ARMS
-
-    switches = {
-        "--max-autotune": MAX_AUTOTUNE in options.arms,
-        "--quack": LIBRARY_ARMS[0] in options.arms,
-        "--warm": not options.cold,
-        "--sanitize": options.sanitize,
-        "--gpu": gpu is True,
-        "--no-gpu": gpu is False,
-    }
-    words = [name for name, given in switches.items() if given]
-    return [*words, "--rounds", str(options.rounds), "--processes", str(options.processes)]
-
-
-def options(
-    max_autotune: bool, quack: bool, rounds: int, processes: int, warm: bool, sanitize: bool
-) -> Options:
-    """How to measure, as the command line has it."""
-    from verifier.measure import DEFAULT_ARMS, Options
-    from verifier.quack_baseline import LIBRARY_ARMS
-
-    extra = [(MAX_AUTOTUNE, max_autotune), *((name, quack) for name in LIBRARY_ARMS)]
-    arms = (*DEFAULT_ARMS, *(name for name, wanted in extra if wanted))
-    return Options(arms, rounds, processes, not warm, sanitize)
 
 
 def need_gpu(gpu: bool | None) -> None:

@@ -1,0 +1,166 @@
+"""Options that several commands share, each stated once: ``grouped`` makes a dataclass's fields options of
+the command that takes one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from agent.budget import Limits
+    from verifier.measure import Options
+
+MAX_AUTOTUNE = "torch.compile max-autotune"
+
+
+class ProviderName(StrEnum):
+    auto = "auto"
+    anthropic = "anthropic"
+    claude_code = "claude-code"
+    handoff = "handoff"
+    replay = "replay"
+
+
+Gpu = Annotated[
+    bool | None,
+    typer.Option("--gpu/--no-gpu", help="Demand a GPU, or do without. Default: use one if there is one."),
+]
+WeakJail = Annotated[
+    bool, typer.Option("--weak-jail", help="Trace although this machine has neither seccomp nor Landlock.")
+]
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How to measure."""
+
+    max_autotune: Annotated[
+        bool, typer.Option("--max-autotune", help="Measure torch.compile's max-autotune too.")
+    ] = False
+    quack: Annotated[
+        bool,
+        typer.Option(
+            "--quack", help="Measure QuACK's own epilogues too, on its own tuner's schedules and on ours."
+        ),
+    ] = False
+    rounds: Annotated[
+        int, typer.Option(min=8, help="Interleaved rounds of a measurement, at most, in each process.")
+    ] = 40
+    processes: Annotated[
+        int, typer.Option(min=1, max=20, help="Processes that time a kernel; to accept takes at least 3.")
+    ] = 3
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Time with a warm L2, for information: none is accepted.")
+    ] = False
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="Run small sizes under compute-sanitizer too (minutes).")
+    ] = False
+
+    def options(self) -> Options:
+        from verifier.measure import DEFAULT_ARMS, Options
+        from verifier.quack_baseline import LIBRARY_ARMS
+
+        extra = [(MAX_AUTOTUNE, self.max_autotune), *((name, self.quack) for name in LIBRARY_ARMS)]
+        arms = (*DEFAULT_ARMS, *(name for name, wanted in extra if wanted))
+        return Options(arms, self.rounds, self.processes, not self.warm, self.sanitize)
+
+    def flags(self) -> list[str]:
+        """The command line that says the same."""
+        words = []
+        for name, value in _given(self).items():
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return words
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may cost."""
+
+    budget_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens that the run may cost, read and written, cached ones too."),
+    ] = None
+    budget_dollars: Annotated[
+        float | None, typer.Option(min=0.0, help="US dollars that the run may cost.")
+    ] = None
+    budget_gpu_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Seconds of measuring here, after which no measurement begins."),
+    ] = None
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds after which this command asks for nothing more.")
+    ] = None
+
+    def limits(self) -> Limits:
+        from agent.budget import Limits
+
+        return Limits.from_json({n.removeprefix("budget_"): value for n, value in _given(self).items()})
+
+
+@dataclass(frozen=True)
+class Authoring:
+    """Who writes, and how often."""
+
+    provider: Annotated[
+        ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded run.")
+    ] = ProviderName.auto
+    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most.")] = 6
+    improve: Annotated[int, typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")] = 0
+    model: Annotated[str | None, typer.Option(help="Model of the anthropic provider.")] = None
+    author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author"
+    directory: Annotated[
+        Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")
+    ] = None
+    max_tokens: Annotated[
+        int, typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
+    ] = 32000
+    time_limit: Annotated[
+        float, typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude.")
+    ] = 3600.0
+    weak_jail: WeakJail = False
+
+    def header(self) -> dict[str, Any]:
+        """Of the run's journal."""
+        return asdict(self) | {"directory": str(self.directory) if self.directory else None}
+
+
+def gpu_flag(gpu: bool | None) -> list[str]:
+    return [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
+
+
+def _given(group: Any) -> dict[str, Any]:
+    """What differs from the defaults."""
+    values = {field.name: getattr(group, field.name) for field in fields(group)}
+    return {f.name: values[f.name] for f in fields(group) if values[f.name] != f.default}
+
+
+def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``command``, with the fields of its parameters that are dataclasses as options, for typer to read."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {
+        name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)
+    }
+    flat: list[inspect.Parameter] = []
+    for name, parameter in parameters.items():
+        if name in groups:
+            kind = inspect.signature(groups[name], eval_str=True)
+            flat += kind.parameters.values()
+        else:
+            flat.append(parameter)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Any:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        return command(**given)
+
+    run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run
