@@ -229,21 +229,33 @@ _NO_MEMORY = re.compile(
 )
 
 
+def ahead() -> None:
+    """Start the child, if none is there: it imports while something else is waited for."""
+    with _turn:
+        _child()
+
+
 def _run_child(request: str) -> str:
     """The child's answer. CompileError with its words, or with the bound that ended it: time or memory."""
     with _turn:
-        global _kept
-        if _kept is None or not _kept.usable():
-            _kept = _Child()
-        answered = False
+        child = _child()
+        answer = None
         try:
-            answer = _kept.answer(request)
-            answered = True
+            answer = child.answer(request)
             return answer
         finally:
-            if not answered:  # one that failed, or was interrupted, is not asked again
-                _kept.end()
-                _kept = None
+            if answer is None:  # one that failed, or was interrupted, is not asked again
+                child.end()
+
+
+def _child() -> _Child:
+    """The one that was started before, or a new one."""
+    global _kept
+    if _kept is None or not _kept.usable():
+        if _kept is not None:
+            _kept.end()
+        _kept = _Child()
+    return _kept
 
 
 class _Child:
@@ -252,7 +264,7 @@ class _Child:
     def __init__(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in end()
-        self.made = self._circumstances()
+        self.made, self.over = self._circumstances(), False
         self.process = children.start(
             "primitives.compile",
             self.scratch.name,
@@ -266,11 +278,12 @@ class _Child:
 
     @staticmethod
     def _circumstances() -> tuple[object, ...]:
-        """What a child is started with, and who by."""
-        return os.getpid(), sys.executable, children.MEMORY_BYTES, _environment()
+        """Who starts a child, and what decides which code and files it works with."""
+        paths = (os.environ.get("PYTHONPATH"), cache_dir())
+        return os.getpid(), sys.executable, children.MEMORY_BYTES, *paths
 
     def usable(self) -> bool:
-        return self.made == self._circumstances() and not children.ended(self.process)
+        return not self.over and self.made == self._circumstances() and not children.ended(self.process)
 
     def answer(self, request: str) -> str:
         deadline = time.monotonic() + COMPILE_SECONDS
@@ -288,6 +301,9 @@ class _Child:
         raise CompileError(_refusal(children.tail(self.errors)) or f"the compiler died with status {status}")
 
     def end(self) -> None:
+        if self.over or self.made[0] != os.getpid():  # after a fork it is the parent's
+            return
+        self.over = True
         children.end(self.process)
         for pipe in children.pipes(self.process):
             pipe.close()

@@ -1,0 +1,100 @@
+"""Ten operators as people write them in PyTorch, none of which has a spec in ``specs/``: what an author makes
+of an operator that nobody prepared for it.
+
+``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
+scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. README's authoring table has the
+runs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+OPTIONS = {
+    "dyt_linear": (
+        "--shape x=M,K --shape w=N,K --shape alpha= --shape gamma=N --shape beta=N --dtype alpha=fp32"
+    ),
+    "layer_scale": (
+        "--shape x=M,N --shape y=M,K --shape w=N,K --shape gamma=N --shape keep=M --dtype keep=fp32"
+    ),
+    "gated_attention_output": "--shape y=M,K --shape w=N,K --shape gate=M,N --shape x=M,N",
+    "relu2_bwd": "--shape dy=M,D --shape w_down=D,F --shape z=M,F",
+    "geglu_bwd": "--shape dy=M,D --shape w_down=D,F --shape z=M,2*F",
+    "z_loss_head": "--shape x=M,K --shape w=V,K --dtype loss=fp32 --dtype lse=fp32",
+    "cosine_heads": "--shape x=M,K --shape w=H*P,K --shape scale=P --shape bias=H*P --dim P=64",
+    "squared_error_head": "--shape x=M,K --shape w=N,K --shape target=M,N --dtype loss=fp32",
+    "column_statistics": "--shape x=M,K --shape w=N,K --dtype mean=fp32 --dtype var=fp32",
+    "swiglu_clamped": "--shape x=M,D --shape w=2*F,D --shape bias=2*F --dtype amax=fp32",
+}
+
+
+def dyt_linear(x, w, alpha, gamma, beta):
+    """Projection with dynamic tanh in the place of a norm."""
+    return torch.tanh(alpha * F.linear(x, w)) * gamma + beta
+
+
+def layer_scale(x, y, w, gamma, keep):
+    """Output projection with layer scale, stochastic depth by row, and the residual."""
+    return x + keep[:, None] * (gamma * F.linear(y, w))
+
+
+def gated_attention_output(y, w, gate, x):
+    """Output projection of gated attention, with the residual and its sum of squares."""
+    h = x + torch.sigmoid(gate) * F.linear(y, w)
+    s = (h.float() * h.float()).sum(-1)
+    return {"h": h, "s": s}
+
+
+def relu2_bwd(dy, w_down, z):
+    """Backward through a squared ReLU: the pre-activation's gradient, and the activation again."""
+    r = F.relu(z)
+    return {"dz": (dy @ w_down) * 2 * r, "act": r * r}
+
+
+def geglu_bwd(dy, w_down, z):
+    """Backward through GeGLU in the tanh form, gate and up in adjacent columns."""
+    d = dy @ w_down
+    gate, up = z[:, 0::2], z[:, 1::2]
+    t = torch.tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))
+    act = 0.5 * gate * (1 + t)
+    slope = 0.5 * (1 + t) + 0.3989422804014327 * gate * (1 - t * t) * (1 + 0.134145 * gate * gate)
+    dz = torch.stack([d * up * slope, d * act], -1).flatten(1)
+    return {"dz": dz, "out": act * up}
+
+
+def z_loss_head(x, w, coefficient=1e-4):
+    """Language-model head with the z-loss of every row, logits not stored."""
+    lse = torch.logsumexp(F.linear(x, w).float(), -1)
+    return {"loss": coefficient * lse * lse, "lse": lse}
+
+
+def cosine_heads(x, w, scale, bias, *, P=64, eps=1e-6):
+    """Query projection whose heads have unit length, times a scale learned for a head's columns."""
+    q = (F.linear(x, w) + bias).unflatten(-1, (-1, P))
+    unit = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + eps)
+    return (unit * scale).flatten(-2)
+
+
+def squared_error_head(x, w, target):
+    """Regression head with its residuals and the mean squared error of every row."""
+    r = F.linear(x, w) - target
+    return {"r": r, "loss": (r.float() * r.float()).mean(-1)}
+
+
+def column_statistics(x, w, eps=1e-5):
+    """Projection with what a batch norm needs of it: mean and variance of every column."""
+    y = F.linear(x, w)
+    mean = y.float().mean(0)
+    var = (y.float() * y.float()).mean(0) - mean * mean
+    return {"y": y, "mean": mean, "var": var + eps}
+
+
+def swiglu_clamped(x, w, bias, limit=7.0):
+    """SwiGLU with a bias and clamped inputs, and every row's largest magnitude."""
+    z = F.linear(x, w) + bias
+    gate, up = z[:, 0::2], z[:, 1::2]
+    gate = torch.clamp(gate, max=limit)
+    up = torch.clamp(up, min=-limit, max=limit)
+    act = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return {"act": act, "amax": act.float().abs().amax(-1)}
