@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from agent.accept import KERNELS, RECORDINGS
 from agent.journal import read_export
+from agent.prompt import tokens
 from agent.proportions import wilson
 from primitives.files import write_atomic
 from verifier.quack_baseline import LIBRARY_ARMS
@@ -107,8 +108,9 @@ class Row:
 
 @dataclass(frozen=True)
 class RunRow:
-    """One recorded run: its answers, the first (from 1) to pass all gates that could run there, if any
-    did, and whether an accepted kernel's report is about this run."""
+    """One recorded run: its answers, the first attempt (from 1) to pass all gates that could run there, if
+    any did, about how many tokens its prompt has and its answers have together, and whether an accepted
+    kernel's report is about this run."""
 
     group: str
     operator: str
@@ -116,6 +118,8 @@ class RunRow:
     author: str
     answers: int
     passed: int | None
+    prompt_tokens: int
+    answer_tokens: int
     accepted: bool
 
 
@@ -222,6 +226,7 @@ def _row(operator: str, timing: Timing) -> Row:
 def _run(path: Path, accepted: set[str]) -> RunRow:
     header, events = read_export(path)
     answers = [e.payload for e in events if e.kind == "answer"]
+    prompts = [e.payload for e in events if e.kind == "prompt"]
     tried = {int(e.key.partition("/")[2]) for e in events if e.kind == "report"}
     failed = {
         int(e.key.partition("/")[2])
@@ -235,6 +240,8 @@ def _run(path: Path, accepted: set[str]) -> RunRow:
         author=answers[-1]["author"] if answers else str(header["author"]),
         answers=len(answers),
         passed=min(tried - failed, default=None),
+        prompt_tokens=sum(tokens(text) for prompt in prompts for text in prompt.values()),
+        answer_tokens=sum(tokens(answer["text"]) for answer in answers),
         accepted=header["run"] in accepted,
     )
 
@@ -322,10 +329,12 @@ def _host(reports: Sequence[Accepted]) -> str:
 def _authoring(tables: Tables) -> str:
     if not tables.runs:
         return "No run has been recorded yet.\n"
-    lines = [["operator", "author", "answers", "passed at", "kernel"], ["---"] * 5]
+    lines = [["operator", "author", "answers", "passed at", "tokens read", "written", "kernel"], ["---"] * 7]
     for run in tables.runs:
         kernel = "accepted" if run.accepted else "checked" if run.passed else "none"
-        lines.append([f"`{run.operator}`", _cell(run.author), str(run.answers), _cell(run.passed), kernel])
+        read, written = f"{run.prompt_tokens:,}", f"{run.answer_tokens:,}"
+        who = [f"`{run.operator}`", _cell(run.author), str(run.answers), _cell(run.passed)]
+        lines.append([*who, read, written, kernel])
     return "\n".join([_table(lines), *(_rate(tables, k) for k in TRIES)])
 
 

@@ -61,10 +61,12 @@ def put_run(
 ) -> None:
     """A recording whose k-th answer was found ``steps[k - 1]``: checked or rejected, or both: measured
     too, and rejected then; or was not judged (empty)."""
-    events: list[tuple[str, str, dict[str, Any]]] = [("prompt", "prompt", {})]
+    events: list[tuple[str, str, dict[str, Any]]] = [
+        ("prompt", "prompt", {"system": "x" * 3500, "task": "x" * 349})
+    ]
     for number, found in enumerate(steps, 1):
         status, _, later = found.partition(" ")
-        events.append((f"answer/{number}", "answer", {"text": "", "author": author}))
+        events.append((f"answer/{number}", "answer", {"text": "y" * 70, "author": author}))
         if status:
             events.append((f"report/{number}", "report", {"report": {"status": status}, "source": ""}))
         if later:
@@ -237,10 +239,10 @@ def test_success_counts_every_run_that_is_kept(tmp_path: Path) -> None:
     assert [tables.success(k) for k in (1, 2, 3, 4)] == [1, 1, 2, 3]
     shown = tables.parts()["authoring"]
     assert cells(shown) == [
-        ["`gemm_rope`", "Ada", "3", "3", "checked"],
-        ["`gemm_rope`", "Ada", "1", "1", "accepted"],
-        ["`gemm_geglu`", "Ada", "4", "4", "checked"],
-        ["`unheard_of`", r"A \| B", "1", "–", "none"],
+        ["`gemm_rope`", "Ada", "3", "3", "1,100", "60", "checked"],
+        ["`gemm_rope`", "Ada", "1", "1", "1,100", "20", "accepted"],
+        ["`gemm_geglu`", "Ada", "4", "4", "1,100", "80", "checked"],
+        ["`unheard_of`", r"A \| B", "1", "–", "1,100", "20", "none"],
     ]
     assert "Passed within 1 attempt: 1 of 4 recorded runs, 25% [4.6%, 69.9%].\n" in shown
     assert "Passed within 3 attempts: 2 of 4 recorded runs, 50% [15.0%, 85.0%].\n" in shown
