@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from authoring import RECORDINGS, ROOT
 
 from agent import cli
+from agent.journal import read_export
+from benchmarks.operators import OPTIONS
 from verifier.inputs import DTYPES, draw
 from verifier.reference import run
 from verifier.spec import Spec, load
@@ -336,3 +339,20 @@ def test_an_output_of_no_known_shape_is_asked_for(new: Command) -> None:
     assert done.status == 2 and "give --shape out=..." in done.err
     done = new("odd.py:f", *shapes, "--shape", "out=M,N")
     assert done.status == 2 and "output 'out' has shape" in done.err and not Path("specs").exists()
+
+
+# operators that nobody prepared: the specs of benchmarks/operators.py are those that were authored
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_function_gives_the_spec_that_was_authored(new: Command, name: str) -> None:
+    done = new(
+        f"{ROOT}/benchmarks/operators.py:{name}",
+        "--no-input",
+        "--out",
+        f"{name}.yaml",
+        *OPTIONS[name].split(),
+    )
+    assert done.status == 0, done.err
+    header, _ = read_export(RECORDINGS / f"{name}.jsonl")
+    assert load(Path(f"{name}.yaml"), check=False).hash == header["spec_hash"]
