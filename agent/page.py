@@ -21,6 +21,7 @@ from agent.providers import Turn, Usage
 from agent.render import figures
 from agent.runs import folder
 from primitives.files import write_atomic
+from verifier.decision import KEPT
 from verifier.report import GATES, Accepted, Checked, Gate, Ratio, Rejected, Timing
 
 _CONTROLS = "Controls: the ratio of a kernel to itself, and of one with a planted delay to the same without"
@@ -45,7 +46,7 @@ def page(run: Account) -> str:
     for attempt in run.attempts:
         shown.append(_section(attempt, before))
         before = attempt if attempt.source else before
-    return document(title, _head(run), _timeline(run), *shown, _spec(run))
+    return document(title, _head(run), _timeline(run), _rounds(run), *shown, _spec(run))
 
 
 def _head(run: Account) -> Html:
@@ -110,6 +111,29 @@ def _mark(step: Step) -> Mark:
 
 def _total(run: Account) -> str:
     return duration(sum(step.seconds for step in run.steps))
+
+
+def _rounds(run: Account) -> Html:
+    """What each attempt cost and brought: the first, repairs of what was rejected, improvements of what was
+    accepted."""
+    if len(run.attempts) < 2:
+        return Html()
+    rows, improving = [], False
+    for attempt in run.attempts:
+        kind = "improvement" if improving else "first" if attempt.number == 1 else "repair"
+        improving |= attempt.status == "accepted"
+        tokens = sum(turn.usage.total for turn in attempt.turns)
+        cost = f"{tokens:,}" if tokens else "not counted"
+        rows.append(
+            (str(attempt.number), kind, attempt.status, cost, str(len(attempt.drafts)), _gain(attempt))
+        )
+    headings = ("attempt", "round", "outcome", "tokens", "drafts", f"speed over {KEPT}")
+    return element("section", element("h2", "Rounds"), table("What each cost and brought", headings, rows))
+
+
+def _gain(attempt: Attempt) -> str:
+    ratios = {t.case: t.ratios[KEPT] for t in attempt.timings if KEPT in t.ratios}
+    return ", ".join(f"{case} {r.estimate:.3f} [{r.low:.3f}, {r.high:.3f}]" for case, r in ratios.items())
 
 
 def _swatch(css: str, kind: str) -> Html:

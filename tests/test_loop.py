@@ -286,6 +286,8 @@ def check(spec, source, **options):
     return Verdict(checked(spec, program), program)
 
 def measure(spec, program, keep, kept):
+    note("proved")
+    keep.save("numerics/large", {{"seconds": 1.0}})
     note("measured")
     return measured(spec, program)
 
@@ -326,7 +328,7 @@ for line in sys.stdin:
 """
 EVENTS = [
     "prompt", "answer/1", "draft/1.1", "tip/1.2", "answer/2", "report/1", "answer/3", "report/2", "answer/4",
-    "report/3", "measurement/3",
+    "report/3", "piece/3.0/numerics/large", "measurement/3",
 ]  # fmt: skip
 
 
@@ -369,8 +371,10 @@ def test_killed_at_every_event_no_answered_turn_is_asked_again(
                 assert kept() == now
         assert process("the end") == 0
     # Each step twice: the first was killed before its commit. Never thrice: the second was committed.
-    steps = ["asked 1", "checked", "asked 2", "checked", "asked 3", "asked 4", "checked", "measured"]
+    steps = ["asked 1", "checked", "asked 2", "checked", "asked 3", "asked 4", "checked", "proved"]
     twice = [said for step in steps for said in (step, step)]
+    # What is kept of a measurement is its pieces: the step itself goes on, and is no request to anyone.
+    twice += ["proved", "measured", "proved", "measured"]
     # Of a turn's three reservations one was answered. The others were lost after they were committed.
     lost, answered = 4 * 2 * 1500, 4 * USAGE.total
     ending = [f"accepted 3 {4 * USAGE.input_tokens}", f"{lost} of {lost + answered} tokens uncertain"]

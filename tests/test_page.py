@@ -33,7 +33,8 @@ from agent.charts import LEFT, LONG, Mark, duration, number, timeline
 from agent.cli import app
 from agent.journal import Journal, JournalError
 from agent.markup import Html, element, visible
-from agent.providers import Turn
+from agent.providers import Turn, Usage
+from verifier.decision import KEPT
 from verifier.report import GATES, Gate, Measured, Rejected, Unmeasured
 from verifier.spec import Spec, load
 
@@ -214,6 +215,29 @@ def test_every_attempt_is_there_with_its_words_and_gates(toy: Path, out: Path) -
         (said,) = (d for d in attempt.every("details") if d.text.startswith("The answer's words"))
         assert f"Words of {n}." in said.text and "@kernel" not in said.text
         assert "Tokens: 100 in, 1,000 read" in attempt.text
+
+
+def test_rounds_say_what_each_cost_and_brought(toy: Path, out: Path) -> None:
+    name, spec, found = worked(toy)
+    faster = found.timings[0].ratios["torch.compile"]  # any ratio will do
+    rows = tuple(t.model_copy(update={"ratios": t.ratios | {KEPT: faster}}) for t in found.timings)
+    change = found.model_copy(update={"timings": rows})
+    program = program_of(spec, TOY_KERNEL)
+    run = runs.reopen(name)
+    with run.journal as journal:
+        turn = Turn(fenced(TOY_KERNEL), Usage(), "Ada via handoff", "end_turn")
+        journal.once("answer/4", "answer", turn.to_json)
+        report = judged(checked(spec, program), TOY_KERNEL, program.to_json())
+        journal.once("report/4", "report", lambda: report)
+        journal.once("measurement/4", "measurement", lambda: change.model_dump(mode="json"))
+    assert cells(shown(name, out), "What each cost")[1:] == [
+        ["1", "first", "rejected", "1,111", "0", ""],
+        ["2", "repair", "rejected", "1,111", "1", ""],
+        ["3", "repair", "accepted", "1,111", "0", ""],
+        ["4", "improvement", "accepted", "not counted", "0",
+         "large 1.300 [1.250, 1.352], wide 1.300 [1.250, 1.352]"],
+    ]  # fmt: skip
+    assert "Rounds" not in shown(make_run(toy), out).text
 
 
 def test_figures_that_this_version_has_no_words_for_are_shown_as_they_are(toy: Path, out: Path) -> None:
