@@ -16,7 +16,7 @@ import typer
 
 from agent import session
 from agent.options import Authoring, Budget, Gpu, Measuring, WeakJail, gpu_flag, grouped
-from agent.tips_command import tips
+from agent.tips.command import tips
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

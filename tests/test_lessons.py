@@ -27,9 +27,9 @@ from typer.testing import CliRunner, Result
 from agent import runs, tips
 from agent.cli import app
 from agent.journal import Journal, JournalError
-from agent.lessons import UNSEEN, changed, learned
 from agent.loop import Loop
 from agent.tips import Tip, TipsError, read_tips
+from agent.tips.lessons import UNSEEN, changed, learned
 from verifier.spec import load
 
 VERSIONS = ", ".join(f"{name} {version(name)}" for name in ("nvidia-cutlass-dsl", "quack-kernels"))

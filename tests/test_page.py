@@ -29,10 +29,10 @@ from authoring import (
 from typer.testing import CliRunner
 
 from agent import page, runs
-from agent.charts import LEFT, LONG, Mark, duration, number, timeline
 from agent.cli import app
 from agent.journal import Journal, JournalError
-from agent.markup import Html, element, visible
+from agent.page.charts import LEFT, LONG, Mark, duration, number, timeline
+from agent.page.markup import Html, element, visible
 from agent.providers import Turn, Usage
 from verifier.decision import KEPT
 from verifier.report import GATES, Gate, Measured, Rejected, Unmeasured

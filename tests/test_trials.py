@@ -17,7 +17,7 @@ from agent.cli import app
 from agent.journal import glance
 from agent.providers import ProviderError, Question, Turn
 from agent.tips import PROPOSED, RETIRED, Tip, TipsError, read_tips
-from agent.trials import Effect, Trial, measure
+from agent.tips.trials import Effect, Trial, measure
 
 PAIR = [SPECS / "gemm_rope.yaml", SPECS / "gemm_geglu.yaml"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from agent.account import KINDS, Account, Attempt, Draft, Step, Verdict, read
-from agent.charts import Mark, bars, duration, number, timeline
 from agent.loop import BLOCK
-from agent.markup import Html, code, details, document, element, facts, table
+from agent.page.charts import Mark, bars, duration, number, timeline
+from agent.page.markup import Html, code, details, document, element, facts, table
 from agent.providers import Turn, Usage
 from agent.render import figures
 from agent.runs import folder

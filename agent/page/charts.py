@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from agent.markup import Html, element
+from agent.page.markup import Html, element
 
 __all__ = ["Mark", "bars", "duration", "number", "timeline"]
 

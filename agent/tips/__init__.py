@@ -19,7 +19,7 @@ from typing import Any
 
 from primitives.files import write_atomic
 
-TIPS = Path(__file__).parent.parent / "tips_log.md"
+TIPS = Path(__file__).parent.parent.parent / "tips_log.md"
 HEADING = re.compile(r"^## (tip-\d+): (.+)$")
 FIELD = re.compile(r"^- (\w+): (.+)$")
 LAST = re.compile(r"^<!-- last id: tip-(\d+) -->$")

@@ -13,7 +13,7 @@ from agent import tips as log
 from agent.tips import Added, Tip, TipsError
 
 if TYPE_CHECKING:
-    from agent.lessons import Failure
+    from agent.tips.lessons import Failure
 
 tips = typer.Typer(
     rich_markup_mode=None, help="List the tips that prompts read; propose, accept, retire and measure them."
@@ -53,7 +53,7 @@ def propose(
     ] = None,
 ) -> None:
     """Propose tips from what a run failed at and then fixed, and those that its author proposed."""
-    from agent.lessons import learned
+    from agent.tips.lessons import learned
 
     found = learned(run)
     asked = () if lesson is None else (found.named(failed).teaches(lesson),)  # refused before any is written
@@ -115,8 +115,9 @@ def measure(
     the first was cut off; with more --runs, it adds to them."""
     from rich.console import Console
 
-    from agent import render, session, trials
+    from agent import render, session
     from agent.budget import Limits
+    from agent.tips import trials
     from verifier.measure import Options
 
     tried = [log.find(id, log.TIPS) for id in dict.fromkeys(ids)]
