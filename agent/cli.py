@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agent import session
-from agent.options import Authoring, Budget, Gpu, Measuring, WeakJail, gpu_flag, grouped
+from agent.options import Authoring, Budget, Gpu, Measuring, WeakJail, flags, grouped
 from agent.tips.command import tips
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def generate(
         header["replays"] = session.recorded_run(recorded)
     session.need_gpu(gpu)
     if candidates > 1:
-        _several(spec, header, candidates, [*measuring.flags(), *gpu_flag(gpu)], as_json)
+        _attend(_begun(spec, header, candidates), flags(gpu, measuring), as_json)
     else:
         _go(runs.start(spec, header), gpu, measuring, as_json)
 
@@ -76,18 +76,21 @@ def generate(
 @app.command()
 @grouped
 def resume(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
     budget: Budget,
     measuring: Measuring,
     gpu: Gpu = None,
     as_json: Json = False,
 ) -> None:
-    """Go on with a run that was cut off, ran out of budget, or whose measurement was imported. A budget that
-    is given replaces the run's own."""
+    """Go on with a run that was cut off, ran out of budget, or whose measurement was imported; with several
+    at once. A budget that is given replaces each run's own."""
     from agent import runs
 
     session.need_gpu(gpu)
-    _go(runs.reopen(run), gpu, measuring, as_json, budget.limits().to_json())
+    if len(run) > 1:
+        _attend([runs.folder(name).name for name in run], flags(gpu, budget, measuring), as_json)
+    else:
+        _go(runs.reopen(run[0]), gpu, measuring, as_json, budget.limits().to_json())
 
 
 @app.command()
@@ -361,9 +364,9 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(OK if doctors.healthy(findings) else ABSENT)
 
 
-def _several(spec: Path, header: dict[str, Any], number: int, flags: list[str], as_json: bool) -> None:
-    """Author so many candidates at once, and say how each ended, the best in full."""
-    from agent import candidates, runs
+def _begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
+    """So many runs that nobody works at yet."""
+    from agent import runs
 
     names, directory = [], header["directory"]
     for place in range(1, number + 1):
@@ -371,13 +374,19 @@ def _several(spec: Path, header: dict[str, Any], number: int, flags: list[str], 
         run = runs.start(spec, header | own)
         run.journal.close()
         names.append(run.name)
+    return names
+
+
+def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
+    """Go on with several runs at once, and say how each ended, the best in full."""
+    from agent import candidates
+
     console = _console(as_json)
     try:
         with candidates.started(names, flags) as started:
             best, *others = candidates.attend(started, console)
     except KeyboardInterrupt:
-        for name in names:
-            typer.echo(f"coda-agent resume {name} goes on", err=True)
+        typer.echo(f"coda-agent resume {' '.join(names)} goes on", err=True)
         raise
     for past in others:
         console.print(f"{past.run}: {past.status} {past.why}".rstrip(), markup=False)

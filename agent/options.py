@@ -71,13 +71,6 @@ class Measuring:
         arms = (*DEFAULT_ARMS, *(name for name, wanted in extra if wanted))
         return Options(arms, self.rounds, self.processes, not self.warm, self.sanitize)
 
-    def flags(self) -> list[str]:
-        """The command line that says the same."""
-        words = []
-        for name, value in _given(self).items():
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-        return words
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -131,8 +124,13 @@ class Authoring:
         return asdict(self) | {"directory": str(self.directory) if self.directory else None}
 
 
-def gpu_flag(gpu: bool | None) -> list[str]:
-    return [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
+def flags(gpu: bool | None, *groups: Any) -> list[str]:
+    """The command line that says the same."""
+    words = [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
+    for group in groups:
+        for name, value in _given(group).items():
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
 
 
 def _given(group: Any) -> dict[str, Any]:

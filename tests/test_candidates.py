@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -98,8 +97,13 @@ def test_ctrl_c_stops_all_and_says_how_to_go_on(toy: Path, tmp_path: Path) -> No
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert re.findall(r"coda-agent resume (\S+) goes on", said.decode()) == runs.names()
-    assert all(map(free, runs.names()))
+    first, second = runs.names()
+    assert f"coda-agent resume {first} {second} goes on" in said.decode()
+    assert free(first) and free(second)
+    for number in (1, 2):
+        answer(tmp_path / "hands", number, fenced(TOY_KERNEL))
+    done = coda_agent("resume", first, second, "--no-gpu", "--budget-seconds", "100")
+    assert done.returncode == 0 and f"the best: {first}" in done.stdout
 
 
 def test_candidates_end_with_their_parent(toy: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from authoring import (
 from agent import cli, runs, session
 from agent.budget import Limits
 from agent.journal import read_export
-from agent.options import Budget, Measuring, gpu_flag
+from agent.options import Budget, Measuring, flags
 from primitives.compile import CompileError
 from verifier.measure import Keep, Kept, Options
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
@@ -404,10 +404,10 @@ def test_accept_refuses_what_was_not_measured(command: Command, spec: Path) -> N
 
 
 def test_shared_options_are_those_of_measuring_and_say_themselves_again() -> None:
-    assert Measuring().options() == Options() and Measuring().flags() == []
+    assert Measuring().options() == Options() and flags(None, Measuring(), Budget()) == []
     given = Measuring(max_autotune=True, quack=True, rounds=9, warm=True)
-    assert given.flags() == ["--max-autotune", "--quack", "--rounds", "9", "--warm"]
-    assert [gpu_flag(gpu) for gpu in (None, True, False)] == [[], ["--gpu"], ["--no-gpu"]]
+    assert flags(False, given) == ["--no-gpu", "--max-autotune", "--quack", "--rounds", "9", "--warm"]
+    assert flags(True, Budget(budget_tokens=5)) == ["--gpu", "--budget-tokens", "5"]
     assert Budget().limits() == Limits() and Budget(budget_gpu_seconds=3.0).limits() == Limits(
         gpu_seconds=3.0
     )
