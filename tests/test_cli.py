@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fake_messages as fake
 import pytest
 from authoring import (
     BROKEN,
@@ -658,3 +659,31 @@ def test_a_gpu_of_another_kind_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
         assert session.use_gpu(None) is used
     with pytest.raises(session.Absent, match="no H100"):
         session.use_gpu(True)
+
+
+def test_a_key_is_in_nothing_that_a_run_leaves(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the real SDK, against a server that repeats the key in its errors."""
+    key = "sk-ant-secret-0123456789"
+    monkeypatch.setenv("ANTHROPIC_API_KEY", key)
+    passing, final = (
+        fake.status(code, kind, f"the key {key} is not welcome", retry_after_ms="10")
+        for code, kind in ((500, "api_error"), (401, "authentication_error"))
+    )
+    with fake.FakeMessages(fake.answer(fenced(BROKEN)), passing, final) as server:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", server.url)
+        done = subprocess.run(
+            [sys.executable, "-m", "agent.cli", "generate", str(spec), "--provider", "anthropic", "--no-gpu"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 3 and "[key] is not welcome" in done.stderr
+    assert "answered 500" in done.stdout and any(key in value for value in server.headers[0].values())
+    kept = [path.read_bytes() for path in runs.runs_dir().rglob("*") if path.is_file()]
+    assert len(kept) >= 3 and key.encode() not in b"".join(
+        [*kept, done.stdout.encode(), done.stderr.encode()]
+    )
