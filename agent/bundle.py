@@ -23,6 +23,7 @@ from agent.loop import measurement, stands_at
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError, Schedule
 from primitives.lower import lower
+from verifier.gates import Progress, identity
 from verifier.report import (
     MEASUREMENT,
     REPORT,
@@ -34,7 +35,6 @@ from verifier.report import (
     Unmeasured,
 )
 from verifier.spec import Spec, SpecError, load
-from verifier.verify import Progress, identity
 
 if TYPE_CHECKING:
     from verifier.measure import Kept, Options

@@ -23,9 +23,9 @@ from primitives.compile import Resources
 from primitives.ir import Program, Schedule
 from primitives.trace import trace_source
 from verifier.decision import compared
+from verifier.gates import identity
 from verifier.report import Accepted, Checked, Gate, Measured, Rejected, Timing
 from verifier.spec import Case, Spec, load
-from verifier.verify import identity
 
 ROOT = Path(__file__).parent.parent
 SPECS, KERNELS, RECORDINGS = ROOT / "specs", ROOT / "generated_kernels", ROOT / "agent" / "recordings"

@@ -42,11 +42,11 @@ from agent.budget import Limits
 from agent.journal import read_export
 from agent.options import Budget, Measuring, flags
 from primitives.compile import CompileError
+from verifier.gates import Progress
 from verifier.measure import Keep, Kept, Options
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
 from verifier.report import REPORT, Checked
 from verifier.spec import load
-from verifier.verify import Progress
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain")
 

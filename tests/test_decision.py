@@ -10,9 +10,9 @@ from authoring import TOY, TOY_KERNEL, checked, measured, program_of, timing
 
 from verifier import evidence
 from verifier.decision import Void, decide
+from verifier.gates import Failed
 from verifier.report import Accepted, Authorship, Timing, accepted
 from verifier.spec import Spec, load
-from verifier.verify import Failed
 
 
 def toy(tmp_path: Path, wide: str) -> Spec:

@@ -14,9 +14,9 @@ import pytest
 import worker_tasks as tasks
 
 from verifier import gpu
+from verifier.gates import Failed
 from verifier.gpu import Lost, Worker, WorkerError
 from verifier.sanitizer import SanitizerMissing, errors
-from verifier.verify import Failed
 
 PATIENCE = 60.0  # seconds: a worker imports PyTorch first
 

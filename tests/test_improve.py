@@ -15,10 +15,10 @@ from agent.loop import Loop, Outcome, standing
 from primitives.ir import Program, ProgramError, Schedule
 from verifier.decision import BASELINE, KEPT, compared, decide
 from verifier.evidence import problems
+from verifier.gates import Failed
 from verifier.measure import Kept, Options
 from verifier.report import Accepted, Checked, Measured, Rejected
 from verifier.spec import Spec
-from verifier.verify import Failed
 
 GOOD = fenced(TOY_KERNEL)
 

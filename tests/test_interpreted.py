@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_toy
 
+from verifier.gates import Failed
 from verifier.inputs import FAMILIES
 from verifier.interpreted import EXTREME, STORED, Run, judged, runs
 from verifier.sizes import small_sizes
 from verifier.spec import Spec, load
-from verifier.verify import Failed, _interpret
+from verifier.verify import _interpret
 
 
 def spec_of(name: str) -> Spec:

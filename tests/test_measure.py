@@ -17,6 +17,7 @@ from authoring import TOY_KERNEL, program_of, write_toy
 from primitives.ir import Schedule
 from primitives.roofline import roofline
 from verifier import measure as measuring
+from verifier.gates import Failed
 from verifier.gpu import Lost
 from verifier.measure import Kept, Options, measure
 from verifier.proof import Job, clean, numerics, stability, tune
@@ -24,7 +25,6 @@ from verifier.report import Measured, Rejected, Unmeasured
 from verifier.scoring import faults, score
 from verifier.spec import Spec, load
 from verifier.statistics import ratio
-from verifier.verify import Failed
 
 SCHEDULE = {"tile_m": 128, "tile_n": 192, "pingpong": True}
 TUNED = {"schedules": {"0": SCHEDULE}, "finalists": {}, "seconds": 1.0, "seeds": {"tuning": 1}}

@@ -9,8 +9,8 @@ import sys
 import time
 from typing import Any
 
+from verifier.gates import Failed
 from verifier.gpu import report
-from verifier.verify import Failed
 
 
 def double(number: int) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 from primitives.ir import Program
 from primitives.roofline import roofline
 from verifier import statistics
+from verifier.gates import Failed
 from verifier.report import Ratio, Timing
 from verifier.spec import Spec
-from verifier.verify import Failed
 
 CANDIDATE, BASELINE = "candidate", "torch.compile"
 KEPT = "the kernel before"  # which a change has to beat

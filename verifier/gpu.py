@@ -27,8 +27,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from primitives import children
+from verifier.gates import Failed, Progress, silent
 from verifier.sandbox import die_with
-from verifier.verify import Failed, Progress, _silent
 
 Task = Callable[[Any], dict[str, Any]]  # a module's function; its answer is JSON
 
@@ -68,7 +68,7 @@ class Worker:
         self._unread = b""
 
     def ask(
-        self, task: Task, argument: Any, *, patience: float, progress: Progress = _silent
+        self, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
         """The task's answer. Failed as the task raised it; Lost, with nothing left of the process, where it
         dies, is silent for ``patience`` seconds, or can no longer use the GPU. WorkerError for our bugs."""

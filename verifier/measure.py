@@ -24,13 +24,13 @@ from primitives.lower import lower
 from primitives.roofline import roofline
 from verifier.baselines import CUBLAS
 from verifier.decision import BASELINE, CANDIDATE, PROCESSES, Void, central, compared, decide
+from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Lost, Task, Worker
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
 from verifier.report import Measured, Measurement, Timing, Unmeasured
 from verifier.scoring import Race, score
 from verifier.spec import Case, Spec
-from verifier.verify import Failed, Gates, Progress, _silent, _Stop, identity
 
 Known = Mapping[int, Sequence[Schedule]]
 
@@ -84,7 +84,7 @@ def measure(
     program: Program,
     options: Options | None = None,
     *,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     keep: Keep | None = None,
     known: Mapping[str, Known] | None = None,
     kept: Kept | None = None,
@@ -94,7 +94,7 @@ def measure(
     session = _Session(spec, program, options or Options(), Gates(progress), keep, known or {}, kept)
     try:
         return session.run()
-    except _Stop as stop:
+    except Stop as stop:
         return stop.rejected
     except Void as void:
         return Unmeasured(reason=str(void), evidence=void.evidence)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from primitives.ir import Program, Schedule
+from verifier.gates import Failed, judge
 from verifier.gpu import report
 from verifier.spec import Spec
-from verifier.verify import Failed, judge
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from verifier.gates import Failed
 from verifier.gpu import Task, Worker
 from verifier.proof import Job, launch
-from verifier.verify import Failed
 
 TOOLS = ("memcheck", "racecheck")
 PATIENCE = 500.0  # seconds: an instrumented kernel runs up to a hundred times slower

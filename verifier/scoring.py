@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from verifier import statistics, timing
 from verifier.baselines import CUBLAS
 from verifier.decision import CANDIDATE, KEPT
+from verifier.gates import Failed
 from verifier.gpu import report
 from verifier.proof import Job, Trial, fingerprint, poisoned_run
-from verifier.verify import Failed
 
 if TYPE_CHECKING:
     import torch

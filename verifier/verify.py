@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives.ir import Program, ProgramError, Schedule
-from primitives.lower import PACKAGES, lower
+from primitives.lower import lower
 from verifier import jail
-from verifier.report import Accepted, Checked, Gate, Identity, Rejected, joined
+from verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
+from verifier.report import Accepted, Checked, Rejected, joined
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
     from verifier.measure import Options
 
 MAX_STEPS = 16  # each is compiled and tuned by itself
-Progress = Callable[[str, str], None]  # (gate, "started" or words on how it ended)
 
 
 class Verdict(NamedTuple):
@@ -34,77 +31,13 @@ class Verdict(NamedTuple):
     program: Program | None
 
 
-class Failed(Exception):
-    """Leaves a gate with the reason; ``Gates`` turns it into a Rejected with the gates before."""
-
-    def __init__(self, code: str, message: str, line: int | None = None, **evidence: Any):
-        super().__init__(message)
-        self.code, self.message, self.line, self.evidence = code, message, line, evidence
-
-
-@dataclass
-class Gates:
-    """Runs gates one after another, times them and keeps what they say."""
-
-    progress: Progress
-    case: str = ""
-    passed: list[Gate] = field(default_factory=list)
-
-    @contextmanager
-    def gate(self, name: str) -> Iterator[dict[str, Any]]:
-        """Within: put figures into the dict (``findings`` apart), or raise Failed."""
-        self.progress(name, f"case {self.case}" if self.case else "started")
-        start = time.monotonic()
-        figures: dict[str, Any] = {}
-        try:
-            yield figures
-        except Failed as failed:
-            self.progress(name, f"rejected: {failed.code}")
-            raise _Stop(self.rejected(name, failed)) from None
-        findings = tuple(figures.pop("findings", ()))
-        gate = Gate(gate=name, seconds=round(time.monotonic() - start, 3), figures=figures, findings=findings)
-        self.passed.append(gate)
-        self.progress(name, "passed")
-
-    def rejected(self, name: str, failed: Failed) -> Rejected:
-        return Rejected(
-            gate=name,
-            code=failed.code,
-            message=failed.message,
-            line=failed.line,
-            evidence=failed.evidence,
-            gates=tuple(self.passed),
-        )
-
-
-class _Stop(Exception):
-    def __init__(self, rejected: Rejected):
-        self.rejected = rejected
-
-
-def _silent(gate: str, words: str) -> None:
-    pass
-
-
-def identity(spec: Spec, program: Program) -> Identity:
-    """The hashes and versions that evidence about this program is bound to."""
-    packages = (*PACKAGES, "torch", "triton", "apache-tvm-ffi")
-    return Identity(
-        spec=spec.name,
-        spec_hash=spec.hash,
-        program_hash=program.hash,
-        lowered_hash=lower(program).hash,
-        versions={name: version(name) for name in packages},
-    )
-
-
 def check(
     spec: Spec,
     source: str,
     *,
     schedules: Mapping[int, Schedule] | None = None,
     weak_jail: bool = False,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Verdict:
     """Trace in the jail, then contract, interpreter and a compile for sm_90a: no GPU needed. ``schedules`` by
     step are the author's."""
@@ -115,7 +48,7 @@ def check(
             if schedules:
                 traced = _scheduled(traced, schedules)
         return Verdict(_check_program(spec, traced, gates), traced.program)
-    except _Stop as stop:
+    except Stop as stop:
         return Verdict(stop.rejected, None)
 
 
@@ -125,7 +58,7 @@ def verify(
     *,
     gpu: bool,
     weak_jail: bool = False,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     options: Options | None = None,
 ) -> Verdict:
     """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``."""
@@ -208,17 +141,6 @@ def _interpret(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
             for error in errors if how == interpreted.STORED else ():
                 worst[error.name] = max(worst.get(error.name, 0.0), round(error.rms_ratio, 3))
     figures["worst_rms_ratio"] = worst
-
-
-def judge(errors: list[Any], where: str) -> None:
-    """Raise Failed with the words for the author if an output is out of the error gate."""
-    bad = [e for e in errors if not e.passed]
-    if bad:
-        raise Failed(
-            "numerics",
-            f"{where}: " + "; ".join(e.reason for e in bad),
-            outputs=[e.model_dump() for e in errors],
-        )
 
 
 _VALUE = re.compile(r"\bn(\d+)_\d+ =")

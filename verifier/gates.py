@@ -1,0 +1,94 @@
+"""What gates share: how one is passed or left, what evidence is bound to, and the words on wrong numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from primitives.ir import Program
+from primitives.lower import PACKAGES, lower
+from verifier.report import Gate, Identity, Rejected
+from verifier.spec import Spec
+
+Progress = Callable[[str, str], None]  # (gate, "started" or words on how it ended)
+
+
+class Failed(Exception):
+    """Leaves a gate with the reason; ``Gates`` turns it into a Rejected with the gates before."""
+
+    def __init__(self, code: str, message: str, line: int | None = None, **evidence: Any):
+        super().__init__(message)
+        self.code, self.message, self.line, self.evidence = code, message, line, evidence
+
+
+@dataclass
+class Gates:
+    """Runs gates one after another, times them and keeps what they say."""
+
+    progress: Progress
+    case: str = ""
+    passed: list[Gate] = field(default_factory=list)
+
+    @contextmanager
+    def gate(self, name: str) -> Iterator[dict[str, Any]]:
+        """Within: put figures into the dict (``findings`` apart), or raise Failed."""
+        self.progress(name, f"case {self.case}" if self.case else "started")
+        start = time.monotonic()
+        figures: dict[str, Any] = {}
+        try:
+            yield figures
+        except Failed as failed:
+            self.progress(name, f"rejected: {failed.code}")
+            raise Stop(self.rejected(name, failed)) from None
+        findings = tuple(figures.pop("findings", ()))
+        gate = Gate(gate=name, seconds=round(time.monotonic() - start, 3), figures=figures, findings=findings)
+        self.passed.append(gate)
+        self.progress(name, "passed")
+
+    def rejected(self, name: str, failed: Failed) -> Rejected:
+        return Rejected(
+            gate=name,
+            code=failed.code,
+            message=failed.message,
+            line=failed.line,
+            evidence=failed.evidence,
+            gates=tuple(self.passed),
+        )
+
+
+class Stop(Exception):
+    """A gate was left: the report of it."""
+
+    def __init__(self, rejected: Rejected):
+        self.rejected = rejected
+
+
+def silent(gate: str, words: str) -> None:
+    """A Progress that tells nobody."""
+
+
+def identity(spec: Spec, program: Program) -> Identity:
+    """The hashes and versions that evidence about this program is bound to."""
+    packages = (*PACKAGES, "torch", "triton", "apache-tvm-ffi")
+    return Identity(
+        spec=spec.name,
+        spec_hash=spec.hash,
+        program_hash=program.hash,
+        lowered_hash=lower(program).hash,
+        versions={name: version(name) for name in packages},
+    )
+
+
+def judge(errors: list[Any], where: str) -> None:
+    """Raise Failed with the words for the author if an output is out of the error gate."""
+    bad = [e for e in errors if not e.passed]
+    if bad:
+        raise Failed(
+            "numerics",
+            f"{where}: " + "; ".join(e.reason for e in bad),
+            outputs=[e.model_dump() for e in errors],
+        )
