@@ -51,6 +51,12 @@ def generate(
     budget: Budget,
     measuring: Measuring,
     gpu: Gpu = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")
+    ] = None,
+    improve: Annotated[
+        int, typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
+    ] = 0,
     candidates: Annotated[
         int, typer.Option(min=1, max=9, help="Independent runs at once, which share the budget equally.")
     ] = 1,
@@ -63,7 +69,9 @@ def generate(
     recorded = load(spec, check=False).name  # a spec that cannot be read says so first
     chosen = session.choose_provider(authoring.provider, recorded)
     limits = budget.limits().shared(candidates).to_json()
-    header = authoring.header() | {"provider": chosen, "limits": limits}
+    header = authoring.header() | {"provider": chosen, "improve": improve, "limits": limits}
+    if directory:
+        header["directory"] = str(directory)
     if chosen == "replay":
         header["replays"] = session.recorded_run(recorded)
     session.need_gpu(gpu)

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -105,12 +104,8 @@ class Authoring:
         ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded run.")
     ] = ProviderName.auto
     attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most.")] = 6
-    improve: Annotated[int, typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")] = 0
     model: Annotated[str | None, typer.Option(help="Model of the anthropic provider.")] = None
     author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author"
-    directory: Annotated[
-        Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")
-    ] = None
     max_tokens: Annotated[
         int, typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
     ] = 32000
@@ -121,7 +116,7 @@ class Authoring:
 
     def header(self) -> dict[str, Any]:
         """Of the run's journal."""
-        return asdict(self) | {"directory": str(self.directory) if self.directory else None}
+        return asdict(self) | {"directory": None}
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:

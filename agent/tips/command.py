@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent import tips as log
+from agent.options import Authoring, Budget, grouped
 from agent.tips import Added, Tip, TipsError
 
 if TYPE_CHECKING:
@@ -88,50 +89,32 @@ def retire(ids: Ids) -> None:
 
 
 @tips.command()
+@grouped
 def measure(
     ids: Ids,
     specs: Annotated[list[Path], typer.Option(metavar="SPEC", help="A spec to author; give several.")],
+    authoring: Authoring,
+    budget: Budget,
     runs: Annotated[
         int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and without.")
     ] = 5,
-    provider: Annotated[
-        str, typer.Option(help="Who writes: anthropic, claude-code or handoff. auto: anthropic with a key.")
-    ] = "auto",
-    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts of a run at most.")] = 3,
-    model: Annotated[str | None, typer.Option(help="The author's model.")] = None,
-    budget_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one run at most, read and written.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1024, help="Tokens of one answer at most.")] = 32000,
-    time_limit: Annotated[
-        float, typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude.")
-    ] = 3600.0,
     gpu: Annotated[
         bool, typer.Option("--gpu/--no-gpu", help="To pass takes the GPU gates too. Default: those without.")
     ] = False,
-    weak_jail: Annotated[bool, typer.Option("--weak-jail", help="As of generate.")] = False,
 ) -> None:
     """Author specs with a tip and without, and write down by how much it helps. A second call goes on where
     the first was cut off; with more --runs, it adds to them."""
     from rich.console import Console
 
     from agent import render, session
-    from agent.budget import Limits
     from agent.tips import trials
     from verifier.measure import Options
 
     tried = [log.find(id, log.TIPS) for id in dict.fromkeys(ids)]
     session.need_gpu(gpu)
-    options = {
-        "provider": _provider(provider, specs),
-        "attempts": attempts,
-        "model": model,
-        "author": "unnamed author",
-        "weak_jail": weak_jail,
-        "directory": None,
-        "time_limit": time_limit,
-        "max_tokens": max_tokens,
-        "limits": Limits(tokens=budget_tokens).to_json(),
+    options = authoring.header() | {
+        "provider": _provider(authoring.provider, specs),
+        "limits": budget.limits().to_json(),
     }
     for tip in tried:
         known = log.read_tips(log.TIPS)
@@ -145,14 +128,14 @@ def measure(
 
 def _provider(name: str, specs: list[Path]) -> str:
     from agent import session
-    from agent.providers import PROVIDERS
     from verifier.spec import load
 
     chosen = session.choose_provider(name, load(specs[0], check=False).name)
-    if chosen == "replay" or chosen not in PROVIDERS:
-        fitting = ", ".join(known for known in PROVIDERS if known != "replay")
-        why = "a recording answers the same with a tip and without" if chosen == "replay" else "unknown"
-        raise TipsError(f"provider {chosen!r}: {why}; use one of {fitting}")
+    if chosen == "replay":
+        raise TipsError(
+            "provider 'replay': a recording answers the same with a tip and without; use anthropic, "
+            "claude-code or handoff"
+        )
     return chosen
 
 
