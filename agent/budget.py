@@ -120,11 +120,11 @@ class Ledger:
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
         """Room for a request: its answer gets what is left, at most ``max_tokens``. Raises OutOfBudget."""
-        self.afford()
-        left = self._left(model, input_tokens)
+        so_far = self.afford()
+        left = self._left(model, input_tokens, so_far)
         if left is not None and left < min(FEWEST_TOKENS, max_tokens):
             raise OutOfBudget(
-                f"the budget has {max(left, 0)} tokens for an answer, after {self.spent()}; "
+                f"the budget has {max(left, 0)} tokens for an answer, after {so_far}; "
                 "resume the run with a larger --budget-tokens or --budget-dollars"
             )
         granted = max_tokens if left is None else min(max_tokens, left)
@@ -147,11 +147,12 @@ class Ledger:
                 f"{SETTLED}/{place}", SETTLED, lambda: {"usage": asdict(usage), "dollars": None}
             )
 
-    def afford(self) -> None:
-        """Raises OutOfBudget where time or tokens are used up: before what cannot be counted out."""
+    def afford(self) -> Spent:
+        """What was spent. Raises OutOfBudget where time or tokens are used up."""
         so_far = self.spent()
         took = time.monotonic() - self.began
         self._within({"tokens": so_far.tokens, "dollars": so_far.dollars, "seconds": took})
+        return so_far
 
     def afford_gpu(self) -> None:
         """Raises OutOfBudget where no measurement may begin any more."""
@@ -171,9 +172,9 @@ class Ledger:
                     f"a larger {option}"
                 )
 
-    def _left(self, model: str, input_tokens: int) -> int | None:
+    def _left(self, model: str, input_tokens: int, so_far: Spent) -> int | None:
         """Tokens that an answer to so much input may have; None: unlimited."""
-        limits, so_far, left = self.limits, self.spent(), []
+        limits, left = self.limits, []
         if limits.tokens is not None:
             left.append(limits.tokens - so_far.tokens - input_tokens)
         if limits.dollars is not None:

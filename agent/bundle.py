@@ -19,7 +19,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent import accept, runs
-from agent.loop import measurement, stands_at
+from agent.loop import last_verified, measurement, stands_at
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError, Schedule
 from primitives.lower import lower
@@ -104,15 +104,15 @@ def _entry(name: str) -> Entry:
     run = runs.reopen(name)
     try:
         events = {e.key: e.payload for e in run.journal.events()}
-        reports = sorted(int(k.partition("/")[2]) for k in events if k.startswith("report/"))
-        last = events[f"report/{reports[-1]}"] if reports else None
+        attempt = last_verified(events)
+        last = events[f"report/{attempt}"] if attempt else None
         report = REPORT.validate_python(last["report"]) if last else None
-        if not isinstance(report, Checked) or f"measurement/{reports[-1]}" in events:
+        if not isinstance(report, Checked) or f"measurement/{attempt}" in events:
             raise BundleError(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
-        assert last is not None  # a report was validated from it
+        assert last is not None and attempt is not None  # a report was validated from it
         return Entry(
             run=run.name,
-            attempt=reports[-1],
+            attempt=attempt,
             spec_text=run.text,
             program=last["program"],
             identity=report.identity,

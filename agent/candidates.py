@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent import history
@@ -58,8 +57,7 @@ class Candidate:
     def says(self) -> str:
         """The last line that its process said."""
         with (runs_dir() / self.run / LOG).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 400))
-            lines = file.read().decode("utf-8", "replace").split("\n")
+            lines = children.tail(file).split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def stop(self) -> None:
@@ -82,7 +80,7 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is told to it once, by us
-                env=os.environ | {"PYTHONPATH": _paths()},
+                env=os.environ | {"PYTHONPATH": children.path()},
             )
             stack.callback(children.end, process)
             found.append(Candidate(number, name, process))
@@ -198,8 +196,3 @@ def _keys() -> Iterator[Callable[[], str]]:
         yield read
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _paths() -> str:
-    root = str(Path(__file__).parent.parent)
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

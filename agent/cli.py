@@ -411,9 +411,6 @@ def _go(
 ) -> None:
     """Author until the end, and say how it ended."""
     from agent import render
-    from primitives import compile
-
-    compile.ahead()
 
     console = _console(as_json)
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent.budget import Spent, spent
 from agent.journal import Event, JournalError, glance
-from agent.loop import last_verified, measurement, stands_at
-from agent.providers import Turn, Usage
+from agent.loop import answers, last_verified, measurement, stands_at, used
+from agent.providers import Usage
 from agent.runs import names, runs_dir
 from verifier.decision import BASELINE, CANDIDATE
 from verifier.report import REPORT, Accepted, Rejected, Timing, joined
@@ -94,7 +94,7 @@ def of(name: str) -> Past:
 def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
     """A run by its journal. Raises ValueError, KeyError or TypeError for another version's."""
     payloads = {event.key: event.payload for event in events}
-    turns = [Turn.from_json(p) for key, p in payloads.items() if key.startswith("answer/")]
+    turns = answers(payloads)
     status, why = UNDECIDED, ""
     timings: tuple[Timing, ...] = ()
     at = stands_at(payloads)
@@ -113,7 +113,7 @@ def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
         attempts=(last_verified(payloads) or 0) + _answered_since(events),
         started=events[0].time if events else "",
         ended=events[-1].time if events else "",
-        usage=sum((turn.usage for turn in turns), Usage()),
+        usage=used(turns),
         spent=spent(events),
         speedup=_mean(t.ratios[BASELINE].estimate for t in timings),
         roofline=_mean(t.roofline_milliseconds / t.milliseconds[CANDIDATE] for t in timings),

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from agent.budget import Limits
     from verifier.measure import Options
 
-MAX_AUTOTUNE = "torch.compile max-autotune"
-
 
 class ProviderName(StrEnum):
     auto = "auto"
@@ -63,6 +61,7 @@ class Measuring:
     ] = False
 
     def options(self) -> Options:
+        from verifier.baselines import MAX_AUTOTUNE
         from verifier.measure import DEFAULT_ARMS, Options
         from verifier.quack_baseline import LIBRARY_ARMS
 
@@ -130,8 +129,7 @@ def flags(gpu: bool | None, *groups: Any) -> list[str]:
 
 def _given(group: Any) -> dict[str, Any]:
     """What differs from the defaults."""
-    values = {field.name: getattr(group, field.name) for field in fields(group)}
-    return {f.name: values[f.name] for f in fields(group) if values[f.name] != f.default}
+    return {f.name: value for f in fields(group) if (value := getattr(group, f.name)) != f.default}
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,8 +141,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     flat: list[inspect.Parameter] = []
     for name, parameter in parameters.items():
         if name in groups:
-            kind = inspect.signature(groups[name], eval_str=True)
-            flat += kind.parameters.values()
+            flat += inspect.signature(groups[name], eval_str=True).parameters.values()
         else:
             flat.append(parameter)
 

@@ -20,6 +20,8 @@ from agent.journal import read_export
 from agent.prompt import tokens
 from agent.proportions import wilson
 from primitives.files import write_atomic
+from verifier.baselines import CUBLAS, MAX_AUTOTUNE
+from verifier.decision import BASELINE
 from verifier.quack_baseline import LIBRARY_ARMS
 from verifier.report import REPORT, Accepted, Timing
 
@@ -66,7 +68,6 @@ _GROUP = {name: group for group, names in GROUPS.items() for name in names}
 _PLACE = {name: place for place, name in enumerate(_GROUP)}
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
-COMPILE, AUTOTUNE, CUBLAS = "torch.compile", "torch.compile max-autotune", "cuBLAS matmul"
 TRIES = (1, 3)
 HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -214,8 +215,8 @@ def _row(operator: str, timing: Timing) -> Row:
         operator=operator,
         case=timing.case,
         milliseconds=milliseconds,
-        speedup=ratios.get(COMPILE),
-        autotune=ratios.get(AUTOTUNE),
+        speedup=ratios.get(BASELINE),
+        autotune=ratios.get(MAX_AUTOTUNE),
         quack=rivals[fastest] if fastest else None,
         quack_arm=fastest,
         over_cublas=Interval(1 / bare.estimate, 1 / bare.high, 1 / bare.low) if bare else None,

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -40,11 +40,18 @@ def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[byte
     return process
 
 
-def run(
-    module: str, *arguments: str, text: str, seconds: float, **options: Any
-) -> tuple[int | None, str, str]:
-    """``attend`` what ``start`` starts."""
-    return attend(partial(start, module, *arguments, **options), text, seconds)
+def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """As ``start``, for ``ask``; ``hang_up`` when done."""
+    pipe = subprocess.PIPE
+    process = start(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
+    os.set_blocking(_pipes(process)[0].fileno(), False)  # one that hangs reads nothing
+    return process
+
+
+def path() -> str:
+    """PYTHONPATH for a child that is to find this project, wherever it starts."""
+    root = str(Path(__file__).parent.parent)
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def attend(
@@ -76,8 +83,8 @@ def tail(file: IO[bytes]) -> str:
 
 def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
     """The line that a child answers to a line, by ``time.monotonic()``; empty where it dies first, whoever
-    holds its pipes then, or the time is up. Its input must not block: one that hangs reads nothing."""
-    tasks, answers = (pipe.fileno() for pipe in pipes(process))
+    holds its pipes then, or the time is up."""
+    tasks, answers = (pipe.fileno() for pipe in _pipes(process))
     poll = select.poll()
     poll.register(answers, select.POLLIN)
     poll.register(tasks, select.POLLOUT)
@@ -89,7 +96,10 @@ def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes
             if not said or answer.endswith(b"\n"):
                 return answer if said else b""
         elif tasks in ready:
-            line = line[os.write(tasks, line) :]
+            try:
+                line = line[os.write(tasks, line) :]
+            except BrokenPipeError:
+                break
             if not line:
                 poll.unregister(tasks)
         elif ended(process):
@@ -97,8 +107,15 @@ def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes
     return b""
 
 
-def pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    """Of a child that was started with both."""
+def hang_up(process: subprocess.Popen[bytes]) -> int:
+    """``end`` a child that was conversed with."""
+    status = end(process)
+    for pipe in _pipes(process):
+        pipe.close()
+    return status
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     assert process.stdin is not None and process.stdout is not None
     return process.stdin, process.stdout
 

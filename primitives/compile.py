@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -229,23 +229,15 @@ _NO_MEMORY = re.compile(
 )
 
 
-def ahead() -> None:
-    """Start the child, if none is there: it imports while something else is waited for."""
-    with _turn:
-        _child()
-
-
 def _run_child(request: str) -> str:
     """The child's answer. CompileError with its words, or with the bound that ended it: time or memory."""
     with _turn:
         child = _child()
-        answer = None
         try:
-            answer = child.answer(request)
-            return answer
-        finally:
-            if answer is None:  # one that failed, or was interrupted, is not asked again
-                child.end()
+            return child.answer(request)
+        except BaseException:  # one that failed, or was interrupted, is not asked again
+            child.end()
+            raise
 
 
 def _child() -> _Child:
@@ -264,17 +256,13 @@ class _Child:
     def __init__(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in end()
-        self.made, self.over = self._circumstances(), False
-        self.process = children.start(
+        self.made = self._circumstances()
+        self.process = children.converse(
             "primitives.compile",
             self.scratch.name,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             stderr=self.errors,
-            bufsize=0,
             env=_environment() | {"CUTE_DSL_DUMP_DIR": self.scratch.name, "CUTE_DSL_KEEP_CUBIN": "1"},
         )
-        os.set_blocking(children.pipes(self.process)[0].fileno(), False)
 
     @staticmethod
     def _circumstances() -> tuple[object, ...]:
@@ -283,13 +271,11 @@ class _Child:
         return os.getpid(), sys.executable, children.MEMORY_BYTES, *paths
 
     def usable(self) -> bool:
-        return not self.over and self.made == self._circumstances() and not children.ended(self.process)
+        return self.made == self._circumstances() and not children.ended(self.process)
 
     def answer(self, request: str) -> str:
         deadline = time.monotonic() + COMPILE_SECONDS
-        line = b""
-        with suppress(BrokenPipeError):
-            line = children.ask(self.process, request.encode() + b"\n", deadline)
+        line = children.ask(self.process, request.encode() + b"\n", deadline)
         if line:
             answer = json.loads(line)
             if isinstance(answer, list):
@@ -301,12 +287,9 @@ class _Child:
         raise CompileError(_refusal(children.tail(self.errors)) or f"the compiler died with status {status}")
 
     def end(self) -> None:
-        if self.over or self.made[0] != os.getpid():  # after a fork it is the parent's
+        if self.made[0] != os.getpid():  # after a fork it is the parent's
             return
-        self.over = True
-        children.end(self.process)
-        for pipe in children.pipes(self.process):
-            pipe.close()
+        children.hang_up(self.process)
         self.errors.close()
         self.scratch.cleanup()
 
@@ -317,12 +300,11 @@ _kept: _Child | None = None
 
 def _environment() -> dict[str, str]:
     """A user's settings of the compilers must not change what is reported."""
-    paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("CUTE_DSL_", "QUACK_"))},
         "QUACK_ARCH": "90",
         "CUTE_DSL_ARCH": "sm_90a",
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": children.path(),
     }
 
 

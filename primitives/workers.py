@@ -17,9 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from primitives import children
@@ -78,9 +76,7 @@ class _Worker:
             self.end()
             self.process = self.start(self.cubins.name)
         line = base64.b64encode(pickle.dumps((task, argument))) + b"\n"
-        answer = b""
-        with suppress(BrokenPipeError):
-            answer = children.ask(self.process, line, time.monotonic() + seconds)
+        answer = children.ask(self.process, line, time.monotonic() + seconds)
         if not answer:
             self.end()
         return answer == b"True\n"
@@ -94,26 +90,17 @@ class _Worker:
     def end(self) -> None:
         process, self.process = self.process, None
         if process is not None:
-            children.end(process)
-            for pipe in children.pipes(process):
-                pipe.close()
+            children.hang_up(process)
 
     @staticmethod
     def start(cubins: str) -> subprocess.Popen[bytes]:
         """``cubins``: where the compiler leaves them, for a task to look at."""
-        root = str(Path(__file__).parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = children.start(
+        return children.converse(
             "primitives.workers",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # what a refused configuration makes the compiler say
-            bufsize=0,
             env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(paths), "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
+            | {"PYTHONPATH": children.path(), "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
         )
-        os.set_blocking(children.pipes(process)[0].fileno(), False)  # a worker that hangs reads nothing
-        return process
 
 
 def _serve() -> None:

@@ -130,10 +130,10 @@ def _eager_each(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callab
     return [eager(spec, inputs, sizes) for inputs in sets]
 
 
-CUBLAS = "cuBLAS matmul"
+CUBLAS, MAX_AUTOTUNE = "cuBLAS matmul", "torch.compile max-autotune"
 BASELINES: dict[str, Builder] = {
     "torch.compile": partial(_compiled_once, mode="default"),
-    "torch.compile max-autotune": partial(_compiled_once, mode="max-autotune"),
+    MAX_AUTOTUNE: partial(_compiled_once, mode="max-autotune"),
     "eager": _eager_each,
     CUBLAS: matmuls,
 }

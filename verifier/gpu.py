@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,7 +31,6 @@ from verifier.sandbox import die_with
 
 Task = Callable[[Any], dict[str, Any]]  # a module's function; its answer is JSON
 
-ROOT = Path(__file__).resolve().parents[1]
 SAID = 2000  # characters of a lost worker's last words
 _CUDA_ERROR = re.compile(r"cuda\w*[ _](?:driver )?error|cudaError|CUDA_ERROR", re.IGNORECASE)
 _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misaligned", re.IGNORECASE)
@@ -56,13 +54,12 @@ class Worker:
 
     def __init__(self, wrapper: Sequence[str] = (), ahead: Sequence[str] = ()):
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process is)
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [*wrapper, sys.executable, "-m", "verifier.gpu", *ahead],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=os.environ | {"PYTHONPATH": children.path()},
             start_new_session=True,
         )
         self._unread = b""

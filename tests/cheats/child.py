@@ -47,7 +47,7 @@ def children() -> set[int]:
 def nothing_left(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within, we work and keep temporary files in ``directory``: no process, descriptor or file stays, but
     for the compiler's child, which is there before."""
-    compile.ahead()
+    compile._child()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     monkeypatch.chdir(directory)
     processes, descriptors = children(), set(os.listdir("/proc/self/fd"))
