@@ -2,7 +2,7 @@
 
 Every tile and cluster of two at the usual rasterisation, pingpong also with a deep mainloop; then the best
 three tiles over rasterisation group sizes and L2 eviction hints, the very best also on a cluster of four;
-then the best of both in a longer race, because the first two pick among noise.
+then the best of both, all three tiles among them, in a longer race, because the first two pick among noise.
 Candidates are compiled in parallel processes, timed interleaved in random order with a cold L2, and the
 choice is kept under the hash of text, sizes and GPU.
 """
@@ -70,7 +70,7 @@ class Tiled(Protocol):
 
 Choice = TypeVar("Choice")
 Tile = TypeVar("Tile", bound=Tiled)
-Race = Callable[[list[Choice], int], list[tuple[Choice, float]]]
+Race = Callable[[list[Tile], int], list[tuple[Tile, float]]]
 
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
@@ -104,21 +104,34 @@ def refinements(ranked: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule
 
 
 def search(
-    start: list[Choice], refine: Callable[[list[Choice]], list[Choice]], race: Race[Choice]
-) -> list[tuple[Choice, float]]:
+    start: list[Tile], refine: Callable[[list[Tile]], list[Tile]], race: Race[Tile]
+) -> list[tuple[Tile, float]]:
     """The last race's choices with their milliseconds, fastest first. ``refine`` makes the second race's of
     all of the first's, fastest first."""
     first = [choice for choice, _ in race(start, ROUNDS)]
     refined = refine(first)
     second = [choice for choice, _ in race(refined, ROUNDS)] if refined else []
-    return race(list(dict.fromkeys(second[:FINAL] + first[:FINALISTS])), FINAL_ROUNDS)
+    return race(list(dict.fromkeys(second[:FINAL] + leaders(first))), FINAL_ROUNDS)
+
+
+def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
+    """``search`` where good choices are known: only these race if they have tiles enough among them, since
+    which is best depends on the GPU: one that meets its power limit sooner prefers wider ones (by 10%, over
+    a 128x128 pingpong at 7B width)."""
+    others = (
+        [] if len(_by_tile(known)) >= FINALISTS else leaders([choice for choice, _ in race(start, ROUNDS)])
+    )
+    return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
 
 def leaders(ranked: Sequence[Tile]) -> list[Tile]:
     """The fastest of each tile, of the best few tiles: what a wide one reads less of shows at its own group
     size only."""
-    tiles = {(c.tile_m, c.tile_n, c.pingpong): c for c in reversed(ranked)}
-    return sorted(tiles.values(), key=ranked.index)[:FINALISTS]
+    return sorted(_by_tile(ranked).values(), key=ranked.index)[:FINALISTS]
+
+
+def _by_tile(ranked: Sequence[Tile]) -> dict[tuple[int, int, bool], Tile]:
+    return {(c.tile_m, c.tile_n, c.pingpong): c for c in reversed(ranked)}
 
 
 def tuned(
@@ -126,8 +139,8 @@ def tuned(
 ) -> dict[int, Schedule]:
     """The fastest schedule for each step: from the cache, or measured now (seconds to minutes).
 
-    ``known``: by step, schedules that were good before: only these race. LaunchError where no tile holds a
-    whole head, NoSchedule if none runs.
+    ``known``: by step, schedules that were good before, for ``search_again``. LaunchError where no tile
+    holds a whole head, NoSchedule if none runs.
     """
     path = cache_path(program, sizes)
     if path.exists():
@@ -145,7 +158,7 @@ def tuned(
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes)
         again = [s for s in (known or {}).get(kernel.step, ()) if kernel.admits(s, sizes)]
         if again:
-            ranked = race(again, FINAL_ROUNDS)
+            ranked = search_again(again, first[kernel.step], race)
         else:
             ranked = search(first[kernel.step], partial(refinements, kernel=kernel), race)
         if not ranked:

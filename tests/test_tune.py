@@ -22,17 +22,26 @@ def kernel() -> GemmKernel:
     return gemm
 
 
-def found(kernel: GemmKernel, milliseconds: Callable[[Schedule], float]) -> tuple[Schedule, list[int]]:
-    """What the search ends at, and how many schedules each race had."""
-    fields: list[int] = []
+class Course:
+    """A race whose times are written down; ``fields``: which schedules each one had."""
 
-    def race(schedules: list[Schedule], rounds: int) -> list[tuple[Schedule, float]]:
-        fields.append(len(schedules))
+    def __init__(self, milliseconds: Callable[[Schedule], float]) -> None:
+        self.milliseconds, self.fields = milliseconds, list[list[Schedule]]()
+
+    def __call__(self, schedules: list[Schedule], rounds: int) -> list[tuple[Schedule, float]]:
+        self.fields.append(schedules)
         assert len(set(schedules)) == len(schedules)
-        return sorted(((s, milliseconds(s)) for s in schedules), key=lambda pair: pair[1])
+        return sorted(((s, self.milliseconds(s)) for s in schedules), key=lambda pair: pair[1])
 
+
+def found(kernel: GemmKernel, race: Course) -> Schedule:
+    """What the search ends at."""
     ranked = tune.search(tune.candidates(kernel, SIZES), partial(tune.refinements, kernel=kernel), race)
-    return ranked[0][0], fields
+    return ranked[0][0]
+
+
+def tiles(schedules: list[Schedule]) -> set[tuple[int, int, bool]]:
+    return {(s.tile_m, s.tile_n, s.pingpong) for s in schedules}
 
 
 def test_a_tile_that_is_best_at_its_own_group_size_is_found(kernel: GemmKernel) -> None:
@@ -45,7 +54,7 @@ def test_a_tile_that_is_best_at_its_own_group_size_is_found(kernel: GemmKernel) 
             return 1.0 + s.swizzle / 1e4
         return 1.1 if s._replace(swizzle=16, evict_loads=True) == wide else 1.2
 
-    assert found(kernel, milliseconds)[0] == wide
+    assert found(kernel, Course(milliseconds)) == wide
 
 
 def test_the_very_best_is_tried_on_a_cluster_of_four(kernel: GemmKernel) -> None:
@@ -54,7 +63,7 @@ def test_the_very_best_is_tried_on_a_cluster_of_four(kernel: GemmKernel) -> None
     def milliseconds(s: Schedule) -> float:
         return 1.0 + sum(a != b for a, b in zip(s, best, strict=True))
 
-    assert found(kernel, milliseconds)[0] == best
+    assert found(kernel, Course(milliseconds)) == best
 
 
 def test_deep_mainloops_are_raced_where_warp_groups_take_turns(kernel: GemmKernel) -> None:
@@ -64,6 +73,24 @@ def test_deep_mainloops_are_raced_where_warp_groups_take_turns(kernel: GemmKerne
     assert {(s.cluster_m, s.cluster_n) for s in first} == {(1, 2), (2, 1)}
 
 
-def test_the_last_race_is_short(kernel: GemmKernel) -> None:
-    _, fields = found(kernel, lambda s: hash(s) % 1000)
-    assert len(fields) == 3 and fields[-1] <= tune.FINAL + tune.FINALISTS
+def test_the_last_race_is_short_and_has_the_three_best_tiles(kernel: GemmKernel) -> None:
+    order = {(128, 128, True): 1.0, (192, 128, True): 1.1, (128, 256, False): 1.2}
+    race = Course(lambda s: order.get((s.tile_m, s.tile_n, s.pingpong), 2.0) + s.swizzle / 1e4)
+    found(kernel, race)
+    assert len(race.fields) == 3 and len(race.fields[-1]) <= tune.FINAL + tune.FINALISTS
+    assert tiles(race.fields[-1]) == set(order)
+
+
+def test_known_schedules_of_one_tile_race_with_the_best_of_others(kernel: GemmKernel) -> None:
+    wide = Schedule(128, 256, False, 2, 1)
+    known = [Schedule(128, 128, True, 1, 2, swizzle) for swizzle in (2, 4, 8)]
+    race = Course(lambda s: 0.9 if s == wide else 1.0 if s in known else 1.2)
+    ranked = tune.search_again(known, tune.candidates(kernel, SIZES), race)
+    assert ranked[0][0] == wide and set(known) < set(race.fields[-1])
+
+
+def test_known_schedules_of_several_tiles_race_by_themselves(kernel: GemmKernel) -> None:
+    known = [Schedule(128, 128, True, 1, 2), Schedule(192, 128, True, 1, 2), Schedule(128, 256, False, 2, 1)]
+    race = Course(lambda s: s.tile_n)
+    tune.search_again(known, tune.candidates(kernel, SIZES), race)
+    assert race.fields == [known]
