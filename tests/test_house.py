@@ -71,7 +71,7 @@ def test_imports_keep_the_contracts() -> None:
         ("primitives/lower.py", "def late():\n    from agent import journal", LAYERS),
         ("verifier/report.py", "from agent.providers import Turn", LAYERS),
         ("primitives/ir.py", "def late():\n    import torch", JAIL),
-        ("verifier/sandbox.py", "import verifier.report", JAIL),  # which imports pydantic
+        ("primitives/sandbox.py", "import verifier.report", JAIL),  # which imports pydantic
     ],
 )
 def test_a_broken_contract_is_named(copy: Path, module: str, line: str, contract: dict[str, Any]) -> None:

@@ -69,7 +69,8 @@ LINUX_ONLY = ("parent_death", "undumpable", "no_new_privileges", "limits", "land
 
 LACKING = """
 import sys; sys.path.append(sys.argv[1])
-from verifier import jail_child, sandbox
+from primitives import sandbox
+from verifier import jail_child
 def refuse(): raise OSError("not here")
 sandbox.LAYERS = tuple((n, refuse if n in %r else f) for n, f in sandbox.LAYERS)
 jail_child.main()

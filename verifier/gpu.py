@@ -26,8 +26,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from primitives import children
+from primitives.sandbox import die_with
 from verifier.gates import Failed, Progress, silent
-from verifier.sandbox import die_with
 
 Task = Callable[[Any], dict[str, Any]]  # a module's function; its answer is JSON
 

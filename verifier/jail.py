@@ -1,7 +1,7 @@
 """Untrusted source -> Program: the one place where a kernel file's Python runs, in a process of its own.
 
 The child (``verifier.jail_child``) has an empty environment, a session of its own, no files, no network,
-no further processes (``verifier.sandbox``), and a language check (``verifier.language``) before the trace.
+no further processes (``primitives.sandbox``), and a language check (``verifier.language``) before the trace.
 Nothing it says is believed: the program it sends is parsed, bounded and typed again here.
 """
 
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from primitives.ir import Program, ProgramError, Signature
+from primitives.sandbox import CPU_SECONDS
 from verifier.language import MAX_SOURCE_BYTES
 from verifier.report import Rejected
-from verifier.sandbox import CPU_SECONDS
 
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import primitives
+from primitives import sandbox
 from primitives.ir import ProgramError, Signature
 from primitives.trace import trace_lines
-from verifier import language, sandbox
+from verifier import language
 
 MESSAGE_CHARACTERS = 4000
 

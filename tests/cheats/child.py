@@ -17,7 +17,8 @@ from primitives import compile
 BARE = """
 import sys; sys.path.append(sys.argv[1])
 import ctypes, errno, mmap, resource, signal, socket, time
-from verifier import jail_child, sandbox
+from primitives import sandbox
+from verifier import jail_child
 def bare(source, signature):
     names = {}
     exec(source, names)
