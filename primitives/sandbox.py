@@ -1,7 +1,8 @@
-"""What the operating system denies to the process that traces a kernel: layers, each of use alone.
+"""What the operating system denies to a process that runs a model's words: layers, each of use alone.
 
 ``apply()`` drops, for the calling process and for good, whatever it can: new processes, files,
 sockets, executable memory, other processes. Call it when everything needed is imported and open.
+The layers as they stand are for tracing a kernel; ``primitives.raw.confine`` sets them for compiling one.
 Linux only; elsewhere, and in containers that forbid it, a layer is reported as missing.
 Standard library only: the jail's child imports this module.
 """
@@ -15,8 +16,9 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 MEMORY_BYTES = 768 << 20
 CPU_SECONDS = 3
@@ -25,15 +27,19 @@ DESCRIPTORS = 8
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 
 
-def apply(parent: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Put every layer in force, weakest first; ``parent`` is the process id to die with.
+Layers = tuple[tuple[str, Callable[[], None]], ...]
+
+
+def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Put every layer in force, weakest first; ``parent`` is the process id to die with. Without ``wanted``,
+    those for tracing.
 
     Returns the names of (those in force, those missing).
     """
     layers: list[str] = []
     missing: list[str] = []
     first: tuple[str, Callable[[], None]] = ("parent_death", partial(die_with, parent))
-    for name, layer in (first, *LAYERS):
+    for name, layer in (first, *(LAYERS if wanted is None else wanted)):
         try:
             layer()
         except OSError:
@@ -60,16 +66,19 @@ def renounce_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def limit_resources() -> None:
-    """768 MB of addresses, 3 s of CPU, no byte into any file, 8 descriptors, no process beside this one."""
-    limits = {
-        "AS": MEMORY_BYTES,
-        "CPU": CPU_SECONDS,
-        "FSIZE": 0,
-        "NOFILE": DESCRIPTORS,
-        "NPROC": 0,  # does not bind root, hence seccomp
-        "CORE": 0,
-    }
+# 768 MB of addresses, 3 s of CPU, no byte into any file, 8 descriptors, no process beside this one.
+TRACING_LIMITS = {
+    "AS": MEMORY_BYTES,
+    "CPU": CPU_SECONDS,
+    "FSIZE": 0,
+    "NOFILE": DESCRIPTORS,
+    "NPROC": 0,  # does not bind root, hence seccomp
+    "CORE": 0,
+}
+
+
+def limit_resources(limits: Mapping[str, int] = TRACING_LIMITS) -> None:
+    """By the names of ``resource``'s RLIMIT constants; none is raised."""
     refused = [name for name, limit in limits.items() if not _limit(name, limit)]
     if refused:  # macOS has no limit on addresses, say: the others hold all the same
         raise OSError(errno.ENOTSUP, f"no limit on {', '.join(refused)}")
@@ -89,89 +98,133 @@ def _limit(name: str, limit: int) -> bool:
     return True
 
 
-_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # the same number on every architecture
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every architecture
 _LANDLOCK_VERSION = 1
+_LANDLOCK_PATH = 1
 # Rights known to Landlock's ABI n; a right that a kernel does not know is an error, so ask for its own.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of low bits
 _TCP_RIGHTS = 0b11  # bind, connect: since ABI 4
 _SCOPES = 0b11  # abstract sockets, signals: since ABI 6
+_READ_FILE, _READ = 1 << 2, 1 << 2 | 1 << 3
+# Write, truncate, remove, rename and make files and directories: no devices, sockets or links.
+_WRITE = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
 
 
-def deny_files() -> None:
-    """Landlock: a ruleset that handles every right and grants none."""
+def restrict_files(readable: Iterable[str] = (), writable: Iterable[str] = ()) -> None:
+    """Landlock: a ruleset that handles every right and grants reading under some paths, reading and writing
+    under others (directories), and nothing else. A path that does not exist grants nothing."""
     abi = _syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     files = (1 << _FILE_RIGHTS[min(abi, max(_FILE_RIGHTS))]) - 1
     # A kernel accepts the fields it does not know as long as they are zero.
     rules = struct.pack("QQQ", files, _TCP_RIGHTS if abi >= 4 else 0, _SCOPES if abi >= 6 else 0)
     ruleset = _syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
     try:
+        for path in readable:
+            _grant(ruleset, path, files & (_READ if os.path.isdir(path) else _READ_FILE))
+        for path in writable:
+            _grant(ruleset, path, files & _WRITE)
         _syscall(_LANDLOCK_RESTRICT, ruleset, 0)
     finally:
         os.close(ruleset)
 
 
+def _grant(ruleset: int, path: str, rights: int) -> None:
+    try:
+        place = os.open(path, os.O_PATH)
+    except FileNotFoundError:
+        return
+    try:
+        _syscall(_LANDLOCK_ADD, ruleset, _LANDLOCK_PATH, struct.pack("=Qi", rights, place), 0)
+    finally:
+        os.close(place)
+
+
 # What a running interpreter needs: memory, locks, its two pipes, its end. No open, no exec, no clone.
-_CALLS = {
+CALLS = {
     "x86_64": {
-        "read": 0, "write": 1, "close": 3, "munmap": 11, "brk": 12, "rt_sigprocmask": 14,
-        "rt_sigreturn": 15, "mremap": 25, "madvise": 28, "exit": 60, "sigaltstack": 131, "futex": 202,
-        "clock_gettime": 228, "exit_group": 231, "getrandom": 318,
+        "read": 0, "write": 1, "close": 3, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
+        "rt_sigprocmask": 14, "rt_sigreturn": 15, "mremap": 25, "madvise": 28, "exit": 60, "sigaltstack": 131,
+        "futex": 202, "clock_gettime": 228, "exit_group": 231, "getrandom": 318,
     },
     "aarch64": {
-        "read": 63, "write": 64, "close": 57, "munmap": 215, "brk": 214, "rt_sigprocmask": 135,
-        "rt_sigreturn": 139, "mremap": 216, "madvise": 233, "exit": 93, "sigaltstack": 132, "futex": 98,
-        "clock_gettime": 113, "exit_group": 94, "getrandom": 278,
+        "read": 63, "write": 64, "close": 57, "mmap": 222, "mprotect": 226, "munmap": 215, "brk": 214,
+        "rt_sigprocmask": 135, "rt_sigreturn": 139, "mremap": 216, "madvise": 233, "exit": 93,
+        "sigaltstack": 132, "futex": 98, "clock_gettime": 113, "exit_group": 94, "getrandom": 278,
     },
 }  # fmt: skip
-_MAPPING_CALLS = {"x86_64": {"mmap": 9, "mprotect": 10}, "aarch64": {"mmap": 222, "mprotect": 226}}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-_NUMBER, _ARCH, _PROTECTION = 0, 4, 32  # offsets in seccomp_data; the third argument's low half
+_ALLOW, _ERROR = 0x7FFF0000, 0x00050000
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in seccomp_data
 _PROT_EXEC = 4
 _SECCOMP_MODE_FILTER = 2
+
+
+class Rule(NamedTuple):
+    """When a listed system call passes, by the low half of one argument: with none of some bits, any of
+    some, one of some values. What else it answers."""
+
+    argument: int = 0
+    none_of: int = 0
+    any_of: int = 0
+    values: tuple[int, ...] | None = None
+    error: int = errno.EPERM
+
+
+TRACING_RULES = {"mmap": Rule(2, none_of=_PROT_EXEC), "mprotect": Rule(2, none_of=_PROT_EXEC)}
 
 
 class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def filter_system_calls() -> None:
-    """seccomp: everything but ``_CALLS`` and non-executable mappings fails with EPERM.
+def filter_system_calls(
+    calls: Mapping[str, Mapping[str, int]] = CALLS, rules: Mapping[str, Rule] = TRACING_RULES
+) -> None:
+    """seccomp: everything but ``calls`` (of this machine, by name, the most frequent first), within the
+    ``rules`` for some of them, fails with EPERM.
 
     EPERM, not death: whatever a kernel tried becomes an exception that its author can read.
     """
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH or sys.maxsize < 1 << 32:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
-    program = _assemble(machine)
+    program = _assemble(_AUDIT_ARCH[machine], calls[machine], rules)
     description = _Filter(len(program) // 8, program)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(description))
 
 
-def _assemble(machine: str) -> bytes:
-    code = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_RETURN, 0, 0, _REFUSE)]
+def _assemble(arch: int, calls: Mapping[str, int], rules: Mapping[str, Rule]) -> bytes:
+    refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    code = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 1, 0, arch), refuse]
     code.append((_LOAD, 0, 0, _NUMBER))  # x86's x32 calls carry a bit of their own, so match none below
-    for number in _CALLS[machine].values():
-        code += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    for number in _MAPPING_CALLS[machine].values():
-        code += [
-            (_JUMP_EQUAL, 0, 4, number),
-            (_LOAD, 0, 0, _PROTECTION),
-            (_JUMP_ANY_BIT, 0, 1, _PROT_EXEC),
-            (_RETURN, 0, 0, _REFUSE),
-            (_RETURN, 0, 0, _ALLOW),
-        ]
-    code.append((_RETURN, 0, 0, _REFUSE))
+    for name, number in calls.items():
+        answer = _answer(rules[name]) if name in rules else [(_RETURN, 0, 0, _ALLOW)]
+        code += [(_JUMP_EQUAL, 0, len(answer), number), *answer]
+    code.append(refuse)
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
-LAYERS: tuple[tuple[str, Callable[[], None]], ...] = (
+def _answer(rule: Rule) -> list[tuple[int, int, int, int]]:
+    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | rule.error)
+    code = [(_LOAD, 0, 0, _ARGUMENTS + 8 * rule.argument)]  # little-endian: the low half comes first
+    if rule.none_of:
+        code += [(_JUMP_ANY_BIT, 0, 1, rule.none_of), refuse]
+    if rule.any_of:
+        code += [(_JUMP_ANY_BIT, 1, 0, rule.any_of), refuse]
+    if rule.values is None:
+        return [*code, allow]
+    for value in rule.values:
+        code += [(_JUMP_EQUAL, 0, 1, value), allow]
+    return [*code, refuse]
+
+
+LAYERS: Layers = (
     ("undumpable", hide),
     ("no_new_privileges", renounce_privileges),
     ("limits", limit_resources),
-    ("landlock", deny_files),
+    ("landlock", restrict_files),
     ("seccomp", filter_system_calls),
 )
 
