@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
@@ -80,15 +80,33 @@ def dollars(spent: Spent) -> str:
     return f"{'~' if spent.uncertain_tokens else ''}{spent.dollars:.2f}" if spent.dollars else "–"
 
 
+@dataclass
+class Reading:
+    """A run's journal, read as it grows: no event is read twice."""
+
+    run: str
+    _events: list[Event] = field(default_factory=list)
+    _past: Past | None = None
+
+    def past(self) -> Past:
+        """How the run stands now; never an error."""
+        last = self._events[-1].seq if self._events else 0
+        try:
+            header, new = glance(runs_dir() / self.run / "journal.db", last)
+            self._events += new
+            if new or self._past is None:
+                self._past = None  # that of another version's event is not told
+                self._past = told(self.run, header, self._events)
+            return self._past
+        except JournalError as error:
+            return Past(self.run, "unreadable", str(error))
+        except (ValueError, KeyError, TypeError):  # ValidationError among them
+            return Past(self.run, "unreadable", "written by another version of coda-agent")
+
+
 def of(name: str) -> Past:
     """One run; never an error."""
-    try:
-        header, events = glance(runs_dir() / name / "journal.db")
-        return told(name, header, events)
-    except JournalError as error:
-        return Past(name, "unreadable", str(error))
-    except (ValueError, KeyError, TypeError):  # ValidationError among them
-        return Past(name, "unreadable", "written by another version of coda-agent")
+    return Reading(name).past()
 
 
 def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:

@@ -119,7 +119,7 @@ class Journal:
 
     def events(self) -> list[Event]:
         """All committed events, in the order of their commits."""
-        return [_event(self.path, row) for row in self._rows(_EVENTS)]
+        return [_event(self.path, row) for row in self._rows(_EVENTS, 0)]
 
     def export(
         self, path: Path, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()
@@ -146,7 +146,7 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _rows(self, statement: str, *values: str) -> list[tuple[Any, ...]]:
+    def _rows(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
         with _explained(self.path):
             return self._db.execute(statement, values).fetchall()
 
@@ -154,19 +154,21 @@ class Journal:
         return _load(self.path, text)
 
 
-def glance(path: Path) -> tuple[dict[str, Any], list[Event]]:
+def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
     """Header and events of a journal that another process may have open, as committed at this moment;
-    changes nothing. Raises JournalError as ``Journal.open``."""
+    changes nothing. ``after``: the last event that was read at an earlier glance, which found the file
+    sound. Raises JournalError as ``Journal.open``."""
     if not path.is_file():
         raise JournalError(f"{path}: there is no journal; check the run's name")
     with _explained(path), closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
-        _check(path, db)
+        if not after:  # it reads the whole file
+            _check(path, db)
         (text,) = db.execute("SELECT json FROM header").fetchone()
-        rows = db.execute(_EVENTS).fetchall()
+        rows = db.execute(_EVENTS, (after,)).fetchall()
     return _load(path, text), [_event(path, row) for row in rows]
 
 
-_EVENTS = "SELECT seq, key, kind, payload, time FROM events ORDER BY seq"
+_EVENTS = "SELECT seq, key, kind, payload, time FROM events WHERE seq > ? ORDER BY seq"
 
 
 def _event(path: Path, row: tuple[int, str, str, str, str]) -> Event:

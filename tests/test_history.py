@@ -80,6 +80,22 @@ def test_a_journal_of_another_version_is_unreadable(toy: Path, runs_home: Path) 
     assert (found.status, found.why) == ("unreadable", "written by another version of coda-agent")
 
 
+def test_a_journal_is_read_as_it_grows(toy: Path, runs_home: Path) -> None:
+    spec = load(toy, check=False)
+    name = make_run(toy)
+    path = runs_home / name / "journal.db"
+    reading = history.Reading(name)
+    assert reading.past() == history.of(name)
+    found = measured(spec, program_of(spec, TOY_KERNEL)).model_dump(mode="json")
+    with Journal.open(path) as journal:
+        journal.once("measurement/1", "measurement", lambda: found)
+        assert reading.past() == history.of(name) and reading.past().status == "accepted"
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE events SET payload = '{}' WHERE key = 'answer/1'")
+    assert history.of(name).status == "unreadable"
+    assert reading.past().status == "accepted"  # what was read is not read again
+
+
 def test_a_glance_changes_nothing(toy: Path, runs_home: Path) -> None:
     path = runs_home / make_run(toy) / "journal.db"
     before = path.read_bytes()
