@@ -7,17 +7,16 @@ can be resumed, reviewed and accepted by its name. What a person sees of them is
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent import history
+from agent import history, live
 from agent.runs import runs_dir
 from primitives import children
 
@@ -37,8 +36,6 @@ main()
 """
 LOG = "log.txt"  # in a run's folder: what its process says
 GRACE = 20.0  # seconds for a candidate that is told to stop
-TICK = 0.25
-STOP_ALL = "q"
 RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # the best first
 
 
@@ -47,8 +44,12 @@ class Candidate:
     """One of them; ``number`` is also the key that stops it."""
 
     number: int
-    run: str
+    reading: history.Reading
     process: subprocess.Popen[bytes]
+
+    @property
+    def run(self) -> str:
+        return self.reading.run
 
     @property
     def running(self) -> bool:
@@ -83,7 +84,7 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
                 env=os.environ | {"PYTHONPATH": children.path()},
             )
             stack.callback(children.end, process)
-            found.append(Candidate(number, name, process))
+            found.append(Candidate(number, history.Reading(name), process))
         yield found
 
 
@@ -104,12 +105,12 @@ def _watch(candidates: Sequence[Candidate], console: Console) -> None:
     if not console.is_terminal:
         _tell(candidates, console)
         return
-    with _keys() as pressed, Live(table(candidates), console=console, auto_refresh=False) as live:
+    with live.keys() as pressed, Live(table(candidates), console=console, auto_refresh=False) as shown:
         while any(c.running for c in candidates):
             for key in pressed():
-                _stop([c for c in candidates if key in (str(c.number), STOP_ALL)])
-            live.update(table(candidates), refresh=True)
-        live.update(table(candidates), refresh=True)
+                _stop([c for c in candidates if key in (str(c.number), live.STOP_ALL)])
+            shown.update(table(candidates), refresh=True)
+        shown.update(table(candidates), refresh=True)
 
 
 def _tell(candidates: Sequence[Candidate], console: Console) -> None:
@@ -124,39 +125,16 @@ def _tell(candidates: Sequence[Candidate], console: Console) -> None:
                 console.print(f"{candidate.number}: {words}", markup=False)
         if not going:
             return
-        time.sleep(TICK)
+        time.sleep(live.TICK)
 
 
 def table(candidates: Sequence[Candidate]) -> Table:
-    """A row a candidate: how it stands, what it has spent, how fast it is."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from agent.render import STYLE
-
-    made = Table(box=None, pad_edge=False, caption="a number stops that candidate, q stops all")
-    for heading in ("", "run", "status", "now"):
-        made.add_column(heading, no_wrap=True, overflow="ellipsis")
-    for heading in ("attempts", "tokens", "dollars", "speedup", "roofline"):
-        made.add_column(heading, justify="right")
-    for candidate, past in zip(candidates, _standing(candidates), strict=True):
-        now = candidate.says() if candidate.running else "ended"
-        made.add_row(
-            str(candidate.number),
-            Text(past.run),
-            Text(past.status, style=STYLE.get(past.status, "dim")),
-            Text(now[:40], style="dim"),
-            str(past.attempts),
-            f"{past.spent.tokens:,}",
-            history.dollars(past.spent),
-            f"{past.speedup:.3f}" if past.speedup else "",
-            f"{past.roofline:.0%}" if past.roofline else "",
-        )
-    return made
+    rows = ((c.number, c.reading.past(), c.says() if c.running else "ended") for c in candidates)
+    return live.table(rows, f"a number stops that candidate, {live.STOP_ALL} stops all")
 
 
 def _standing(candidates: Sequence[Candidate]) -> list[history.Past]:
-    return [history.of(candidate.run) for candidate in candidates]
+    return [candidate.reading.past() for candidate in candidates]
 
 
 def _merit(past: history.Past) -> tuple[int, float, int]:
@@ -170,29 +148,3 @@ def _stop(candidates: Sequence[Candidate]) -> None:
     deadline = time.monotonic() + GRACE
     while any(c.running for c in candidates) and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[], str]]:
-    """A function that waits a moment and gives the keys pressed; without a keyboard it only waits."""
-    import termios
-    import tty
-
-    def wait() -> str:
-        time.sleep(TICK)
-        return ""
-
-    if not sys.stdin.isatty():
-        yield wait
-        return
-
-    def read() -> str:
-        ready, _, _ = select.select([sys.stdin], [], [], TICK)
-        return os.read(sys.stdin.fileno(), 64).decode("utf-8", "replace") if ready else ""
-
-    before = termios.tcgetattr(sys.stdin)
-    try:
-        tty.setcbreak(sys.stdin)  # Ctrl-C still interrupts
-        yield read
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

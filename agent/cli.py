@@ -112,13 +112,13 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run every gate on a kernel file that this machine can run."""
-    from agent import render
+    from agent import live
     from verifier.spec import load
     from verifier.verify import verify as run_gates
 
     loaded = load(spec or _spec_of(kernel))
     source = _source(kernel)
-    with render.Watch(_console(as_json)) as watch:
+    with live.Watch(_console(as_json)) as watch:
         report, _ = run_gates(
             loaded,
             source,
@@ -151,10 +151,10 @@ def measure(
 ) -> None:
     """Measure a bundle on this machine's H100; a second call goes on where the first was cut off."""
     from agent import bundle as bundles
-    from agent import render
+    from agent import live
 
     session.need_gpu(True)
-    with render.Watch(_console(False)) as watch:
+    with live.Watch(_console(False)) as watch:
         done = bundles.measure(
             path,
             out,
@@ -410,12 +410,12 @@ def _go(
     limits: Mapping[str, Any] | None = None,
 ) -> None:
     """Author until the end, and say how it ended."""
-    from agent import render
+    from agent import live, render
 
     console = _console(as_json)
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
-        with render.Watch(console) as watch:
+        with live.Watch(console, run.name) as watch:
             outcome = session.author(run, watch, session.measurer(gpu, measuring.options(), watch), limits)
     except KeyboardInterrupt:
         typer.echo(f"coda-agent resume {run.name} goes on", err=True)

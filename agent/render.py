@@ -1,96 +1,19 @@
-"""What a person sees of a run: live gates and answers, and tables of figures at the end."""
+"""What a person sees of a report: tables of gates and figures, and the verdict."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.spinner import Spinner
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from verifier.report import GATES, Accepted, Checked, Gate, Rejected, Timing
 
 if TYPE_CHECKING:
-    from agent.budget import Spent
     from agent.loop import Outcome
 
 STYLE = {"accepted": "bold green", "checked": "bold cyan", "rejected": "bold red"}
-
-
-class Watch:
-    """A listener of the loop: a live view on a terminal, plain lines elsewhere."""
-
-    def __init__(self, console: Console):
-        self.console = console
-        self._live: Live | None = None
-        self._states: dict[str, str] = {}
-        self._title = ""
-        self._words = ""
-        self._spent = ""
-
-    def __enter__(self) -> Watch:
-        if self.console.is_terminal:
-            self._live = Live(self._view(), console=self.console, refresh_per_second=8, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
-
-    def attempt(self, number: int, limit: int) -> None:
-        self._states, self._title, self._words = {}, f"attempt {number} of at most {limit}", ""
-        if not self._live:
-            self.console.print(self._title)
-        self._update()
-
-    def text(self, words: str) -> None:
-        self._words += words
-        if not self._live:
-            *whole, self._words = self._words.split("\n")
-            for line in whole:
-                self.console.print(Text("  " + line, style="dim"))
-        self._update()
-
-    def gate(self, name: str, words: str) -> None:
-        self._states[name] = words
-        if not self._live and words == "passed" or words.startswith("rejected"):
-            self.console.print(Text(f"  {name:10} {words}"))
-        self._update()
-
-    def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
-        self.console.print(Text(f"attempt {number}: {report.status}", style=STYLE[report.status]))
-        if isinstance(report, Rejected):
-            self.console.print(Text(f"  {report.gate}/{report.code}: {report.message}"))
-
-    def tool(self, name: str, words: str) -> None:
-        line = words.strip().splitlines()[0] if words.strip() else ""
-        self.console.print(Text(f"  {name}: {line[:100]}", style="dim"))
-
-    def spent(self, spent: Spent) -> None:
-        self._spent = str(spent)
-        self._update()
-
-    def _view(self) -> Group:
-        rows: list[Any] = [Text(self._title, style="bold").append(f"  {self._spent}", style="dim")]
-        if self._words.strip() and not self._states:
-            rows.append(Text(self._words.strip().splitlines()[-1][-100:], style="dim"))
-        for name in GATES:
-            words = self._states.get(name)
-            if words == "passed":
-                rows.append(Text(f"  ✓ {name}", style="green"))
-            elif words and words.startswith("rejected"):
-                rows.append(Text(f"  ✗ {name} {words}", style="red"))
-            elif words:
-                rows.append(Spinner("dots", Text(f" {name} {'' if words == 'started' else words}")))
-        return Group(*rows)
-
-    def _update(self) -> None:
-        if self._live:
-            self._live.update(self._view())
 
 
 def gates(report: Accepted | Checked | Rejected) -> Table:

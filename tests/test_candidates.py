@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from authoring import BROKEN, ROOT, TOY_KERNEL, accepted_run, coda_agent, fenced, make_run, write_toy
+from attending import eventually, going, terminal
+from authoring import BROKEN, TOY_KERNEL, accepted_run, coda_agent, fenced, make_run, write_toy
 
 from agent import candidates, history, runs
 from agent.journal import JournalError, glance
-
-# A suite in the background inherits that SIGINT is ignored.
-INTERRUPTIBLE = """
-import signal
-from agent.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)
-main()
-"""
 
 
 @pytest.fixture
@@ -43,13 +31,6 @@ def answer(directory: Path, number: int, text: str) -> None:
     draft.rename(directory / str(number) / "answer-1.md")
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def free(name: str) -> bool:
     """Whether no process has the run open."""
     try:
@@ -57,10 +38,6 @@ def free(name: str) -> bool:
     except JournalError:
         return False
     return True
-
-
-def waiting(directory: Path) -> Callable[[], bool]:
-    return lambda: all((directory / str(n) / "prompt-1.md").exists() for n in (1, 2))
 
 
 def test_the_best_of_two(toy: Path, tmp_path: Path) -> None:
@@ -78,22 +55,14 @@ def test_the_best_of_two(toy: Path, tmp_path: Path) -> None:
         assert header["limits"] == {"tokens": 4500, "seconds": 500.0}
 
 
-@contextmanager
-def going(toy: Path, directory: Path, **streams: int) -> Iterator[subprocess.Popen[bytes]]:
+def two(toy: Path, directory: Path, **streams: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """The command with two candidates that wait for answers."""
-    given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | streams
-    command = [sys.executable, "-c", INTERRUPTIBLE, "generate", str(toy), *options(directory)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "160"}
-    with subprocess.Popen(command, env=environment, **given) as process:  # type: ignore[call-overload]
-        try:
-            eventually(waiting(directory))
-            yield process
-        finally:
-            process.kill()
+    prompts = [directory / str(number) / "prompt-1.md" for number in (1, 2)]
+    return going(["generate", toy, *options(directory)], prompts, **streams)
 
 
 def test_ctrl_c_stops_all_and_says_how_to_go_on(toy: Path, tmp_path: Path) -> None:
-    with going(toy, tmp_path / "hands") as process:
+    with two(toy, tmp_path / "hands") as process:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -107,7 +76,7 @@ def test_ctrl_c_stops_all_and_says_how_to_go_on(toy: Path, tmp_path: Path) -> No
 
 
 def test_candidates_end_with_their_parent(toy: Path, tmp_path: Path) -> None:
-    with going(toy, tmp_path / "hands") as process:
+    with two(toy, tmp_path / "hands") as process:
         assert not any(map(free, runs.names()))
         process.kill()
         process.wait()
@@ -115,34 +84,16 @@ def test_candidates_end_with_their_parent(toy: Path, tmp_path: Path) -> None:
 
 
 def test_a_key_stops_one_on_a_terminal(toy: Path, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    try:
-        with going(toy, tmp_path / "hands", stdin=theirs, stdout=theirs, stderr=theirs) as process:
-            first, second = runs.names()
-            os.write(ours, b"1")
-            eventually(lambda: free(first))
-            assert not free(second)
-            os.write(ours, b"q")
-            seen = _read(ours, process)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert "a number stops that candidate, q stops all" in seen and second in seen
-    assert process.returncode == 3 and "has no verified kernel yet" in seen
+    with terminal() as screen, two(toy, tmp_path / "hands", **screen.streams) as process:
+        first, second = runs.names()
+        screen.press("1")
+        eventually(lambda: free(first))
+        assert not free(second)
+        screen.press("q")
+        process.wait(timeout=60)
+    assert "a number stops that candidate, q stops all" in screen.seen and second in screen.seen
+    assert process.returncode == 3 and "has no verified kernel yet" in screen.seen
     assert [run.status for run in history.past()] == ["authoring", "authoring"]
-
-
-def _read(terminal: int, process: subprocess.Popen[bytes]) -> str:
-    """What a terminal shows until the process ends: read meanwhile, or its buffer fills up."""
-    import select
-
-    seen, deadline = b"", time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        if select.select([terminal], [], [], 0.1)[0]:
-            seen += os.read(terminal, 65536)
-    while select.select([terminal], [], [], 0.1)[0]:
-        seen += os.read(terminal, 65536)
-    return seen.decode("utf-8", "replace")
 
 
 def test_the_table_has_what_journals_tell(toy: Path) -> None:
@@ -157,7 +108,11 @@ def test_the_table_has_what_journals_tell(toy: Path) -> None:
     for name in names:
         (runs.runs_dir() / name / candidates.LOG).write_text("  trace      passed\n\n")
     with console.capture() as capture:
-        console.print(candidates.table([candidates.Candidate(i, n, done) for i, n in enumerate(names, 1)]))
+        console.print(
+            candidates.table(
+                [candidates.Candidate(i, history.Reading(n), done) for i, n in enumerate(names, 1)]
+            )
+        )
     rows = [line.split() for line in capture.get().splitlines()]
     assert rows[1][:3] == ["1", names[0], "checked"] and rows[2][:3] == ["2", names[1], "accepted"]
     assert rows[2][-2:] == ["1.300", "75%"]

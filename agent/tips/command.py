@@ -106,7 +106,7 @@ def measure(
     the first was cut off; with more --runs, it adds to them."""
     from rich.console import Console
 
-    from agent import render, session
+    from agent import live, session
     from agent.tips import trials
     from verifier.measure import Options
 
@@ -118,7 +118,7 @@ def measure(
     }
     for tip in tried:
         known = log.read_tips(log.TIPS)
-        with render.Watch(Console(stderr=True)) as watch:
+        with live.Watch(Console(stderr=True)) as watch:
             measurer = session.measurer(gpu, Options(), watch)
             author = trials.Runs(tip, known, options, watch, measurer, typer.echo)
             trial = trials.measure(tip, known, specs, runs, author)

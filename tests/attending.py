@@ -1,0 +1,97 @@
+"""The real command as somebody attends to it: it goes on meanwhile, at a terminal or without one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from authoring import ROOT
+
+# A suite in the background inherits that SIGINT is ignored.
+INTERRUPTIBLE = """
+import signal
+from agent.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours, and where the cursor goes
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def going(
+    arguments: Sequence[str | Path], prompts: Sequence[Path], **streams: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command, once it has written these prompts and waits for answers."""
+    given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | streams
+    command = [sys.executable, "-c", INTERRUPTIBLE, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "160"}
+    with subprocess.Popen(command, env=environment, **given) as process:  # type: ignore[call-overload]
+        try:
+            eventually(lambda: all(path.exists() for path in prompts))
+            yield process
+        finally:
+            process.kill()
+
+
+@dataclass
+class Terminal:
+    """``theirs`` is a process's end; what it writes is ``seen``, without colours."""
+
+    ours: int
+    theirs: int
+    _seen: bytearray = field(default_factory=bytearray)
+
+    @property
+    def streams(self) -> dict[str, int]:
+        return dict.fromkeys(("stdin", "stdout", "stderr"), self.theirs)
+
+    @property
+    def seen(self) -> str:
+        return CONTROL.sub("", self._seen.decode("utf-8", "replace"))
+
+    def press(self, key: str) -> None:
+        os.write(self.ours, key.encode())
+
+    def read(self) -> bool:
+        """Whether there was something to read."""
+        ready, _, _ = select.select([self.ours], [], [], 0.1)
+        if ready:
+            self._seen += os.read(self.ours, 65536)
+        return bool(ready)
+
+
+@contextmanager
+def terminal() -> Iterator[Terminal]:
+    """A terminal that is read all the time: once its buffer is full, whoever writes to it waits."""
+    made, over = Terminal(*pty.openpty()), threading.Event()
+
+    def read() -> None:
+        while made.read() or not over.is_set():
+            pass
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    try:
+        yield made
+    finally:
+        over.set()
+        reading.join()
+        os.close(made.ours)
+        os.close(made.theirs)
