@@ -29,7 +29,7 @@ from agent.budget import OutOfBudget, Spent
 from agent.journal import JournalError
 from agent.loop import Loop, Measure, Outcome, extract, standing
 from agent.options import Measuring
-from agent.providers import Call, ProviderError, Question, Turn, Usage
+from agent.providers import Call, ProviderError, Question, Tool, Turn, Usage
 from primitives.compile import CompileError
 from verifier.jail import JailUnavailable
 from verifier.report import Accepted, Checked, Rejected
@@ -39,10 +39,10 @@ NAME = "mcp"  # as a run's provider
 SPECS = Path("specs")
 AUTHOR_LENGTH = 80
 INSTRUCTIONS = """\
-Author a CODA kernel for a spec. `prompt` starts a run and gives you the language and the task. `check` tries
-a draft in some seconds. `verify` submits the whole file, as one of a few attempts, and says what is wrong.
-Where the server has an H100, `measure` what passed. You cannot accept a kernel or change a spec: a person
-reviews."""
+Author a CODA kernel for a spec. `prompt` starts a run and gives you the language and the task, `read` a page
+of it again. `check` tries a draft in some seconds. `verify` submits the whole file, as one of a few attempts,
+and says what is wrong. Where the server has an H100, `measure` what passed. What you learned from a rejection
+that you mended, `propose_tip`. You cannot accept a kernel or change a spec: a person reviews."""
 FAILURES = (  # theirs are words for whoever asked; any other exception is our bug
     CompileError,
     JailUnavailable,
@@ -61,14 +61,20 @@ def server(attempts: int) -> MCPServer:
         "coda-agent", version=version("coda-agent"), instructions=INSTRUCTIONS, log_level="WARNING"
     )
     bench = Bench(attempts)
-    looking: list[Callable[..., Any]] = [bench.list_specs, bench.report]
-    writing: list[Callable[..., Any]] = [bench.prompt, bench.check, bench.verify, bench.measure]
     looks = ToolAnnotations(read_only_hint=True, open_world_hint=False)
     adds = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
-    for tool in looking:
-        made.add_tool(_in_words(tool), description=getdoc(tool), annotations=looks)
-    for tool in writing:
-        made.add_tool(_in_words(tool), description=getdoc(tool), annotations=adds, structured_output=False)
+    offered: list[tuple[Callable[..., Any], ToolAnnotations, bool]] = [
+        (bench.list_specs, looks, True),
+        (bench.report, looks, True),
+        (bench.read, looks, False),
+        (bench.prompt, adds, False),
+        (bench.check, adds, False),
+        (bench.verify, adds, False),
+        (bench.measure, adds, False),
+        (bench.propose_tip, adds, False),
+    ]
+    for tool, hints, data in offered:
+        made.add_tool(_in_words(tool), description=getdoc(tool), annotations=hints, structured_output=data)
     return made
 
 
@@ -124,11 +130,7 @@ class Bench:
         with self._opened(run) as opened:
             if over := _over(opened, standing(opened.journal, opened.spec)):
                 raise ToolError(over)
-            keys = [event.key for event in opened.journal.events()]
-            turn = 1 + sum(key.startswith("answer/") for key in keys)
-            place = f"{turn}.{1 + sum(key.startswith(f'{tools.DRAFT}/{turn}.') for key in keys)}"
-            call = Call(place, tools.CHECK.name, {"source": extract(_answer(source))})
-            return _loop(opened, Progress(ctx)).desk.answer(place, call)
+            return _used(opened, tools.CHECK, ctx, source=extract(_answer(source)))
 
     def verify(self, run: str, source: str, ctx: Context) -> str:
         """Submit a run's kernel, the whole Python file, as one of its attempts. Says which gate rejects it
@@ -155,6 +157,19 @@ class Bench:
                     f"there is no H100 here; a person can have it measured elsewhere: coda-agent bundle {run}"
                 )
             return _judged(opened, _loop(opened, progress, measure=gates).run())
+
+    def read(self, run: str, page: str, ctx: Context) -> str:
+        """Read a page that a run's prompt names: a primitive's, such as per_row, or a worked example's, such
+        as gemm_bias_leaky_relu."""
+        with self._opened(run) as opened:
+            return _used(opened, tools.READ, ctx, page=page)
+
+    def propose_tip(self, run: str, lesson: str, failed: str, fix: str, ctx: Context) -> str:
+        """Propose one lesson for later authors of other kernels, learned from a rejection that was mended in
+        this run: one line in the imperative, the gate and reason that it failed at, and what mended it. A
+        person decides whether it is kept."""
+        with self._opened(run) as opened:
+            return _used(opened, tools.PROPOSE_TIP, ctx, lesson=lesson, failed=failed, fix=fix)
 
     def report(self, run: str) -> dict[str, Any]:
         """How a run stands: its status, the gates passed, the verifier's message, attempts and tokens."""
@@ -229,6 +244,15 @@ def _loop(
     attempts = min(made + (submission is not None), header["attempts"])
     author = submission or Submission()
     return Loop(run.journal, run.spec, run.text, author, progress, attempts, measure, header["weak_jail"])
+
+
+def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
+    """What a tool of the authors says, as used before the run's next answer."""
+    keys = [event.key for event in run.journal.events()]
+    turn = 1 + sum(key.startswith("answer/") for key in keys)
+    used = sum(key.startswith((f"{tools.DRAFT}/{turn}.", f"{tools.TIP}/{turn}.")) for key in keys)
+    place = f"{turn}.{1 + used}"
+    return _loop(run, Progress(ctx)).desk.answer(place, Call(place, tool.name, given))
 
 
 def _over(run: runs.Run, outcome: Outcome | None) -> str:

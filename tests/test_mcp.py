@@ -29,17 +29,20 @@ from mcp import Client, StdioServerParameters
 from mcp.client.session import IncomingMessage
 from mcp_types import CallToolResult, Implementation, TextContent
 
-from agent import history, runs, session
+from agent import history, prompt, runs, session, tools
 from agent.loop import standing
 from agent.mcp import Submission, server
 from agent.providers import ProviderError, Question, Turn, Usage
+from agent.tips.lessons import learned
 from verifier import verify
 from verifier.jail import JailUnavailable
 from verifier.report import Checked, Rejected
 from verifier.verify import Verdict
 
 pytestmark = pytest.mark.anyio
-TOOLS = {"list_specs", "prompt", "check", "verify", "measure", "report"}
+LOOKING = {"list_specs", "report", "read"}
+TOOLS = LOOKING | {"prompt", "check", "verify", "measure", "propose_tip"}
+LESSON = {"lesson": "Give gemm two operands.", "failed": "trace/python", "fix": "gemm(a, b)"}
 ADA = Implementation(name="Ada's\neditor", version="1.2")
 KEY = "sk-ant-a-key-that-nobody-sees"
 SHIPPED = "gemm_row_abs_max"
@@ -89,9 +92,9 @@ async def told(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
     return result.structured_content
 
 
-async def begun(client: Client) -> str:
-    """The name of a new run of the toy."""
-    first, *_ = (await said(client, "prompt", spec="toy")).splitlines()
+async def begun(client: Client, spec: str = "toy") -> str:
+    """The name of a new run."""
+    first, *_ = (await said(client, "prompt", spec=spec)).splitlines()
     return first.removeprefix("run: ")
 
 
@@ -130,10 +133,7 @@ async def test_a_client_authors_a_run_like_any_other(place: Path) -> None:
     async with Client(command, mode="legacy", client_info=ADA, message_handler=listen) as client:
         listed = (await client.list_tools()).tools
         assert {tool.name for tool in listed} == TOOLS
-        assert {t.name for t in listed if t.annotations and t.annotations.read_only_hint} == {
-            "list_specs",
-            "report",
-        }
+        assert {t.name for t in listed if t.annotations and t.annotations.read_only_hint} == LOOKING
         ours, toy = (await told(client, "list_specs"))["specs"]
         assert (ours["name"], ours["accepted"]) == (SHIPPED, True)
         path = os.path.join("specs", "toy.yaml")
@@ -195,15 +195,58 @@ async def test_a_spec_is_a_name_of_the_list(here: Client, place: Path, spec: str
     assert runs.names() == []
 
 
-@pytest.mark.parametrize("tool", ["check", "verify", "measure", "report"])
-async def test_a_run_is_a_name_of_the_list(here: Client, place: Path, tool: str) -> None:
+@pytest.mark.parametrize(
+    ("tool", "given"),
+    [
+        ("check", {"source": TOY_KERNEL}),
+        ("verify", {"source": TOY_KERNEL}),
+        ("measure", {}),
+        ("report", {}),
+        ("read", {"page": "per_row"}),
+        ("propose_tip", LESSON),
+    ],
+)
+async def test_a_run_is_a_name_of_the_list(
+    here: Client, place: Path, tool: str, given: dict[str, str]
+) -> None:
     async with here as client:
         name = await begun(client)
         shutil.copytree(place / "runs" / name, place / "outside")
-        source = {"source": TOY_KERNEL} if tool in ("check", "verify") else {}
-        for given in ("", ".", "..", "../outside", f"../runs/{name}", f"{name}/", f"runs/{name}", "\0"):
-            assert f"the latest are: {name}" in await refused(client, tool, run=given, **source), given
+        for run in ("", ".", "..", "../outside", f"../runs/{name}", f"{name}/", f"runs/{name}", "\0"):
+            assert f"the latest are: {name}" in await refused(client, tool, run=run, **given), run
     assert keys(name) == ["prompt"]
+
+
+async def test_a_page_or_an_example_is_read(here: Client) -> None:
+    async with here as client:
+        name = await begun(client)
+        assert (await said(client, "read", run=name, page="per_row")).startswith("### per_row(")
+        example = await said(client, "read", run=name, page="gemm_bias_leaky_relu")
+        assert example.startswith("```yaml\nname: gemm_bias_leaky_relu") and "@kernel" in example
+        for page in ("toy", "../examples/gemm_bias_leaky_relu", "kernel", ""):
+            assert f"there is no page {page!r}" in await said(client, "read", run=name, page=page)
+    assert keys(name) == ["prompt"]
+
+
+async def test_the_example_of_a_runs_own_spec_is_not_read(here: Client, place: Path) -> None:
+    shutil.copy(prompt.EXAMPLES / "gemm_bias_leaky_relu.yaml", place / "specs")
+    async with here as client:
+        name = await begun(client, "gemm_bias_leaky_relu")
+        assert "there is no page" in await said(client, "read", run=name, page="gemm_bias_leaky_relu")
+
+
+async def test_tips_await_a_person(here: Client, place: Path) -> None:
+    async with here as client:
+        name = await begun(client)
+        await said(client, "check", run=name, source=BROKEN)
+        assert "a person will look at it" in await said(client, "propose_tip", run=name, **LESSON)
+        long = LESSON | {"fix": "x" * (tools.LONGEST + 1)}
+        assert f"{tools.LONGEST} at most" in await said(client, "propose_tip", run=name, **long)
+        await said(client, "verify", run=name, source=TOY_KERNEL)
+        again = LESSON | {"lesson": "Name both operands of gemm."}  # learned once it passed
+        assert "a person will look at it" in await said(client, "propose_tip", run=name, **again)
+    assert keys(name) == ["prompt", "draft/1.1", "tip/1.2", "answer/1", "report/1", "tip/2.1"]
+    assert [told.lesson for told in learned(name).told] == [LESSON["lesson"], again["lesson"]]
 
 
 async def test_attempts_are_used_up(here: Client) -> None:
@@ -319,6 +362,7 @@ async def test_a_run_of_another_author_is_only_looked_at(here: Client, place: Pa
         assert (await told(client, "report", run=name))["author"].endswith("via handoff")
         for tool in ("check", "verify"):
             assert "authored through handoff" in await refused(client, tool, run=name, source=TOY_KERNEL)
+        assert "authored through handoff" in await refused(client, "propose_tip", run=name, **LESSON)
         assert "authored through handoff" in await refused(client, "measure", run=name)
 
 
