@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from attending import eventually, going, terminal
-from authoring import BROKEN, fenced, write_toy
+from authoring import BROKEN, ROOT, fenced, write_toy
 from rich.console import Console
 
 from agent import history
@@ -56,3 +59,44 @@ def test_a_run_has_a_row_and_a_key_that_stops_it(runs_home: Path, tmp_path: Path
     assert "1 or q stops it" in screen.seen and f"coda-agent resume {past.run} goes on" in screen.seen
     (past,) = history.past()
     assert (past.status, past.attempts) == ("rejected", 1)
+
+
+# A shell: what has its terminal, and a job in the background, which is stopped for changing how that works.
+SHELL = """
+import fcntl, os, signal, termios
+from agent import live
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+job = os.fork()
+if not job:
+    os.setpgid(0, 0)
+    with live.keys() as pressed:
+        os._exit(3 if pressed() else 0)
+_, status = os.waitpid(job, os.WUNTRACED)
+if os.WIFSTOPPED(status):
+    os.kill(job, signal.SIGKILL)
+assert status == 0, status
+with live.keys() as pressed:
+    print("here")
+    while pressed() != "1":
+        pass
+"""
+
+
+def test_a_job_in_the_background_leaves_the_keys_to_others() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with terminal() as screen:
+        end = screen.theirs
+        shell = subprocess.Popen(
+            [sys.executable, "-c", SHELL],
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            eventually(lambda: "here" in screen.seen or shell.poll() is not None)
+            screen.press("1")
+            assert shell.wait(timeout=60) == 0, screen.seen
+        finally:
+            shell.kill()
