@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.words import StepText, steps
-from primitives.ir import Program
+from primitives.ir import Program, Schedule
 from primitives.roofline import H100, Machine, Roofline, StepFloor, roofline
 
 if TYPE_CHECKING:
@@ -45,6 +46,26 @@ def as_dict(
         "roofline": {case: floor.to_dict() for case, floor in floors(program, sizes).items()},
         "cutedsl": _lowered(program) if cutedsl else None,
     }
+
+
+def beside(kernel: Path, suffix: str) -> Path:
+    """NAME.SUFFIX in the folder of a kernel's file."""
+    return kernel.with_name(f"{kernel.name.partition('.')[0]}.{suffix}")
+
+
+def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
+    """The schedules that a case was measured with, by step: from the report beside a kernel's file
+    (NAME.report.json), if it is of this program and has them. ValueError for a report that cannot be read."""
+    from verifier.report import REPORT, Accepted
+
+    path = beside(kernel, "report.json")
+    if not path.exists():
+        return {}
+    report = REPORT.validate_json(path.read_bytes())
+    if not isinstance(report, Accepted) or report.identity.program_hash != program.hash:
+        return {}
+    found = [t.schedules for t in report.timings if t.case == case]
+    return {int(step): Schedule.from_json(fields) for step, fields in found[0].items()} if found else {}
 
 
 def _lowered(program: Program) -> str:
@@ -102,20 +123,21 @@ def tables(resources: Sequence[Resources] | None, rooflines: Mapping[str, Roofli
 def resource_table(resources: Sequence[Resources]) -> Table:
     """One row a compiled kernel and configuration; spills, and a GEMM without HGMMA, stand out."""
     numbers = ["registers", "stack B", "stages A+B/st/ld", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
-    table = _table("resources, compiled for sm_90a", ["kernel", "schedule"], numbers)
+    table = new_table("resources, compiled for sm_90a", ["kernel", "schedule"], numbers)
     for r in resources:
         spilled = f"{r.spill_loads}/{r.spill_stores}"
         spills = f"[yellow]{spilled}[/]" if r.spill_loads or r.spill_stores else spilled
         idle = r.schedule is not None and not r.hgmma
         table.add_row(
-            r.kernel.rpartition("_")[0] or r.kernel, _schedule(r.schedule), str(r.registers), str(r.stack),
-            "/".join(map(str, r.stages or "-")), spills, "[red]0[/]" if idle else str(r.hgmma),
+            r.kernel.rpartition("_")[0] or r.kernel, schedule_words(r.schedule), str(r.registers),
+            str(r.stack), "/".join(map(str, r.stages or "-")), spills, "[red]0[/]" if idle else str(r.hgmma),
             f"{r.tma_loads}/{r.tma_stores}", f"{r.seconds:.1f}",
         )  # fmt: skip
     return table
 
 
-def _schedule(schedule: Mapping[str, int | bool] | None) -> str:
+def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
+    """``128x192 pingpong deep 2x1``: tile, kind, cluster."""
     if schedule is None:
         return "-"
     kind = "pingpong" if schedule["pingpong"] else "cooperative"
@@ -131,7 +153,7 @@ def roofline_table(rooflines: Mapping[str, Roofline]) -> Table:
         f"({machine.tensor_fp8.value / 1e12:.1f} of fp8), "
         f"{machine.memory.value / 1e12:.2f} T{machine.memory.unit}; epilogue arithmetic not counted"
     )
-    table = _table(
+    table = new_table(
         title, ["case", "kernel"], ["GFLOP", "read MB", "written MB", "compute us", "memory us", "floor us"]
     )
     table.add_column("binds")
@@ -173,7 +195,8 @@ def _figures(found: Sequence[StepFloor]) -> list[str]:
     ]
 
 
-def _table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """A table with a title, columns of text, then columns of numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold cyan")

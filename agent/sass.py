@@ -1,0 +1,132 @@
+"""What ``coda-agent show KERNEL --sass`` says: the lowered text beside the machine code it became.
+
+Data first: ``as_dict`` for programs, ``words`` for a prompt; ``tables`` draws the same with rich.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any
+
+from agent.show import new_table, schedule_words
+from primitives.sass import KINDS, LOWERED, Instruction, Listing
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+MEANING = (
+    "Instructions as they stand in the code, by the line of the lowered text that they were traced from. The "
+    "epilogue is unrolled whole: its counts are a thread's for one tile."
+)
+
+
+def as_dict(listings: Sequence[Listing], *, full: bool = False) -> list[dict[str, Any]]:
+    """One entry a kernel: counts by kind in total, by line of the lowered text, and by file elsewhere;
+    ``full``: every instruction too, by address."""
+    return [
+        {
+            "kernel": listing.kernel,
+            "schedule": listing.schedule and listing.schedule.to_json(),
+            "total": _ordered(listing.total()),
+            "lines": [
+                {"line": line, "text": text, "counts": _ordered(listing.lines().get(line, Counter()))}
+                for line, text in listing.source.items()
+            ],
+            "elsewhere": {file: _ordered(counts) for file, counts in listing.elsewhere().items()},
+            "instructions": [_instruction(i) for i in listing.instructions] if full else None,
+        }
+        for listing in listings
+    ]
+
+
+def _instruction(i: Instruction) -> dict[str, Any]:
+    place = {"file": None, "line": i.line} if i.file == LOWERED else {"file": i.file, "line": i.line}
+    return {"address": i.address, "text": i.text, "kind": i.kind, **place}
+
+
+def words(listings: Sequence[Listing]) -> str:
+    """Compact Markdown for a prompt: the lowered text with what each line became behind it."""
+    return "\n\n".join([MEANING, *map(_kernel_words, listings)])
+
+
+def _kernel_words(listing: Listing) -> str:
+    lines, elsewhere = listing.lines(), listing.elsewhere()
+    texts = dedent("\n".join(listing.source.values())).splitlines()
+    coded = [
+        f"{text}  # {said(lines[number])}" if number in lines else text
+        for number, text in zip(listing.source, texts, strict=True)
+    ]
+    rest = [f"- `{file}`: {said(counts)}" for file, counts in elsewhere.items()]
+    return "\n".join(
+        [
+            f"{_title(listing)}: {said(listing.total())}",
+            "```python",
+            *coded,
+            "```",
+            *(["Traced elsewhere:", *rest] if rest else []),
+        ]
+    )
+
+
+def said(counts: Counter[str]) -> str:
+    """``256: FP32 128, MUFU 128``."""
+    return f"{counts.total()}: {_kinds(counts)}"
+
+
+def _kinds(counts: Counter[str]) -> str:
+    return ", ".join(f"{kind} {number}" for kind, number in _ordered(counts).items())
+
+
+def _ordered(counts: Counter[str]) -> dict[str, int]:
+    return {kind: counts[kind] for kind in KINDS if counts[kind]}
+
+
+def _title(listing: Listing) -> str:
+    name = listing.kernel.rpartition("_")[0] or listing.kernel
+    return f"{name}, {schedule_words(listing.schedule.to_json())}" if listing.schedule else name
+
+
+def tables(listings: Sequence[Listing], *, full: bool = False) -> Iterator[RenderableType]:
+    """A table a kernel: a row a line of its class, then one a file elsewhere; ``full``: then its instructions
+    under the lines that they are from."""
+    from rich.text import Text
+
+    yield Text(MEANING, style="dim")
+    for listing in listings:
+        yield _table(listing)
+        if full:
+            yield from _code(listing)
+
+
+def _table(listing: Listing) -> Table:
+    from rich.text import Text
+
+    drawn = new_table(f"instructions of {_title(listing)}", ["line", "CuTeDSL"], ["all"])
+    drawn.add_column("of which", overflow="fold")
+    lines = listing.lines()
+    for number, text in listing.source.items():
+        counts = lines.get(number, Counter())
+        row = (str(number), Text(text), str(counts.total() or ""), _kinds(counts))
+        drawn.add_row(*row, style="" if counts else "dim")
+    drawn.add_section()
+    for file, counts in listing.elsewhere().items():
+        drawn.add_row("", Text(file), str(counts.total()), _kinds(counts))
+    drawn.add_section()
+    drawn.add_row("", "all", str(listing.total().total()), _kinds(listing.total()), style="bold")
+    return drawn
+
+
+def _code(listing: Listing) -> Iterator[RenderableType]:
+    """Each place that instructions come from, the lowered text's first, and they by address."""
+    from rich.text import Text
+
+    places: dict[tuple[str, int], list[Instruction]] = {}
+    for i in listing.instructions:
+        places.setdefault((i.file, i.line), []).append(i)
+    for (file, line), found in sorted(places.items()):
+        where = f"{line} {listing.source.get(line, '').strip()}" if file == LOWERED else f"{file}:{line}"
+        yield Text(where, style="bold")
+        yield Text("\n".join(f"    {i.address:06x}  {i.text}" for i in found))

@@ -1,0 +1,138 @@
+"""Machine code beside the lowered text: parsing what nvdisasm prints, one real compile, and what is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from operators import of_spec
+from rich.console import Console
+
+from agent import sass as shown
+from primitives import sass
+from primitives.compile import PROBES, CompileError, report
+from primitives.ir import Schedule
+from primitives.lower import lower
+from primitives.sass import LOWERED, Instruction, Listing, disassemble, parse
+
+BACKWARD, SIZES = of_spec("gemm_swiglu_bwd"), {"D": 64, "F": 64}
+TEXT = """\
+	.headerflags	@"EF_CUDA_TEXMODE_UNIFIED EF_CUDA_64BIT_ADDRESS"
+.text.kernel_cutlass_kernel_coda_lowered_0:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_7:
+	//## File "/cache/lowered/coda_lowered_1.py", line 27
+        /*0010*/                   FFMA R23, R118, R185, R23 ;
+        /*0020*/              @!P2 BRA `(.L_x_7) ;
+	//## File "/venv/lib/python3.11/site-packages/quack/gemm_sm90.py", line 511
+        /*0030*/              @UP0 UTMALDG.2D [UR8], [UR4] ;
+	//## File "/cache/lowered/coda_lowered_1.py", line 27
+        /*0040*/                   MUFU.EX2 R4, R4 ;
+        /*0050*/                   STL.64 [R1+0x8], R4 ;
+        /*0060*/                   NOP ;
+        /*0070*/                   NOP ;
+"""
+
+
+def test_instructions_have_an_address_a_kind_and_a_place() -> None:
+    found = list(parse(TEXT, "/cache/lowered/coda_lowered_1.py"))
+    assert found == [
+        Instruction(0x00, "LDC R1, c[0x0][0x28]", "?", 0),
+        Instruction(0x10, "FFMA R23, R118, R185, R23", LOWERED, 27),
+        Instruction(0x20, "@!P2 BRA 0x0010", LOWERED, 27),
+        Instruction(0x30, "@UP0 UTMALDG.2D [UR8], [UR4]", "quack/gemm_sm90.py", 511),
+        Instruction(0x40, "MUFU.EX2 R4, R4", LOWERED, 27),
+        Instruction(0x50, "STL.64 [R1+0x8], R4", LOWERED, 27),
+    ]
+    assert [i.kind for i in found] == ["other", "FP32", "other", "TMA", "MUFU", "spill"]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def listings(own_cache: Path) -> tuple[Listing, ...]:
+    return disassemble(BACKWARD, SIZES)
+
+
+def test_a_real_compile(listings: tuple[Listing, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    listing, finish = listings
+    assert listing.schedule == PROBES[0] and listing.kernel == lower(BACKWARD).gemms[0].name
+    text = dict(enumerate(lower(BACKWARD).text.splitlines(), 1))
+    assert listing.source.items() <= text.items()
+    assert next(iter(listing.source.values())).startswith(f"class {listing.kernel}(")
+    lines = listing.lines()
+    assert lines.keys() <= listing.source.keys()
+    # A thread has 128 of a 128x128 tile's accumulators: 64 pairs, each with an exponential and a reciprocal
+    # in the sigmoid that its line calls.
+    of_sigmoid = [lines[number]["MUFU"] for number, line in listing.source.items() if "= sigmoid(" in line]
+    assert of_sigmoid == [128, 128]
+    (product,) = (number for number, line in listing.source.items() if "n5_0 = (" in line)
+    assert lines[product] == Counter(FP32=64)
+    assert (
+        finish.schedule is None and finish.total()["global"] and finish.lines().keys() <= finish.source.keys()
+    )
+    # What is counted is what the resource report counts: line info changes no instruction.
+    resources, _ = report(BACKWARD, SIZES, PROBES[:1])
+    opcodes = Counter(word.partition(".")[0] for i in listing.instructions for word in i.text.split()[:2])
+    assert (opcodes["HGMMA"], opcodes["UTMALDG"], opcodes["UTMASTG"]) == (
+        resources.hgmma, resources.tma_loads, resources.tma_stores,
+    )  # fmt: skip
+    assert listing.elsewhere()["quack/sm90_utils.py"]["HGMMA"] > 0
+    whole = sum(lines.values(), Counter()) + sum(listing.elsewhere().values(), Counter())
+    assert whole == listing.total() and whole.total() == len(listing.instructions)
+
+    monkeypatch.setattr(sass, "_run_child", lambda request: pytest.fail("compiled again"))
+    assert disassemble(BACKWARD, SIZES) == listings
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_refusal_has_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "COMPILE_SECONDS", 0.1)
+    with pytest.raises(CompileError, match=r"did not finish in 0\.1 s"):
+        disassemble(BACKWARD, SIZES, {0: Schedule(128, 128)})
+
+
+LISTING = Listing(
+    "Step0_0123456789ab",
+    Schedule(128, 192),
+    {12: "class Step0_0123456789ab(FusedGemm):", 13: "    @cute.jit", 27: "        n2_0 = sigmoid(t0[i])"},
+    tuple(parse(TEXT, "/cache/lowered/coda_lowered_1.py")),
+)
+
+
+def test_words_are_the_text_with_counts_behind_it() -> None:
+    text = shown.words([LISTING])
+    assert "Step0, 128x192 pingpong 2x1: 6: FP32 1, MUFU 1, TMA 1, spill 1, other 2" in text
+    assert "        n2_0 = sigmoid(t0[i])  # 4: FP32 1, MUFU 1, spill 1, other 1\n" in text
+    assert "    @cute.jit\n" in text and "- `quack/gemm_sm90.py`: 1: TMA 1" in text
+
+
+def printed(*, full: bool) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(*shown.tables([LISTING], full=full), sep="\n")
+    return out.getvalue()
+
+
+def test_tables_have_the_code_on_request() -> None:
+    assert "n2_0 = sigmoid(t0[i])" in printed(full=False) and "UTMALDG" not in printed(full=False)
+    text = printed(full=True)
+    assert "27 n2_0 = sigmoid(t0[i])\n    000010  FFMA R23, R118, R185, R23\n    000020  @!P2 BRA" in text
+    assert "quack/gemm_sm90.py:511\n    000030  @UP0 UTMALDG.2D [UR8], [UR4]" in text
+
+
+def test_json_has_the_same() -> None:
+    (data,) = json.loads(json.dumps(shown.as_dict([LISTING])))
+    assert data["total"]["MUFU"] == 1 and data["schedule"]["tile_n"] == 192 and data["instructions"] is None
+    assert data["lines"][-1]["counts"] == {"FP32": 1, "MUFU": 1, "spill": 1, "other": 1}
+    (data,) = shown.as_dict([LISTING], full=True)
+    assert data["instructions"][3]["file"] == "quack/gemm_sm90.py"
+    assert data["instructions"][4] == {
+        "address": 0x40, "text": "MUFU.EX2 R4, R4", "kind": "MUFU", "file": None, "line": 27,
+    }  # fmt: skip
