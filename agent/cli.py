@@ -303,31 +303,68 @@ def show(
     ],
     spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
     cutedsl: Annotated[bool, typer.Option("--cutedsl", help="The lowered CuTeDSL text too.")] = False,
+    sass: Annotated[
+        bool, typer.Option("--sass", help="The machine instructions that each line of that text became, too.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="With --sass: the instructions themselves, not only how many.")
+    ] = False,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Hardware counters too, from NAME.counters.csv beside KERNEL.")
+    ] = False,
+    counters_from: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Hardware counters from this CSV export of ncu.")
+    ] = None,
+    case: Annotated[
+        str | None,
+        typer.Option(help="Whose schedules --sass, and whose bytes --counters takes. Default: the first."),
+    ] = None,
     weak_jail: WeakJail = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a kernel does: its steps, resources on sm_90a and roofline."""
+    """Show what a kernel does: its steps, resources on sm_90a and roofline; its machine code and counters."""
+    from agent import counters as counting
+    from agent import sass as listing
     from agent import show as showing
     from primitives.compile import report
     from primitives.ir import ProgramError
+    from primitives.sass import disassemble
     from verifier.spec import load
 
     loaded = load(spec or _spec_of(kernel), check=False)
     program = _program(kernel, loaded, weak_jail)
+    sizes = {each.name: each.sizes for each in loaded.cases}
+    if case is not None and case not in sizes:
+        raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
     try:
         resources = report(program, loaded.cases[0].sizes)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
-    sizes = {case.name: case.sizes for case in loaded.cases}
+    export = None
+    if counters or counters_from:
+        export = counting.read(counters_from or showing.beside(kernel, "counters.csv"), case)
+    listings = found = None
+    if sass:
+        chosen = case or loaded.cases[0].name
+        listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen))
+    if export:
+        found = counting.counters(program, export, sizes.get(export.case or loaded.cases[0].name))
     if as_json:
         data = showing.as_dict(
             program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl
         )
+        data["sass"] = listings and listing.as_dict(listings, full=full)
+        data["counters"] = found and counting.as_dict(found)
         typer.echo(json.dumps(data, indent=1))
-    else:
-        _console(False).print(
-            showing.render(program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl)
-        )
+        return
+    console = _console(False)
+    console.print(
+        showing.render(program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl)
+    )
+    if listings:
+        console.print(*listing.tables(listings, full=full), sep="\n")
+    if export and found:
+        console.print(counting.as_table(found, export))
 
 
 @app.command()
@@ -510,6 +547,7 @@ def _explained(error: Exception) -> int:
     from agent.accept import AcceptError
     from agent.budget import OutOfBudget
     from agent.bundle import BundleError
+    from agent.counters import CountersError
     from agent.journal import JournalError
     from agent.providers import ProviderError
     from agent.scaffold import ScaffoldError
@@ -520,7 +558,7 @@ def _explained(error: Exception) -> int:
     from verifier.sanitizer import SanitizerMissing
     from verifier.spec import SpecError
 
-    if isinstance(error, SpecError | BundleError | ScaffoldError | TableError | TipsError):
+    if isinstance(error, SpecError | BundleError | CountersError | ScaffoldError | TableError | TipsError):
         status = USAGE
     elif isinstance(error, AcceptError | CompileError | OutOfBudget):
         status = REJECTED

@@ -55,13 +55,19 @@ def beside(kernel: Path, suffix: str) -> Path:
 
 def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     """The schedules that a case was measured with, by step: from the report beside a kernel's file
-    (NAME.report.json), if it is of this program and has them. ValueError for a report that cannot be read."""
+    (NAME.report.json), if it is of this program and has them. TableError for a report that cannot be read."""
+    from pydantic import ValidationError
+
+    from agent.table import TableError
     from verifier.report import REPORT, Accepted
 
     path = beside(kernel, "report.json")
     if not path.exists():
         return {}
-    report = REPORT.validate_json(path.read_bytes())
+    try:
+        report = REPORT.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise TableError(f"{path}: {error.errors()[0]['msg']}; accept that kernel again") from None
     if not isinstance(report, Accepted) or report.identity.program_hash != program.hash:
         return {}
     found = [t.schedules for t in report.timings if t.case == case]

@@ -1,0 +1,319 @@
+"""What ``coda-agent show KERNEL --counters`` says: hardware counters of a kernel's launches, from a stored
+export of Nsight Compute, beside the bytes that the roofline counts.
+
+An export is what ``ncu --csv --page raw`` prints (or ``details``); docs/performance.md has the command.
+Data first: ``read``, ``counters``, ``as_dict`` for programs, ``words`` for a prompt; ``as_table`` draws it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent.show import new_table
+from primitives.ir import Program
+from primitives.lower import lower
+from primitives.roofline import StepFloor, roofline
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TOP_STALLS = 3
+MISSING = "–"
+
+
+class CountersError(ValueError):
+    """An export that cannot be read, or is of no kernel of the program."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure to show: of the ``names`` that ncu may have for it, the first that an export has. ``unit`` is
+    what it is shown in, ``scale`` how many of the base unit (seconds, bytes, percent, a count) that is, and
+    ``label`` what the details page calls it."""
+
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    scale: float = 1.0
+    label: str = ""
+
+
+_WAVEFRONTS, _CONFLICTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared", "l1tex__data_bank_conflicts_pipe_lsu"
+METRICS = {
+    "time": Metric("time", "us", ("gpu__time_duration.sum", "gpu__time_duration.avg"), 1e-6, "Duration"),
+    "tensor": Metric(
+        "tensor pipe active",
+        "%",
+        (
+            "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+            "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+            "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+            "sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active",
+        ),
+    ),
+    "sm": Metric(
+        "SM throughput",
+        "%",
+        ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
+        label="Compute (SM) Throughput",
+    ),
+    "l2": Metric(
+        "L2 throughput",
+        "%",
+        ("lts__throughput.avg.pct_of_peak_sustained_elapsed",),
+        label="L2 Cache Throughput",
+    ),
+    "dram": Metric(
+        "DRAM throughput",
+        "%",
+        (
+            "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+            "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+        ),
+        label="DRAM Throughput",
+    ),
+    "read": Metric("read from DRAM", "MB", ("dram__bytes_read.sum", "dram__bytes_op_read.sum"), 1e6),
+    "written": Metric("written to DRAM", "MB", ("dram__bytes_write.sum", "dram__bytes_op_write.sum"), 1e6),
+    "l2_sectors": Metric("sectors read from L2", "millions", ("lts__t_sectors_op_read.sum",), 1e6),
+    "wavefronts": Metric("shared memory wavefronts", "millions", (f"{_WAVEFRONTS}.sum",), 1e6),
+    "conflicts": Metric(
+        "bank conflicts", "millions", (f"{_CONFLICTS}_mem_shared.sum", f"{_CONFLICTS}.sum"), 1e6
+    ),
+    "registers": Metric(
+        "registers", "a thread", ("launch__registers_per_thread",), label="Registers Per Thread"
+    ),
+    "occupancy": Metric(
+        "warps active",
+        "% of an SM's",
+        ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+        label="Achieved Occupancy",
+    ),
+    "ctas": Metric("CTAs", "", ("launch__grid_size",), label="Grid Size"),
+}
+# What warps wait for: how many are stalled so, on average, whenever one issues.
+_STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+_ASKED = (
+    "barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard "
+    "math_pipe_throttle membar mio_throttle misc no_instruction short_scoreboard sleeping tex_throttle wait"
+)
+_NO_STALL = ("selected", "not_selected")  # they issue, or could
+
+
+def wanted() -> list[str]:
+    """The metrics to ask ncu for: of each figure the first name, and every reason to stall."""
+    stalls = [f"smsp__average_warps_issue_stalled_{r}_per_issue_active.ratio" for r in _ASKED.split()]
+    return [*(metric.names[0] for metric in METRICS.values()), *stalls]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """One kernel's figures by the keys of METRICS, in base units, absent ones left out, and ``stalls`` by
+    reason, most first: medians over its ``launches``. ``floor``: what the roofline counts of it at the
+    export's case. ``other_text``: the export is of another lowering of it."""
+
+    kernel: str
+    launches: int
+    values: dict[str, float]
+    stalls: dict[str, float]
+    floor: StepFloor | None = None
+    other_text: bool = False
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a file holds: the program and case that it is of, where it says so, and each launch's kernel with
+    its values by ncu's names, in seconds, bytes, percent or counts."""
+
+    path: Path
+    program: str | None
+    case: str | None
+    launches: tuple[tuple[str, dict[str, float]], ...]
+
+
+def read(path: Path, case: str | None = None) -> Export:
+    """CountersError unless it is a CSV export of ncu's, of ``case`` where it says of which it is."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        raise CountersError(
+            f"{path}: there is no such file; docs/performance.md has the command that makes one"
+        ) from None
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
+    if start is None:
+        raise CountersError(
+            f'{path}: no line begins with "ID",: it is no CSV of ncu; export with ncu --csv --page raw'
+        )
+    # What the profiled program prints, and ncu's own ==PROF== lines, may stand anywhere.
+    header, *cells = csv.reader(line for line in lines[start:] if not line.startswith("=="))
+    if "Kernel Name" not in header:
+        raise CountersError(f"{path}:{start + 1}: no column Kernel Name; export with ncu --csv --page raw")
+    rows = [dict(zip(header, row, strict=True)) for row in cells if len(row) == len(header)]
+    said = next((found for line in lines if (found := _SAID.match(line))), None)
+    program, measured = (said[1], said[2]) if said else (None, case)
+    if case not in (None, measured):
+        raise CountersError(f"{path}: is of case {measured}, not {case}; leave out --case, or profile it")
+    launches = _details(rows) if "Metric Name" in header else _raw(rows)
+    return Export(path, program, measured, tuple(launches))
+
+
+_SAID = re.compile(r"# (\S+) at (\S+):")  # what benchmarks.counters prints
+
+
+def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """A row a launch, a column a metric; the first row, of no launch, has the units."""
+    units = rows.pop(0) if rows and not rows[0]["ID"] else {}
+    for row in rows:
+        values = {name: _value(text, units.get(name, "")) for name, text in row.items() if "__" in name}
+        yield row["Kernel Name"], {name: value for name, value in values.items() if value is not None}
+
+
+def _details(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """A row a metric; rows of one ID are one launch. Metrics have their own names, or sections' labels."""
+    names = {metric.label: metric.names[0] for metric in METRICS.values() if metric.label}
+    launches: dict[str, tuple[str, dict[str, float]]] = {}
+    for row in rows:
+        _, values = launches.setdefault(row["ID"], (row["Kernel Name"], {}))
+        name = row["Metric Name"]
+        value = _value(row["Metric Value"], row["Metric Unit"])
+        if value is not None:
+            values.setdefault(names.get(name, name), value)
+    yield from launches.values()
+
+
+_PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_UNIT = re.compile(r"([numKMGT]?)(second|s|byte|sector|inst)$")
+
+
+def _value(text: str, unit: str) -> float | None:
+    """In the base unit; None for what is no number. ``1,234.5 usecond``."""
+    try:
+        number = float(text.replace(",", ""))
+    except ValueError:
+        return None
+    prefix = _UNIT.match(unit)
+    return number * _PREFIXES[prefix[1]] if prefix else number
+
+
+def counters(
+    program: Program, export: Export, sizes: Mapping[str, int] | None = None
+) -> tuple[Counters, ...]:
+    """An export's figures of each kernel of a program that it has, in the order they run; ``sizes`` are its
+    case's. CountersError if it has none."""
+    name = program.signature.name
+    if export.program not in (None, name):
+        raise CountersError(f"{export.path}: is of {export.program}, not {name}; profile {name}")
+    lowered = lower(program)
+    floors = {(f.step, str(f.kind)): f for f in roofline(program, sizes).steps} if sizes else {}
+    kernels = [(g.step, "gemm", g.name) for g in lowered.gemms]
+    kernels += [(v.step, "vector", v.name) for v in lowered.vectors]
+    found = []
+    for step, kind, name in sorted(kernels):
+        stem, _, digest = name.rpartition("_")
+        pattern = re.compile(rf"{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
+        own = [(m[1], values) for text, values in export.launches if (m := pattern.search(text))]
+        if own:
+            other = any(d != digest for d, _ in own)
+            found.append(_summary(stem, [values for _, values in own], floors.get((step, kind)), other))
+    if not found:
+        there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
+        raise CountersError(
+            f"{export.path}: of no kernel of this program ({', '.join(name for *_, name in kernels)}); "
+            f"its kernels: {there}; profile it with python -m benchmarks.counters"
+        )
+    return tuple(found)
+
+
+def _summary(kernel: str, launches: list[dict[str, float]], floor: StepFloor | None, other: bool) -> Counters:
+    def median(name: str) -> float | None:
+        values = [launch[name] for launch in launches if name in launch]
+        return statistics.median(values) if values else None
+
+    figures = {
+        key: next((v for name in metric.names if (v := median(name)) is not None), None)
+        for key, metric in METRICS.items()
+    }
+    reasons = {name: m[1] for launch in launches for name in launch if (m := _STALL.fullmatch(name))}
+    stalls = {
+        reason.replace("_", " "): value
+        for name, reason in reasons.items()
+        if reason not in _NO_STALL and (value := median(name))
+    }
+    return Counters(
+        kernel,
+        len(launches),
+        {key: value for key, value in figures.items() if value is not None},
+        dict(sorted(stalls.items(), key=lambda item: -item[1])),
+        floor,
+        other,
+    )
+
+
+def as_dict(found: Sequence[Counters]) -> list[dict[str, Any]]:
+    """One entry a kernel: figures in base units (seconds, bytes, percent, counts), None where absent."""
+    return [
+        {
+            "kernel": c.kernel,
+            "launches": c.launches,
+            "other_text": c.other_text,
+            **{key: c.values.get(key) for key in METRICS},
+            "stalls": c.stalls,
+            "roofline": c.floor and c.floor.to_dict(),
+        }
+        for c in found
+    ]
+
+
+def rows(c: Counters) -> list[tuple[str, str]]:
+    """A kernel's figures in words: what, how much. An absent one is MISSING."""
+    shown = [(metric.title, _figure(c, key)) for key, metric in METRICS.items()]
+    top = [f"{reason} {value:.2f}" for reason, value in list(c.stalls.items())[:TOP_STALLS]]
+    return [*shown, ("stalls, warps at each issue", ", ".join(top) or MISSING)]
+
+
+def _figure(c: Counters, key: str) -> str:
+    metric, value = METRICS[key], c.values.get(key)
+    if value is None:
+        return MISSING
+    words = f"{_short(value / metric.scale)} {metric.unit}".strip()
+    if c.floor and key in ("read", "written"):
+        least = sum((c.floor.reads if key == "read" else c.floor.writes).values())
+        return f"{words} (roofline {_short(least / metric.scale)})"
+    if c.floor and key == "time":
+        return f"{words} (roofline {_short(c.floor.seconds / metric.scale)})"
+    return words
+
+
+def _short(value: float) -> str:
+    """Three digits at least, no more after the point than it takes."""
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def words(found: Sequence[Counters]) -> str:
+    """Compact Markdown for a prompt: a table, a column a kernel."""
+    lines = [
+        "| hardware counter | " + " | ".join(map(_title, found)) + " |",
+        "|---|" + "---|" * len(found),
+    ]
+    for cells in zip(*map(rows, found), strict=True):
+        lines.append(f"| {cells[0][0]} | " + " | ".join(text for _, text in cells) + " |")
+    return "\n".join(lines)
+
+
+def _title(c: Counters) -> str:
+    times = f"median of {c.launches} launches" if c.launches > 1 else "one launch"
+    return f"{c.kernel}, {times}" + (", of another lowering" if c.other_text else "")
+
+
+def as_table(found: Sequence[Counters], export: Export) -> Table:
+    """The same for people."""
+    said = f"hardware counters, {export.path.name}" + (f", case {export.case}" if export.case else "")
+    drawn = new_table(said, ["counter", *map(_title, found)], [])
+    for cells in zip(*map(rows, found), strict=True):
+        drawn.add_row(cells[0][0], *(text for _, text in cells))
+    return drawn

@@ -1,0 +1,248 @@
+"""Stored exports of Nsight Compute: what is read from them, and of which kernel it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from operators import SPECS, of_spec, two_steps
+from rich.console import Console
+from typer.testing import CliRunner
+
+from agent import counters, show
+from agent.cli import app
+from agent.counters import Counters, CountersError, Export
+from agent.table import TableError
+from primitives.ir import Program, Schedule
+from primitives.lower import lower
+from primitives.sass import Listing
+from verifier.spec import load
+
+PROGRAM = of_spec("gemm_swiglu_bwd")
+KEPT = SPECS.parent / "generated_kernels" / "gemm_swiglu_bwd.program.json"
+SIZES = {"M": 16384, "D": 2048, "F": 5632}
+IDENTITY = (
+    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
+    '"Device","CC"'
+)
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+METRICS = {  # name: unit, the values of three launches
+    "dram__bytes_read.sum": ("Mbyte", "650.12", "1.44", "652.12"),
+    "dram__bytes_write.sum": ("Gbyte", "0.56", "0.00", "0.56"),
+    "gpu__time_duration.sum": ("usecond", "663.42", "7.42", "653.42"),
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": ("", "1,234,567", "0", "1,234,569"),
+    "launch__grid_size": ("", "132", "2,048", "132"),
+    "launch__registers_per_thread": ("register/thread", "168", "24", "168"),
+    "lts__t_sectors_op_read.sum": ("sector", "142,000,000", "44,000", "142,000,000"),
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": ("%", "70.11", "0", "70.21"),
+    STALLED.format("barrier"): ("inst", "0.50", "2.10", "0.60"),
+    STALLED.format("long_scoreboard"): ("inst", "4.21", "30.10", "4.41"),
+    STALLED.format("gmma"): ("inst", "0.05", "0", "0.05"),
+    STALLED.format("wait"): ("inst", "1.00", "1.10", "1.00"),
+    STALLED.format("selected"): ("inst", "9.00", "9.00", "9.00"),
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": ("%", "n/a", "n/a", "n/a"),
+}
+
+
+def mangled(name: str) -> str:
+    """As CuTeDSL names a kernel of the class ``name``."""
+    return f"kernel_cutlass_kernel_coda_lowered_8a68ed9784a60c16{name}_object_at__TiledMMA_ThrLayoutVMNK_0"
+
+
+def launched(program: Program) -> list[str]:
+    """Classes of a program's first and last kernel, and the first again."""
+    found = lower(program)
+    first, last = found.gemms[0].name, found.vectors[-1].name
+    return [first, last, first]
+
+
+def fields(*texts: str) -> str:
+    return ",".join(f'"{text}"' for text in texts)
+
+
+def identity(number: int, kernel: str) -> str:
+    place = (
+        "4242",
+        "python3",
+        "127.0.0.1",
+        mangled(kernel),
+        "1",
+        "7",
+        "(384, 1, 1)",
+        "(132, 1, 1)",
+        "0",
+        "9.0",
+    )
+    return fields(str(number), *place)
+
+
+def raw(names: list[str], said: str = "# gemm_swiglu_bwd at 1B: M 16384, D 2048, F 5632") -> str:
+    """What ``ncu --csv --page raw`` and what it ran print together."""
+    rows = [
+        "==PROF== Connected to process 4242 (/usr/bin/python3.11)",
+        '==PROF== Profiling "kernel_cutlass_kernel_coda_lo..." - 0: 0%....50%....100% - 9 passes',
+        said,
+        "==PROF== Disconnected from process 4242",
+        f"{IDENTITY},{fields(*METRICS)}",
+        f"{fields(*[''] * 11)},{fields(*(unit for unit, *_ in METRICS.values()))}",
+    ]
+    for number, name in enumerate(names):
+        rows.append(f"{identity(number, name)},{fields(*(v[number] for _, *v in METRICS.values()))}")
+        rows.append("==WARNING== a line of ncu's own")
+    return "\n".join(rows) + "\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "gemm_swiglu_bwd.counters.csv"
+    path.write_text(raw(launched(PROGRAM)))
+    return path
+
+
+def found(path: Path, program: Program = PROGRAM) -> tuple[Counters, ...]:
+    return counters.counters(program, counters.read(path), SIZES)
+
+
+def test_a_raw_page(path: Path) -> None:
+    export = counters.read(path)
+    assert (export.program, export.case, len(export.launches)) == ("gemm_swiglu_bwd", "1B", 3)
+    step, finish = found(path)
+    assert (step.kernel, step.launches, step.other_text) == ("Step0", 2, False)
+    assert step.values["time"] == pytest.approx(658.42e-6)
+    assert step.values["read"] == pytest.approx(651.12e6) and step.values["written"] == pytest.approx(0.56e9)
+    assert step.values["conflicts"] == 1_234_568 and step.values["ctas"] == 132
+    assert step.values["tensor"] == pytest.approx(70.16) and "sm" not in step.values
+    assert list(step.stalls) == ["long scoreboard", "wait", "barrier", "gmma"]  # selected is no stall
+    assert finish.kernel.startswith("Finish") and finish.values["ctas"] == 2048
+    assert step.floor and step.floor.reads["z"] == 369_098_752
+
+
+def test_words_put_the_roofline_beside_bytes_and_time(path: Path) -> None:
+    text = counters.words(found(path))
+    assert text.splitlines()[0].startswith("| hardware counter | Step0, median of 2 launches | Finish")
+    assert "| time | 658 us (roofline 382) | 7.42 us" in text
+    assert "| read from DRAM | 651 MB (roofline 459) | 1.44 MB" in text
+    assert "| SM throughput | – | – |" in text
+    assert "| stalls, warps at each issue | long scoreboard 4.31, wait 1.00, barrier 0.55 |" in text
+
+
+def test_the_table_and_json_hold_the_same(path: Path) -> None:
+    out = io.StringIO()
+    Console(file=out, width=160).print(counters.as_table(found(path), counters.read(path)))
+    assert "gemm_swiglu_bwd.counters.csv, case 1B" in out.getvalue()
+    assert re.search(r"tensor pipe active +│ 70.2 % +│ 0 %", out.getvalue())
+    step, _ = json.loads(json.dumps(counters.as_dict(found(path))))
+    assert step["sm"] is None and step["registers"] == 168 and step["roofline"]["kind"] == "gemm"
+
+
+def test_a_details_page(path: Path) -> None:
+    def row(section: str, name: str, unit: str, value: str) -> str:
+        return f"{identity(0, launched(PROGRAM)[0])},{fields(section, name, unit, value)}"
+
+    rows = [
+        "==PROF== Connected to process 4242",
+        f"{IDENTITY},{fields('Section Name', 'Metric Name', 'Metric Unit', 'Metric Value')}",
+        row("GPU Speed Of Light Throughput", "Duration", "ms", "1.5"),
+        row("GPU Speed Of Light Throughput", "Compute (SM) Throughput", "%", "61.5"),
+        row("Launch Statistics", "Registers Per Thread", "register/thread", "168"),
+        row("Command line profiler metrics", "dram__bytes_read.sum", "byte", "1,000"),
+    ]
+    path.write_text("\n".join(rows))
+    (step,) = counters.counters(PROGRAM, counters.read(path))
+    assert step.values == {"time": pytest.approx(1.5e-3), "sm": 61.5, "registers": 168, "read": 1000}
+    assert step.floor is None and "roofline" not in counters.words([step])
+
+
+def test_steps_are_told_apart_and_another_lowering_is_named(path: Path) -> None:
+    program = two_steps()
+    path.write_text(raw(["Step1_0123456789ab", "Step0", "Step1_0123456789ab"], said=""))
+    zero, one = counters.counters(program, counters.read(path))
+    assert (zero.kernel, zero.launches, one.kernel, one.launches) == ("Step0", 1, "Step1", 2)
+    assert zero.other_text and one.other_text and "of another lowering" in counters.words([one])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no CSV of ncu; export with ncu --csv --page raw"),
+        ('"ID","Metric"\n"0","1"\n', ":1: no column Kernel Name"),
+        (raw(["Other_0123456789ab"] * 3), "of no kernel of this program .*its kernels: kernel_cutlass"),
+        (raw(["Step0"], said="# gemm_rope at 1B: M 8"), "is of gemm_rope, not gemm_swiglu_bwd"),
+    ],
+)
+def test_what_is_no_export_of_this_program(path: Path, text: str, said: str) -> None:
+    path.write_text(text)
+    with pytest.raises(CountersError, match=said):
+        found(path)
+
+
+def test_a_file_that_is_missing_or_of_another_case(path: Path) -> None:
+    with pytest.raises(CountersError, match="is of case 1B, not 7B"):
+        counters.read(path, "7B")
+    assert counters.read(path, "1B").case == "1B"
+    with pytest.raises(CountersError, match=r"docs/performance\.md has the command"):
+        counters.read(path.with_name("none.csv"))
+
+
+def test_what_is_asked_for_is_what_is_read() -> None:
+    asked = counters.wanted()
+    assert len(asked) == len(set(asked)) and "gpu__time_duration.sum" in asked
+    launch = (mangled("Step0"), dict.fromkeys(asked, 1.0))
+    (step,) = counters.counters(PROGRAM, Export(Path("x"), None, None, (launch,)))
+    assert set(step.values) == set(counters.METRICS) and len(step.stalls) + len(step.values) == len(asked)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_command_takes_the_export_beside_the_kernel(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    listing = Listing("Step0_0123456789ab", None, {}, ())
+
+    def disassemble(*given: Any) -> tuple[Listing, ...]:
+        asked.append(given)
+        return (listing,)
+
+    monkeypatch.setattr("primitives.sass.disassemble", disassemble)
+    kernel = path.with_name("gemm_swiglu_bwd.program.json")
+    kernel.write_text(KEPT.read_text())
+    kernel.with_name("gemm_swiglu_bwd.report.json").write_text(
+        KEPT.with_name("gemm_swiglu_bwd.report.json").read_text()
+    )
+
+    def show(*options: str) -> Any:
+        spec = ["--spec", str(SPECS / "gemm_swiglu_bwd.yaml")]
+        return CliRunner().invoke(app, ["show", str(kernel), *spec, *options])
+
+    data = json.loads(show("--counters", "--json").output)
+    assert [c["kernel"] for c in data["counters"]][0] == "Step0" and data["sass"] is None
+    assert data["counters"][0]["roofline"]["reads"]["z"] == 369_098_752  # at the export's case
+    assert "hardware counters, gemm_swiglu_bwd.counters.csv, case 1B" in show("--counters").output
+    data = json.loads(show("--sass", "--case", "7B", "--json").output)
+    assert data["sass"][0]["kernel"] == "Step0_0123456789ab" and data["counters"] is None
+    ((_, sizes, schedules),) = asked
+    assert sizes["D"] == 4096 and schedules == tuned_there("7B")
+    assert isinstance(show("--counters", "--case", "7B").exception, CountersError)
+    wrong = show("--case", "8B")
+    assert wrong.exit_code == 2 and "has the cases 1B, 7B" in " ".join(wrong.output.split())
+
+
+def tuned_there(case: str) -> dict[int, Schedule]:
+    timings = json.loads(KEPT.with_name("gemm_swiglu_bwd.report.json").read_text())["timings"]
+    (found,) = (t["schedules"] for t in timings if t["case"] == case)
+    return {int(step): Schedule.from_json(fields) for step, fields in found.items()}
+
+
+def test_the_schedules_of_a_report_beside_the_kernel(tmp_path: Path) -> None:
+    program = Program.from_json(
+        KEPT.read_text(), load(SPECS / "gemm_swiglu_bwd.yaml", check=False).signature()
+    )
+    assert show.tuned(KEPT, program, "7B") == tuned_there("7B")
+    assert show.tuned(KEPT, program, "of no such case") == {}
+    assert show.tuned(KEPT, two_steps(), "7B") == {}  # of another program
+    assert show.tuned(tmp_path / KEPT.name, program, "7B") == {}  # no report there
+    (tmp_path / "gemm_swiglu_bwd.report.json").write_text("{}")
+    with pytest.raises(TableError, match=r"gemm_swiglu_bwd\.report\.json: .*accept that kernel again"):
+        show.tuned(tmp_path / KEPT.name, program, "7B")
