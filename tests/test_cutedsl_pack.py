@@ -1,0 +1,211 @@
+"""The CuTeDSL pack: it fits, names what the installed packages have, and its examples compile for sm_90a."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import KERNELS, ROOT, SHIPPED
+from kernels import signature, tensor, trace
+
+from agent.prompt import tokens
+from primitives.lower import lower
+
+PACK = ROOT / "agent" / "pack" / "cutedsl.md"
+TEXT = PACK.read_text(encoding="utf-8")
+MOST = 14_000  # tokens
+DOTTED = re.compile(r"(?<![\w./])((?:cute|cutlass|quack|primitives)(?:\.[A-Za-z_]\w*)+)")
+FENCED = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+TOY = trace(
+    signature(
+        {"x": tensor("M, K"), "w": tensor("N, K"), "bias": tensor("N", "fp32")},
+        {"a": tensor("M, N"), "b": tensor("M, N"), "s": tensor("N", "fp32")},
+    ),
+    "h = gemm(x, w.mT) + per_column(bias)",
+    "d = 1 + abs(h)",
+    "return {'a': h / d, 'b': 1 / d, 's': column_sums(h)}",
+)
+SUFFIX = f"_{lower(TOY).hash[:12]}"
+GIVEN = lower(TOY).text.replace(SUFFIX, "")  # as an author of an edit sees it
+WHOLE, *SNIPPETS = FENCED.findall(TEXT)
+QUOTIENTS, COLUMNS = [(SNIPPETS[0], SNIPPETS[1])], [(SNIPPETS[2], SNIPPETS[3]), (SNIPPETS[4], SNIPPETS[5])]
+
+# One process for all that needs the DSL: its imports take seconds.
+CHILD = """
+import importlib, json, pathlib, sys
+from dataclasses import replace
+names, step, finish = json.load(sys.stdin)
+def missing(name):
+    head, *rest = name.split(".")
+    found = importlib.import_module({"cute": "cutlass.cute"}.get(head, head))
+    for part in rest:
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(f"{found.__name__}.{part}")
+            except (AttributeError, ImportError):
+                return True
+    return False
+answer = {"missing": [name for name in names if missing(name)]}
+from primitives import compile
+from primitives.ir import Schedule
+from primitives.lower import lower
+from test_cutedsl_pack import SUFFIX, TOY
+own = lower(TOY)
+def sass(example, text, kernel, build, *how):
+    edited = replace(own, text=text, hash=f"{example}{own.hash}")
+    build(edited, replace(kernel, name=kernel.name.removesuffix(SUFFIX)), *how, cached=False)
+    (cubin,) = pathlib.Path.cwd().rglob("*.cubin")
+    answer[example] = compile._tool("nvdisasm", "-c", str(cubin))
+    cubin.unlink()
+sass("step", step, own.gemms[0], compile.compile_gemm, Schedule(128, 128, True, 2, 1), {})
+sass("finish", finish, own.vectors[0], compile.compile_vector)
+print(json.dumps(answer))
+"""
+NAMES = sorted(set(DOTTED.findall(TEXT)))
+INVENTED = ["cute.arch.no_such_thing", "primitives.device.no_such_module"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Names that are ``missing``, and the SASS of the ``step`` and the ``finish`` that examples edit."""
+    scratch = tmp_path_factory.mktemp("pack")
+    environment = os.environ | {
+        "CODA_AGENT_CACHE": str(scratch),
+        "CUTE_DSL_ARCH": "sm_90a",
+        "CUTE_DSL_DUMP_DIR": str(scratch),
+        "CUTE_DSL_KEEP_CUBIN": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "QUACK_ARCH": "90",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=json.dumps([[*NAMES, *INVENTED], edited(QUOTIENTS), edited(COLUMNS)]),
+        cwd=scratch,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def edited(edits: list[tuple[str, str]]) -> str:
+    text = GIVEN
+    for before, after in edits:
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    return text
+
+
+# size and packaging
+
+
+def test_the_size() -> None:
+    assert tokens(TEXT) < MOST
+
+
+def test_it_is_packaged() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["agent"]
+    assert any(PACK in (ROOT / "agent").glob(pattern) for pattern in patterns)
+
+
+# what it names exists
+
+
+def test_every_dotted_name_exists(compiled: dict[str, Any]) -> None:
+    assert {"cute.arch.griddepcontrol_wait", "quack.activation.sigmoid", "cutlass.select_"} <= set(NAMES)
+    assert compiled["missing"] == INVENTED
+
+
+@pytest.mark.parametrize("module", ["finish", "heads", "lanes", "mainloop", "tables", "values"])
+def test_all_that_a_device_module_offers_is_named(module: str) -> None:
+    tree = ast.parse((ROOT / "primitives" / "device" / f"{module}.py").read_text(encoding="utf-8"))
+    (exported,) = [
+        ast.literal_eval(n.value)
+        for n in tree.body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    ]
+    assert [name for name in exported if not re.search(rf"\b{name}\b", TEXT)] == []
+
+
+# the worked examples
+
+
+def test_the_toy_is_what_lowering_gives() -> None:
+    assert WHOLE.strip() == GIVEN.strip()
+
+
+def test_the_first_example_compiles_to_what_it_claims(compiled: dict[str, Any]) -> None:
+    found = compiled["step"]
+    assert len(re.findall(r"\bMUFU\.RCP\b", found)) == 128
+    assert not re.findall(r"\b(?:CALL|FFMA)\b", found)
+    assert len(re.findall(r"\bHGMMA\b", found)) > 0
+
+
+def test_the_second_example_compiles_to_what_it_claims(compiled: dict[str, Any]) -> None:
+    found = compiled["finish"]
+    order = re.findall(r"\b(ACQBULK|LDG|BAR)\b", found)
+    assert order[0] == "ACQBULK" and order.count("LDG") == 4 and order[-1] == "BAR"
+
+
+# nothing of an accepted kernel
+
+
+def test_it_names_no_spec() -> None:
+    assert not [name for name in SHIPPED if name in TEXT]
+
+
+def test_no_line_of_an_accepted_kernel_is_in_it() -> None:
+    lines = {line.strip() for line in TEXT.splitlines()}
+    own = {line for path in AUTHORED for line in map(str.strip, read(path)) if telling(line)}
+    assert len(own) > 50
+    assert not own & lines
+
+
+def test_no_arithmetic_of_an_accepted_kernel_is_in_it() -> None:
+    """Three operations in a row that are one or two kernels' own: each alone is lowering's way to say it."""
+    kernels = [arithmetic(read(path)) for path in LOWERED]
+    seen = Counter(three for kernel in kernels for three in kernel)
+    own = {three for three, count in seen.items() if count <= 2}
+    assert len(own) > 100
+    assert not own & arithmetic(TEXT.splitlines())
+
+
+LOWERED = sorted(KERNELS.glob("*.cutedsl.py"))
+AUTHORED = sorted(set(KERNELS.glob("*.py")) - set(LOWERED))
+
+
+def read(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def arithmetic(lines: list[str]) -> set[tuple[str, ...]]:
+    """Each three operations in a row, without the numbers of nodes."""
+    plain = [re.sub(r"\b([a-z])\d+(_\d)?\b", r"\1", line.strip()) for line in lines]
+    operations = [line for line in plain if line.startswith("n = ")]
+    return set(zip(operations, operations[1:], operations[2:], strict=False))
+
+
+def telling(line: str) -> bool:
+    """Whether it computes something, and at some length."""
+    try:
+        tree = ast.parse(line)
+    except SyntaxError:
+        return False
+    kinds = (ast.Call, ast.BinOp, ast.Compare)
+    return len(line.replace(" ", "")) > 12 and any(isinstance(node, kinds) for node in ast.walk(tree))
