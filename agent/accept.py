@@ -1,7 +1,8 @@
 """Accepting: a kernel that passed every gate goes to generated_kernels/, with its evidence; git commit.
 
 Four files a kernel: NAME.py as authored, NAME.program.json (what launch loads), NAME.cutedsl.py (the text
-that ran) and NAME.report.json. The run that made it is kept for replay.
+that ran) and NAME.report.json. Of an edited text three more: NAME.raw.py, NAME.raw.program.json (the same
+program, on schedules of its own) and NAME.raw.report.json. The run that made it is kept for replay.
 """
 
 from __future__ import annotations
@@ -13,57 +14,78 @@ from pathlib import Path
 from agent.journal import Journal
 from agent.loop import PIECE, Outcome
 from primitives.files import write_atomic
-from primitives.lower import lower
+from primitives.lower import editable, lower
 from verifier.report import Accepted, Authorship, Rejected
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = Path(__file__).parent / "recordings"
 # What a recording keeps of a run's header: the rest is about the machine it ran on, such as local paths.
-HEADER = ("run", "spec", "spec_hash", "provider", "attempts", "author", "model")
+HEADER = ("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes")
 
 
 class AcceptError(Exception):
     """A kernel that cannot be accepted, or a commit that git refused: what to do instead."""
 
 
-def files(name: str, directory: Path = KERNELS) -> list[Path]:
-    """The four files of a kernel."""
-    return [directory / f"{name}.{suffix}" for suffix in ("py", "program.json", "cutedsl.py", "report.json")]
+SUFFIXES = ("py", "program.json", "cutedsl.py", "report.json")
+RAW_SUFFIXES = ("raw.py", "raw.program.json", "raw.report.json")
+
+
+def files(name: str, directory: Path = KERNELS, *, raw: bool = False) -> list[Path]:
+    """The files of a kernel: the source first, then the program; the report last."""
+    return [directory / f"{name}.{suffix}" for suffix in (RAW_SUFFIXES if raw else SUFFIXES)]
+
+
+def recording(name: str, directory: Path = RECORDINGS, *, raw: bool = False) -> Path:
+    """Where the run that made a kernel is kept."""
+    return directory / (f"{name}.raw.jsonl" if raw else f"{name}.jsonl")
 
 
 def accept(
-    outcome: Outcome, journal: Journal, directory: Path = KERNELS, recordings: Path = RECORDINGS
+    outcome: Outcome,
+    journal: Journal,
+    directory: Path = KERNELS,
+    recordings: Path = RECORDINGS,
+    *,
+    looked: bool = False,
 ) -> list[Path]:
     """Write an accepted kernel's files and its run's recording; the report last, for it vouches for
-    the others. Raises AcceptError for anything but an accepted kernel, or where writing fails."""
+    the others. ``looked``: a person has read it, which an edited text needs. Raises AcceptError for anything
+    but an accepted kernel, or where writing fails."""
     report, program = outcome.report, outcome.program
     if not isinstance(report, Accepted) or program is None:
         raise AcceptError(
             f"run {outcome.authorship.run} is {report.status}, not accepted: "
             "only a kernel measured on an H100 and found faster can be accepted"
         )
-    name = report.identity.spec
-    lowered = lower(program)
+    name, raw = report.identity.spec, bool(outcome.raw)
+    if raw and not looked:
+        raise AcceptError(
+            f"{name}: this is raw CuTeDSL, code that nobody vouches for: read it (coda-agent review "
+            f"{outcome.authorship.run}), then say --looked"
+        )
+    lowered = lower(program, outcome.raw)
     if lowered.hash != report.identity.lowered_hash or program.hash != report.identity.program_hash:
         raise AcceptError(f"{name}: the evidence is for another lowering (other versions?): measure again")
     report = report.model_copy(update={"authorship": outcome.authorship})
-    source, text, cutedsl, evidence = files(name, directory)
-    recording = recordings / f"{name}.jsonl"
+    written = dict(zip(files(name, directory, raw=raw), (outcome.source, program.to_json()), strict=False))
+    if not raw:
+        written[directory / f"{name}.cutedsl.py"] = lowered.text
+    evidence, run = files(name, directory, raw=raw)[-1], recording(name, recordings, raw=raw)
     try:
         evidence.unlink(missing_ok=True)
-        write_atomic(source, outcome.source)
-        write_atomic(text, program.to_json())
-        write_atomic(cutedsl, lowered.text)
+        for path, content in written.items():
+            write_atomic(path, content)
         if not journal.header.get("replays"):  # else the recording there is the run that it replays
             recordings.mkdir(parents=True, exist_ok=True)
             header = {key: journal.header[key] for key in HEADER if key in journal.header}
-            journal.export(recording, header, leaving_out={PIECE})  # the report has what they came to
+            journal.export(run, header, leaving_out={PIECE})  # the report has what they came to
         write_atomic(evidence, report.model_dump_json(indent=1) + "\n")
     except OSError as error:
         place = error.filename or directory  # a write that fails names no file
         raise AcceptError(f"{place}: {error.strerror}; make room and accept again") from None
-    return [source, text, cutedsl, evidence, recording]
+    return [*written, evidence, run]
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
@@ -71,19 +93,25 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     no change."""
     if isinstance(outcome.report, Rejected):
         return ""
-    path = files(outcome.report.identity.spec, directory)[0]
+    path = files(outcome.report.identity.spec, directory, raw=bool(outcome.raw))[0]
     try:
-        before = path.read_text(encoding="utf-8")
+        before = path.read_text(encoding="utf-8") if path.exists() or not outcome.raw else _given(outcome)
     except OSError:
         return ""
     old, new = (text.splitlines(keepends=True) for text in (before, outcome.source))
     return "".join(unified_diff(old, new, fromfile=path.name, tofile=f"run {outcome.authorship.run}"))
 
 
+def _given(outcome: Outcome) -> str:
+    """The text that an edit started from."""
+    assert outcome.program is not None  # of a rejected one there are no changes to show
+    return editable(outcome.program)
+
+
 def message(report: Accepted, authorship: Authorship) -> str:
     """The commit message: what was accepted, by whom, with the figures."""
     lines = [
-        f"Accept {report.identity.spec}",
+        f"Accept {report.identity.spec}" + (", raw CuTeDSL" if report.identity.raw else ""),
         "",
         f"Author: {authorship.author}, {authorship.attempts} attempt(s), run {authorship.run}",
         f"Device: {report.conditions.get('gpu', 'unknown')}, {report.date}",

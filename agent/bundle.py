@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent import accept, runs
 from agent.loop import last_verified, measurement, stands_at
+from agent.session import work_of
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError, Schedule
 from primitives.lower import lower
@@ -55,15 +56,32 @@ Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
 
 
 class Rival(_File):
-    """An accepted kernel: its program, and its schedules by case and step."""
+    """An accepted kernel (``verifier.measure.Kept``) in JSON's terms."""
 
     program: str
     schedules: dict[str, dict[str, dict[str, Any]]]
+    finalists: dict[str, Schedules] = {}
+    raw: str = ""
+
+    @classmethod
+    def of(cls, kept: Kept) -> Rival:
+        return cls(
+            program=kept.program.to_json(),
+            schedules={
+                case: {str(step): dict(s.to_json()) for step, s in steps.items()}
+                for case, steps in kept.schedules.items()
+            },
+            finalists={
+                case: {str(step): tuple(dict(s.to_json()) for s in raced) for step, raced in steps.items()}
+                for case, steps in kept.finalists.items()
+            },
+            raw=kept.raw,
+        )
 
 
 class Entry(_File):
     """A checked kernel that awaits measurement. ``known``: by case, schedules that won before. ``kept``: the
-    run's accepted kernel, which this one is to beat."""
+    accepted kernel that this one is to beat. ``raw``: its edited text."""
 
     run: str
     attempt: int
@@ -72,6 +90,7 @@ class Entry(_File):
     identity: Identity
     known: dict[str, Schedules] = {}
     kept: Rival | None = None
+    raw: str = ""
 
 
 class Bundle(_File):
@@ -117,19 +136,24 @@ def _entry(name: str) -> Entry:
             program=last["program"],
             identity=report.identity,
             known=_known(report.identity),
-            kept=_kept(events),
+            kept=_kept(run, events),
+            raw=last.get("raw", ""),
         )
     finally:
         run.journal.close()
 
 
-def _kept(events: Mapping[str, Any]) -> Rival | None:
+def _kept(run: runs.Run, events: Mapping[str, Any]) -> Rival | None:
+    from verifier.measure import Kept
+
     number = stands_at(events)
     found = measurement(events, number) if number else None
-    if not isinstance(found, Measured):
-        return None
-    schedules = {timing.case: timing.schedules for timing in found.timings}
-    return Rival(program=events[f"report/{number}"]["program"], schedules=schedules)
+    if isinstance(found, Measured):
+        report = events[f"report/{number}"]
+        program = Program.from_json(report["program"], run.spec.signature())
+        return Rival.of(Kept.of(program, found.timings, report.get("raw", "")))
+    rival = work_of(run).rival()
+    return Rival.of(rival) if rival else None
 
 
 def _known(identity: Identity) -> dict[str, Schedules]:
@@ -161,7 +185,7 @@ class _Pieces:
     @classmethod
     def of(cls, out: Path, entry: Entry, options: Options) -> _Pieces:
         """Those of this kernel, this spec's sizes and these options: of no other measurement."""
-        rival = entry.kept.program if entry.kept else ""
+        rival = entry.kept.model_dump_json() if entry.kept else ""
         what = json.dumps([entry.identity.lowered_hash, entry.identity.spec_hash, asdict(options), rival])
         name = f"{entry.identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
         return cls(_partial(out) / name)
@@ -197,12 +221,13 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
             keep=_Pieces.of(out, entry, options),
             known=_schedules(path, entry),
             kept=_rival(path, entry, spec),
+            raw=entry.raw,
         )
         results.append(
             Result(
                 run=entry.run,
                 attempt=entry.attempt,
-                identity=identity(spec, program),
+                identity=identity(spec, program, entry.raw),
                 measurement=found.model_dump(mode="json"),
             )
         )
@@ -214,14 +239,18 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
 
 def _schedules(path: Path, entry: Entry) -> dict[str, dict[int, list[Schedule]]]:
     try:
-        return {
-            case: {int(step): [Schedule.from_json(s) for s in raced] for step, raced in steps.items()}
-            for case, steps in entry.known.items()
-        }
+        return _raced(entry.known)
     except (ProgramError, ValueError) as error:
         raise BundleError(
             f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"
         ) from None
+
+
+def _raced(known: Mapping[str, Schedules]) -> dict[str, dict[int, list[Schedule]]]:
+    return {
+        case: {int(step): [Schedule.from_json(s) for s in raced] for step, raced in steps.items()}
+        for case, steps in known.items()
+    }
 
 
 def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
@@ -234,7 +263,8 @@ def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
             case: {int(step): Schedule.from_json(s) for step, s in steps.items()}
             for case, steps in entry.kept.schedules.items()
         }
-        return Kept(Program.from_json(entry.kept.program, spec.signature()), tuned)
+        program = Program.from_json(entry.kept.program, spec.signature())
+        return Kept(program, tuned, _raced(entry.kept.finalists), entry.kept.raw)
     except (ProgramError, ValueError) as error:
         raise BundleError(
             f"{path}: run {entry.run}: the kernel to beat is refused: {error}; bundle it again"
@@ -246,7 +276,7 @@ def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:
     spec = _spec(path, entry)
     try:
         program = Program.from_json(entry.program, spec.signature())
-        hashes = (spec.hash, program.hash, lower(program).hash)
+        hashes = (spec.hash, program.hash, lower(program, entry.raw).hash)
     except ProgramError as error:
         raise BundleError(f"{path}: run {entry.run}: its program is refused: {error.message}") from None
     expected = (entry.identity.spec_hash, entry.identity.program_hash, entry.identity.lowered_hash)

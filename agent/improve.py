@@ -32,16 +32,23 @@ A change is kept only if it is measured to be faster in one case at least (the l
 
 def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
     """The message after an acceptance: measured times, roofline, the steps' shares, compiler's resources."""
-    kernels = next(gate.figures["kernels"] for gate in report.gates if gate.gate == "compile")
     parts = [
         f"Accepted: it is right, and faster than {BASELINE}. {rounds} round(s) are left to make it faster.",
+        *account(spec, report, program),
+        HOW,
+    ]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
+    """What is known of an accepted kernel's speed, in paragraphs."""
+    kernels = next(gate.figures["kernels"] for gate in report.gates if gate.gate == "compile")
+    return [
         "\n".join(_case(timing) for timing in report.timings),
         "What bounds its steps, by the H100's datasheet:\n"
         + "\n".join(_floors(program, case.name, case.sizes) for case in spec.cases if case.bench),
         "The compiler's account:\n" + "\n".join(_resources(k) for k in kernels),
-        HOW,
     ]
-    return "\n\n".join(part.strip() for part in parts)
 
 
 def schedules(text: str) -> dict[int, Schedule]:

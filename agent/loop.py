@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,8 +19,8 @@ from agent import improve, prompt, tools
 from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.journal import Journal, JournalError
 from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
-from agent.tips import Tip
-from primitives.ir import Program, ProgramError, Schedule
+from agent.work import Work
+from primitives.ir import Program, ProgramError
 from verifier.report import (
     MEASUREMENT,
     REPORT,
@@ -33,7 +33,6 @@ from verifier.report import (
     joined,
 )
 from verifier.spec import Spec
-from verifier.verify import check
 
 if TYPE_CHECKING:
     from verifier.measure import Keep, Kept
@@ -45,9 +44,12 @@ BLOCK = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.
 
 
 class Measure(Protocol):
-    """Runs the GPU gates; ``kept``: an accepted kernel that this one has to beat."""
+    """Runs the GPU gates; ``kept``: an accepted kernel that this one has to beat; ``raw``: the edited text
+    that is to run."""
 
-    def __call__(self, spec: Spec, program: Program, keep: Keep, kept: Kept | None) -> Measurement: ...
+    def __call__(
+        self, spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str
+    ) -> Measurement: ...
 
 
 class Listener(Protocol):
@@ -63,14 +65,15 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run stands: the last report, the source it is about, and what was spent. ``stopped``: why it
-    ended before its time."""
+    """How a run stands: the last report, the source it is about, and what was spent. ``raw``: the source,
+    where it is an edited text of ``program``'s. ``stopped``: why it ended before its time."""
 
     report: Accepted | Checked | Rejected
     source: str
     program: Program | None
     authorship: Authorship
     usage: Usage
+    raw: str = ""
     stopped: str = ""
 
 
@@ -89,15 +92,13 @@ class Loop:
 
     journal: Journal
     spec: Spec
-    text: str  # the spec's YAML, as the author sees it
+    work: Work
     provider: Provider
     listener: Listener
     attempts: int = 6
     measure: Measure | None = None
-    weak_jail: bool = False
     limits: Limits = Limits()
     improve: int = 0  # rounds to make an accepted kernel faster
-    tips: Sequence[Tip] | None = None  # the log's
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.journal, self.limits)
@@ -134,13 +135,11 @@ class Loop:
         if isinstance(outcome.report, Rejected):
             return prompt.feedback(outcome.report)
         assert isinstance(outcome.report, Accepted) and outcome.program is not None
-        return improve.words(self.spec, outcome.report, outcome.program, left)
+        return self.work.accepted(outcome.report, outcome.program, left)
 
     def opening(self) -> prompt.Prompt:
         """The prompt as the run began with it: what is learned meanwhile is for later runs."""
-        made = self.journal.once(
-            "prompt", "prompt", lambda: asdict(prompt.assemble(self.spec, self.text, self.tips))
-        )
+        made = self.journal.once("prompt", "prompt", lambda: asdict(self.work.opening()))
         return prompt.Prompt(made["system"], made["task"])
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
@@ -185,16 +184,17 @@ class Loop:
         """Check on this machine, then measure here, or take a measurement that was imported."""
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
-        text = turn.text if kept else ""  # schedules are for what is known to be right
+        text = turn.text if kept or self.work.raw else ""  # schedules are for what is known to be right
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
         report, program = _read(payload, self.spec)
         found = None
+        raw = payload.get("raw", "")
         if isinstance(report, Checked) and program is not None:
-            found = self._measured(number, program, kept)
+            found = self._measured(number, program, raw, kept)
         final = joined(report, found)
         self.listener.report(number, final)
         spent = used(answers({e.key: e.payload for e in self.journal.events()}))
-        return Outcome(final, source, program, _authorship(self.journal, turn, number), spent)
+        return Outcome(final, source, program, _authorship(self.journal, turn, number), spent, raw)
 
     def _check(self, source: str, schedules: str = "") -> dict[str, Any]:
         if not source:
@@ -205,16 +205,15 @@ class Loop:
         except ProgramError as error:
             refused = Rejected(gate="trace", code=error.code, message=error.message)
             return {"report": refused.model_dump(mode="json"), "program": None, "source": source}
-        report, program = check(
-            self.spec, source, schedules=given, weak_jail=self.weak_jail, progress=self.listener.gate
-        )
-        return {
+        report, program = self.work.check(source, given, self.listener.gate)
+        made = {
             "report": report.model_dump(mode="json"),
             "program": program.to_json() if program else None,
             "source": source,
         }
+        return made | {"raw": source} if self.work.raw else made
 
-    def _measured(self, number: int, program: Program, kept: Outcome | None) -> Measurement | None:
+    def _measured(self, number: int, program: Program, raw: str, kept: Outcome | None) -> Measurement | None:
         before = measurement({e.key: e.payload for e in self.journal.events()}, number)
         if before is not None or self.measure is None:
             return before
@@ -224,7 +223,7 @@ class Loop:
             self.listener.text(f"not measured: {ended}\n")
             return None
         pieces, began = Pieces.of(self.journal, number), time.monotonic()
-        found = self.measure(self.spec, program, pieces, as_kept(kept) if kept else None)
+        found = self.measure(self.spec, program, pieces, as_kept(kept) if kept else self.work.rival(), raw)
         payload = found.model_dump(mode="json") | {GPU_SECONDS: round(time.monotonic() - began, 1)}
         if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
             self.journal.once(pieces.void, "void", lambda: payload)
@@ -270,7 +269,8 @@ def standing(journal: Journal, spec: Spec) -> Outcome | None:
     report, program = _read(payload, spec)
     final = joined(report, measurement(events, number))
     turns = answers(events)
-    return Outcome(final, payload["source"], program, _authorship(journal, turns[-1], number), used(turns))
+    authorship = _authorship(journal, turns[-1], number)
+    return Outcome(final, payload["source"], program, authorship, used(turns), payload.get("raw", ""))
 
 
 def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rejected, Program | None]:
@@ -296,11 +296,7 @@ def as_kept(outcome: Outcome) -> Kept:
     from verifier.measure import Kept
 
     assert isinstance(outcome.report, Accepted) and outcome.program is not None
-    tuned = {
-        t.case: {int(k): Schedule.from_json(v) for k, v in t.schedules.items()}
-        for t in outcome.report.timings
-    }
-    return Kept(outcome.program, tuned)
+    return Kept.of(outcome.program, outcome.report.timings, outcome.raw)
 
 
 def stands_at(events: Mapping[str, Any]) -> int | None:

@@ -243,7 +243,7 @@ def _loop(
     made = sum(event.kind == "answer" for event in run.journal.events())
     attempts = min(made + (submission is not None), header["attempts"])
     author = submission or Submission()
-    return Loop(run.journal, run.spec, run.text, author, progress, attempts, measure, header["weak_jail"])
+    return Loop(run.journal, run.spec, session.work_of(run), author, progress, attempts, measure)
 
 
 def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from agent.loop import Listener, Measure, Outcome
     from agent.providers import Provider
     from agent.runs import Run
+    from agent.work import Work
     from primitives.ir import Program
     from verifier.measure import Keep, Kept, Options
     from verifier.report import Measurement
@@ -56,23 +57,33 @@ def author(
     """Run the loop with what the run's header says; ``limits`` that are given replace its own."""
     from agent.budget import Limits
     from agent.loop import Loop
-    from agent.tips import tips_of
 
     header = run.journal.header
     loop = Loop(
         run.journal,
         run.spec,
-        run.text,
+        work_of(run),
         provider_of(run),
         watch,
         header["attempts"],
         measure,
-        header["weak_jail"],
         Limits.from_json(header.get("limits", {}) | dict(limits or {})),
         header.get("improve", 0),
-        tips_of(header),
     )
     return loop.run()
+
+
+def work_of(run: Run) -> Work:
+    """What the run's author is asked for."""
+    from agent.tips import tips_of
+    from agent.work import Authoring
+
+    header = run.journal.header
+    if "optimizes" in header:
+        from agent.optimize import Editing
+
+        return Editing.of(run)
+    return Authoring(run.spec, run.text, tips_of(header), header.get("weak_jail", False))
 
 
 def provider_of(run: Run) -> Provider:
@@ -119,9 +130,9 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
     from primitives.compile import cache_dir
     from verifier.measure import measure as run_gates
 
-    def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None) -> Measurement:
+    def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
         with FileLock(cache_dir() / "gpu.lock"):  # two measurements at once would time each other
-            return run_gates(spec, program, options, progress=watch.gate, keep=keep, kept=kept)
+            return run_gates(spec, program, options, progress=watch.gate, keep=keep, kept=kept, raw=raw)
 
     return measure
 

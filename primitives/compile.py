@@ -39,7 +39,12 @@ PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
 
 class CompileError(Exception):
-    """The compiler refused a lowered module: its words, shortened."""
+    """The compiler refused a lowered module: its words, shortened; of a raw one also a reason code, and the
+    line of its text."""
+
+    def __init__(self, message: str, code: str = "compiler", line: int | None = None):
+        super().__init__(message)
+        self.code, self.line = code, line
 
 
 @dataclass(frozen=True)
@@ -67,20 +72,28 @@ def cache_dir() -> Path:
 
 
 def load_module(lowered: Lowered) -> ModuleType:
-    """Import a lowered text from its content-addressed file."""
+    """Import a lowered text from its content-addressed file. Never a raw one: where that may run, in a
+    confined child, it is imported already."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
+    if lowered.raw:
+        raise ValueError(f"{lowered.module} is raw CuTeDSL: nothing imports it but a confined compiler")
     path = cache_dir() / "lowered" / f"{lowered.module}.py"
     if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
         write_atomic(path, lowered.text)
-    spec = importlib.util.spec_from_file_location(lowered.module, path)
+    return import_file(lowered.module, path)
+
+
+def import_file(name: str, path: Path) -> ModuleType:
+    """Import a file under a name of our choice."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a path always gives both
     module = importlib.util.module_from_spec(spec)
-    sys.modules[lowered.module] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[lowered.module]
+        del sys.modules[name]
         raise
     return module
 
@@ -125,7 +138,10 @@ def compile_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], *, cached: bool = True
 ) -> Callable[..., Any]:
     """Compile a step for one schedule; of ``sizes`` only those of static dims matter. Its A crosses as
-    [M, K], whatever its strides; B as it is stored: [K, N], or [N, K] where ``b_transposed``."""
+    [M, K], whatever its strides; B as it is stored: [K, N], or [N, K] where ``b_transposed``. Of a raw text,
+    the object that a confined child makes or has made: CompileError where it refuses, as below."""
+    if lowered.raw and cached:
+        return _loaded(lowered, kernel, schedule, sizes)
     from quack.gemm_runtime.host import _compile_gemm_epi
     from quack.gemm_runtime.identity import static_gemm_class_ref
 
@@ -163,9 +179,19 @@ def compile_gemm(
 
 def compile_vector(lowered: Lowered, kernel: VectorKernel, *, cached: bool = True) -> Callable[..., Any]:
     """Compile the kernel for vectors between steps."""
+    if lowered.raw and cached:
+        return _loaded(lowered, kernel, None, {})
     load_module(lowered)
     compile_it = _cached_vector() if cached else _compile_vector
     return compile_it(lowered.module, kernel.name, tuple((a.role, a.dtype, a.rank) for a in kernel.arguments))
+
+
+def _loaded(
+    lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
+) -> Callable[..., Any]:
+    from primitives import raw
+
+    return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
 
 
 def _cached_vector() -> Callable[..., Any]:
@@ -203,21 +229,25 @@ def _compile_vector(
 
 
 def report(
-    program: Program, sizes: Mapping[str, int], schedules: Iterable[Schedule] = PROBES
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[Schedule] = PROBES, raw: str = ""
 ) -> tuple[Resources, ...]:
-    """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins.
+    """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins; of an edited text
+    (``raw``) in a confined child of the child.
 
     ``sizes`` holds the static dims; schedules whose tiles heads do not fit are left out, and where none is
     left, one that they fit is taken. Runs in a child process (a compiler can crash) and is kept by content.
     Raises CompileError.
     """
-    lowered = lower(program)
+    lowered = lower(program, raw)
     static = {dim: sizes[dim] for dim in program.signature.static}
-    raw = [s.to_json() for s in schedules]
-    key = json.dumps([FORMAT, program._replace(schedule={}).hash, lowered.hash, static, raw], sort_keys=True)
+    tried = [s.to_json() for s in schedules]
+    key = json.dumps(
+        [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
+    )
     path = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     if not path.exists():
-        request = json.dumps({"program": program.to_json(), "sizes": static, "schedules": raw})
+        asked = {"program": program.to_json(), "sizes": static, "schedules": tried, "raw": raw}
+        request = json.dumps(asked)
         write_atomic(path, _run_child(request))
     rows = json.loads(path.read_text(encoding="utf-8"))
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
@@ -280,7 +310,7 @@ class _Child:
             answer = json.loads(line)
             if isinstance(answer, list):
                 return json.dumps(answer)
-            raise CompileError(_refusal(answer["error"]))
+            raise CompileError(_refusal(answer["error"]), answer.get("code", "compiler"), answer.get("line"))
         if time.monotonic() >= deadline:
             raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
         status = children.end(self.process)
@@ -328,6 +358,8 @@ def _serve(scratch: Path) -> None:
     for line in sys.stdin:
         try:
             answer: object = _answer(json.loads(line), scratch)
+        except CompileError as error:
+            answer = {"error": str(error), "code": error.code, "line": error.line}
         except Exception:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
@@ -337,25 +369,46 @@ def _serve(scratch: Path) -> None:
 def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     from primitives.tune import candidates
 
-    lowered = lower(Program.from_json(request["program"]))
-    sizes, found = request["sizes"], []
+    lowered = lower(Program.from_json(request["program"]), request["raw"])
+    sizes = request["sizes"]
     given = [Schedule.from_json(raw) for raw in request["schedules"]]
+    wanted: list[tuple[GemmKernel | VectorKernel, Schedule | None]] = []
     for gemm in lowered.gemms:
         admitted = [s for s in given if gemm.admits(s, sizes)] or candidates(gemm, sizes)[:1]
-        for schedule in admitted:
-            build = partial(compile_gemm, lowered, gemm, schedule, sizes, cached=False)
-            found.append(_measured(scratch, gemm.name, schedule.to_json(), build))
-    for vector in lowered.vectors:
-        build = partial(compile_vector, lowered, vector, cached=False)
-        found.append(_measured(scratch, vector.name, None, build))
-    return [asdict(r) for r in found]
+        wanted += [(gemm, schedule) for schedule in admitted]
+    wanted += [(vector, None) for vector in lowered.vectors]
+    return [asdict(_resources(scratch, lowered, kernel, s, sizes)) for kernel, s in wanted]
+
+
+def _resources(
+    scratch: Path,
+    lowered: Lowered,
+    kernel: GemmKernel | VectorKernel,
+    schedule: Schedule | None,
+    sizes: Mapping[str, int],
+) -> Resources:
+    fields = schedule.to_json() if schedule else None
+    if lowered.raw:
+        from primitives import raw
+
+        built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), scratch)
+        cubin = scratch / "built.cubin"
+        cubin.write_bytes(built.cubin)
+        found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds)
+        cubin.unlink()
+        return found
+    if isinstance(kernel, VectorKernel):
+        return _measured(scratch, kernel.name, fields, partial(compile_vector, lowered, kernel, cached=False))
+    assert schedule is not None  # every step has one
+    build = partial(compile_gemm, lowered, kernel, schedule, sizes, cached=False)
+    return _measured(scratch, kernel.name, fields, build)
 
 
 def _measured(
     scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any]
 ) -> Resources:
     start = time.monotonic()
-    with _noting_stages() as stages:
+    with noting_stages() as stages:
         build()
     seconds = time.monotonic() - start
     (cubin,) = scratch.rglob("*.cubin")
@@ -365,7 +418,7 @@ def _measured(
 
 
 @contextmanager
-def _noting_stages() -> Iterator[list[tuple[int, int, int]]]:
+def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
     """How the mainloops that are compiled within share out an SM's memory: no tool reads it off a cubin."""
     from primitives.device.mainloop import FusedGemm
 

@@ -6,16 +6,16 @@ import os
 from pathlib import Path
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a UTF-8 file that other processes see whole or not at all, and that survives a power cut.
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file (text: UTF-8) that others see whole or not at all, and that survives a power cut.
 
     Makes the directory where it is missing. Raises OSError, leaving what was there before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with draft.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

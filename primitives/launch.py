@@ -158,7 +158,7 @@ class Plan:
     ``plan(inputs)`` returns fresh outputs; ``plan.run(inputs, outputs)`` writes into given ones with
     no allocation and no decision. Tensors must have the shapes, dtypes and device of the plan.
     One stream at a time: the workspace (bytes; made where none, or too small a one, is given) is shared
-    between calls.
+    between calls. ``raw``: an edited text to compile in place of the program's own, in a confined child.
     """
 
     def __init__(
@@ -168,11 +168,12 @@ class Plan:
         schedules: Mapping[int, Schedule],
         device: torch.device | str = "cuda",
         workspace: torch.Tensor | None = None,
+        raw: str = "",
     ):
         import torch
 
         self.program, self.sizes, self.device = program, dict(sizes), torch.device(device)
-        self.lowered = lower(program)
+        self.lowered = lower(program, raw)
         self.schedules = {g.step: schedules[g.step] for g in self.lowered.gemms}
         self._steps = cut(program)
         self._names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
@@ -274,7 +275,7 @@ class Plan:
                 f"{kernel.wants(self.sizes)}"
             )
         compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
-        made = getattr(load_module(self.lowered), kernel.name).EpilogueArguments
+        made = self._epilogue_arguments(kernel.step)
         own = {a.name: self._slot(a) for a in kernel.arguments}
         epilogue = _picker([own.get(field, self._slots.nothing) for field in made._fields])
         make = made._make
@@ -289,6 +290,12 @@ class Plan:
             compiled(*operands(slots), make(epilogue(slots)), scheduler, varlen, None, None)
 
         return launch
+
+    def _epilogue_arguments(self, step: int) -> Any:
+        """The class of a step's epilogue arguments: an edited text's are those of the program's own."""
+        lowered = lower(self.program) if self.lowered.raw else self.lowered
+        name = next(g.name for g in lowered.gemms if g.step == step)
+        return getattr(load_module(lowered), name).EpilogueArguments
 
     def _vector(self, kernel: VectorKernel) -> Launch:
         compiled = compile_vector(self.lowered, kernel)
@@ -348,7 +355,7 @@ class Kernel:
     """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
 
     The first call with new shapes plans and tunes (seconds to minutes, kept on disk); later ones launch.
-    ``schedules`` by step replace tuning; with ``known`` ones it only races those.
+    ``schedules`` by step replace tuning; with ``known`` ones it only races those. ``raw``: as for ``Plan``.
     """
 
     def __init__(
@@ -356,8 +363,9 @@ class Kernel:
         program: Program,
         schedules: Mapping[int, Schedule] | None = None,
         known: Mapping[int, Sequence[Schedule]] | None = None,
+        raw: str = "",
     ):
-        self.program, self.known = program, known
+        self.program, self.known, self.raw = program, known, raw
         self.schedules = {**(schedules or {}), **program.schedule}
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -378,8 +386,8 @@ class Kernel:
             steps = {n for n, _ in enumerate(cut(self.program).gemms)}
             schedules = self.schedules
             if not steps <= schedules.keys():
-                schedules = {**tuned(self.program, inputs, sizes, self.known), **schedules}
-            self._plans[key] = Plan(self.program, sizes, schedules, device)
+                schedules = {**tuned(self.program, inputs, sizes, self.known, self.raw), **schedules}
+            self._plans[key] = Plan(self.program, sizes, schedules, device, raw=self.raw)
         return self._plans[key]
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -24,16 +24,31 @@ from primitives.visitor import StepWriter
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
-def lower(program: Program) -> Lowered:
-    """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would."""
+def lower(program: Program, raw: str = "") -> Lowered:
+    """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would.
+
+    ``raw``: what an author made of ``editable``'s text, taken as it is in place of the program's own.
+    """
+    own = _lowered(program)
+    if not raw:
+        return own
+    digest = _digest([raw, own.hash, *(device_source(module) for module in sorted(_exports()))])
+    return replace(_lowered(program, hashed=False), text=raw, hash=digest, raw=True)
+
+
+def editable(program: Program) -> str:
+    """The lowered text as an author of raw CuTeDSL gets it: no name holds a hash."""
+    return _lowered(program, hashed=False).text
+
+
+def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
     finishes = finish_writers(program, steps)
     body = "\n\n".join([w.text() for w in writers] + [w.text() for w in finishes])
     header = _header(body)
-    meant = [header, body, *_device_sources(header), *map(version, PACKAGES)]
-    digest = hashlib.sha256("\0".join(meant).encode()).hexdigest()
-    suffix = f"_{digest[:12]}"
+    digest = _digest([header, body, *_device_sources(header), *map(version, PACKAGES)])
+    suffix = f"_{digest[:12]}" if hashed else ""
     text = header + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
     return Lowered(
         text,
@@ -41,6 +56,10 @@ def lower(program: Program) -> Lowered:
         tuple(replace(w.kernel(), name=w.kernel().name + suffix) for w in writers),
         tuple(replace(w.kernel(), name=w.kernel().name + suffix) for w in finishes),
     )
+
+
+def _digest(meant: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(meant).encode()).hexdigest()
 
 
 DEVICE = Path(__file__).parent / "device"
@@ -90,4 +109,13 @@ def _device_sources(text: str) -> list[str]:
     return [found[module] for module in sorted(found)]
 
 
-__all__ = ["PACKAGES", "Argument", "GemmKernel", "Lowered", "VectorKernel", "device_source", "lower"]
+__all__ = [
+    "PACKAGES",
+    "Argument",
+    "GemmKernel",
+    "Lowered",
+    "VectorKernel",
+    "device_source",
+    "editable",
+    "lower",
+]

@@ -122,12 +122,14 @@ class VectorKernel:
 
 @dataclass(frozen=True)
 class Lowered:
-    """``text`` is the product; the rest says how to call it, and follows from the program too."""
+    """``text`` is the product; the rest says how to call it, and follows from the program too. ``raw``: an
+    author has edited it, so it is code that nobody vouches for."""
 
     text: str
     hash: str
     gemms: tuple[GemmKernel, ...]
     vectors: tuple[VectorKernel, ...]
+    raw: bool = False
 
     @property
     def module(self) -> str:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from primitives import workers
-from primitives.compile import cache_dir, compile_gemm, compile_vector, deepest_stack
+from primitives.compile import CompileError, cache_dir, compile_gemm, compile_vector, deepest_stack
 from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule
-from primitives.lower import GemmKernel, lower
+from primitives.lower import GemmKernel, Lowered, lower
 
 if TYPE_CHECKING:
     import torch
@@ -135,14 +135,18 @@ def _by_tile(ranked: Sequence[Tile]) -> dict[tuple[int, int, bool], Tile]:
 
 
 def tuned(
-    program: Program, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int], known: Known | None = None
+    program: Program,
+    inputs: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+    known: Known | None = None,
+    raw: str = "",
 ) -> dict[int, Schedule]:
     """The fastest schedule for each step: from the cache, or measured now (seconds to minutes).
 
     ``known``: by step, schedules that were good before, for ``search_again``. LaunchError where no tile
-    holds a whole head, NoSchedule if none runs.
+    holds a whole head, NoSchedule if none runs. ``raw``: as for ``lower``.
     """
-    path = cache_path(program, sizes)
+    path = cache_path(program, sizes, raw)
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
         return {int(k): Schedule.from_json(v) for k, v in kept["schedules"].items()}
@@ -155,7 +159,7 @@ def tuned(
     chosen |= program.schedule
     evidence: dict[str, Any] = {}
     for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
-        race = partial(_race, program, kernel, dict(chosen), inputs, sizes)
+        race = partial(_race, program, kernel, dict(chosen), inputs, sizes, raw)
         again = [s for s in (known or {}).get(kernel.step, ()) if kernel.admits(s, sizes)]
         if again:
             ranked = search_again(again, first[kernel.step], race)
@@ -174,62 +178,77 @@ def tuned(
     return chosen
 
 
-def finalists(program: Program, sizes: Mapping[str, int]) -> dict[int, list[Schedule]]:
+def finalists(program: Program, sizes: Mapping[str, int], raw: str = "") -> dict[int, list[Schedule]]:
     """The schedules of the last race of a tuning that was kept, fastest first; empty if there is none."""
-    path = cache_path(program, sizes)
+    path = cache_path(program, sizes, raw)
     if not path.exists():
         return {}
     raced = json.loads(path.read_text(encoding="utf-8"))["milliseconds"]
     return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced.items()}
 
 
-def cache_path(program: Program, sizes: Mapping[str, int]) -> Path:
+def cache_path(program: Program, sizes: Mapping[str, int], raw: str = "") -> Path:
     """Where a tuning is kept: program, text (which covers the versions of the compilers), sizes, GPU."""
     import torch
 
-    made = [FORMAT, program._replace(schedule={}).hash, lower(program).hash]
+    made = [FORMAT, program._replace(schedule={}).hash, lower(program, raw).hash]
     where = [dict(sorted(sizes.items())), torch.cuda.get_device_name(), torch.version.cuda]
     key = json.dumps([*made, *where])
     return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 # What this process has seen compile, by program: sizes are symbolic, so one object serves all cases.
-_compiled: dict[tuple[str, str, int, Schedule], bool] = {}
+_compiled: dict[tuple[str, str, int, Schedule, str], bool] = {}
 
 
 def compile_all(
-    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]]
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
 ) -> list[bool]:
     """Fill the object cache with these (step, schedule) in parallel; whether each compiled."""
     text = program._replace(schedule={}).to_json()
     static = json.dumps({dim: sizes[dim] for dim in program.signature.static})
     # Rasterisation is a launch argument: one object serves every group size.
-    wanted = [(text, static, step, s._replace(swizzle=8)) for step, s in schedules]
+    wanted = [(text, static, step, s._replace(swizzle=8), raw) for step, s in schedules]
     new = [w for w in dict.fromkeys(wanted) if w not in _compiled]
     _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
     return [_compiled[w] for w in wanted]
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """How QuACK or the compiler refuses a schedule."""
+    """How QuACK or the compiler refuses a schedule, or a confined child one of an edited text."""
     from cutlass.base_dsl.common import DSLBaseError
 
-    return DSLBaseError, RuntimeError, ValueError, AssertionError
+    return DSLBaseError, RuntimeError, ValueError, AssertionError, CompileError
 
 
-def _compile_one(task: tuple[str, str, int, Schedule]) -> bool:
+def _compile_one(task: tuple[str, str, int, Schedule, str]) -> bool:
     """In a worker process: a configuration that the compiler refuses, or cannot keep in registers, is one not
     to race."""
-    text, static, step, schedule = task
-    lowered = lower(Program.from_json(text))
-    for vector in lowered.vectors:
-        compile_vector(lowered, vector)
-    kernel = next(g for g in lowered.gemms if g.step == step)
+    text, static, step, schedule, raw = task
+    lowered = lower(Program.from_json(text), raw)
+    kernel, cubins = next(g for g in lowered.gemms if g.step == step), Path(os.environ["CUTE_DSL_DUMP_DIR"])
     try:
-        compile_gemm(lowered, kernel, schedule, json.loads(static))
+        if lowered.raw:
+            _build_raw(lowered, kernel, schedule, json.loads(static), cubins)
+        else:
+            for vector in lowered.vectors:
+                compile_vector(lowered, vector)
+            compile_gemm(lowered, kernel, schedule, json.loads(static))
     except refusals():
         return False
-    return deepest_stack(Path(os.environ["CUTE_DSL_DUMP_DIR"])) <= MOST_STACK
+    return deepest_stack(cubins) <= MOST_STACK
+
+
+def _build_raw(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
+) -> None:
+    """The objects of an edited text, and in ``cubins`` the step's."""
+    from primitives import raw
+
+    for vector in lowered.vectors:
+        raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
+    built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), cubins)
+    (cubins / "built.cubin").write_bytes(built.cubin)
 
 
 def _race(
@@ -238,19 +257,20 @@ def _race(
     others: dict[int, Schedule],
     inputs: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
+    raw: str,
     schedules: list[Schedule],
     rounds: int,
 ) -> list[tuple[Schedule, float]]:
     """Milliseconds of each schedule that runs, fastest first."""
     from primitives.launch import Plan
 
-    fine = compile_all(program, sizes, [(kernel.step, s) for s in schedules])
+    fine = compile_all(program, sizes, [(kernel.step, s) for s in schedules], raw)
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []
     # The narrowest tiles need the largest workspace: all candidates take turns in it.
     for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
         shared = plans[0][1].workspace if plans else None
-        plans.append((s, Plan(program, sizes, others | {kernel.step: s}, device, shared)))
+        plans.append((s, Plan(program, sizes, others | {kernel.step: s}, device, shared, raw)))
     outputs = plans[0][1].in_place(inputs) if plans else {}
     running = []
     for schedule, plan in plans:

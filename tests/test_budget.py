@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from authoring import BROKEN, TOY_KERNEL, USAGE, Notes, Scripted, fenced, measured, slow, write_toy
 
-from agent import runs
+from agent import runs, session
 from agent.budget import FEWEST_TOKENS, Ledger, Limits, OutOfBudget, Spent, price, spent
 from agent.journal import Journal
 from agent.loop import Loop
@@ -140,7 +140,7 @@ class Metered(Scripted):
 
 
 def loop(run: runs.Run, provider: Scripted, notes: Notes | None = None, **options: Any) -> Loop:
-    return Loop(run.journal, run.spec, run.text, provider, notes or Notes(), **options)
+    return Loop(run.journal, run.spec, session.work_of(run), provider, notes or Notes(), **options)
 
 
 def test_a_run_out_of_budget_ends_at_its_last_report_and_goes_on_with_more(
@@ -187,7 +187,9 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
     run = begin()
     measurements: list[Program] = []
 
-    def measure(spec: Spec, program: Program, keep: object, kept: object = None) -> Measured | Rejected:
+    def measure(
+        spec: Spec, program: Program, keep: object, kept: object = None, raw: str = ""
+    ) -> Measured | Rejected:
         measurements.append(program)
         return slow(spec) if len(measurements) == 1 else measured(spec, program)
 

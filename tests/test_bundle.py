@@ -26,7 +26,7 @@ from authoring import (
     write_toy,
 )
 
-from agent import bundle, runs
+from agent import bundle, runs, session
 from agent.bundle import BundleError
 from agent.journal import JournalError
 from agent.loop import Loop, standing
@@ -64,6 +64,7 @@ class Gpu:
         keep: Keep,
         known: Mapping[str, Known],
         kept: Kept | None,
+        raw: str,
     ) -> Measured | Rejected:
         self.programs.append(program)
         self.known.append(known)
@@ -170,7 +171,7 @@ def test_a_rejection_is_fed_back(packed: tuple[str, Path], gpu: Gpu) -> None:
     assert isinstance(found, Rejected) and found.code == "slow" and stands(name) == "rejected"
     run, provider = runs.reopen(name), Scripted(["", "no code", fenced(TOY_KERNEL)])
     with run.journal:
-        Loop(run.journal, run.spec, run.text, provider, Notes(), attempts=2).run()
+        Loop(run.journal, run.spec, session.work_of(run), provider, Notes(), attempts=2).run()
     assert "reason `slow`" in provider.asked[0][1][-1].text
 
 

@@ -488,9 +488,16 @@ def test_generate_with_a_gpu(
     arms: list[tuple[str, ...]] = []
 
     def measure(
-        spec: Any, program: Any, options: Options, *, progress: Progress, keep: Keep, kept: Kept | None
+        spec: Any,
+        program: Any,
+        options: Options,
+        *,
+        progress: Progress,
+        keep: Keep,
+        kept: Kept | None,
+        raw: str,
     ) -> object:
-        assert kept is None
+        assert kept is None and not raw
         arms.append(options.arms)
         progress("benchmark", "case large")
         return measured(spec, program)

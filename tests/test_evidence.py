@@ -19,7 +19,7 @@ from authoring import (
     write_toy,
 )
 
-from agent import runs
+from agent import runs, session
 from agent.accept import accept, files
 from agent.journal import read_export
 from agent.loop import Loop, standing
@@ -227,7 +227,7 @@ def replayed(name: str, specs: Path, recording: Path) -> Program:
     """The program that the recorded answers end in, by the real gates but for the compiler."""
     run = runs.start(specs / f"{name}.yaml", {})
     with run.journal:
-        outcome = Loop(run.journal, run.spec, run.text, Replay(recording), Notes()).run()
+        outcome = Loop(run.journal, run.spec, session.work_of(run), Replay(recording), Notes()).run()
     assert isinstance(outcome.report, Checked) and outcome.program is not None, outcome.report
     return outcome.program
 

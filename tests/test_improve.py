@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from authoring import TOY_KERNEL, Notes, Scripted, fenced, make_run, measured, program_of, write_toy
 
-from agent import bundle, history, improve, runs
+from agent import bundle, history, improve, runs, session
 from agent.accept import accept
 from agent.loop import Loop, Outcome, standing
 from primitives.ir import Program, ProgramError, Schedule
@@ -40,7 +40,9 @@ class Gpu:
         self.kept: list[Kept | None] = []
         self.programs: list[Program] = []
 
-    def __call__(self, spec: Spec, program: Program, keep: object, kept: Kept | None) -> Measured | Rejected:
+    def __call__(
+        self, spec: Spec, program: Program, keep: object, kept: Kept | None, raw: str
+    ) -> Measured | Rejected:
         self.kept.append(kept)
         self.programs.append(program)
         if kept and not self.faster.pop(0):
@@ -52,7 +54,7 @@ def author(
     run: runs.Run, answers: list[str], gpu: Gpu | None, rounds: int
 ) -> tuple[Outcome, Scripted, Notes]:
     provider, notes = Scripted(answers), Notes()
-    loop = Loop(run.journal, run.spec, run.text, provider, notes, measure=gpu, improve=rounds)
+    loop = Loop(run.journal, run.spec, session.work_of(run), provider, notes, measure=gpu, improve=rounds)
     return loop.run(), provider, notes
 
 
@@ -181,7 +183,8 @@ def test_a_change_travels_with_what_it_has_to_beat(
         Options(),
         progress=lambda name: lambda gate, words: None,
     )
-    assert seen["kept"] == Kept(first, {case: {0: Schedule(256, 128, False)} for case in ("large", "wide")})
+    tuned = {case: {0: Schedule(256, 128, False)} for case in ("large", "wide")}
+    assert seen["kept"] == Kept(first, tuned, dict.fromkeys(tuned, {}))
     assert seen["program"].schedule == {0: Schedule(swizzle=16)}
     bundle.take(tmp_path / "results.json")
     run = runs.reopen(name)

@@ -24,7 +24,7 @@ from authoring import (
 )
 from typer.testing import CliRunner, Result
 
-from agent import runs, tips
+from agent import runs, session, tips
 from agent.cli import app
 from agent.journal import Journal, JournalError
 from agent.loop import Loop
@@ -45,7 +45,7 @@ def author(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., 
         run = runs.start(write_toy(tmp_path), {"provider": "handoff", "author": "Ada"})
         answers = Scripted([fenced(source) for source in sources])
         with run.journal:
-            Loop(run.journal, run.spec, run.text, answers, Notes(), attempts=len(sources)).run()
+            Loop(run.journal, run.spec, session.work_of(run), answers, Notes(), attempts=len(sources)).run()
             more(run.journal)
         return run.name
 

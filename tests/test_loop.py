@@ -27,7 +27,7 @@ from authoring import (
     write_toy,
 )
 
-from agent import runs
+from agent import runs, session
 from agent.loop import Loop, Outcome, extract, standing
 from agent.providers import ProviderError, Usage
 from primitives.ir import Program
@@ -43,14 +43,14 @@ def begin(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., r
 
 
 def author(run: runs.Run, provider: Scripted, **options: Any) -> Outcome:
-    return Loop(run.journal, run.spec, run.text, provider, Notes(), **options).run()
+    return Loop(run.journal, run.spec, session.work_of(run), provider, Notes(), **options).run()
 
 
 def keys(run: runs.Run) -> list[str]:
     return [event.key for event in run.journal.events()]
 
 
-def fast(spec: Spec, program: Program, keep: object = None, kept: object = None) -> Measured:
+def fast(spec: Spec, program: Program, keep: object = None, kept: object = None, raw: str = "") -> Measured:
     return measured(spec, program)
 
 
@@ -75,7 +75,7 @@ def test_no_block(answer: str) -> None:
 def test_checked_on_the_first_attempt(begin: Callable[..., runs.Run]) -> None:
     run, notes = begin(), Notes()
     with run.journal:
-        outcome = Loop(run.journal, run.spec, run.text, Scripted([GOOD]), notes).run()
+        outcome = Loop(run.journal, run.spec, session.work_of(run), Scripted([GOOD]), notes).run()
     assert isinstance(outcome.report, Checked) and outcome.source == TOY_KERNEL
     assert [g.gate for g in outcome.report.gates] == ["trace", "contract", "interpret", "compile"]
     assert outcome.program is not None and outcome.program.hash == outcome.report.identity.program_hash
@@ -145,14 +145,16 @@ def test_measured_here(begin: Callable[..., runs.Run]) -> None:
         assert standing(run.journal, run.spec) == outcome
 
 
-def _never(spec: Spec, program: Program, keep: object, kept: object = None) -> Measured:
+def _never(spec: Spec, program: Program, keep: object, kept: object = None, raw: str = "") -> Measured:
     raise AssertionError("measured again")
 
 
 def test_a_slow_kernel_is_fed_back(begin: Callable[..., runs.Run]) -> None:
     found = iter([slow, fast])
 
-    def measure(spec: Spec, program: Program, keep: object, kept: object = None) -> Measured | Rejected:
+    def measure(
+        spec: Spec, program: Program, keep: object, kept: object = None, raw: str = ""
+    ) -> Measured | Rejected:
         step = next(found)
         return step(spec) if step is slow else fast(spec, program)
 
@@ -254,8 +256,9 @@ import os, signal, sys, traceback
 import torch  # which lowering imports: here once, and no thread of it runs before a fork
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from authoring import BROKEN, TOY_KERNEL, USAGE, Notes, Scripted, checked, fenced, measured, program_of
-from agent import budget, journal, loop, runs
+from agent import budget, journal, loop, runs, session
 from agent.providers import Call, Turn, Usage
+from verifier import verify
 from verifier.report import Rejected, Unmeasured
 from verifier.verify import Verdict
 
@@ -289,7 +292,7 @@ def check(spec, source, **options):
     program = program_of(spec, source)
     return Verdict(checked(spec, program), program)
 
-def measure(spec, program, keep, kept):
+def measure(spec, program, keep, kept, raw):
     note("proved")
     keep.save("numerics/large", {{"seconds": 1.0}})
     note("measured")
@@ -301,7 +304,7 @@ def killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def run_until(point):
-    real, loop.check = journal.Journal.once, check
+    real, verify.check = journal.Journal.once, check
     def once(self, key, kind, produce):
         new = key not in [e.key for e in self.events()]
         def produced():
@@ -316,7 +319,7 @@ def run_until(point):
     journal.Journal.once = once
     run = runs.reopen(name)
     provider = Asked([LOOKING, fenced(BROKEN), "no code", fenced(TOY_KERNEL)])
-    outcome = loop.Loop(run.journal, run.spec, run.text, provider, Notes(), measure=measure).run()
+    outcome = loop.Loop(run.journal, run.spec, session.work_of(run), provider, Notes(), measure=measure).run()
     note(f"{{outcome.report.status}} {{outcome.authorship.attempts}} {{outcome.usage.input_tokens}}")
     spent = budget.spent(run.journal.events())
     note(f"{{spent.uncertain_tokens}} of {{spent.tokens}} tokens uncertain")

@@ -324,7 +324,7 @@ async def test_long_verifies_take_turns_and_block_nothing_else(
         return real(*given, **options)
 
     real = verify.check
-    monkeypatch.setattr("agent.loop.check", check)
+    monkeypatch.setattr("verifier.verify.check", check)
     async with here as client:
         name = await begun(client)
 
@@ -400,7 +400,7 @@ async def test_our_failures_have_words_and_our_bugs_keep_theirs(
         def check(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("agent.loop.check", check)
+        monkeypatch.setattr("verifier.verify.check", check)
 
     async with here as client:
         name = await begun(client)

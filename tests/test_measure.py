@@ -254,7 +254,7 @@ def test_what_a_task_finds_wrong_is_that_gates_rejection(spec: Spec, workers: Wo
 
 def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, workers: Workers) -> None:
     tuned = {case: {0: Schedule(swizzle=16)} for case in ("large", "wide")}
-    kept = Kept(program_of(spec, TOY_KERNEL), tuned)
+    kept = Kept(program_of(spec, TOY_KERNEL), tuned, {})
     found = run(spec, kept=kept)
     assert isinstance(found, Measured)
     assert all(t.ratios["the kernel before"].low > 1.05 for t in found.timings)

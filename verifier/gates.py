@@ -71,15 +71,16 @@ def silent(gate: str, words: str) -> None:
     """A Progress that tells nobody."""
 
 
-def identity(spec: Spec, program: Program) -> Identity:
-    """The hashes and versions that evidence about this program is bound to."""
+def identity(spec: Spec, program: Program, raw: str = "") -> Identity:
+    """The hashes and versions that evidence about this program, or an edited text of it, is bound to."""
     packages = (*PACKAGES, "torch", "triton", "apache-tvm-ffi")
     return Identity(
         spec=spec.name,
         spec_hash=spec.hash,
         program_hash=program.hash,
-        lowered_hash=lower(program).hash,
+        lowered_hash=lower(program, raw).hash,
         versions={name: version(name) for name in packages},
+        raw=bool(raw),
     )
 
 

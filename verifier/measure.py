@@ -12,7 +12,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -63,13 +63,27 @@ class Options:
 
 @dataclass(frozen=True)
 class Kept:
-    """An accepted kernel that a change has to beat, as it was tuned: schedules by case and step."""
+    """An accepted kernel that a change has to beat, as it was tuned: schedules by case and step, and those
+    of tuning's last race. ``raw``: its text, where an author has edited it."""
 
     program: Program
     schedules: Mapping[str, Mapping[int, Schedule]]
+    finalists: Mapping[str, Known]
+    raw: str = ""
+
+    @classmethod
+    def of(cls, program: Program, timings: Iterable[Timing], raw: str = "") -> Kept:
+        """As a report has it. Raises ProgramError."""
+        timed = list(timings)
+        tuned = {t.case: {int(k): Schedule.from_json(s) for k, s in t.schedules.items()} for t in timed}
+        raced = {
+            t.case: {int(k): [Schedule.from_json(s) for s in every] for k, every in t.finalists.items()}
+            for t in timed
+        }
+        return cls(program, tuned, raced, raw)
 
     def job(self, spec: Spec, case: Case) -> Job:
-        return Job(spec, self.program, case.name, case.sizes, (self.schedules[case.name],))
+        return Job(spec, self.program, case.name, case.sizes, (self.schedules[case.name],), raw=self.raw)
 
 
 class Keep(Protocol):
@@ -88,10 +102,15 @@ def measure(
     keep: Keep | None = None,
     known: Mapping[str, Known] | None = None,
     kept: Kept | None = None,
+    raw: str = "",
 ) -> Measurement:
     """Run the GPU gates on every case of the spec. ``known``: by case and step, schedules worth racing.
-    ``kept``: what the decision asks it to be faster than, besides the baseline."""
-    session = _Session(spec, program, options or Options(), Gates(progress), keep, known or {}, kept)
+    ``kept``: what the decision asks it to be faster than, besides the baseline. ``raw``: an edited text of
+    the program's, which is what runs; where none are known it is tuned over what ``kept`` was."""
+    if raw and kept and not known:
+        known = kept.finalists
+    gates = Gates(progress)
+    session = _Session(spec, program, options or Options(), gates, keep, known or {}, kept, raw)
     try:
         return session.run()
     except Stop as stop:
@@ -113,6 +132,7 @@ class _Session:
     keep: Keep | None
     known: Mapping[str, Known]
     kept: Kept | None
+    raw: str
     prover: Worker | None = None
     scorers: dict[int, Worker] = field(default_factory=dict)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
@@ -135,7 +155,7 @@ class _Session:
             decide(self.spec, self.program, timings, figures)
         conditions = {name: p["conditions"] for name, p in self.found.items() if "conditions" in p}
         return Measured(
-            identity=identity(self.spec, self.program),
+            identity=identity(self.spec, self.program, self.raw),
             gates=tuple(gates.passed),
             timings=timings,
             conditions=_conditions(conditions),
@@ -187,7 +207,7 @@ class _Session:
 
     def _asked(self) -> str:
         """What a score is of: other arms or rounds are another one."""
-        rival = self.kept.program.hash if self.kept else ""
+        rival = identity(self.spec, self.kept.program, self.kept.raw).lowered_hash if self.kept else ""
         what = json.dumps([self._arms(), self.options.rounds, self.options.cold, rival])
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
@@ -331,11 +351,15 @@ class _Session:
         flops = roofline(self.program, case.sizes).flops
         families = tuple(FAMILIES) if flops <= FEW_FLOPS else ROUTINE
         tuned = {int(k): Schedule.from_json(v) for k, v in self._tuned(case)["schedules"].items()}
-        return Job(self.spec, self.program, case.name, case.sizes, (tuned,), families)
+        return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
-        job = Job(self.spec, self.program, case.name, case.sizes, known=self.known.get(case.name))
+        job = self._of(case.name, case.sizes, known=self.known.get(case.name))
         return self._piece(f"tune/{case.name}", self._ask(tune, job))
+
+    def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> Job:
+        """A job of this kernel; ``more`` fields of it."""
+        return Job(self.spec, self.program, name, sizes, raw=self.raw, **more)
 
     def _small(self, choices: list[Schedules]) -> list[Job]:
         """The cases that are not measured, and hidden sizes that no candidate has seen; each on those of the
@@ -351,7 +375,7 @@ class _Session:
             fitting = tuple(c for c in choices if all(g.admits(c[g.step], sizes) for g in gemms))
             any_tile = {g.step: candidates(g, sizes)[0] for g in gemms}
             families = SINGLE_ROW if name == ONE_ROW else tuple(FAMILIES)
-            jobs.append(Job(self.spec, self.program, name, sizes, fitting or (any_tile,), families))
+            jobs.append(self._of(name, sizes, schedules=fitting or (any_tile,), families=families))
         return jobs
 
     def _probes(self) -> list[Schedules]:

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from primitives.ir import Program, Schedule
@@ -40,6 +41,7 @@ class Job:
     schedules: tuple[Schedules, ...] = ()
     families: tuple[str, ...] = ("normal",)
     known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: the only ones to race
+    raw: str = ""  # an edited text, in place of the program's own
 
     def plans(self) -> list[Plan]:
         """A plan for each choice, in one workspace."""
@@ -47,7 +49,8 @@ class Job:
 
         made: list[Plan] = []
         for chosen in self.schedules:
-            made.append(Plan(self.program, self.sizes, chosen, "cuda", made[0].workspace if made else None))
+            room = made[0].workspace if made else None
+            made.append(Plan(self.program, self.sizes, chosen, "cuda", room, self.raw))
         return made
 
     def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:
@@ -59,19 +62,37 @@ class Job:
 
 
 class Trial:
-    """Fresh inputs of a family, and what is true of them."""
+    """Fresh inputs of a family, and what is true of them: found once a kernel has run, for one that reads
+    astray must not find it in the GPU's memory."""
 
     def __init__(self, job: Job, family: str = "normal"):
-        from verifier import numerics, reference
-
         self.job, self.family = job, family
         self.seed, self.inputs = job.draw(family)
-        self.truth = reference.oracle(job.spec, self.inputs, job.sizes)
-        self.yardstick = reference.yardstick(job.spec, self.inputs, job.sizes)
-        self.exact: frozenset[str] = frozenset()
-        if family == "integers":
-            found = reference.fp32(job.spec, self.inputs, job.sizes)
-            self.exact = numerics.exact_outputs(found, self.truth)
+        self.drawn = {name: fingerprint(t) for name, t in self.inputs.items()}
+
+    @cached_property
+    def truth(self) -> dict[str, torch.Tensor]:
+        """Raises Failed where the inputs are no longer what was drawn."""
+        from verifier import reference
+
+        _untouched(self.job, self.inputs, self.drawn)
+        return reference.oracle(self.job.spec, self.inputs, self.job.sizes)
+
+    @cached_property
+    def yardstick(self) -> dict[str, torch.Tensor]:
+        from verifier import reference
+
+        return reference.yardstick(self.job.spec, self.inputs, self.job.sizes)
+
+    @cached_property
+    def exact(self) -> frozenset[str]:
+        """Outputs that have to be right to the bit."""
+        from verifier import numerics, reference
+
+        if self.family != "integers":
+            return frozenset()
+        found = reference.fp32(self.job.spec, self.inputs, self.job.sizes)
+        return numerics.exact_outputs(found, self.truth)
 
     def judge(self, plan: Plan, outputs: Mapping[str, torch.Tensor]) -> Sequence[OutputError]:
         """What a plan made of the inputs, through the error gate. Raises Failed."""
@@ -92,14 +113,14 @@ def tune(job: Job) -> dict[str, Any]:
     start = time.monotonic()
     seed, inputs = job.draw()
     try:
-        chosen = tuned(job.program, inputs, job.sizes, job.known)
+        chosen = tuned(job.program, inputs, job.sizes, job.known, job.raw)
     except (LaunchError, NoSchedule) as error:
         raise Failed("no_schedule", f"case {job.case}: {error}") from None
     return {
         "schedules": named(chosen),
         "finalists": {
             str(step): [dict(s.to_json()) for s in raced]
-            for step, raced in finalists(job.program, job.sizes).items()
+            for step, raced in finalists(job.program, job.sizes, job.raw).items()
         },
         "seconds": round(time.monotonic() - start, 1),
         "seeds": {"tuning": seed},
@@ -124,7 +145,8 @@ def numerics(job: Job) -> dict[str, Any]:
 def _tried(job: Job, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
     """The seed of one trial, and how each plan did in it; its tensors are gone before the next."""
     trial = Trial(job, family)
-    return trial.seed, [e for p in plans for e in trial.judge(p, poisoned_run(p, trial.inputs))]
+    ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
+    return trial.seed, [error for plan, outputs in ran for error in trial.judge(plan, outputs)]
 
 
 def stability(job: Job) -> dict[str, Any]:
@@ -202,6 +224,10 @@ def _repeat(job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> None:
                     "something is read that nothing wrote, or summed in no fixed order",
                 )
     _updated_alike(job, plan, inputs, first)
+    _untouched(job, inputs, before)
+
+
+def _untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Mapping[str, tuple[int, int]]) -> None:
     changed = [name for name, t in inputs.items() if fingerprint(t) != before[name]]
     if changed:
         raise Failed("inputs_written", f"{_place(job)}: input(s) {', '.join(changed)} were changed")

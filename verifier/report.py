@@ -27,13 +27,15 @@ class Gate(_Record):
 
 
 class Identity(_Record):
-    """What the evidence is for: SHA-256 of spec, program and lowered text, and versions of packages."""
+    """What the evidence is for: SHA-256 of spec, program and lowered text, and versions of packages.
+    ``raw``: an author has edited that text."""
 
     spec: str
     spec_hash: str
     program_hash: str
     lowered_hash: str
     versions: dict[str, str]
+    raw: bool = False
 
     def same(self, other: Identity) -> bool:
         """Whether both are of one kernel, on whatever versions of packages."""

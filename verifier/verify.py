@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from primitives.compile import PROBES
 from primitives.ir import Program, ProgramError, Schedule
 from primitives.lower import lower
 from verifier import jail
@@ -45,11 +45,37 @@ def check(
     try:
         with gates.gate("trace") as figures:
             traced = _trace(spec, source, weak_jail, figures)
-            if schedules:
-                traced = _scheduled(traced, schedules)
-        return Verdict(_check_program(spec, traced, gates), traced.program)
+            program = _scheduled(traced.program, schedules)
+        _check_program(spec, program, gates)
+        with gates.gate("compile") as figures:
+            _compile(spec, program, PROBES, figures, lines=traced.lines)
     except Stop as stop:
         return Verdict(stop.rejected, None)
+    return Verdict(_checked(spec, program, gates), program)
+
+
+def check_raw(
+    spec: Spec,
+    program: Program,
+    raw: str,
+    *,
+    schedules: Mapping[int, Schedule] | None = None,
+    tuned: Sequence[Schedule] = (),
+    progress: Progress = silent,
+) -> Verdict:
+    """As ``check``, of an edited text of a program's: it is compiled in confinement, on the ``tuned``
+    schedules too. What it computes only a GPU can tell."""
+    gates = Gates(progress)
+    try:
+        with gates.gate("edit") as figures:
+            program = _scheduled(program, schedules)
+            figures["lines"] = raw.count("\n")
+        _check_program(spec, program, gates)
+        with gates.gate("compile") as figures:
+            _compile(spec, program, tuple(dict.fromkeys([*PROBES, *tuned])), figures, raw=raw)
+    except Stop as stop:
+        return Verdict(stop.rejected, None)
+    return Verdict(_checked(spec, program, gates, raw), program)
 
 
 def verify(
@@ -84,22 +110,24 @@ def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) ->
     return traced
 
 
-def _scheduled(traced: jail.Traced, schedules: Mapping[int, Schedule]) -> jail.Traced:
+def _scheduled(program: Program, schedules: Mapping[int, Schedule] | None) -> Program:
+    if not schedules:
+        return program
     try:
-        return replace(traced, program=traced.program._replace(schedule=dict(schedules)).check())
+        return program._replace(schedule=dict(schedules)).check()
     except ProgramError as error:
         raise Failed(error.code, error.message) from None
 
 
-def _check_program(spec: Spec, traced: jail.Traced, gates: Gates) -> Checked:
-    program = traced.program
+def _check_program(spec: Spec, program: Program, gates: Gates) -> None:
     with gates.gate("contract") as figures:
         _contract(spec, program, figures)
     with gates.gate("interpret") as figures:
         _interpret(spec, program, figures)
-    with gates.gate("compile") as figures:
-        _compile(spec, traced, figures)
-    return Checked(identity=identity(spec, program), gates=tuple(gates.passed), unmeasured=_unmeasured())
+
+
+def _checked(spec: Spec, program: Program, gates: Gates, raw: str = "") -> Checked:
+    return Checked(identity=identity(spec, program, raw), gates=tuple(gates.passed), unmeasured=_unmeasured())
 
 
 def _unmeasured() -> str:
@@ -153,14 +181,23 @@ def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
     return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
 
 
-def _compile(spec: Spec, traced: jail.Traced, figures: dict[str, Any]) -> None:
+def _compile(
+    spec: Spec,
+    program: Program,
+    schedules: Iterable[Schedule],
+    figures: dict[str, Any],
+    lines: Sequence[int | None] = (),
+    raw: str = "",
+) -> None:
     from primitives.compile import CompileError, report
 
     try:
-        resources = report(traced.program, spec.cases[0].sizes)
+        resources = report(program, spec.cases[0].sizes, schedules, raw)
     except CompileError as error:
+        if raw:
+            raise Failed(error.code, str(error), error.line) from None
         words = f"the lowered kernel does not compile for sm_90a: {error}"
-        raise Failed("compiler", words, line_behind(str(error), traced.lines)) from None
+        raise Failed("compiler", words, line_behind(str(error), lines)) from None
     figures["kernels"] = [
         {k: getattr(r, k) for k in ("kernel", "registers", "stack", "spill_loads", "spill_stores", "hgmma")}
         | {

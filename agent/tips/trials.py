@@ -17,6 +17,7 @@ from agent.journal import JournalError, glance
 from agent.loop import Listener, Loop, Measure
 from agent.proportions import Difference, difference
 from agent.tips import ACCEPTED, Tip, TipsError, in_prompts
+from agent.work import Authoring
 from verifier.spec import load
 
 Author = Callable[[Path, Sequence[Tip]], "int | None"]
@@ -121,14 +122,12 @@ class Runs:
             loop = Loop(
                 run.journal,
                 run.spec,
-                run.text,
+                Authoring(run.spec, run.text, tips, options["weak_jail"]),
                 provider_of(run),
                 self.listener,
                 attempts=options["attempts"],
                 measure=self.measure,
-                weak_jail=options["weak_jail"],
                 limits=Limits.from_json(options["limits"]),
-                tips=tips,
             )
             needed = _needed(loop)
         arm = "with" if self.tip.id in {tip.id for tip in tips} else "without"

@@ -1,0 +1,149 @@
+"""Optimizing: the author gets an accepted kernel's CuTeDSL with what was measured of it, and edits it.
+
+The program stays the contract: what the text computes is judged against it, and it has to beat the kernel
+that it was made from. The stable prefix of the prompt is ``cutedsl.md``; the task is this kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent import accept, counters, improve, prompt
+from primitives.ir import Program, Schedule
+from primitives.lower import editable
+from verifier import verify
+from verifier.gates import Progress
+from verifier.report import Accepted
+from verifier.spec import Spec
+
+if TYPE_CHECKING:
+    from agent.runs import Run
+    from verifier.measure import Kept
+
+PACK = Path(__file__).parent / "pack" / "cutedsl.md"
+
+HOW = """\
+Answer with the whole edited module in one ```python block; its docstring says the idea in one sentence. Keep
+the classes' names and their arguments. Schedules are tuned again for your text unless you set them, in one
+```json block that maps steps to fields, such as {"0": {"tile_m": 128, "tile_n": 256, "pingpong": false}}.
+It is kept only if every output is right, and if it is measured to be faster than the kernel above in one case
+at least (the lower end of its interval above 1, in the same run) and slower in none.
+"""
+
+
+class NothingToOptimize(Exception):
+    """There is no accepted kernel of this name: what is missing, and how to get it."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The accepted kernel that an edit starts from. ``raw``: its text, where it is an edited one itself;
+    ``counted``: its hardware counters in words, where an export of them is kept."""
+
+    program: Program
+    report: Accepted
+    raw: str = ""
+    counted: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.raw or editable(self.program)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "program": self.program.to_json(),
+            "report": self.report.model_dump(mode="json"),
+            "raw": self.raw,
+            "counted": self.counted,
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], spec: Spec) -> Base:
+        program = Program.from_json(found["program"], spec.signature())
+        return cls(program, _accepted(found["report"]), found["raw"], found["counted"])
+
+
+def base(spec: Spec, directory: Path = accept.KERNELS) -> Base:
+    """The accepted kernel of a spec: its edited text where there is one already, else the program's own."""
+    edited = accept.files(spec.name, directory, raw=True)[-1].exists()
+    source, text, *_, evidence = accept.files(spec.name, directory, raw=edited)
+    try:
+        program = Program.from_json(text.read_text(encoding="utf-8"), spec.signature())
+        report = _accepted(json.loads(evidence.read_text(encoding="utf-8")))
+        raw = source.read_text(encoding="utf-8") if edited else ""
+    except OSError as error:
+        raise NothingToOptimize(
+            f"{error.filename}: no accepted kernel of {spec.name}; author one first: coda-agent generate "
+            f"specs/{spec.name}.yaml"
+        ) from None
+    found = counters.stored(spec.name, directory)
+    return Base(program, report, raw, counters.words(found) if found else "")
+
+
+def _accepted(found: Any) -> Accepted:
+    """A report, without the samples: they are not for a prompt."""
+    report = Accepted.model_validate(found)
+    return report.model_copy(
+        update={"timings": tuple(t.model_copy(update={"samples": {}}) for t in report.timings)}
+    )
+
+
+@dataclass(frozen=True)
+class Editing:
+    """An edited text of an accepted kernel's (``agent.work.Work``). ``text``: the spec's YAML."""
+
+    spec: Spec
+    text: str
+    base: Base
+    raw = True
+
+    @classmethod
+    def of(cls, run: Run) -> Editing:
+        """A run's, from the kernel as it was when the run began."""
+        found = run.journal.once("base", "base", lambda: base(run.spec).to_json())
+        return cls(run.spec, run.text, Base.from_json(found, run.spec))
+
+    def opening(self) -> prompt.Prompt:
+        return prompt.Prompt(PACK.read_text(encoding="utf-8").strip(), self._task())
+
+    def _task(self) -> str:
+        parts = [
+            "Make this kernel faster. Its spec, whose `reference` is the mathematics:\n\n"
+            f"```yaml\n{self.text.strip()}\n```",
+            f"The CuTeDSL module that computes it now:\n\n```python\n{self.base.text.strip()}\n```",
+            "What was measured of it, from a cold L2:",
+            *improve.account(self.spec, self.base.report, self.base.program),
+            self.base.counted and f"Hardware counters:\n\n{self.base.counted}",
+            HOW,
+        ]
+        return "\n\n".join(part.strip() for part in parts if part)
+
+    def rival(self) -> Kept:
+        from verifier.measure import Kept
+
+        return Kept.of(self.base.program, self.base.report.timings, self.base.raw)
+
+    def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
+        return verify.check_raw(
+            self.spec,
+            self.base.program._replace(schedule={}),
+            source,
+            schedules=schedules,
+            tuned=self._tuned,
+            progress=progress,
+        )
+
+    @property
+    def _tuned(self) -> tuple[Schedule, ...]:
+        """The schedules that the kernel was tuned to, each once."""
+        every = [s._replace(swizzle=8) for steps in self.rival().schedules.values() for s in steps.values()]
+        return tuple(dict.fromkeys(every))
+
+    def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
+        words = f"Accepted: it is right, and faster than before. {rounds} round(s) are left to go on."
+        parts = [words, *improve.account(self.spec, report, program), HOW]
+        return "\n\n".join(part.strip() for part in parts)
