@@ -1,0 +1,307 @@
+"""An object file that a confined child made of a raw module, read as hostile bytes before anything loads it.
+
+The loader resolves symbols, relocates and runs what is registered to run; so an object has only what the
+compiler's own have. A parser of ELF for just that, as nothing here may trust an offset. What it cannot
+tell is whether the host code that stays does what the launcher asks: hence disposable GPU workers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, NoReturn
+
+from primitives.raw.error import RawError
+
+MOST_BYTES = 16 << 20
+MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # honest: 15 sections, some 600 relocations
+MOST_ZEROS = 1 << 16  # bytes of sections that the file does not hold; honest: 16
+
+# What the compiler's launch code calls: the CUDA runtime through CuTe's own library, and TVM's FFI.
+UNDEFINED = frozenset(
+    {
+        "CuteDSLRT_TVMFFISetRaisedCudaError", "TVMFFIEnvGetStream", "TVMFFIErrorSetRaisedFromCStr",
+        "TVMFFIErrorSetRaisedFromCStrParts", "_GLOBAL_OFFSET_TABLE_", "_cuKernelGetAttribute",
+        "_cudaDeviceGetAttribute", "_cudaFuncSetAttribute", "_cudaGetDevice",
+        "_cudaKernelSetAttributeForDevice", "_cudaLaunchKernelEx", "_cudaLibraryGetKernel",
+        "_cudaLibraryLoadData", "_cudaSetDevice", "cuda_dialect_init_library_once",
+        "cuda_dialect_unload_library_once",
+    }
+)  # fmt: skip
+_EXPORTS = re.compile(
+    r"__tvm_ffi_func|__cute_internal_func_(cuda_(num_binaries|init|load|load_to_device)|"
+    r"(_mlir_ciface_)?cutlass___call___\w+)",
+    re.ASCII,
+)
+_END = "__cute_internal_func___dtor_cuda_dialect_unload_library_once"  # the one function run at unloading
+_BINARY = "kernels_binary"
+_SECTIONS = re.compile(
+    r"|\.(rela)?\.?(l?text|l?data|l?data\.rel\.ro|l?rodata|l?bss|rodata\.cst\d+|fini_array|eh_frame)"
+    r"|\.note\.GNU-stack|\.symtab|\.strtab|\.shstrtab",
+    re.ASCII,
+)
+
+
+class Machine(NamedTuple):
+    """``number`` in an ELF header; relocations by type, with the bytes that each writes; instructions that
+    enter the kernel (an alignment and patterns)."""
+
+    number: int
+    relocations: Mapping[int, int]
+    alignment: int
+    traps: tuple[tuple[str, re.Pattern[bytes]], ...]
+
+
+_AARCH64_CODE = (*range(263, 274), *range(274, 287), 299, 311, 312)  # fields of an instruction
+MACHINES = {
+    "x86_64": Machine(
+        62,
+        # 64, PC32, PLT32, GOTPCREL, 32, 32S, PC64, GOTOFF64, GOTPC32, GOT64, GOTPC64
+        {1: 8, 2: 4, 4: 4, 9: 4, 10: 4, 11: 4, 24: 8, 25: 8, 26: 4, 27: 8, 29: 8},
+        1,
+        (
+            ("syscall", re.compile(rb"\x0f\x05")),
+            ("sysenter", re.compile(rb"\x0f\x34")),
+            ("int 0x80", re.compile(rb"\xcd\x80")),
+        ),
+    ),
+    "aarch64": Machine(
+        183,
+        # ABS64, ABS32, PREL64, PREL32, and those of instructions
+        {257: 8, 258: 4, 260: 8, 261: 4, **dict.fromkeys(_AARCH64_CODE, 4)},
+        4,
+        (("svc", re.compile(rb"[\x01\x21\x41\x61\x81\xa1\xc1\xe1].[\x00-\x1f]\xd4", re.DOTALL)),),
+    ),
+}
+
+_NULL, _PROGBITS, _SYMTAB, _STRTAB, _RELA, _NOTE, _NOBITS, _FINI_ARRAY = 0, 1, 2, 3, 4, 7, 8, 15
+_UNWIND = 0x70000001  # of x86-64
+_TYPES = {_NULL, _PROGBITS, _SYMTAB, _STRTAB, _RELA, _NOTE, _NOBITS, _FINI_ARRAY, _UNWIND}
+_STARTS = {14: ".init_array", 16: ".preinit_array"}
+_WRITES, _EXECUTES = 1, 4
+_KNOWN_FLAGS = 0x10000077  # write, allocate, execute, merge, strings, a link; x86's large
+_ABSOLUTE, _UNDEFINED = 0xFFF1, 0
+_LOCAL, _GLOBAL = 0, 1
+_OBJECT, _FUNCTION, _SECTION_SYMBOL = 1, 2, 3
+_KINDS = {0, _OBJECT, _FUNCTION, _SECTION_SYMBOL, 4}
+_IFUNC = 10
+
+
+class _Section(NamedTuple):
+    name: str
+    kind: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    alignment: int
+    entry: int
+
+
+class _Symbol(NamedTuple):
+    name: str
+    binding: int
+    kind: int
+    section: int
+    value: int
+    size: int
+
+
+def inspect(data: bytes) -> bytes:
+    """The sm_90a cubin in a relocatable object for this machine, which has nothing that the compiler's lack.
+
+    Raises RawError with code ``object`` and what was found where.
+    """
+    try:
+        return _Object(data).cubin()
+    except (struct.error, UnicodeDecodeError) as error:
+        raise RawError("object", f"the object file is cut short or garbled: {error}") from None
+
+
+def _refuse(message: str) -> NoReturn:
+    raise RawError("object", f"{message}: export the compiler's object as it is")
+
+
+class _Object:
+    def __init__(self, data: bytes):
+        if len(data) > MOST_BYTES:
+            _refuse(f"the object has {len(data)} bytes of at most {MOST_BYTES}")
+        self._data = data
+        machine = os.uname().machine
+        self._machine = MACHINES["aarch64" if machine == "arm64" else machine]
+        self._sections = self._read_sections()
+        self._symbols = self._read_symbols()
+        for section in self._sections:
+            self._check_section(section)
+        self._check_code()
+        for symbol in self._symbols[1:]:
+            self._check_symbol(symbol)
+        self._check_relocations()
+
+    def _read_sections(self) -> list[_Section]:
+        data = self._data
+        if data[:7] != b"\x7fELF\x02\x01\x01":
+            _refuse("the object is no 64-bit little-endian ELF file")
+        kind, machine, _, _, programs, start, _, _, _, segments, width, count, names = struct.unpack_from(
+            "<HHIQQQIHHHHHH", data, 16
+        )
+        if kind != 1 or programs or segments:
+            _refuse(f"the ELF file is of type {kind} with {segments} segments, not relocatable")
+        if machine != self._machine.number:
+            _refuse(f"the object is for machine {machine}, and this is {self._machine.number}")
+        if width != 64 or not 0 < count <= MOST_SECTIONS or names >= count:
+            _refuse(f"the object has {count} sections of {width} bytes, of at most {MOST_SECTIONS} of 64")
+        raw = [struct.unpack_from("<IIQQQQIIQQ", data, start + 64 * i) for i in range(count)]
+        sections = [_Section("", *fields[1:]) for fields in raw]
+        for index, section in enumerate(sections):
+            end = section.offset + (section.size if section.kind != _NOBITS else 0)
+            if end > len(data):
+                _refuse(f"section {index} ends at byte {end} of a file of {len(data)}")
+        table = self._bytes(sections[names])
+        return [s._replace(name=_text(table, f[0])) for s, f in zip(sections, raw, strict=True)]
+
+    def _bytes(self, section: _Section) -> bytes:
+        return b"" if section.kind == _NOBITS else self._data[section.offset : section.offset + section.size]
+
+    def _entries(self, section: _Section, layout: str) -> Iterator[tuple[int, ...]]:
+        width = struct.calcsize(layout)
+        if section.entry != width or section.size % width or section.size // width > MOST_ENTRIES:
+            _refuse(f"section {section.name!r} has {section.size} bytes in entries of {section.entry}")
+        yield from struct.iter_unpack(layout, self._bytes(section))
+
+    def _read_symbols(self) -> list[_Symbol]:
+        tables = [s for s in self._sections if s.kind == _SYMTAB]
+        if len(tables) != 1 or tables[0].link >= len(self._sections):
+            _refuse(f"the object has {len(tables)} symbol tables, of 1")
+        names = self._bytes(self._sections[tables[0].link])
+        return [
+            _Symbol(_text(names, name), info >> 4, info & 15, section, value, size)
+            for name, info, _, section, value, size in self._entries(tables[0], "<IBBHQQ")
+        ]
+
+    def _check_section(self, section: _Section) -> None:
+        name, kind, flags = section.name, section.kind, section.flags
+        if kind in _STARTS or re.match(r"\.(rela)?\.?(preinit|init|ctors|fini$|dtors)", name):
+            _refuse(f"section {name!r} ({_STARTS.get(kind, 'by its name')}) would run at loading")
+        if kind not in _TYPES or flags & ~_KNOWN_FLAGS or not _SECTIONS.fullmatch(name):
+            _refuse(f"section {name!r} (type {kind:#x}, flags {flags:#x}) is none of the compiler's")
+        if flags & _WRITES and flags & _EXECUTES:
+            _refuse(f"section {name!r} is both writable and executable")
+        if section.address or section.alignment > 4096 or section.alignment & (section.alignment - 1):
+            _refuse(f"section {name!r} asks for address {section.address}, alignment {section.alignment}")
+        if kind == _NOBITS and section.size > MOST_ZEROS:
+            _refuse(f"section {name!r} asks for {section.size} bytes of zeros, of at most {MOST_ZEROS}")
+        if (kind == _FINI_ARRAY) != (name == ".fini_array") or kind == _FINI_ARRAY and section.size != 8:
+            _refuse(f"section {name!r} of {section.size} bytes: at unloading one function runs, {_END}")
+
+    def _check_code(self) -> None:
+        for section in self._sections:
+            if section.flags & _EXECUTES:
+                code = self._bytes(section)
+                for name, pattern in self._machine.traps:
+                    # At any byte, not at decoded instructions: a jump may go into the midst of one.
+                    for found in pattern.finditer(code):
+                        if found.start() % self._machine.alignment == 0:
+                            _refuse(f"{section.name} has the bytes of {name} at {found.start():#x}")
+
+    def _check_symbol(self, symbol: _Symbol) -> None:
+        name = symbol.name
+        if symbol.kind not in _KINDS or symbol.binding not in (_LOCAL, _GLOBAL):
+            kind = "an indirect function" if symbol.kind == _IFUNC else f"of type {symbol.kind}"
+            _refuse(f"symbol {name!r} is {kind}, binding {symbol.binding}")
+        if symbol.section == _UNDEFINED:
+            if name not in UNDEFINED:
+                _refuse(f"the object asks for {name!r}, and it may ask for {', '.join(sorted(UNDEFINED))}")
+        elif symbol.section >= len(self._sections):
+            if symbol.section != _ABSOLUTE or symbol.kind != 4 or symbol.binding != _LOCAL:
+                _refuse(f"symbol {name!r} lies in section {symbol.section:#x} of {len(self._sections)}")
+        elif symbol.value + symbol.size > self._sections[symbol.section].size:
+            _refuse(f"symbol {name!r} reaches past its section")
+        elif symbol.binding == _GLOBAL and not _EXPORTS.fullmatch(name):
+            _refuse(f"the object defines {name!r} for others to use")
+
+    def _check_relocations(self) -> None:
+        for section in self._sections:
+            if section.kind != _RELA:
+                continue
+            if section.info >= len(self._sections):
+                _refuse(f"{section.name} relocates section {section.info} of {len(self._sections)}")
+            target = self._sections[section.info]
+            if target.kind not in (_PROGBITS, _FINI_ARRAY, _UNWIND):
+                _refuse(f"{section.name} relocates {target.name!r}")
+            for offset, info, addend in self._entries(section, "<QQq"):
+                self._check_relocation(section, target, offset, info, addend)
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """The entry of .fini_array, filled in by a relocation, is that one function's address."""
+        known = [(s.section, s.value) for s in self._symbols if s.name == _END and s.kind == _FUNCTION]
+        found = []
+        for section in self._sections:
+            if section.kind == _RELA and self._sections[section.info].kind == _FINI_ARRAY:
+                for _, info, addend in self._entries(section, "<QQq"):
+                    symbol = self._symbols[info >> 32]
+                    found.append((symbol.section, symbol.value + addend))
+        ends = sum(s.kind == _FINI_ARRAY for s in self._sections)
+        if ends and not (len(known) == ends == 1 and found == known):
+            _refuse(f"at unloading {ends} functions run, at {found} (section, address), of only {_END}")
+
+    def _check_relocation(
+        self, section: _Section, target: _Section, offset: int, info: int, addend: int
+    ) -> None:
+        place = f"{section.name} at {offset:#x}"
+        kind, number = info & 0xFFFFFFFF, info >> 32
+        width = self._machine.relocations.get(kind)
+        if width is None:
+            _refuse(f"{place}: relocation type {kind} is none of the compiler's")
+        if offset + width > target.size:
+            _refuse(f"{place}: it writes past the {target.size} bytes of {target.name!r}")
+        if number >= len(self._symbols):
+            _refuse(f"{place}: symbol {number} of {len(self._symbols)}")
+        symbol = self._symbols[number]
+        if 0 < symbol.section < len(self._sections):
+            size = self._sections[symbol.section].size
+            if not -8 <= symbol.value + addend <= size + 8:  # an address may be relative to the next one
+                _refuse(f"{place}: it points {symbol.value + addend} bytes into a section of {size}")
+        elif not -8 <= addend <= 16:  # the table of addresses is looked for from within an instruction
+            _refuse(f"{place}: it points {addend} bytes beside {symbol.name!r}")
+
+    def cubin(self) -> bytes:
+        found = [s for s in self._symbols if s.name == _BINARY]
+        if len(found) != 1 or not 0 < found[0].section < len(self._sections):
+            _refuse(f"the object has {len(found)} symbols {_BINARY}, of 1")
+        place = self._bytes(self._sections[found[0].section])
+        return _only_cubin(place[found[0].value : found[0].value + found[0].size])
+
+
+_FATBIN, _ELF_ENTRY, _CUDA, _HOPPER, _ACCELERATED = 0xBA55ED50, 2, 190, 90, 0x800
+
+
+def _only_cubin(data: bytes) -> bytes:
+    """The one image of a fat binary: a header of 16 bytes, then entries, each with a header of its own."""
+    magic, version, header, size = struct.unpack_from("<IHHQ", data)
+    kind, _, start, length = struct.unpack_from("<HHIQ", data, 16)
+    if (magic, version, header) != (_FATBIN, 1, 16) or 16 + size != len(data):
+        _refuse(f"{_BINARY} is no fat binary of {len(data)} bytes")
+    if kind != _ELF_ENTRY or start + length != size:
+        _refuse(f"{_BINARY} has an image of kind {kind} and {start + length} bytes of {size}, not one cubin")
+    cubin = data[16 + start :]
+    head = struct.unpack_from("<4sBB", cubin)
+    machine, flags = struct.unpack_from("<H", cubin, 18)[0], struct.unpack_from("<I", cubin, 48)[0]
+    if head != (b"\x7fELF", 2, 1) or machine != _CUDA:
+        _refuse(f"{_BINARY} is for machine {machine}: a compressed or foreign image")
+    if flags & 0xFF != _HOPPER or not flags & _ACCELERATED:
+        _refuse(f"{_BINARY} has flags {flags:#x}: its code is not for sm_90a")
+    return cubin
+
+
+def _text(table: bytes, offset: int) -> str:
+    """A name in a table of strings."""
+    end = table.find(b"\0", offset)
+    if offset > len(table) or end < 0 and offset < len(table):
+        _refuse(f"a name begins at byte {offset} of a table of {len(table)}")
+    return table[offset:end].decode("ascii") if end >= 0 else ""
