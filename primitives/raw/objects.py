@@ -155,6 +155,8 @@ class _Object:
             _refuse(f"the object is for machine {machine}, and this is {self._machine.number}")
         if width != 64 or not 0 < count <= MOST_SECTIONS or names >= count:
             _refuse(f"the object has {count} sections of {width} bytes, of at most {MOST_SECTIONS} of 64")
+        if start + 64 * count > len(data):
+            _refuse(f"the table of sections ends at byte {start + 64 * count} of a file of {len(data)}")
         raw = [struct.unpack_from("<IIQQQQIIQQ", data, start + 64 * i) for i in range(count)]
         sections = [_Section("", *fields[1:]) for fields in raw]
         for index, section in enumerate(sections):
