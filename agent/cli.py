@@ -39,6 +39,9 @@ app.add_typer(tips, name="tips")
 OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
+Directory = Annotated[Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")]
+Improve = Annotated[int, typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")]
+Looked = Annotated[bool, typer.Option("--looked", help="You have read its text: raw CuTeDSL needs that.")]
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
 
@@ -51,12 +54,8 @@ def generate(
     budget: Budget,
     measuring: Measuring,
     gpu: Gpu = None,
-    directory: Annotated[
-        Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")
-    ] = None,
-    improve: Annotated[
-        int, typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
-    ] = 0,
+    directory: Directory = None,
+    improve: Improve = 0,
     candidates: Annotated[
         int, typer.Option(min=1, max=9, help="Independent runs at once, which share the budget equally.")
     ] = 1,
@@ -79,6 +78,41 @@ def generate(
         _attend(_begun(spec, header, candidates), flags(gpu, measuring), as_json)
     else:
         _go(runs.start(spec, header), gpu, measuring, as_json)
+
+
+@app.command()
+@grouped
+def optimize(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An accepted kernel, by its spec's name.")],
+    authoring: Authoring,
+    budget: Budget,
+    measuring: Measuring,
+    gpu: Gpu = None,
+    directory: Directory = None,
+    improve: Improve = 0,
+    as_json: Json = False,
+) -> None:
+    """Have an accepted kernel's CuTeDSL edited, and keep what is measured to be faster."""
+    from agent import runs
+    from agent.optimize import base
+    from verifier.spec import load
+
+    path = Path("specs") / f"{name}.yaml"
+    base(load(path, check=False))  # one that is not there says so first
+    chosen = session.choose_provider(authoring.provider, name, raw=True)
+    limits = budget.limits().to_json()
+    header = authoring.header() | {
+        "provider": chosen,
+        "improve": improve,
+        "limits": limits,
+        "optimizes": name,
+    }
+    if directory:
+        header["directory"] = str(directory)
+    if chosen == "replay":
+        header["replays"] = session.recorded_run(name, raw=True)
+    session.need_gpu(gpu)
+    _go(runs.start(path, header), gpu, measuring, as_json)
 
 
 @app.command()
@@ -230,8 +264,8 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
     if changes := accepting.changes(outcome):
         console.print(Syntax(changes, "diff", word_wrap=True))
     asked = outcome.report.status == "accepted" and sys.stdin.isatty()
-    if asked and typer.confirm("accept it and commit?"):
-        _accept(run, commit=True)
+    if asked and typer.confirm("you have read it: accept it and commit?"):
+        _accept(run, commit=True, looked=True)
     raise typer.Exit(REJECTED if outcome.report.status == "rejected" else OK)
 
 
@@ -239,19 +273,20 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
 def accept(
     run: Annotated[str, typer.Argument(metavar="RUN")],
     commit: Annotated[bool, typer.Option("--commit", help="Commit the files, with the figures.")] = False,
+    looked: Looked = False,
 ) -> None:
     """Put an accepted kernel and its evidence into generated_kernels/."""
-    _accept(run, commit)
+    _accept(run, commit, looked)
 
 
-def _accept(run: str, commit: bool) -> None:
+def _accept(run: str, commit: bool, looked: bool) -> None:
     from agent import accept as accepting
     from agent import runs
 
     outcome = session.standing(run)
     opened = runs.reopen(run)
     try:
-        paths = accepting.accept(outcome, opened.journal)
+        paths = accepting.accept(outcome, opened.journal, looked=looked)
     finally:
         opened.journal.close()
     for path in paths:
@@ -549,6 +584,7 @@ def _explained(error: Exception) -> int:
     from agent.bundle import BundleError
     from agent.counters import CountersError
     from agent.journal import JournalError
+    from agent.optimize import NothingToOptimize
     from agent.providers import ProviderError
     from agent.scaffold import ScaffoldError
     from agent.table import TableError
@@ -562,7 +598,10 @@ def _explained(error: Exception) -> int:
         status = USAGE
     elif isinstance(error, AcceptError | CompileError | OutOfBudget):
         status = REJECTED
-    elif isinstance(error, JournalError | ProviderError | JailUnavailable | SanitizerMissing | OSError):
+    elif isinstance(
+        error,
+        JournalError | NothingToOptimize | ProviderError | JailUnavailable | SanitizerMissing | OSError,
+    ):
         status = ABSENT
     else:
         raise error

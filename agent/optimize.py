@@ -67,8 +67,10 @@ class Base:
         return cls(program, _accepted(found["report"]), found["raw"], found["counted"])
 
 
-def base(spec: Spec, directory: Path = accept.KERNELS) -> Base:
-    """The accepted kernel of a spec: its edited text where there is one already, else the program's own."""
+def base(spec: Spec, directory: Path | None = None) -> Base:
+    """The accepted kernel of a spec, by default of generated_kernels/: its edited text where there is one
+    already, else the program's own. Raises NothingToOptimize."""
+    directory = directory or accept.KERNELS
     edited = accept.files(spec.name, directory, raw=True)[-1].exists()
     source, text, *_, evidence = accept.files(spec.name, directory, raw=edited)
     try:
@@ -80,8 +82,16 @@ def base(spec: Spec, directory: Path = accept.KERNELS) -> Base:
             f"{error.filename}: no accepted kernel of {spec.name}; author one first: coda-agent generate "
             f"specs/{spec.name}.yaml"
         ) from None
-    found = counters.stored(spec.name, directory)
-    return Base(program, report, raw, counters.words(found) if found else "")
+    return Base(program, report, raw, _counted(spec, program, directory))
+
+
+def _counted(spec: Spec, program: Program, directory: Path) -> str:
+    path = directory / f"{spec.name}.counters.csv"
+    if not path.exists():
+        return ""
+    export = counters.read(path)
+    case = spec.case(export.case) if export.case else spec.cases[0]
+    return f"At {case.name}:\n\n" + counters.words(counters.counters(program, export, case.sizes))
 
 
 def _accepted(found: Any) -> Accepted:

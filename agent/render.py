@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verifier.report import GATES, Accepted, Checked, Gate, Rejected, Timing
+from verifier.report import GATES, RAW_GATES, Accepted, Checked, Gate, Identity, Rejected, Timing
 
 if TYPE_CHECKING:
     from agent.loop import Outcome
@@ -27,7 +27,7 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
         table.add_row(report.gate, "[red]rejected", "", report.code)
     passed = {g.gate for g in report.gates}
     if isinstance(report, Checked):
-        for name in GATES:
+        for name in RAW_GATES if report.identity.raw else GATES:
             if name not in passed:
                 table.add_row(name, "[dim]not run", "", "[dim]needs an H100")
     return table
@@ -37,6 +37,7 @@ def figures(gate: Gate) -> str:
     """A gate's figures in a line or two."""
     f = gate.figures
     words = {
+        "edit": lambda: f"{f['lines']} lines of raw CuTeDSL",
         "trace": lambda: f"{f['nodes']} nodes; jailed {f['milliseconds']:.0f} ms: {', '.join(f['layers'])}",
         "contract": lambda: f"{f['steps']} step(s), {f['vector_kernels']} vector kernel(s)",
         "interpret": lambda: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]),
@@ -106,15 +107,15 @@ def _sees(t: Timing) -> str:
 def summary(report: Accepted | Checked | Rejected) -> Text:
     """The verdict in one line."""
     if isinstance(report, Accepted):
-        return Text(
-            f"accepted: {report.identity.spec}, program {report.identity.program_hash[:12]}", "bold green"
-        )
+        return Text(f"accepted: {_named(report.identity)}", "bold green")
     if isinstance(report, Checked):
-        return Text(
-            f"{report.unmeasured} ({report.identity.spec}, program {report.identity.program_hash[:12]})",
-            "bold cyan",
-        )
+        return Text(f"{report.unmeasured} ({_named(report.identity)})", "bold cyan")
     return Text(f"rejected at {report.gate}: {report.code}", "bold red")
+
+
+def _named(identity: Identity) -> str:
+    mark = f", raw CuTeDSL {identity.lowered_hash[:12]}" if identity.raw else ""
+    return f"{identity.spec}, program {identity.program_hash[:12]}{mark}"
 
 
 def credits(outcome: Outcome) -> str:

@@ -23,11 +23,12 @@ class Absent(Exception):
     """Something that was asked for is not on this machine: what, and how to get it."""
 
 
-def choose_provider(provider: str, spec: str) -> str:
-    """auto: a key authors, a recording replays."""
-    from agent.accept import RECORDINGS
+def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:
+    """auto: a key authors, a recording replays. ``raw``: a run that edits CuTeDSL."""
+    from agent.accept import recording
 
-    recorded = (RECORDINGS / f"{spec}.jsonl").is_file()
+    path = recording(spec, raw=raw)
+    recorded = path.is_file()
     if provider == "auto":
         if os.environ.get("ANTHROPIC_API_KEY"):
             return "anthropic"
@@ -38,16 +39,16 @@ def choose_provider(provider: str, spec: str) -> str:
             "yourself with --provider handoff"
         )
     if provider == "replay" and not recorded:
-        raise Absent(f"{RECORDINGS}: no recorded run of {spec}; author one first")
+        raise Absent(f"{path}: no such recorded run; author one first")
     return provider
 
 
-def recorded_run(spec: str) -> str:
+def recorded_run(spec: str, *, raw: bool = False) -> str:
     """The name of the run that a replay of this spec plays back."""
-    from agent.accept import RECORDINGS
+    from agent.accept import recording
     from agent.journal import read_export
 
-    header, _ = read_export(RECORDINGS / f"{spec}.jsonl")
+    header, _ = read_export(recording(spec, raw=raw))
     return str(header["run"])
 
 
@@ -89,7 +90,7 @@ def work_of(run: Run) -> Work:
 def provider_of(run: Run) -> Provider:
     """The provider that the run's header names. Raises ProviderError."""
     from agent import providers
-    from agent.accept import RECORDINGS
+    from agent.accept import recording
 
     header = run.journal.header
     options: dict[str, Any] = {
@@ -102,7 +103,7 @@ def provider_of(run: Run) -> Provider:
             "time_limit": header["time_limit"],
         },
         "mcp": {},
-        "replay": {"path": RECORDINGS / f"{run.spec.name}.jsonl"},
+        "replay": {"path": recording(run.spec.name, raw="optimizes" in header)},
     }[header["provider"]]
     return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
 

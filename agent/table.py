@@ -159,12 +159,17 @@ class Tables:
 
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     """All accepted kernels' reports and all recorded runs. Raises TableError and JournalError."""
-    found = [_report(path) for path in sorted(kernels.glob("*.report.json"))]
+    found = [_report(path) for path in sorted(kernels.glob("*.report.json")) if not edited(path)]
     reports = tuple(sorted(found, key=lambda report: _order(report.identity.spec)))
     rows = [_row(report.identity.spec, timing) for report in reports for timing in _cases(report)]
     accepted = {report.authorship.run for report in reports if report.authorship}
-    runs = [_run(path, accepted) for path in sorted(recordings.glob("*.jsonl"))]
+    runs = [_run(path, accepted) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
     return Tables(reports, tuple(rows), tuple(sorted(runs, key=lambda run: (_order(run.operator), run.run))))
+
+
+def edited(path: Path) -> bool:
+    """Whether a file is of a kernel's edited text (``NAME.raw.*``), or of the run that edited it."""
+    return ".raw." in path.name
 
 
 def write(path: Path, tables: Tables) -> None:

@@ -11,39 +11,45 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from primitives.ir import Program, ProgramError
-from primitives.lower import lower
+from primitives.lower import Lowered, lower
 from verifier import jail
-from verifier.decision import BASELINE, CANDIDATE, compared
-from verifier.report import GATES, Accepted, Ratio, Rejected, Timing
+from verifier.decision import BASELINE, CANDIDATE, KEPT, compared
+from verifier.report import GATES, RAW_GATES, Accepted, Ratio, Rejected, Timing
 from verifier.spec import Spec, SpecError, load
 
 
-def problems(name: str, kernels: Path, specs: Path) -> list[str]:
+def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> list[str]:
     """What is wrong with the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty where it stands.
+    ``raw``: of its edited text, ``kernels/NAME.raw.*``, which stands beside the kernel's own.
 
     Raises JailUnavailable where nothing can be traced.
     """
+    stem = f"{name}.raw" if raw else name
     try:
         spec = load(specs / f"{name}.yaml", check=False)
-        report = Accepted.model_validate_json(_text(kernels / f"{name}.report.json"))
-        source, text, cutedsl = (
-            _text(kernels / f"{name}.{suffix}") for suffix in ("py", "program.json", "cutedsl.py")
-        )
-        program = Program.from_json(text, spec.signature())
+        report = Accepted.model_validate_json(_text(kernels / f"{stem}.report.json"))
+        source, text = (_text(kernels / f"{stem}.{suffix}") for suffix in ("py", "program.json"))
+        cutedsl, own = (_text(kernels / f"{name}.{suffix}") for suffix in ("cutedsl.py", "program.json"))
+        program, whole = (Program.from_json(t, spec.signature()) for t in (text, own))
     except (SpecError, OSError, UnicodeDecodeError) as error:
         return [str(error)]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        return [f"{name}.report.json is no report of an accepted kernel: {place}: {first['msg']}"]
+        return [f"{stem}.report.json is no report of an accepted kernel: {place}: {first['msg']}"]
     except ProgramError as error:
-        return [f"{name}.program.json is no program of {name}: {error.message}"]
+        return [f"{stem}.program.json is no program of {name}: {error.message}"]
+    bound = (
+        _edited(stem, report, program, whole, source)
+        if raw
+        else [*_traced(name, spec, source, program), *_lowered(name, report, program, cutedsl)]
+    )
     return [
-        *_identity(name, spec, report, program),
-        *_traced(name, spec, source, program),
-        *_lowered(name, report, program, cutedsl),
-        *_gates(name, spec, report),
-        *(problem for case in spec.cases if case.bench for problem in _case(name, spec, report, case.name)),
+        *_identity(stem, spec, report, program),
+        *bound,
+        *_gates(stem, spec, report),
+        *(problem for case in spec.cases if case.bench for problem in _case(stem, spec, report, case.name)),
+        *(_beaten(stem, report) if raw else ()),
     ]
 
 
@@ -85,19 +91,46 @@ def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[s
     lowered, found = lower(program), []
     if lowered.text != text:
         found.append(f"{name}.program.json lowers to another text than {name}.cutedsl.py: measure again")
-    if lowered.hash != report.identity.lowered_hash:
-        versions = ", ".join(f"{k} {v}" for k, v in report.identity.versions.items())
-        found.append(
-            f"{name}: the report is for lowered text {report.identity.lowered_hash[:12]}, here it is "
-            f"{lowered.hash[:12]}: install the versions it was made with ({versions}), or measure again"
-        )
-    return found
+    return found + _same_text(name, report, lowered)
+
+
+def _edited(name: str, report: Accepted, program: Program, own: Program, text: str) -> list[str]:
+    """The edited text is of the kernel's own program, on whatever schedules, and is what was measured."""
+    found = []
+    if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
+        found.append(f"{name}.program.json is another program than the kernel's own: optimize it again")
+    if not report.identity.raw:
+        found.append(f"{name}: the report is of no raw CuTeDSL: optimize it again")
+    return found + _same_text(name, report, lower(program, text))
+
+
+def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:
+    if lowered.hash == report.identity.lowered_hash:
+        return []
+    versions = ", ".join(f"{k} {v}" for k, v in report.identity.versions.items())
+    return [
+        f"{name}: the report is for lowered text {report.identity.lowered_hash[:12]}, here it is "
+        f"{lowered.hash[:12]}: install the versions it was made with ({versions}), or measure again"
+    ]
+
+
+def _beaten(name: str, report: Accepted) -> list[str]:
+    """It is faster than the kernel before in some case, and slower in none, by its own samples."""
+    ratios = {t.case: _of_samples(t, KEPT) for t in report.timings}
+    missing = [case for case, ratio in ratios.items() if ratio is None]
+    if missing:
+        return [f"{name}: case {', '.join(missing)} has no samples of {KEPT}: measure again"]
+    found = [r for r in ratios.values() if r is not None]
+    if any(r.high < 1 for r in found) or not any(r.low > 1 for r in found):
+        return [f"{name}: by its samples it is faster than {KEPT} in no case, or slower in one"]
+    return []
 
 
 def _gates(name: str, spec: Spec, report: Accepted) -> list[str]:
-    """Every gate was passed, and those of correctness on a GPU by every case."""
+    """Every gate was passed, and those of correctness on a GPU by every case. An edit is not traced."""
     gates = {gate.gate: gate for gate in report.gates}
-    found = [f"{name}: the report has no gate {gate}: measure again" for gate in GATES if gate not in gates]
+    wanted = RAW_GATES if report.identity.raw else GATES
+    found = [f"{name}: the report has no gate {gate}: measure again" for gate in wanted if gate not in gates]
     for gate in {"numerics", "stability"} & gates.keys():
         missing = [case.name for case in spec.cases if case.name not in gates[gate].figures]
         if missing:
@@ -117,7 +150,7 @@ def _case(name: str, spec: Spec, report: Accepted, case: str) -> list[str]:
     ratio = timing.ratios.get(BASELINE)
     if ratio is None:
         found.append(f"{name}: case {case} was not measured against {BASELINE}: measure again")
-    elif ratio != _of_samples(timing):
+    elif ratio != _of_samples(timing, BASELINE):
         found.append(f"{name}: case {case}: its ratio to {BASELINE} is not its samples': measure again")
     elif spec.case(case).decides and not ratio.low > spec.accept.speedup:
         found.append(
@@ -127,8 +160,8 @@ def _case(name: str, spec: Spec, report: Accepted, case: str) -> list[str]:
     return found
 
 
-def _of_samples(timing: Timing) -> Ratio | None:
+def _of_samples(timing: Timing, arm: str) -> Ratio | None:
     try:
-        return compared(timing.samples[BASELINE], timing.samples[CANDIDATE])
+        return compared(timing.samples[arm], timing.samples[CANDIDATE])
     except (KeyError, ValueError):  # none, or too few
         return None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
+RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
 
 
 class _Record(BaseModel):

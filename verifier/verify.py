@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +66,7 @@ def check_raw(
 ) -> Verdict:
     """As ``check``, of an edited text of a program's: it is compiled in confinement, on the ``tuned``
     schedules too. What it computes only a GPU can tell."""
+    sys.audit("verifier.verify.check_raw", raw)  # so that an audit hook knows what must not run anywhere else
     gates = Gates(progress)
     try:
         with gates.gate("edit") as figures:

@@ -44,6 +44,7 @@ from primitives.raw.objects import inspect
 FUNCTION = "func"  # what an object exports
 SECONDS = 120.0  # for one configuration: an honest one takes 2
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
+MOST_WORDS = 2000  # characters of what a compiler says
 LAYERS = frozenset({"seccomp", "landlock"})  # without both nothing runs
 
 
@@ -132,7 +133,7 @@ def _told(wanted: Wanted, scratch: Path) -> dict[str, Any]:
         case {"stages": stages, "seconds": float(seconds)} if _three(stages):
             return {"stages": stages, "seconds": round(seconds, 3)}
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
-            raise RawError(code[:32], message[:3000], line)
+            raise RawError(code[:32], message[:MOST_WORDS], line)
     raise RawError("compiler", f"the compiling child said {str(answer)[:200]!r}, which is no answer")
 
 
@@ -218,8 +219,8 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
             found = work()
     except RawError as error:
         found = {"code": error.code, "message": error.message, "line": error.line}
-    except BaseException:  # whatever an edited text raises, SystemExit too, is its author's to read
-        found = {"code": "compiler", "message": _shorten(traceback.format_exc()), "line": None}
+    except BaseException as error:  # whatever an edited text raises, SystemExit too, is its author's to read
+        found = {"code": "compiler"} | _words(error, scratch)
     with suppress(BaseException), os.fdopen(answer, "w") as pipe:
         pipe.write(json.dumps(found))
     os._exit(0)
@@ -233,9 +234,17 @@ def _missing(missing: tuple[str, ...]) -> dict[str, Any]:
     return {"code": "weak_jail", "message": words, "line": None}
 
 
-def _shorten(words: str, limit: int = 2000) -> str:
-    """The end of a traceback, where its reason stands."""
-    return "\n".join(line for line in words.splitlines() if line.strip())[-limit:]
+def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
+    """What a compiler raised, and the last line of the text that it was at."""
+    line, seen = None, error
+    while line is None:
+        frames = traceback.extract_tb(seen.__traceback__)
+        line = next((f.lineno for f in reversed(frames) if Path(f.filename).parent == scratch), None)
+        if (cause := seen.__cause__ or seen.__context__) is None:
+            break
+        seen = cause
+    words = "".join(traceback.format_exception_only(error))
+    return {"message": words.strip()[-MOST_WORDS:], "line": line}
 
 
 def _read(descriptor: int, deadline: float) -> bytes | None:

@@ -1,7 +1,8 @@
 """Hears every candidate and every text that is compiled beneath the verifier: the two may never be the same.
 
-``verifier.jail.trace`` raises an audit event (PEP 578) with each candidate's source, Python one for each text
-or file that it compiles or executes. What this process heard goes to a log of its own in a directory that all
+``verifier.jail.trace`` raises an audit event (PEP 578) with each candidate's source, ``verifier.verify`` one
+with each edited text, Python one for each text or file that it compiles or executes. What this process heard
+goes to a log of its own in a directory that all
 processes of a test session share, so that a candidate of one may be compiled in another, before or after.
 Tests may trace kernels themselves: what counts has a frame of ``verifier`` or ``agent`` beneath it, and none
 of a test's in between, which stands in for the jail then.
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 DIRECTORY = "CODA_AGENT_AUDIT"  # the variable that names the logs' directory
 PACKAGES = ("verifier", "agent")
+CANDIDATES = ("verifier.jail.trace", "verifier.verify.check_raw")
 TELLING = 40  # bytes that no other text holds by chance
 HERE = os.path.dirname(os.path.abspath(__file__))
 TESTS = os.path.dirname(HERE) + os.sep
@@ -49,7 +51,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         _compiled(*arguments[:2])
     elif event == "exec":
         _executes(arguments[0])
-    elif event == "verifier.jail.trace":
+    elif event in CANDIDATES:
         _candidate(_bytes(arguments[0]))
     elif event == "subprocess.Popen":
         _pass_on(arguments[1], arguments[3])

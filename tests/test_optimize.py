@@ -1,0 +1,275 @@
+"""Optimizing: what the author of an edited text is given, what its answer has to beat, and where it is kept.
+
+The compiler and the GPU gates are stood in for; tests/test_raw.py has the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import (
+    HEADER,
+    TOY_KERNEL,
+    Notes,
+    Scripted,
+    accepted_run,
+    fenced,
+    measured,
+    program_of,
+    resources,
+    write_toy,
+)
+from typer.testing import CliRunner
+
+from agent import accept, bundle, runs, session
+from agent.cli import OK, app
+from agent.loop import Loop, Outcome, standing
+from agent.optimize import NothingToOptimize, base
+from agent.table import read
+from primitives.compile import CompileError
+from primitives.ir import Program, Schedule
+from primitives.lower import editable, lower
+from verifier.decision import KEPT, compared
+from verifier.evidence import problems
+from verifier.gates import identity
+from verifier.measure import Kept, Options
+from verifier.report import Accepted, Checked, Measured, Rejected
+from verifier.spec import Spec, load
+
+SAMPLES = ((2.2,) * 8, (2.21,) * 8, (2.19,) * 8)  # of the kernel before, whose edit takes 2.0 ms
+
+
+@pytest.fixture
+def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A spec with an accepted kernel, and no compiler but one that refuses `BAD`."""
+    path = write_toy(tmp_path)
+    run = runs.reopen(accepted_run(path))
+    kept, recorded = tmp_path / "kernels", tmp_path / "recordings"
+    for directory in (kept, recorded):
+        directory.mkdir()
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+        assert outcome is not None
+        accept.accept(outcome, run.journal, kept, recorded)
+    monkeypatch.setattr("agent.accept.KERNELS", kept)
+    monkeypatch.setattr("agent.accept.RECORDINGS", recorded)
+    monkeypatch.setattr("primitives.compile.report", compiled)
+    return path
+
+
+def compiled(program: Program, sizes: object, schedules: object = (), raw: str = "") -> object:
+    if "BAD" in raw:
+        raise CompileError("nothing is named 'BAD' here", "language", 7)
+    return resources(program)
+
+
+def program(spec: Path) -> Program:
+    return program_of(load(spec), TOY_KERNEL)
+
+
+def edit(spec: Path, idea: str = "quicker") -> str:
+    return editable(program(spec)).replace("Lowered by coda-agent", f"{idea}: lowered by coda-agent")
+
+
+def start(spec: Path, **header: Any) -> runs.Run:
+    return runs.start(spec, HEADER | {"optimizes": "toy"} | header)
+
+
+def faster(spec: Spec, program: Program, raw: str) -> Measured:
+    """What the GPU gates say of an edit that is right and beats the kernel before."""
+    found = measured(spec, program)
+    rows = tuple(
+        t.model_copy(
+            update={
+                "samples": t.samples | {KEPT: SAMPLES},
+                "ratios": t.ratios | {KEPT: compared(SAMPLES, t.samples["candidate"])},
+            }
+        )
+        for t in found.timings
+    )
+    return found.model_copy(update={"identity": identity(spec, program, raw), "timings": rows})
+
+
+class Gpu:
+    """Stands in for the GPU gates; what it was given to measure, and to beat."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Program, Kept | None, str]] = []
+
+    def __call__(
+        self, spec: Spec, program: Program, keep: object, kept: Kept | None, raw: str
+    ) -> Measured | Rejected:
+        self.seen.append((program, kept, raw))
+        return faster(spec, program, raw)
+
+
+def author(run: runs.Run, answers: list[str], gpu: Gpu | None = None, improve: int = 0) -> Outcome:
+    work = session.work_of(run)
+    return Loop(run.journal, run.spec, work, Scripted(answers), Notes(), measure=gpu, improve=improve).run()
+
+
+def optimized(spec: Path) -> str:
+    """A run whose edit was accepted; its name."""
+    run = start(spec)
+    with run.journal:
+        assert isinstance(author(run, [fenced(edit(spec))], Gpu()).report, Accepted)
+    return run.name
+
+
+def test_the_author_gets_the_module_and_what_was_measured(spec: Path) -> None:
+    run = start(spec)
+    with run.journal:
+        given = session.work_of(run).opening()
+    assert editable(program(spec)).strip() in given.task and "class Step0(FusedGemm)" in given.task
+    assert "1.300x torch.compile" in given.task and "GFLOP" in given.task and "168 registers" in given.task
+    assert "CuTeDSL" in given.system
+
+
+def test_an_edit_is_measured_against_the_kernel_that_it_was_made_from(spec: Path) -> None:
+    run, gpu = start(spec), Gpu()
+    with run.journal:
+        outcome = author(run, [fenced(edit(spec))], gpu)
+        assert isinstance(outcome.report, Accepted) and outcome.report.identity.raw
+        assert outcome.raw == edit(spec) and standing(run.journal, run.spec) == outcome
+    ((measured_program, kept, raw),) = gpu.seen
+    assert kept is not None and kept.program == program(spec) == measured_program and not kept.raw
+    assert kept.schedules["large"] == {0: Schedule(256, 128, False)} and raw == edit(spec)
+    assert kept.finalists["large"][0][1] == Schedule(swizzle=16)
+
+
+def test_the_next_round_has_to_beat_the_edit(spec: Path) -> None:
+    run, gpu = start(spec), Gpu()
+    with run.journal:
+        author(run, [fenced(edit(spec)), fenced(edit(spec, "quickest"))], gpu, improve=1)
+    assert [kept.raw for _, kept, _ in gpu.seen if kept] == ["", edit(spec)]
+
+
+def test_what_does_not_compile_is_told_with_its_line(spec: Path) -> None:
+    run = start(spec)
+    with run.journal:
+        outcome = author(run, [fenced(edit(spec, "BAD")), fenced(edit(spec))])
+        first = next(e.payload for e in run.journal.events() if e.key == "report/1")["report"]
+    assert (first["gate"], first["code"], first["line"]) == ("compile", "language", 7)
+    assert isinstance(outcome.report, Checked)
+    assert [g.gate for g in outcome.report.gates] == ["edit", "contract", "interpret", "compile"]
+
+
+def test_the_author_may_set_schedules(spec: Path) -> None:
+    run = start(spec)
+    with run.journal:
+        answer = fenced(edit(spec)) + '\n```json\n{"0": {"swizzle": 4}}\n```\n'
+        outcome = author(run, [answer])
+    assert outcome.program is not None and outcome.program.schedule == {0: Schedule(swizzle=4)}
+
+
+def test_the_kernel_it_starts_from_is_that_of_the_runs_first_moment(spec: Path) -> None:
+    run = start(spec)
+    with run.journal:
+        first = session.work_of(run).opening()
+        for path in accept.files("toy", accept.KERNELS):
+            path.unlink()
+        assert session.work_of(run).opening() == first
+
+
+def test_there_must_be_a_kernel(spec: Path, tmp_path: Path) -> None:
+    with pytest.raises(NothingToOptimize, match=r"coda-agent generate specs/toy\.yaml"):
+        base(load(spec), tmp_path / "nowhere")
+
+
+def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(spec)
+    with run.journal:
+        assert isinstance(author(run, [fenced(edit(spec))]).report, Checked)
+    path, results = tmp_path / "bundle.json", tmp_path / "results.json"
+    bundle.pack([run.name], path)
+    seen: dict[str, Any] = {}
+
+    def measure(spec: Spec, program: Program, options: Options, **given: Any) -> Measured:
+        seen.update(given)
+        return faster(spec, program, given["raw"])
+
+    monkeypatch.setattr("verifier.measure.measure", measure)
+    quiet = lambda name: lambda gate, words: None  # noqa: E731
+    bundle.measure(path, results, Options(), progress=quiet)
+    assert seen["raw"] == edit(spec) and seen["kept"].program == program(spec)
+    bundle.take(results)
+    again = runs.reopen(run.name)
+    with again.journal:
+        outcome = standing(again.journal, again.spec)
+    assert outcome is not None and isinstance(outcome.report, Accepted)
+
+    changed = json.loads(path.read_text())
+    changed["entries"][0]["raw"] += "# slower\n"
+    path.write_text(json.dumps(changed))
+    with pytest.raises(bundle.BundleError, match="the lowered text differs"):
+        bundle.measure(path, tmp_path / "others.json", Options(), progress=quiet)
+
+
+def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> None:
+    run = runs.reopen(optimized(spec))
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+        assert outcome is not None
+        with pytest.raises(accept.AcceptError, match="read it .* then say --looked"):
+            accept.accept(outcome, run.journal)
+        paths = accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
+    names = ["toy.raw.py", "toy.raw.program.json", "toy.raw.report.json", "toy.raw.jsonl"]
+    assert [path.name for path in paths] == names
+    assert paths[0].read_text() == edit(spec)
+    assert "raw CuTeDSL" in accept.message(outcome.report, outcome.authorship)  # type: ignore[arg-type]
+    beside = accept.KERNELS / "toy.yaml"
+    beside.write_text(spec.read_text())
+    assert problems("toy", accept.KERNELS, accept.KERNELS, raw=True) == []
+    assert problems("toy", accept.KERNELS, accept.KERNELS) == []
+    assert len(read(accept.KERNELS, accept.RECORDINGS).runs) == 1  # an edit is counted apart
+
+    assert base(load(spec)).raw == edit(spec)  # the next edit starts from this one
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "words"),
+    [
+        ("toy.raw.py", "quicker", "slower", "the report is for lowered text"),
+        ("toy.raw.report.json", '"raw": true', '"raw": false', "of no raw CuTeDSL"),
+        ("toy.raw.report.json", "2.2,", "1.9,", "in no case, or slower in one"),
+        ("toy.raw.report.json", '"edit"', '"trace"', "has no gate edit"),
+    ],
+)
+def test_evidence_for_another_edit_is_none(spec: Path, name: str, old: str, new: str, words: str) -> None:
+    run = runs.reopen(optimized(spec))
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+        assert outcome is not None
+        accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
+    (accept.KERNELS / "toy.yaml").write_text(spec.read_text())
+    path = accept.KERNELS / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new).replace("2.21,", "1.9,").replace("2.19,", "1.9,"))
+    found = problems("toy", accept.KERNELS, accept.KERNELS, raw=True)
+    assert any(words in problem for problem in found), found
+
+
+def test_the_command(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "specs" / "toy.yaml").write_text(spec.read_text())
+    monkeypatch.chdir(tmp_path)
+    command = CliRunner()
+    folder = tmp_path / "handoff"
+    folder.mkdir()
+    (folder / "answer-1.md").write_text(fenced(edit(spec)))
+    asked = ["optimize", "toy", "--provider", "handoff", "--author", "Ada", "--directory", str(folder)]
+    done = command.invoke(app, [*asked, "--no-gpu"])
+    assert done.exit_code == OK and "coda-agent bundle toy-" in done.output, done.output
+    replayed = command.invoke(app, ["optimize", "toy", "--provider", "replay", "--no-gpu"])
+    assert replayed.exit_code != OK and "toy.raw.jsonl: no such recorded run" in str(replayed.exception)
+
+
+def test_lowering_takes_the_text_as_it_is(spec: Path) -> None:
+    own, plain = lower(program(spec)), editable(program(spec))
+    first, second = lower(program(spec), plain), lower(program(spec), plain + "\n")
+    assert first.text == plain and first.raw and [g.name for g in first.gemms] == ["Step0"]
+    assert len({own.hash, first.hash, second.hash}) == 3 and own.text != plain
