@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import select
 import signal
@@ -46,6 +47,16 @@ def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[b
     process = start(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
     os.set_blocking(_pipes(process)[0].fileno(), False)  # one that hangs reads nothing
     return process
+
+
+HOPPER = {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"}  # compile for it, whatever GPU is here
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+
+
+def environment() -> dict[str, str]:
+    """Ours, for a child that compiles for Hopper: without keys, for it may compile what nobody vouches for."""
+    kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    return kept | HOPPER | {"PYTHONPATH": path()}
 
 
 def path() -> str:

@@ -330,12 +330,8 @@ _kept: _Child | None = None
 
 def _environment() -> dict[str, str]:
     """A user's settings of the compilers must not change what is reported."""
-    return {
-        **{k: v for k, v in os.environ.items() if not k.startswith(("CUTE_DSL_", "QUACK_"))},
-        "QUACK_ARCH": "90",
-        "CUTE_DSL_ARCH": "sm_90a",
-        "PYTHONPATH": children.path(),
-    }
+    given = {k: v for k, v in children.environment().items() if not k.startswith(("CUTE_DSL_", "QUACK_"))}
+    return given | children.HOPPER
 
 
 def _refusal(words: str) -> str:

@@ -370,9 +370,13 @@ class Kernel:
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     @classmethod
-    def load(cls, path: str | Path, schedules: Mapping[int, Schedule] | None = None) -> Kernel:
-        """Read a NAME.program.json. Raises OSError, or ProgramError for what is no program."""
-        return cls(Program.from_json(Path(path).read_text(encoding="utf-8")), schedules)
+    def load(
+        cls, path: str | Path, schedules: Mapping[int, Schedule] | None = None, raw: str | Path | None = None
+    ) -> Kernel:
+        """Read a NAME.program.json; ``raw``: and a NAME.raw.py, which is compiled in confinement and runs in
+        place of the program's own text. Raises OSError, or ProgramError for what is no program."""
+        text, edited = (Path(p).read_text(encoding="utf-8") if p else "" for p in (path, raw))
+        return cls(Program.from_json(text), schedules, raw=edited)
 
     def plan(self, inputs: Mapping[str, torch.Tensor]) -> Plan:
         """The plan for tensors like these. LaunchError for inputs that cannot be launched on."""

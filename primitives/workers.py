@@ -98,8 +98,7 @@ class _Worker:
         return children.converse(
             "primitives.workers",
             stderr=subprocess.DEVNULL,  # what a refused configuration makes the compiler say
-            env=os.environ
-            | {"PYTHONPATH": children.path(), "CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
+            env=children.environment() | {"CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
         )
 
 

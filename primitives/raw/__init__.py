@@ -86,7 +86,10 @@ def load(wanted: Wanted) -> Callable[..., Any]:
     if path not in _loaded:
         if not path.exists() and not workers.run_all(_build, [wanted])[0]:
             raise CompileError(f"{wanted.kernel.name}: the edited text does not compile")
-        inspect(_bytes(path))  # the cache is a folder: what is loaded is what was looked at
+        try:  # the cache is a folder: what is loaded is what was looked at
+            inspect(_bytes(path))
+        except RawError as error:
+            raise CompileError(f"{path}: {error.message}", error.code) from None
         _loaded[path] = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[FUNCTION]
     return _loaded[path]
 

@@ -1,0 +1,141 @@
+"""Raw CuTeDSL: an edited text becomes an object in a confined child, and nothing but that object is loaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import kernels
+import pytest
+
+from primitives import raw
+from primitives.compile import PROBES, CompileError, compile_gemm, load_module, report
+from primitives.lower import editable, lower
+from primitives.lowered import Lowered
+from primitives.tune import compile_all
+
+PROGRAM = kernels.BACKWARD.program  # sums of rows and columns: vector kernels too
+SIZES = {dim: 256 for dim in PROGRAM.signature.dims}
+ONE = PROBES[:1]
+LOOP = "        for i in cutlass.range("
+
+
+def edited(old: str = "", new: str = "") -> str:
+    text = editable(PROGRAM)
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+def refused(text: str) -> CompileError:
+    with pytest.raises(CompileError) as caught:
+        report(PROGRAM, SIZES, ONE, text)
+    return caught.value
+
+
+def line_of(text: str, words: str) -> int:
+    return next(n for n, line in enumerate(text.splitlines(), 1) if words in line)
+
+
+@pytest.fixture(scope="module")
+def built() -> Lowered:
+    """The program's own text, compiled as if an author had given it back."""
+    lowered = lower(PROGRAM, editable(PROGRAM))
+    found = report(PROGRAM, SIZES, ONE, lowered.text)
+    assert [r.kernel for r in found] == raw.names(lowered)
+    assert found[0].hgmma and found[0].stages and all(r.registers for r in found)
+    return lowered
+
+
+def test_the_same_text_takes_the_same_resources(built: Lowered) -> None:
+    own, again = (report(PROGRAM, SIZES, ONE, text) for text in ("", built.text))
+    kept = ("schedule", "registers", "stack", "stages", "spill_loads", "hgmma", "tma_loads", "tma_stores")
+    for mine, edit in zip(own, again, strict=True):
+        assert [getattr(mine, name) for name in kept] == [getattr(edit, name) for name in kept]
+
+
+def test_only_the_object_is_loaded(built: Lowered) -> None:
+    (kernel,) = built.gemms
+    assert callable(compile_gemm(built, kernel, ONE[0], SIZES))
+    assert built.module not in sys.modules
+    with pytest.raises(ValueError, match="nothing imports it but a confined compiler"):
+        load_module(built)
+
+
+def test_tuning_compiles_it_in_confinement_too(built: Lowered) -> None:
+    wide = ONE[0]._replace(swizzle=2, evict_loads=True)
+    assert compile_all(PROGRAM, SIZES, [(0, wide)], built.text) == [True]
+    assert raw.Wanted(built, built.gemms[0], wide, SIZES).path().exists()
+    assert compile_all(PROGRAM, SIZES, [(0, wide)], built.text.replace(LOOP, LOOP + "nowhere, ")) == [False]
+
+
+def test_another_text_is_another_object(built: Lowered) -> None:
+    other = lower(PROGRAM, built.text + "\n")
+    paths = [raw.Wanted(each, each.gemms[0], ONE[0], SIZES).path() for each in (built, other)]
+    assert paths[0].exists() and not paths[1].exists()
+    again = raw.Wanted(built, built.gemms[0], ONE[0]._replace(swizzle=2), SIZES)
+    assert again.path() == paths[0]  # rasterisation is an argument of the launch
+
+
+def test_an_object_that_was_changed_is_not_loaded(
+    built: Lowered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = raw.Wanted(built, built.gemms[0], ONE[0], SIZES)
+    data = bytearray(wanted.path().read_bytes())
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    wanted.path().parent.mkdir(parents=True)
+    wanted.path().write_bytes(data.replace(b"TVMFFIEnvGetStream", b"system\0FFIEnvGetSt"))
+    with pytest.raises(CompileError, match="system"):
+        raw.load(wanted)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "place", "words"),
+    [
+        (
+            "import cutlass\n",
+            "import os\nimport cutlass\n",
+            "vocabulary",
+            "import os",
+            "os cannot be imported",
+        ),
+        (
+            LOOP,
+            f"        accumulator + place\n{LOOP}",
+            "compiler",
+            "accumulator + place",
+            "unsupported operand",
+        ),
+        (LOOP, f"        raise SystemExit\n{LOOP}", None, "raise SystemExit", ""),
+        ("class Step0(", "class Step1(", None, None, "Step0"),
+        ("_epi_ops = (\n", '_epi_ops = (\n        ColVecLoad("mine"),\n', None, None, ""),
+    ],
+)
+def test_a_refusal_names_the_line_and_the_reason(
+    old: str, new: str, code: str | None, place: str | None, words: str
+) -> None:
+    text = edited(old, new)
+    error = refused(text)
+    assert words in str(error) and "Traceback" not in str(error)
+    if code:
+        assert error.code == code
+    if place:
+        assert error.line == line_of(text, place)
+
+
+def test_arguments_keep_their_order() -> None:
+    lines = editable(PROGRAM).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.strip() == "_epi_ops = (") + 1
+    lines[start], lines[start + 1] = lines[start + 1], lines[start]
+    error = refused("\n".join(lines) + "\n")
+    assert error.code == "arguments" and "in this order" in str(error)
+
+
+def test_a_compile_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "SECONDS", 1.0)
+    with pytest.raises(raw.RawError, match="did not end within 1 s"):
+        raw._confined(_forever, Path("/tmp"))
+
+
+def _forever() -> dict[str, object]:
+    while True:
+        pass
