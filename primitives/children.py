@@ -54,7 +54,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 def environment() -> dict[str, str]:
-    """Ours, for a child that compiles for Hopper: without keys, for it may compile what nobody vouches for."""
+    """Ours, for a child that compiles for Hopper: without keys, since it may compile what nobody vouches
+    for."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return kept | HOPPER | {"PYTHONPATH": path()}
 

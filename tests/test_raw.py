@@ -1,4 +1,4 @@
-"""Raw CuTeDSL: an edited text becomes an object in a confined child, and nothing but that object is loaded."""
+"""Raw CuTeDSL: an edited text becomes an object in a confined child, and only that object is loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from primitives import raw
 from primitives.compile import PROBES, CompileError, compile_gemm, load_module, report
 from primitives.lower import editable, lower
 from primitives.lowered import Lowered
+from primitives.raw.error import RawError
 from primitives.tune import compile_all
 
 PROGRAM = kernels.BACKWARD.program  # sums of rows and columns: vector kernels too
@@ -132,7 +133,7 @@ def test_arguments_keep_their_order() -> None:
 
 def test_a_compile_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "SECONDS", 1.0)
-    with pytest.raises(raw.RawError, match="did not end within 1 s"):
+    with pytest.raises(RawError, match="did not end within 1 s"):
         raw._confined(_forever, Path("/tmp"))
 
 

@@ -190,7 +190,7 @@ def _import_compilers() -> None:
     import primitives.device.heads
     import primitives.device.lanes
     import primitives.device.mainloop
-    import primitives.device.tables
+    import primitives.device.tables  # noqa: F401
 
 
 def _confined(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:

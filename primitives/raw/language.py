@@ -450,8 +450,10 @@ class _Checker:
                         self._arithmetic(part)
                 case ast.keyword(arg="stream", value=ast.Name(id="stream")):
                     pass
-                case ast.keyword(arg="smem", value=value):
+                case ast.keyword(arg="smem" | "min_blocks_per_mp", value=value):
                     self._arithmetic(value)
+                case ast.keyword(arg="use_pdl", value=ast.Constant(value=bool())):
+                    pass
                 case _:
                     self._refuse_launch()
 
@@ -459,7 +461,8 @@ class _Checker:
         self._refuse(
             "__call__ runs on the host: it holds sizes (name = arithmetic) and then, as in the given text, "
             "launched = self.kernel(...) of its own parameters and launched.launch(grid=[...], block=[...], "
-            "stream=stream): the rest belongs into kernel",
+            "stream=stream), with smem, cluster, min_blocks_per_mp and use_pdl if need be: the rest belongs "
+            "into kernel",
             "host",
         )
 
