@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from primitives.raw.error import RawError
-from primitives.raw.objects import MOST_BYTES, UNDEFINED, inspect
+from primitives.raw.objects import MOST_BYTES, UNDEFINED, inspect, same_host
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="forges x86-64's relocations")
 ROOT = Path(__file__).parent.parent
@@ -27,17 +27,29 @@ from primitives.ir import Program
 from primitives.lower import lower
 lowered = lower(Program.from_json(Path(sys.argv[1]).read_text()))
 target = Path(sys.argv[2])
-made = {"step": c.compile_gemm(lowered, lowered.gemms[0], c.PROBES[0], {}, cached=False),
-        "finish": c.compile_vector(lowered, lowered.vectors[0], cached=False)}
-for name, compiled in made.items():
-    compiled.export_to_c(object_file_path=str(target / f"{name}.o"), function_name="func")
+visit = "    @cute.jit\\n    def epi_visit"
+stages = "    def _compute_stages(self, *s, **m):\\n        return 3, 1, 1\\n\\n" + visit
+edits = {
+    "step": lowered.text,
+    "unrolled": lowered.text.replace("unroll_full=True", "unroll=1"),
+    "shallow": lowered.text.replace(visit, stages, 1),
+}
+for name, text in edits.items():
+    assert name == "step" or text != lowered.text
+    (target / f"{name}.py").write_text(text)
+    sys.modules.pop(lowered.module, None)
+    c.import_file(lowered.module, target / f"{name}.py")
+    made = c.compile_gemm(lowered, lowered.gemms[0], c.PROBES[0], {}, cached=False)
+    made.export_to_c(object_file_path=str(target / f"{name}.o"), function_name="func")
+made = c.compile_vector(lowered, lowered.vectors[0], cached=False)
+made.export_to_c(object_file_path=str(target / "finish.o"), function_name="func")
 """
 HEADER, SECTION, SYMBOL, RELOCATION = "<16sHHIQQQIHHHHHH", "<IIQQQQIIQQ", "<IBBHQQ", "<QQq"
 
 
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A GEMM's object and a vector kernel's."""
+    """A GEMM's object, two after edits of its text, and a vector kernel's."""
     target = tmp_path_factory.mktemp("objects")
     environment = os.environ | {
         "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a",
@@ -81,6 +93,9 @@ class Forge:
         offsets = range(table[4], table[4] + table[5], 24)
         return {self.text(names + struct.unpack_from("<I", self.data, at)[0]): at for at in offsets}
 
+    def symbol(self, name: str) -> int:
+        return (self.symbols()[name] - self.section(".symtab")[4]) // 24
+
     def set_symbol(self, name: str, **fields: int) -> Forge:
         at, known = self.symbols()[name], ("name", "info", "other", "section", "value", "size")
         values = list(struct.unpack_from(SYMBOL, self.data, at))
@@ -119,7 +134,7 @@ class Forge:
 
 
 def test_the_compilers_own_objects_pass(objects: dict[str, bytes]) -> None:
-    assert set(objects) == {"step", "finish"}
+    assert set(objects) == {"step", "unrolled", "shallow", "finish"}
     for data in objects.values():
         cubin = inspect(data)
         assert cubin[:4] == b"\x7fELF" and cubin in data
@@ -206,7 +221,7 @@ FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
 @pytest.mark.parametrize("name", FORGED)
 def test_what_is_forged_is_refused(objects: dict[str, bytes], name: str) -> None:
     change, words = FORGED[name]
-    for data in objects.values():
+    for data in (objects["step"], objects["finish"]):
         with pytest.raises(RawError) as caught:
             inspect(bytes(change(Forge(data)).data))
         assert caught.value.code == "object" and words in caught.value.message, caught.value.message
@@ -240,3 +255,31 @@ def test_whatever_the_bytes_there_is_a_cubin_or_a_refusal(objects: dict[str, byt
             inspect(data[:cut])
     with pytest.raises(RawError, match=json.dumps(MOST_BYTES)):
         inspect(data + bytes(MOST_BYTES))
+
+
+def test_an_edit_of_device_code_leaves_the_launch_alone(objects: dict[str, bytes]) -> None:
+    honest = objects["step"]
+    assert len({inspect(objects[name]) for name in ("step", "unrolled", "shallow")}) == 3
+    for name in ("step", "unrolled", "shallow"):  # the last asks for less shared memory
+        assert same_host(objects[name], honest) and same_host(honest, objects[name]), name
+    assert not same_host(objects["finish"], honest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda f: f.put(".ltext", 0x10, b"\x90"),
+        lambda f: f.put(".ltext", f.section(".ltext")[5] - 1, b"\x90"),
+        lambda f: f.put(".rodata.cst32", 0, b"\x90"),
+        lambda f: f.put(".lrodata", f.section(".lrodata")[5] - 2, b"?"),
+        lambda f: f.put(".eh_frame", 20, b"\xff"),
+        lambda f: f.set_relocation(".rela.ltext", 1, addend=8),
+        lambda f: f.set_relocation(".rela.ltext", 2, info=(f.symbol("_cudaGetDevice") << 32) | 27),
+        lambda f: f.set_symbol("__tvm_ffi_func", value=0x10, size=0),
+    ],
+)
+def test_another_launch_is_told(objects: dict[str, bytes], change: Callable[[Forge], Forge]) -> None:
+    for name in ("step", "unrolled"):
+        forged = bytes(change(Forge(objects[name])).data)
+        assert inspect(forged)
+        assert not same_host(forged, objects["step"])

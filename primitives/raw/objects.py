@@ -80,7 +80,7 @@ _NULL, _PROGBITS, _SYMTAB, _STRTAB, _RELA, _NOTE, _NOBITS, _FINI_ARRAY = 0, 1, 2
 _UNWIND = 0x70000001  # of x86-64
 _TYPES = {_NULL, _PROGBITS, _SYMTAB, _STRTAB, _RELA, _NOTE, _NOBITS, _FINI_ARRAY, _UNWIND}
 _STARTS = {14: ".init_array", 16: ".preinit_array"}
-_WRITES, _EXECUTES = 1, 4
+_WRITES, _ALLOCATES, _EXECUTES = 1, 2, 4
 _KNOWN_FLAGS = 0x10000077  # write, allocate, execute, merge, strings, a link; x86's large
 _ABSOLUTE, _UNDEFINED = 0xFFF1, 0
 _LOCAL, _GLOBAL = 0, 1
@@ -120,6 +120,32 @@ def inspect(data: bytes) -> bytes:
         return _Object(data).cubin()
     except (struct.error, UnicodeDecodeError) as error:
         raise RawError("object", f"the object file is cut short or garbled: {error}") from None
+
+
+MOST_SHARED = 227 << 10  # bytes of shared memory that a launch may ask of Hopper
+
+
+def same_host(data: bytes, honest: bytes) -> bool:
+    """Whether an object's launch code is that of ``honest``, compiled where it is trusted: the same kernel,
+    schedule, module's and class's name, from the text before it was edited.
+
+    The cubins may differ, and one number in the code: the bytes of shared memory. So an edit of device code
+    alone gives the launcher nothing new to run. Raises RawError as ``inspect`` does.
+    """
+    (code, rest), (known, others) = _Object(data).host(), _Object(honest).host()
+    return rest == others and len(code) == len(known) and _one_number(code, known)
+
+
+def _one_number(code: bytes, known: bytes) -> bool:
+    differing = [i for i, (a, b) in enumerate(zip(code, known, strict=True)) if a != b]
+    if not differing:
+        return True
+    # An immediate of 32 bits, whose highest byte is 0 in both.
+    for start in range(max(differing[-1] - 2, 0), differing[0] + 1):
+        numbers = [int.from_bytes(c[start : start + 4], "little") for c in (code, known)]
+        if all(1024 <= n <= MOST_SHARED for n in numbers):
+            return True
+    return False
 
 
 def _refuse(message: str) -> NoReturn:
@@ -273,11 +299,46 @@ class _Object:
             _refuse(f"{place}: it points {addend} bytes beside {symbol.name!r}")
 
     def cubin(self) -> bytes:
+        binary = self._binary()
+        place = self._bytes(self._sections[binary.section])
+        return _only_cubin(place[binary.value : binary.value + binary.size])
+
+    def _binary(self) -> _Symbol:
         found = [s for s in self._symbols if s.name == _BINARY]
         if len(found) != 1 or not 0 < found[0].section < len(self._sections):
             _refuse(f"the object has {len(found)} symbols {_BINARY}, of 1")
-        place = self._bytes(self._sections[found[0].section])
-        return _only_cubin(place[found[0].value : found[0].value + found[0].size])
+        return found[0]
+
+    def host(self) -> tuple[bytes, tuple[object, ...]]:
+        """Its code, and whatever else loads or runs, in words that do not depend on the cubin's size."""
+        binary, code = self._binary(), b""
+        rest: list[object] = []
+        end = binary.value + binary.size
+        for index, section in enumerate(self._sections):
+            if section.flags & _EXECUTES:
+                code += self._bytes(section)
+            elif index != binary.section and section.flags & _ALLOCATES:
+                rest.append((section.name, section.kind, section.flags, section.size, self._bytes(section)))
+        relocations: list[tuple[str, int, int, int]] = []
+        for section in self._sections:
+            if section.kind == _RELA:
+                name = self._sections[section.info].name
+                relocations += [(name, at, info, added) for at, info, added in self._entries(section, "<QQq")]
+        targets = [self._target(info >> 32, addend) for _, _, info, addend in relocations]
+        texts = sorted({place for where, place in targets if where == binary.section and place >= end})
+        data = self._bytes(self._sections[binary.section])
+        cuts = [data[a:b].strip(b"\0") for a, b in zip([end, *texts], [*texts, len(data)], strict=True)]
+        for (name, offset, info, _), (where, place) in zip(relocations, targets, strict=True):
+            if where == binary.section:
+                place = texts.index(place) - len(texts) if place >= end else place - binary.value
+            rest.append((name, offset, info & 0xFFFFFFFF, where, place))
+        exports = [(s.name, s.kind, s.section, s.value) for s in self._symbols if s.binding == _GLOBAL]
+        return code, (*rest, *cuts, *exports, data[: binary.value])
+
+    def _target(self, number: int, addend: int) -> tuple[int | str, int]:
+        """A section and the place in it, or a name from elsewhere and what is added to its address."""
+        symbol = self._symbols[number]
+        return (symbol.section or symbol.name), symbol.value + addend
 
 
 _FATBIN, _ELF_ENTRY, _CUDA, _HOPPER, _ACCELERATED = 0xBA55ED50, 2, 190, 90, 0x800
