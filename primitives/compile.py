@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +33,7 @@ from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
 
 HOPPER = (9, 0)
-FORMAT = 3  # of the file that keeps a report, and of what is counted in it
+FORMAT = 4  # of the file that keeps a report, and of what is counted in it
 # One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
@@ -51,7 +51,7 @@ class CompileError(Exception):
 class Resources:
     """What a compiled kernel needs of an SM: per thread registers, bytes of stack, spilled loads and
     stores; for a GEMM, stages of operands, stores and loads, which share its memory; and how many of
-    Hopper's own instructions its code holds."""
+    Hopper's own instructions its code holds. ``own_launch``: as of ``primitives.raw.Built``."""
 
     kernel: str
     schedule: dict[str, int | bool] | None
@@ -64,6 +64,7 @@ class Resources:
     tma_loads: int
     tma_stores: int
     seconds: float
+    own_launch: bool = True
 
 
 def cache_dir() -> Path:
@@ -392,7 +393,7 @@ def _resources(
         cubin.write_bytes(built.cubin)
         found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds)
         cubin.unlink()
-        return found
+        return replace(found, own_launch=built.own_launch)
     if isinstance(kernel, VectorKernel):
         return _measured(scratch, kernel.name, fields, partial(compile_vector, lowered, kernel, cached=False))
     assert schedule is not None  # every step has one

@@ -32,8 +32,9 @@ def lower(program: Program, raw: str = "") -> Lowered:
     own = _lowered(program)
     if not raw:
         return own
-    digest = _digest([raw, own.hash, *(device_source(module) for module in sorted(_exports()))])
-    return replace(_lowered(program, hashed=False), text=raw, hash=digest, raw=True)
+    digest = _digest([raw, own.hash, *(device_source(module) for module in sorted(exports()))])
+    plain = _lowered(program, hashed=False)
+    return replace(plain, text=raw, hash=digest, given=plain.text)
 
 
 def editable(program: Program) -> str:
@@ -71,7 +72,7 @@ def _header(body: str) -> str:
     used = set(re.findall(r"\w+", body))
     lines = ["import cutlass", "import cutlass.cute as cute", "from cutlass import Float32"]
     chosen: dict[str, Iterable[str]] = {"quack.epilogue.ops": RESOURCES}
-    chosen |= {f"primitives.device.{module}": names for module, names in _exports().items()}
+    chosen |= {f"primitives.device.{module}": names for module, names in exports().items()}
     for module, names in chosen.items():
         found = sorted(used.intersection(names))
         lines += [f"from {module} import {', '.join(found)}"] if found else []
@@ -81,7 +82,7 @@ def _header(body: str) -> str:
 
 
 @cache
-def _exports() -> dict[str, list[str]]:
+def exports() -> dict[str, list[str]]:
     """The names that each module of device code offers: its ``__all__``, without importing it."""
     found = {}
     for path in sorted(DEVICE.glob("[a-z]*.py")):
@@ -117,5 +118,6 @@ __all__ = [
     "VectorKernel",
     "device_source",
     "editable",
+    "exports",
     "lower",
 ]

@@ -122,14 +122,18 @@ class VectorKernel:
 
 @dataclass(frozen=True)
 class Lowered:
-    """``text`` is the product; the rest says how to call it, and follows from the program too. ``raw``: an
-    author has edited it, so it is code that nobody vouches for."""
+    """``text`` is the product; the rest says how to call it, and follows from the program too. ``given``:
+    what an author made the text of, where it is an edited one: code that nobody vouches for."""
 
     text: str
     hash: str
     gemms: tuple[GemmKernel, ...]
     vectors: tuple[VectorKernel, ...]
-    raw: bool = False
+    given: str = ""
+
+    @property
+    def raw(self) -> bool:
+        return bool(self.given)
 
     @property
     def module(self) -> str:

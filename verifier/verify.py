@@ -49,7 +49,7 @@ def check(
             program = _scheduled(traced.program, schedules)
         _check_program(spec, program, gates)
         with gates.gate("compile") as figures:
-            _compile(spec, program, PROBES, figures, lines=traced.lines)
+            compile_gate(spec, program, PROBES, figures, lines=traced.lines)
     except Stop as stop:
         return Verdict(stop.rejected, None)
     return Verdict(_checked(spec, program, gates), program)
@@ -74,7 +74,7 @@ def check_raw(
             figures["lines"] = raw.count("\n")
         _check_program(spec, program, gates)
         with gates.gate("compile") as figures:
-            _compile(spec, program, tuple(dict.fromkeys([*PROBES, *tuned])), figures, raw=raw)
+            compile_gate(spec, program, tuple(dict.fromkeys([*PROBES, *tuned])), figures, raw=raw)
     except Stop as stop:
         return Verdict(stop.rejected, None)
     return Verdict(_checked(spec, program, gates, raw), program)
@@ -183,7 +183,7 @@ def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
     return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
 
 
-def _compile(
+def compile_gate(
     spec: Spec,
     program: Program,
     schedules: Iterable[Schedule],
@@ -213,3 +213,5 @@ def _compile(
         for r in resources
         if r.spill_loads
     ]
+    launches = dict.fromkeys(r.kernel for r in resources if not r.own_launch)
+    figures["findings"] += [f"{kernel} has launch code of its own: look at it" for kernel in launches]

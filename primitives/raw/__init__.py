@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,9 @@ from primitives.lowered import GemmKernel, Lowered, VectorKernel
 from primitives.raw.confine import confine
 from primitives.raw.error import RawError
 from primitives.raw.language import check
-from primitives.raw.objects import inspect
+from primitives.raw.objects import inspect, same_host
 
+FORMAT = 1  # of the notes beside an object
 FUNCTION = "func"  # what an object exports
 SECONDS = 120.0  # for one configuration: an honest one takes 2
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
@@ -63,18 +64,21 @@ class Wanted:
         periods = [a.period(self.sizes) for a in self.kernel.arguments if a.period]
         if isinstance(self.kernel, GemmKernel):
             periods += self.kernel.head_widths(self.sizes)
-        key = json.dumps([schedule, periods])
+        key = json.dumps([FORMAT, schedule, periods])
         name = f"{self.kernel.name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
         return cache_dir() / "raw" / self.lowered.hash / f"{name}.o"
 
 
 @dataclass(frozen=True)
 class Built:
-    """An object that was checked: its cubin, and what the confined child says of the compile."""
+    """An object that was checked: its cubin, what the confined child says of the compile, and whether its
+    launch is the very code that the compiler makes of the text before it was edited. An edit of resources or
+    of a launch makes it another; so does a forgery."""
 
     cubin: bytes
     stages: tuple[int, int, int] | None
     seconds: float
+    own_launch: bool
 
 
 def load(wanted: Wanted) -> Callable[..., Any]:
@@ -113,9 +117,11 @@ def build(wanted: Wanted, scratch: Path) -> Built:
     notes = path.with_suffix(".json")
     if not notes.exists():
         try:
-            told = _told(wanted, scratch)
-            data = _bytes(scratch / path.name)
+            told, data = _compiled(wanted, scratch)
             inspect(data)
+            before = replace(wanted.lowered, text=wanted.lowered.given)
+            _, honest = _compiled(replace(wanted, lowered=before), scratch)
+            told["own_launch"] = same_host(data, honest)
         except RawError as error:
             raise CompileError(error.message, error.code, error.line) from None
         finally:
@@ -123,18 +129,21 @@ def build(wanted: Wanted, scratch: Path) -> Built:
         write_atomic(path, data)
         write_atomic(notes, json.dumps(told))
     told = json.loads(notes.read_text(encoding="utf-8"))
-    return Built(inspect(_bytes(path)), told["stages"] and tuple(told["stages"]), told["seconds"])
+    stages = told["stages"] and tuple(told["stages"])
+    return Built(inspect(_bytes(path)), stages, told["seconds"], told["own_launch"])
 
 
-def _told(wanted: Wanted, scratch: Path) -> dict[str, Any]:
-    """What the child says of a compile that went well. RawError else."""
+def _compiled(wanted: Wanted, scratch: Path) -> tuple[dict[str, Any], bytes]:
+    """What the child says of a compile that went well, and the object. RawError else."""
+    _empty(scratch)
     _import_compilers()
     source = scratch / f"{wanted.lowered.module}.py"
     source.write_text(wanted.lowered.text, encoding="utf-8")
-    answer = _confined(lambda: _compile(wanted, source, scratch / wanted.path().name), scratch)
+    target = scratch / wanted.path().name
+    answer = _confined(lambda: _compile(wanted, source, target), scratch)
     match answer:
         case {"stages": stages, "seconds": float(seconds)} if _three(stages):
-            return {"stages": stages, "seconds": round(seconds, 3)}
+            return {"stages": stages, "seconds": round(seconds, 3)}, _bytes(target)
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             raise RawError(code[:32], message[:MOST_WORDS], line)
     raise RawError("compiler", f"the compiling child said {str(answer)[:200]!r}, which is no answer")

@@ -43,6 +43,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "cutlass.cute.nvgpu.warp": ("cutlass.cute.nvgpu",),
     "cutlass.cute.nvgpu.warpgroup": ("cutlass.cute.nvgpu",),
     "cutlass.pipeline": ("cutlass.pipeline",),
+    "cutlass.utils": (),
     "cutlass.utils.hopper_helpers": (),
     "math": (),
     "quack.activation": (),
@@ -66,8 +67,9 @@ CHOSEN = {
     "cutlass": _names(
         "AddressSpace BFloat16 Boolean Constexpr Float16 Float32 Float64 Float8E4M3FN Float8E5M2 Int16 Int32 "
         "Int4 Int64 Int8 Numeric TFloat32 Uint16 Uint32 Uint64 Uint8 all_ and_ any_ const_expr dynamic_expr "
-        "max min not_ or_ range range_constexpr select_ cute pipeline"
+        "max min not_ or_ range range_constexpr select_ cute pipeline utils"
     ),
+    "cutlass.utils": frozenset({"SmemAllocator"}),
     "functools": frozenset({"partial"}),
     "typing": frozenset({"Any", "Callable", "Literal", "Optional", "Tuple", "Type", "Union"}),
 }
