@@ -54,6 +54,9 @@ def accept(
     the others. ``looked``: a person has read it, which an edited text needs. Raises AcceptError for anything
     but an accepted kernel, or where writing fails."""
     report, program = outcome.report, outcome.program
+    if "proposes" in journal.header:
+        primitive = journal.header["spec"]
+        raise AcceptError(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
     if not isinstance(report, Accepted) or program is None:
         raise AcceptError(
             f"run {outcome.authorship.run} is {report.status}, not accepted: "
@@ -93,8 +96,11 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     no change."""
     if isinstance(outcome.report, Rejected):
         return ""
+    assert outcome.program is not None  # of a rejected one there are no changes to show
     path = files(outcome.report.identity.spec, directory, raw=bool(outcome.raw))[0]
     try:
+        if outcome.raw and lower(outcome.program, outcome.raw).hash != outcome.report.identity.lowered_hash:
+            return ""  # no text of the program's: a primitive's functions
         before = path.read_text(encoding="utf-8") if path.exists() or not outcome.raw else _given(outcome)
     except OSError:
         return ""
@@ -104,7 +110,7 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
 
 def _given(outcome: Outcome) -> str:
     """The text that an edit started from."""
-    assert outcome.program is not None  # of a rejected one there are no changes to show
+    assert outcome.program is not None
     return editable(outcome.program)
 
 

@@ -81,7 +81,8 @@ class Rival(_File):
 
 class Entry(_File):
     """A checked kernel that awaits measurement. ``known``: by case, schedules that won before. ``kept``: the
-    accepted kernel that this one is to beat. ``raw``: its edited text."""
+    accepted kernel that this one is to beat. ``raw``: its edited text, ``objects`` what that was compiled to
+    here: the machine there need not run it."""
 
     run: str
     attempt: int
@@ -91,6 +92,7 @@ class Entry(_File):
     known: dict[str, Schedules] = {}
     kept: Rival | None = None
     raw: str = ""
+    objects: dict[str, str] = {}
 
 
 class Bundle(_File):
@@ -122,6 +124,11 @@ def pack(names: Sequence[str], path: Path) -> Bundle:
 def _entry(name: str) -> Entry:
     run = runs.reopen(name)
     try:
+        if "proposes" in run.journal.header:
+            raise BundleError(
+                f"run {run.name} is of a primitive: copy its folder to the H100's {runs.runs_dir()}, and "
+                f"there: coda-agent resume {run.name} --gpu"
+            )
         events = {e.key: e.payload for e in run.journal.events()}
         attempt = last_verified(events)
         last = events[f"report/{attempt}"] if attempt else None
@@ -129,6 +136,7 @@ def _entry(name: str) -> Entry:
         if not isinstance(report, Checked) or f"measurement/{attempt}" in events:
             raise BundleError(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
         assert last is not None and attempt is not None  # a report was validated from it
+        kept, raw = _kept(run, events), last.get("raw", "")
         return Entry(
             run=run.name,
             attempt=attempt,
@@ -136,14 +144,37 @@ def _entry(name: str) -> Entry:
             program=last["program"],
             identity=report.identity,
             known=_known(report.identity),
-            kept=_kept(run, events),
-            raw=last.get("raw", ""),
+            kept=Rival.of(kept) if kept else None,
+            raw=raw,
+            objects=_objects(run.spec, last["program"], raw, kept) if raw else {},
         )
     finally:
         run.journal.close()
 
 
-def _kept(run: runs.Run, events: Mapping[str, Any]) -> Rival | None:
+def _objects(spec: Spec, text: str, raw: str, kept: Kept | None) -> dict[str, str]:
+    """An edited text compiled here on all that a measurement asks for: the compile gate's schedules, those
+    that are raced, and for small sizes the first that fits."""
+    from primitives.compile import PROBES
+    from primitives.raw import packed
+    from primitives.tune import candidates, compile_all
+
+    program = Program.from_json(text, spec.signature())
+    lowered = lower(program, raw)
+    for case in spec.cases:
+        raced = kept.finalists.get(case.name, {}) if kept else {}
+        wanted = [
+            (g.step, schedule)
+            for g in lowered.gemms
+            for schedule in (*PROBES, candidates(g, case.sizes)[0], *raced.get(g.step, ()))
+            if g.admits(schedule, case.sizes)
+        ]
+        wanted += list(program.schedule.items())
+        compile_all(program, case.sizes, wanted, raw)
+    return packed(lowered)
+
+
+def _kept(run: runs.Run, events: Mapping[str, Any]) -> Kept | None:
     from verifier.measure import Kept
 
     number = stands_at(events)
@@ -151,9 +182,8 @@ def _kept(run: runs.Run, events: Mapping[str, Any]) -> Rival | None:
     if isinstance(found, Measured):
         report = events[f"report/{number}"]
         program = Program.from_json(report["program"], run.spec.signature())
-        return Rival.of(Kept.of(program, found.timings, report.get("raw", "")))
-    rival = work_of(run).rival()
-    return Rival.of(rival) if rival else None
+        return Kept.of(program, found.timings, report.get("raw", ""))
+    return work_of(run).rival()
 
 
 def _known(identity: Identity) -> dict[str, Schedules]:
@@ -213,6 +243,8 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
     checked = [_verified(path, entry) for entry in bundle.entries]
     results = []
     for entry, (spec, program) in zip(bundle.entries, checked, strict=True):
+        if entry.raw:
+            _unpack(path, entry, program)
         found = measure_program(
             spec,
             program,
@@ -235,6 +267,18 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
     _write(out, done)
     shutil.rmtree(_partial(out), ignore_errors=True)
     return done
+
+
+def _unpack(path: Path, entry: Entry, program: Program) -> None:
+    from primitives.compile import CompileError
+    from primitives.raw import unpack
+
+    try:
+        unpack(lower(program, entry.raw), entry.objects)
+    except CompileError as error:
+        raise BundleError(
+            f"{path}: run {entry.run}: an object is refused: {error}; bundle it again"
+        ) from None
 
 
 def _schedules(path: Path, entry: Entry) -> dict[str, dict[int, list[Schedule]]]:

@@ -117,6 +117,46 @@ def optimize(
 
 @app.command()
 @grouped
+def primitive(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The primitive, proposed in proposed/NAME.yaml.")
+    ],
+    authoring: Authoring,
+    budget: Budget,
+    gpu: Gpu = None,
+    directory: Directory = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Propose it: its meaning in torch's names, such as 'x / (1 + abs(x))'.")
+    ] = None,
+    arguments: Annotated[str, typer.Option(help="With --reference: its arguments, such as x,y.")] = "x",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write the patch of its last run, for git apply.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The patch. Default: NAME.patch.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Have an elementwise primitive that the vocabulary lacks written in CuTeDSL and held against PyTorch."""
+    from agent import primitive as proposals
+
+    if merge:
+        path, outcome = proposals.merge(name, out)
+        typer.echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
+        return
+    if reference is not None:
+        path = proposals.scaffold(name, reference, [a.strip() for a in arguments.split(",")])
+        typer.echo(f"{path}:\n{_source(path)}\nComplete it, then: coda-agent primitive {name}")
+        return
+    path = proposals.proposed(name)
+    chosen = session.choose_provider(authoring.provider, name, raw=True)
+    header = authoring.header() | {"provider": chosen, "limits": budget.limits().to_json()}
+    if directory:
+        header["directory"] = str(directory)
+    session.need_gpu(gpu)
+    _go(proposals.start(path, header), gpu, Measuring(), as_json)
+
+
+@app.command()
+@grouped
 def resume(
     run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
     budget: Budget,
@@ -498,7 +538,10 @@ def _go(
         console.print(render.credits(outcome), markup=False)
     if outcome.stopped:
         typer.echo(f"coda-agent: {outcome.stopped}", err=True)
-    _finish(outcome.report, as_json, run.name)
+    proposed = "proposes" in run.journal.header
+    if proposed and outcome.report.status != "rejected":
+        console.print(f"next: coda-agent primitive {run.spec.name} --merge")
+    _finish(outcome.report, as_json, "" if proposed else run.name)
 
 
 def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
@@ -585,6 +628,7 @@ def _explained(error: Exception) -> int:
     from agent.counters import CountersError
     from agent.journal import JournalError
     from agent.optimize import NothingToOptimize
+    from agent.primitive import PrimitiveError
     from agent.providers import ProviderError
     from agent.scaffold import ScaffoldError
     from agent.table import TableError
@@ -594,7 +638,8 @@ def _explained(error: Exception) -> int:
     from verifier.sanitizer import SanitizerMissing
     from verifier.spec import SpecError
 
-    if isinstance(error, SpecError | BundleError | CountersError | ScaffoldError | TableError | TipsError):
+    wrong = SpecError | BundleError | CountersError | PrimitiveError | ScaffoldError | TableError | TipsError
+    if isinstance(error, wrong):
         status = USAGE
     elif isinstance(error, AcceptError | CompileError | OutOfBudget):
         status = REJECTED

@@ -8,7 +8,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verifier.report import GATES, RAW_GATES, Accepted, Checked, Gate, Identity, Rejected, Timing
+from verifier.report import (
+    GATES,
+    PRIMITIVE_GATES,
+    RAW_GATES,
+    Accepted,
+    Checked,
+    Gate,
+    Identity,
+    Rejected,
+    Timing,
+)
 
 if TYPE_CHECKING:
     from agent.loop import Outcome
@@ -27,7 +37,7 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
         table.add_row(report.gate, "[red]rejected", "", report.code)
     passed = {g.gate for g in report.gates}
     if isinstance(report, Checked):
-        for name in RAW_GATES if report.identity.raw else GATES:
+        for name in PRIMITIVE_GATES if "form" in passed else RAW_GATES if report.identity.raw else GATES:
             if name not in passed:
                 table.add_row(name, "[dim]not run", "", "[dim]needs an H100")
     return table
@@ -38,6 +48,7 @@ def figures(gate: Gate) -> str:
     f = gate.figures
     words = {
         "edit": lambda: f"{f['lines']} lines of raw CuTeDSL",
+        "form": lambda: f"{f['lines']} lines of device functions",
         "trace": lambda: f"{f['nodes']} nodes; jailed {f['milliseconds']:.0f} ms: {', '.join(f['layers'])}",
         "contract": lambda: f"{f['steps']} step(s), {f['vector_kernels']} vector kernel(s)",
         "interpret": lambda: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +60,13 @@ def author(
     from agent.budget import Limits
     from agent.loop import Loop
 
-    header = run.journal.header
+    header, work = run.journal.header, work_of(run)
+    if measure is not None and "proposes" in header:  # a primitive is right or wrong: nothing is timed
+        measure = partial(work.measure, watch.gate)  # type: ignore[attr-defined]
     loop = Loop(
         run.journal,
         run.spec,
-        work_of(run),
+        work,
         provider_of(run),
         watch,
         header["attempts"],
@@ -84,6 +87,10 @@ def work_of(run: Run) -> Work:
         from agent.optimize import Editing
 
         return Editing.of(run)
+    if "proposes" in header:
+        from agent.primitive import Proposing
+
+        return Proposing.of(run)
     return Authoring(run.spec, run.text, tips_of(header), header.get("weak_jail", False))
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
 RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
+PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")  # of a primitive's functions
 
 
 class _Record(BaseModel):

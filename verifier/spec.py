@@ -10,10 +10,10 @@ import ast
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, SkipValidation, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -28,6 +28,7 @@ from verifier.spec_init import Init, Model, Normal
 from verifier.spec_rules import check, describe, fault, instead
 
 Place = tuple[str | int, ...]
+Kind = TypeVar("Kind", bound=Model)
 
 
 class SpecError(Exception):
@@ -202,23 +203,32 @@ def load(path: str | Path, check: bool = True) -> Spec:
 
     Raises SpecError for whatever is wrong with the file.
     """
-    path = Path(path)
-    tree = _read(path)
-    try:
-        spec = Spec.model_validate(_plain(tree))
+
+    def tried(spec: Spec) -> None:
         if check:
             from verifier.spec_trial import check_reference  # torch: only when a reference is to be run
 
             check_reference(spec)
+
+    return read(path, Spec, tried)
+
+
+def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
+    """A YAML file of a model's, once ``check`` raises no BadReference. Raises SpecError."""
+    path = Path(path)
+    tree = _read(path, kind)
+    try:
+        made = kind.model_validate(plain(tree))
+        check(made)
     except ValidationError as error:
         found = [(_line(tree, place), message) for place, message in map(_explain, error.errors())]
         raise SpecError(path, *min(found)) from None
     except BadReference as error:
         raise SpecError(path, _line(tree, (error.key, error.line or 0)), error.message) from None
-    return spec
+    return made
 
 
-def _read(path: Path) -> CommentedMap:
+def _read(path: Path, kind: type[Model]) -> CommentedMap:
     try:
         tree = YAML().load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -239,7 +249,7 @@ def _read(path: Path) -> CommentedMap:
     except (ValueError, RecursionError) as error:  # a date of no calendar, !!int abc, nested too deep
         raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
     if not isinstance(tree, CommentedMap):
-        raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(Spec.model_fields)}")
+        raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(kind.model_fields)}")
     return tree
 
 
@@ -252,13 +262,13 @@ def _nearby(path: Path) -> str:
     return f"{folder} has {', '.join(names) or 'no specs'}"
 
 
-def _plain(node: Any) -> Any:
+def plain(node: Any) -> Any:
     """The same tree in Python's own types, which strict validation takes; lists become tuples."""
     match node:
         case dict():
-            return {_plain(k): _plain(v) for k, v in node.items()}
+            return {plain(k): plain(v) for k, v in node.items()}
         case list():
-            return tuple(_plain(v) for v in node)
+            return tuple(plain(v) for v in node)
         case bool() | None:
             return node
     for kind in (str, int, float):

@@ -1,0 +1,292 @@
+"""``coda-agent primitive``: the vocabulary gains an elementwise primitive that it lacks.
+
+A person says what it means, in ``proposed/NAME.yaml``; an author writes its CuTeDSL as an answer of a run; a
+person merges the patch that comes of it. Nothing here changes a file of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import unified_diff
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from agent import optimize, prompt, runs
+from primitives.compile import cache_dir
+from primitives.files import write_atomic
+from primitives.ir import Program, Schedule
+from verifier import proposal as proposing
+from verifier import verify
+from verifier.arithmetic import LINE, answer
+from verifier.gates import Progress
+from verifier.proposal import Proposal
+from verifier.report import Accepted, Measurement, Rejected
+from verifier.spec import Spec, SpecError
+
+if TYPE_CHECKING:
+    from agent.loop import Outcome
+    from verifier.measure import Keep, Kept
+
+ROOT = Path(__file__).parent.parent
+PROPOSED = Path("proposed")
+HEADER = "proposes"  # of a run: the proposal's YAML, as it was
+VOCABULARY, FAMILY, LANGUAGE = (f"primitives/{n}.py" for n in ("__init__", "elementwise", "raw/language"))
+DEVICE = "primitives/device"
+VALUES = f"{DEVICE}/values.py"
+IMPORTED, EXPORTED = "from primitives.elementwise import (\n", "__all__ = [\n"  # what opens lists of names
+PACK = optimize.PACK.with_name("primitive.md")
+EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
+
+HOW = """\
+Answer with the functions in one ```python block, in full each time; only the last such block counts.
+"""
+
+
+class PrimitiveError(Exception):
+    """A primitive that cannot be proposed or merged: what to do instead."""
+
+
+# Proposing
+
+
+def path_of(name: str, directory: Path | None = None) -> Path:
+    """Where the proposal of a primitive lies."""
+    return (directory or PROPOSED) / f"{name}.yaml"
+
+
+def proposed(name: str) -> Path:
+    """Where the proposal of a primitive lies. Raises PrimitiveError where there is none."""
+    path = path_of(name)
+    if not path.is_file():
+        raise PrimitiveError(
+            f"{path}: there is no such proposal; scaffold it: coda-agent primitive {name} --reference "
+            "'x / (1 + abs(x))' --arguments x"
+        )
+    return path
+
+
+def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
+    """Write the proposal of a primitive for its owner to complete. Raises PrimitiveError, and then
+    has written nothing."""
+    path = path_of(name)
+    if path.exists():
+        raise PrimitiveError(f"{path} is there already: edit it, or remove it first")
+    names = list(arguments)
+    every = ", ".join(f"{n}: [-inf, inf]" for n in names)
+    text = (
+        f"name: {name}\n"
+        f"summary: {name}, element by element.  # for people\n"
+        f"arguments: [{', '.join(names)}]\n"
+        f"reference: {json.dumps(reference)}  # the meaning, in torch's names\n"
+        f"domain: {{{every}}}  # where it has to hold\n"
+        "ulps: 4  # how many units in the last place of fp32 the exact function may be off\n"
+    )
+    with TemporaryDirectory() as trial:
+        draft = Path(trial) / path.name
+        draft.write_text(text, encoding="utf-8")
+        try:
+            proposing.load(draft)
+        except SpecError as error:
+            raise PrimitiveError(f"{name}: {error.message}") from None
+    write_atomic(path, text)
+    return path
+
+
+def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
+    """A run that authors the primitive proposed at ``path``. Raises SpecError before anything is written."""
+    made = proposing.load(path)
+    if made.name != path.stem:
+        raise PrimitiveError(f"{path} proposes {made.name!r}: name the file {made.name}.yaml")
+    with TemporaryDirectory() as folder:
+        frame = Path(folder) / f"{made.name}.yaml"
+        frame.write_text(made.frame, encoding="utf-8")
+        return runs.start(frame, {**options, HEADER: path.read_text(encoding="utf-8")})
+
+
+# Authoring
+
+
+@dataclass(frozen=True)
+class Proposing:
+    """Device functions of a proposed primitive (``agent.work.Work``). ``text``: the proposal's YAML."""
+
+    spec: Spec
+    text: str
+    proposal: Proposal
+    raw = True
+
+    @classmethod
+    def of(cls, run: runs.Run) -> Proposing:
+        text = str(run.journal.header[HEADER])
+        return cls(run.spec, text, proposing.parse(text))
+
+    def opening(self) -> prompt.Prompt:
+        return prompt.Prompt(pack(), self._task())
+
+    def _task(self) -> str:
+        given, name = self.proposal, self.proposal.name
+        arguments = ", ".join(f"{a}: Any" for a in given.arguments)
+        inside = "; ".join(
+            f"{a} in [{low:g}, {high:g}]" for a in given.arguments for low, high in [given.interval(a)]
+        )
+        return (
+            f"Write `{name}`. In its proposal `reference` is the mathematics, not the way to compute it:"
+            f"\n\n```yaml\n{self.text.strip()}\n```\n\n"
+            f"It has to hold for {inside} (no NaN), within {given.ulps:g} units in the last place. "
+            f"The function: `def {name}({arguments}) -> Any`.\n\n{HOW}"
+        )
+
+    def rival(self) -> None:
+        return None
+
+    def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
+        return proposing.check(self.proposal, self.spec, source, progress)
+
+    def measure(
+        self, progress: Progress, spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str
+    ) -> Measurement:
+        """On a GPU: what ``agent.loop.Measure`` is for a kernel."""
+        with FileLock(cache_dir() / "gpu.lock"):  # another's measurement has the GPU to itself
+            return proposing.measure(self.proposal, spec, raw, progress)
+
+    def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
+        return f"Accepted: it is right. {rounds} round(s) are left to make it cheaper.\n\n{HOW}"
+
+
+def pack() -> str:
+    """What every author of a primitive is given: the rules, the language, primitives that are there."""
+    from primitives.lower import exports
+
+    language = (
+        optimize.PACK.read_text(encoding="utf-8")
+        .partition("# 2. The language")[2]
+        .partition("**Threads.**")[0]
+    )
+    role = PACK.read_text(encoding="utf-8").replace(
+        "{exports}", ", ".join(f"`{name}`" for name in exports()["values"])
+    )
+    parts = [role, "# The language" + language, *_examples()]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def _examples() -> Iterable[str]:
+    """Primitives that are there: page, rule and templates, then the device functions, as they stand."""
+    entries, functions = (_sources((ROOT / path).read_text(encoding="utf-8")) for path in (FAMILY, VALUES))
+    yield (
+        f"# Primitives that are there\n\nIn `{FAMILY}`, where `cute` is the text of the exact function's "
+        "call and `fast` the other's (yours are made for you):"
+    )
+    yield "```python\n" + "\n\n\n".join(entries[name] for name in EXAMPLES) + "\n```"
+    yield f"In `{VALUES}`:"
+    yield "```python\n" + "\n\n\n".join(functions.values()) + "\n```"
+
+
+def _sources(text: str) -> dict[str, str]:
+    """The functions of a module, decorators included, by name."""
+    lines = text.splitlines()
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+# Merging
+
+
+def latest(name: str) -> str:
+    """The last run that proposes a primitive. Raises PrimitiveError."""
+    for run in reversed(runs.names()):
+        if run.startswith(f"{name}-"):
+            opened = runs.reopen(run)
+            opened.journal.close()
+            if HEADER in opened.journal.header and opened.spec.name == name:
+                return run
+    raise PrimitiveError(f"no run has authored {name}: coda-agent primitive {name}")
+
+
+def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome]:
+    """Write the patch that adds the primitive of its last run to the vocabulary, and how that run stands."""
+    from agent import loop
+
+    run = runs.reopen(latest(name))
+    try:
+        outcome = loop.standing(run.journal, run.spec)
+        text = str(run.journal.header[HEADER])
+    finally:
+        run.journal.close()
+    if outcome is None or isinstance(outcome.report, Rejected):
+        raise PrimitiveError(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
+    path = out or Path(f"{name}.patch")
+    write_atomic(path, patch(proposing.parse(text), outcome.source))
+    return path, outcome
+
+
+def patch(proposal: Proposal, source: str, root: Path = ROOT) -> str:
+    """A unified diff from the vocabulary under ``root`` to one that has the primitive. Its functions get a
+    module of their own: kernels that others are part of stay what their evidence is for. Raises Failed where
+    the source has not the form of its functions."""
+    name = proposal.name
+    form = answer(source, name, len(proposal.arguments))
+    device = f"{DEVICE}/{name}.py"
+    before = {path: (root / path).read_text(encoding="utf-8") for path in (VOCABULARY, FAMILY, LANGUAGE)}
+    after = {
+        VOCABULARY: _listed(_listed(before[VOCABULARY], IMPORTED, ")\n", name), EXPORTED, "]\n", f'"{name}"'),
+        FAMILY: _entered(before[FAMILY], proposal, form.page, form.fast),
+        LANGUAGE: _permitted(before[LANGUAGE], name),
+        device: _module(proposal, source, form.fast),
+    }
+    parts: list[str] = []
+    for path, text in after.items():
+        old = before.get(path, "")
+        origin = f"a/{path}" if old else "/dev/null"
+        parts += unified_diff(old.splitlines(True), text.splitlines(True), origin, f"b/{path}")
+    return "".join(parts)
+
+
+def _module(proposal: Proposal, source: str, fast: bool) -> str:
+    """The device code as a module."""
+    names = [proposal.name, f"{proposal.name}_fast"][: 1 + fast]
+    return (
+        f'"""{proposal.name}: of register values, which are fp32."""\n\n'
+        f"from __future__ import annotations\n\n{proposing.imports(source)}\n"
+        f"__all__ = [{', '.join(json.dumps(n) for n in names)}]\n\n\n{source.strip()}\n"
+    )
+
+
+def _permitted(text: str, name: str) -> str:
+    """The language of raw modules with the new one among the modules that it lists."""
+    place = text.index('    "primitives.device.values": ')
+    return text[:place] + f'    "primitives.device.{name}": (),\n' + text[place:]
+
+
+def _listed(text: str, opening: str, closing: str, name: str) -> str:
+    """The text with a name in a sorted list of one a line."""
+    head, begin, rest = text.partition(opening)
+    body, end, tail = rest.partition(closing)
+    return head + begin + "".join(sorted([*body.splitlines(True), f"    {name},\n"])) + end + tail
+
+
+def _entered(text: str, proposal: Proposal, page: str, fast: bool) -> str:
+    """The family's text with the operation's entry behind the other activations."""
+    exact, coarse = proposal.templates(fast)
+    given = [f"torch={proposal.meaning}", f'cute="{exact}"', *([f'fast="{coarse}"'] if coarse else [])]
+    decorator = f"@elementwise({', '.join(given)})"
+    if len(decorator) > LINE:
+        decorator = "@elementwise(\n" + "".join(f"    {one},\n" for one in given) + ")"
+    words = f"{page}\n\n``{proposal.example}``" if proposal.example else page
+    quoted = f'"""{words}"""' if "\n" not in words else f'"""{words}\n"""'
+    entry = (
+        f"{decorator}\ndef {proposal.name}({', '.join(proposal.arguments)}):\n"
+        f"{textwrap.indent(quoted, '    ')}\n\n\n"
+    )
+    place = text.index("def _as_tile(")
+    return text[:place] + entry + text[place:]

@@ -1,0 +1,418 @@
+"""What an author's device functions compute, without a GPU: read, never run.
+
+CuTeDSL runs on GPUs only. But a function that is straight-line arithmetic is data enough: a child without
+files, network or processes (``primitives.raw.confine``) reads its syntax tree, says whether it has the form
+that a primitive's functions have, and computes each operation in fp32. A function of the library is taken to
+round once, which the hardware's do not: what they lose besides, and what this subset leaves out, only a GPU
+can tell.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import math
+import operator
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from primitives import children
+from primitives.raw.confine import confine, environment
+from verifier.gates import Failed
+
+if TYPE_CHECKING:
+    import torch
+
+SECONDS = 60.0
+MAX_BYTES = 8 << 10
+LINE = 110  # characters: the text is to stand in this project
+PAGE = 600
+STEPS, DEPTH, INTEGER = 2000, 16, 1 << 64
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # confinement is a thread's own
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Device functions of the right form. ``page``: the docstring; ``fast``: whether there is a coarser one;
+    ``values``: what each call gave, or None, and then why in ``beyond``."""
+
+    page: str
+    fast: bool
+    values: tuple[torch.Tensor, ...] | None
+    beyond: str = ""
+
+
+Calls = Sequence[tuple[bool, Sequence["torch.Tensor"]]]
+
+
+def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
+    """Read an author's functions, and compute ``calls``: of the coarser one (where there is one) or the
+    exact, on fp32 tensors. Raises Failed with the reason for the author."""
+    import torch
+
+    given = [[coarse, [_packed(t.numpy().tobytes()) for t in tensors]] for coarse, tensors in calls]
+    request = json.dumps({"source": source, "name": name, "arity": arity, "calls": given})
+    with TemporaryDirectory(prefix="coda-arithmetic-") as scratch:
+        status, said, words = children.attend(lambda **files: _start(scratch, files), request, SECONDS)
+    try:
+        told = json.loads(said)
+    except ValueError:
+        ended = f"did not end within {SECONDS:g} s" if status is None else f"ended with status {status}"
+        raise Failed(
+            "unreadable", f"the reading child {ended}: {words[-500:] or 'it said nothing'}"
+        ) from None
+    match told:
+        case {"code": str(code), "message": str(message), "line": int() | None as line}:
+            raise Failed(code[:32], message[:2000], line)
+        case {"page": str(page), "fast": bool(fast), "values": values, "beyond": str(beyond)}:
+            made = None
+            if isinstance(values, list) and len(values) == len(calls):
+                made = tuple(
+                    torch.frombuffer(bytearray(base64.b64decode(v)), dtype=torch.float32).view(t[0].shape)
+                    for v, (_, t) in zip(values, calls, strict=True)
+                )
+            return Answer(page[:PAGE], fast, made, beyond[:300])
+    raise Failed("unreadable", "the reading child gave no answer")
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _start(scratch: str, files: dict[str, Any]) -> subprocess.Popen[bytes]:
+    kept = environment(os.environ) | ONE_THREAD | {"PYTHONPATH": children.path()}
+    return children.start("verifier.arithmetic", scratch, env=kept, **files)
+
+
+# In the child
+
+
+class Refused(Exception):
+    """The text has not the form of a primitive's functions."""
+
+    def __init__(self, message: str, line: int | None = None, code: str = "form"):
+        super().__init__(message)
+        self.code, self.message, self.line = code, message, line
+
+
+class Beyond(Exception):
+    """What only a GPU can tell."""
+
+
+@dataclass
+class Functions:
+    """The functions and constants of an answer, by name."""
+
+    name: str
+    arity: int
+    functions: dict[str, ast.FunctionDef]
+    constants: dict[str, ast.expr]
+
+    @classmethod
+    def read(cls, source: str, name: str, arity: int) -> Functions:
+        """Raises Refused."""
+        made = cls(name, arity, {}, {})
+        if len(source.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+            raise Refused(f"the answer is over {MAX_BYTES} bytes: shorten it")
+        for number, line in enumerate(source.splitlines(), 1):
+            if len(line) > LINE or not re.fullmatch(r"[ -~]*", line):
+                raise Refused(f"a line is ASCII text without tabs, of at most {LINE} characters", number)
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise Refused(f"syntax error: {error}", getattr(error, "lineno", None), "syntax") from None
+        for statement in tree.body:
+            made._take(statement)
+        made._check(name)
+        if made.fast:
+            made._check(f"{name}_fast")
+        made.page  # noqa: B018  (it raises)
+        return made
+
+    @property
+    def fast(self) -> bool:
+        return f"{self.name}_fast" in self.functions
+
+    @property
+    def page(self) -> str:
+        function = self.functions[self.name]
+        words = ast.get_docstring(function)
+        if not words or len(words) > PAGE or "\\" in words or '"""' in words:
+            wanted = f"of at most {PAGE} characters, without backslashes: authors of kernels read it"
+            raise Refused(f"{self.name} has a docstring {wanted}", function.lineno)
+        return words
+
+    def _take(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.FunctionDef(name=name) if name in (self.name, f"{self.name}_fast") or name.startswith(
+                f"_{self.name}_"
+            ):
+                held: Mapping[str, object] = self.functions
+                self.functions[name] = statement
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name.startswith(
+                f"{self.name.upper()}_"
+            ):
+                held = self.constants
+                self.constants[name] = value
+            case _:
+                raise Refused(
+                    f"an answer holds the functions {self.name} and {self.name}_fast, helpers named "
+                    f"_{self.name}_..., and constants named {self.name.upper()}_..., nothing else",
+                    statement.lineno,
+                )
+        if len(held) + len(self.functions) + len(self.constants) > 64:
+            raise Refused("over 32 functions and constants: write fewer", statement.lineno)
+
+    def _check(self, name: str) -> None:
+        if name not in self.functions:
+            raise Refused(f"the answer has no function {name}")
+        for function in self.functions.values():
+            given = function.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+            plain = len(given.args) == len(every) and not given.defaults and not (given.vararg or given.kwarg)
+            annotated = all(_is_any(a.annotation) for a in every) and _is_any(function.returns)
+            if not plain or not annotated or function.decorator_list:
+                said = ", ".join(f"{a.arg}: Any" for a in every)
+                raise Refused(f"write def {function.name}({said}) -> Any, undecorated", function.lineno)
+        if len(self.functions[name].args.args) != self.arity:
+            raise Refused(f"{name} takes {self.arity} argument(s)", self.functions[name].lineno)
+
+
+def _is_any(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Name) and node.id == "Any"
+
+
+class Machine:
+    """Calls functions on arrays of fp32; what is a Python number when a kernel is traced is one here."""
+
+    def __init__(self, read: Functions):
+        self._read = read
+        self._steps = 0
+        self._depth = 0
+
+    def call(self, name: str, arguments: Sequence[Any]) -> Any:
+        """A function of the answer. Raises Beyond, Refused."""
+        function = self._read.functions[name]
+        names = [a.arg for a in function.args.args]
+        if len(names) != len(arguments):
+            raise Refused(f"{name} takes {len(names)} argument(s), not {len(arguments)}", function.lineno)
+        if self._depth == DEPTH:
+            raise Beyond(f"functions that call each other over {DEPTH} deep")
+        self._depth += 1
+        known = dict(zip(names, arguments, strict=True))
+        for statement in function.body:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str())):
+                    pass
+                case ast.Assign(targets=[target], value=value):
+                    self._assign(target, self.value(value, known), known)
+                case ast.AugAssign(target=ast.Name(id=target), op=op, value=value) if target in known:
+                    known[target] = self._combined(op, known[target], self.value(value, known))
+                case ast.Return(value=ast.expr() as value):
+                    self._depth -= 1
+                    return self.value(value, known)
+                case _:
+                    raise Beyond(_quoted(statement))
+        raise Refused(f"{name} returns nothing", function.lineno)
+
+    def _assign(self, target: ast.expr, value: Any, known: dict[str, Any]) -> None:
+        match target:
+            case ast.Name(id=name):
+                known[name] = value
+            case ast.Tuple(elts=parts) if isinstance(value, tuple) and len(parts) == len(value):
+                for part, one in zip(parts, value, strict=True):
+                    self._assign(part, one, known)
+            case _:
+                raise Beyond(_quoted(target))
+
+    def value(self, node: ast.expr, known: Mapping[str, Any]) -> Any:
+        self._steps += 1
+        if self._steps > STEPS:
+            raise Beyond(f"over {STEPS} operations")
+        match node:
+            case ast.Constant(value=bool() | int() | float()):
+                return node.value
+            case ast.Name(id=name) if name in known:
+                return known[name]
+            case ast.Name(id=name) if name in self._read.constants:
+                return self.value(self._read.constants[name], {})
+            case ast.Name(id="LOWEST"):
+                return -math.inf
+            case ast.Attribute(value=ast.Name(id="math"), attr="pi" | "e" | "tau" | "inf" as name):
+                return getattr(math, name)
+            case ast.Tuple(elts=parts):
+                return tuple(self.value(part, known) for part in parts)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.value(operand, known)
+            case ast.BinOp(left=left, op=op, right=right):
+                return self._combined(op, self.value(left, known), self.value(right, known))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARED:
+                return COMPARED[type(op)](*_matched(self.value(left, known), self.value(right, known)))
+            case ast.Call(func=called, args=arguments, keywords=keywords):
+                if not any(isinstance(a, ast.Starred) for a in arguments) and all(
+                    k.arg in ("fastmath", "approx", "ftz") for k in keywords
+                ):
+                    return self._called(called, [self.value(a, known) for a in arguments])
+        raise Beyond(_quoted(node))
+
+    def _called(self, called: ast.expr, arguments: list[Any]) -> Any:
+        name = ast.unparse(called)
+        if name in self._read.functions:
+            return self.call(name, arguments)
+        if name.startswith("math.") and all(isinstance(a, int | float) for a in arguments):
+            function = getattr(math, name.removeprefix("math."), None)
+            if not name.removeprefix("math.").startswith("_") and callable(function):
+                return function(*arguments)
+        function = known_functions().get(name)
+        if function is None:
+            raise Beyond(name)
+        return function(*arguments)
+
+    def _combined(self, op: ast.operator, left: Any, right: Any) -> Any:
+        if type(op) not in COMBINED:
+            raise Beyond(f"the operator {type(op).__name__}")
+        import numpy as np
+
+        bools = [isinstance(v, np.ndarray) and v.dtype == bool for v in (left, right)]
+        if any(bools) != isinstance(op, ast.BitAnd | ast.BitOr) or any(bools) != all(bools):
+            raise Beyond("arithmetic of conditions")
+        if isinstance(op, ast.Pow) and not all(isinstance(v, int | float) for v in (left, right)):
+            raise Beyond("**")
+        if isinstance(op, ast.Pow) and abs(right) > 64:
+            raise Beyond("** of a power over 64")
+        found = COMBINED[type(op)](*_matched(left, right))
+        if isinstance(found, int) and abs(found) > INTEGER:
+            raise Beyond("an integer over 64 bits")
+        return found
+
+
+COMBINED: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
+}  # fmt: skip
+COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+}  # fmt: skip
+
+
+def _matched(left: Any, right: Any) -> tuple[Any, Any]:
+    """Two operands: a Python number that meets a register is one of fp32."""
+    import numpy as np
+
+    arrays = [isinstance(v, np.ndarray) for v in (left, right)]
+    if any(isinstance(v, tuple) for v in (left, right)):
+        raise Beyond("arithmetic of tuples")
+    if not any(arrays) or all(arrays):
+        return left, right
+    return (left, np.float32(right)) if arrays[0] else (np.float32(left), right)
+
+
+def known_functions() -> dict[str, Callable[..., Any]]:
+    """Functions of ``cute`` and of ``primitives.device.values`` in fp32, by the name in the text. Those that
+    numpy lacks in vectors go element by element."""
+    import numpy as np
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Computed in fp64 and rounded once."""
+
+        def rounded(*values: Any) -> Any:
+            wide = [np.asarray(np.asarray(v, np.float32), np.float64) for v in values]
+            return np.asarray(function(*wide), np.float32)
+
+        return rounded
+
+    def sigmoid(x: Any) -> Any:
+        return 1 / (1 + np.exp(-x))
+
+    def gelu(x: Any) -> Any:
+        return x * sigmoid(2 * x * (0.7978845608028654 + 0.035677408136300125 * x * x))
+
+    def choose(condition: Any, a: Any, b: Any) -> Any:
+        if not isinstance(condition, bool | np.bool_ | np.ndarray):
+            raise Beyond("a condition that is no comparison")
+        return np.where(condition, np.float32(a), np.float32(b))
+
+    erf, erfc = np.frompyfunc(math.erf, 1, 1), np.frompyfunc(math.erfc, 1, 1)
+    plain: dict[str, Callable[..., Any]] = {
+        "abs": np.abs, "acos": np.arccos, "acosh": np.arccosh, "add": np.add, "asin": np.arcsin,
+        "asinh": np.arcsinh, "atan": np.arctan, "atan2": np.arctan2, "atanh": np.arctanh, "cbrt": np.cbrt,
+        "ceil": np.ceil, "copysign": np.copysign, "cos": np.cos, "cosh": np.cosh, "div": np.divide,
+        "erf": erf, "erfc": erfc, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "floor": np.floor,
+        "fma": lambda a, b, c: a * b + c, "log": np.log, "log10": np.log10, "log1p": np.log1p,
+        "log2": np.log2, "mul": np.multiply, "neg": np.negative, "pow": np.power, "rcp": np.reciprocal,
+        "roundeven": np.rint, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "sinh": np.sinh,
+        "sqrt": np.sqrt, "sub": np.subtract, "tan": np.tan, "tanh": np.tanh, "trunc": np.trunc,
+    }  # fmt: skip
+    values: dict[str, Callable[..., Any]] = {
+        "largest": np.fmax, "magnitude": np.abs, "sigmoid": sigmoid, "sigmoid_fast": sigmoid,
+        "sine": np.sin, "sine_fast": np.sin, "cosine": np.cos, "cosine_fast": np.cos, "tanh_fast": np.tanh,
+        "gelu": gelu, "gelu_fast": gelu, "Float32": lambda x: x,
+        "cute.arch.fmax": np.fmax, "cute.arch.fmin": np.fmin, "cute.arch.rcp_approx": np.reciprocal,
+    }  # fmt: skip
+    made = {f"cute.math.{name}": of(function) for name, function in plain.items()}
+    made |= {name: of(function) for name, function in values.items()}
+    return made | {"choose": choose, "cutlass.select_": choose}
+
+
+def _quoted(node: ast.AST) -> str:
+    words = ast.unparse(node).partition("\n")[0]
+    return f"line {getattr(node, 'lineno', '?')}: {words[:80]}"
+
+
+def _read(request: Mapping[str, Any]) -> dict[str, Any]:
+    """In the confined child."""
+    import numpy as np
+
+    read = Functions.read(request["source"], request["name"], request["arity"])
+    beyond, values = "", []
+    try:
+        with np.errstate(all="ignore"):
+            for coarse, packed in request["calls"]:
+                tensors = [np.frombuffer(base64.b64decode(p), np.float32) for p in packed]
+                name = f"{read.name}_fast" if coarse and read.fast else read.name
+                found = Machine(read).call(name, tensors)
+                if isinstance(found, tuple) or np.asarray(found).dtype.kind == "b":
+                    raise Refused(f"{name} returns one value of fp32", read.functions[name].lineno)
+                whole = np.broadcast_to(np.asarray(found, np.float32), tensors[0].shape)
+                values.append(_packed(whole.tobytes()))
+    except Beyond as error:
+        beyond = str(error)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise Refused(f"its arithmetic fails: {error}", None, "arithmetic") from None
+    return {
+        "page": read.page,
+        "fast": read.fast,
+        "values": None if beyond else values,
+        "beyond": beyond,
+    }
+
+
+def _main(scratch: str, parent: int) -> None:
+    import numpy  # noqa: F401  (there are no files once confined)
+
+    request = json.loads(sys.stdin.read())
+    layers, missing = confine(parent, Path(scratch), keep=(1,))
+    said: dict[str, Any]
+    try:
+        if not {"seccomp", "landlock"} <= set(layers):
+            lacks = f"this system lacks {', '.join(missing)}: an author's text is read behind them only"
+            raise Refused(lacks, None, "weak_jail")
+        said = _read(request)
+    except Refused as error:
+        said = {"code": error.code, "message": error.message, "line": error.line}
+    print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    from verifier.arithmetic import _main as main  # one module, not two
+
+    main(sys.argv[1], int(sys.argv[2]))

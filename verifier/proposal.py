@@ -1,0 +1,600 @@
+"""A proposed elementwise primitive: what a person says that it means, and how an author's CuTeDSL is judged.
+
+The meaning is a YAML file: one line of PyTorch, and where it has to hold. An author's device functions are
+put into a frame, the lowered text of a toy kernel that applies the primitive to an accumulator and to loaded
+tiles. Its ``loaded`` output, in fp32, shows the exact function, which is held to some units in the last place
+at each point; ``fused``, in bf16, the coarser one where there is one, through the error gate.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import math
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache, cached_property
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BeforeValidator, model_validator
+from ruamel.yaml import YAML
+
+from primitives.compile import PROBES
+from primitives.ir import OPERATIONS, VALUE_NAME, Node, Operation, Program, register
+from primitives.lower import editable, exports
+from verifier import verify
+from verifier.arithmetic import Answer, answer
+from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
+from verifier.gpu import Worker, report
+from verifier.proof import Job
+from verifier.report import Checked, Measured, Measurement
+from verifier.spec import BadReference, Spec, plain, read
+from verifier.spec_init import Model
+from verifier.spec_rules import fault
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIZE = 256  # of the toy's matrices: 65536 points a family, as many as bf16 has values
+SIZES = {"M": SIZE, "N": SIZE, "K": SIZE}
+OPERANDS, SUM, OUTPUTS = ("left", "right"), "accumulated", ("fused", "loaded")
+STAND_INS = ("abs", "maximum", "where")  # operations of one, two and three arguments that are there
+ULP = 2.0**-23
+BACKWARD = 2 * ULP  # relative: how far from the point that was asked for a function may have been taken
+TINY, LARGEST = 2.0**-126, (2 - ULP) * 2.0**127  # normal numbers of fp32
+FLUSHED = 2.0**-100  # what is smaller may be zero: a reciprocal of what just overflows is
+USUAL = 8.0  # where activations are used
+FAMILIES = ("usual", "wide", "edges", "accumulator")
+PATIENCE = 300.0
+UNMEASURED = "checked; what the hardware's functions lose, only an H100 can tell"
+SCOPE = (
+    "a primitive of this kind works element by element on one to three arguments; a reduction, a change of "
+    "width or a table is a family's own work (primitives/reductions.py, tiles.py, stateful.py)"
+)
+
+
+def _end(value: object) -> object:
+    if isinstance(value, str) and value.strip().lstrip("+-") in ("inf", ".inf"):
+        return float(value.replace(".", ""))
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+End = Annotated[float, BeforeValidator(_end)]
+
+
+class Proposal(Model):
+    """A primitive as its owner means it.
+
+    ``reference``: an expression of the arguments in torch's names. ``domain``: the closed interval of each
+    argument in which it has to hold; all of fp32 but NaN unless given. ``ulps``: how far the exact function
+    may be off, in units in the last place of the truth, at an argument no farther than two of the given one.
+    ``derivative_of``: an operation whose derivative by its first argument this is. ``example``: a line of a
+    kernel that uses it.
+    """
+
+    name: str
+    summary: str
+    arguments: tuple[str, ...]
+    reference: str
+    domain: dict[str, tuple[End, End]] = {}
+    ulps: Annotated[float, BeforeValidator(_end)] = 4.0
+    derivative_of: str | None = None
+    example: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_name(self.name, "name")
+        if not 1 <= len(self.arguments) <= len(STAND_INS):
+            raise fault(f"{len(self.arguments)} arguments: {SCOPE}", "arguments")
+        taken = {self.name, SUM, *OPERANDS, *OUTPUTS, "torch"}
+        for argument in self.arguments:
+            _check_name(argument, "arguments")
+            if argument in taken:
+                raise fault(f"{argument!r} is taken: give the argument another name", "arguments")
+            taken.add(argument)
+        for argument, (low, high) in self.domain.items():
+            if argument not in self.arguments:
+                raise fault(f"{argument!r} is none of the arguments {', '.join(self.arguments)}", "domain")
+            if not low < high or low > LARGEST or high < -LARGEST:
+                raise fault(f"[{low}, {high}] is no interval of fp32: write [low, high]", "domain", argument)
+        if not 1 <= self.ulps <= 1024:
+            raise fault(f"ulps is {self.ulps}; it must be between 1 and 1024", "ulps")
+        if self.derivative_of is not None and self.derivative_of not in OPERATIONS:
+            raise fault(f"there is no operation {self.derivative_of!r} to derive", "derivative_of")
+        for key in ("summary", "reference", "example"):
+            if "\n" in getattr(self, key).strip() or "`" in getattr(self, key):
+                raise fault(f"{key} is one line, without backquotes", key)
+        return self
+
+    # The meaning
+
+    @cached_property
+    def text(self) -> str:
+        """The reference, torch's names in full, as the interpreter's meaning has it. Raises BadReference."""
+        import torch
+
+        from verifier.reference import scope
+
+        try:
+            tree = ast.parse(self.reference.strip(), mode="eval")
+        except SyntaxError as error:
+            raise BadReference(f"reference: not one expression: {error.msg}") from None
+
+        class Qualify(ast.NodeTransformer):
+            def visit_Name(inner, node: ast.Name) -> ast.expr:  # noqa: N805
+                if node.id in self.arguments or node.id == "torch":
+                    return node
+                if node.id not in scope():
+                    known = ", ".join(self.arguments)
+                    raise BadReference(f"reference: {node.id!r} is no name of torch's and none of {known}")
+                if hasattr(builtins, node.id) and getattr(builtins, node.id) is scope()[node.id]:
+                    return node
+                home = "torch.nn.functional" if hasattr(torch.nn.functional, node.id) else "torch"
+                return ast.parse(f"{home}.{node.id}", mode="eval").body
+
+        return ast.unparse(Qualify().visit(tree))
+
+    @property
+    def meaning(self) -> str:
+        """The text of the interpreter's meaning."""
+        return f"lambda torch, {', '.join(self.arguments)}: {self.text}"
+
+    def truth(self, *arguments: Tensor) -> Tensor:
+        """The reference on these tensors, in their dtype."""
+        import torch
+
+        found: Tensor = _function(self.meaning)(torch, *arguments)
+        return found
+
+    def interval(self, argument: str) -> tuple[float, float]:
+        """Where an argument lies, as numbers of fp32."""
+        return self.domain.get(argument, (-math.inf, math.inf))
+
+    # The frame
+
+    @cached_property
+    def frame(self) -> str:
+        """The spec of the toy kernel, as YAML."""
+        first, *rest = self.arguments
+        fused = re.sub(rf"(?<![\w.]){first}\b", SUM, self.reference.strip())
+        tiles = "".join(
+            f"  {a}: {{shape: [M, N], dtype: fp32, init: {{uniform: [{low!r}, {high!r}]}}}}\n"
+            for a, (low, high) in ((a, _usual(self.interval(a))) for a in (first, *rest))
+        )
+        return (
+            f"name: {self.name}\nsummary: The frame of a proposed primitive.\n"
+            "dims: {M: rows, N: columns, K: depth}\ninputs:\n"
+            "  left: {shape: [M, K], dtype: bf16}\n  right: {shape: [K, N], dtype: bf16}\n"
+            f"{tiles}outputs:\n"
+            "  fused: {shape: [M, N], dtype: bf16}\n  loaded: {shape: [M, N], dtype: fp32}\n"
+            f"reference: |\n  {SUM} = left @ right + {first}\n  fused = {fused}\n"
+            f"  loaded = {self.reference.strip()}\n"
+            f"cases:\n  - {{name: frame, M: {SIZE}, N: {SIZE}, K: {SIZE}}}\n"
+        )
+
+    def program(self, spec: Spec, operation: str = "") -> Program:
+        """The toy kernel, with a stand-in for the primitive that has as many arguments, unless ``operation``
+        names another: what is read, written and launched is the same."""
+        names = (*OPERANDS, *self.arguments)
+        nodes = [Node("input", (), name) for name in names]
+        first, rest = len(OPERANDS), tuple(range(len(OPERANDS) + 1, len(names)))
+        gemm = len(nodes)
+        op = operation or STAND_INS[len(self.arguments) - 1]
+        nodes += [
+            Node("gemm", (0, 1)),
+            Node("add", (gemm, first)),
+            Node(op, (gemm + 1, *rest)),
+            Node(op, (first, *rest)),
+        ]
+        return Program(spec.signature(), tuple(nodes), {"fused": gemm + 2, "loaded": gemm + 3}).check()
+
+    def framed(self, spec: Spec, source: str, fast: bool) -> str:
+        """The toy kernel's lowered text with an author's functions in it: raw CuTeDSL."""
+        with self._operation(fast):
+            text = editable(self.program(spec, self.name))
+        head, _, body = text.partition("\nclass ")
+        added = "\n".join(line for line in imports(source).splitlines() if line not in head.splitlines())
+        return f"{head.rstrip()}\n{added}\n\n{source.strip()}\n\n\nclass {body}"
+
+    @contextmanager
+    def _operation(self, fast: bool) -> Iterator[None]:
+        """Within, the vocabulary has the primitive: for lowering the frame, and nothing else."""
+        exact, coarse = self.templates(fast)
+        there = OPERATIONS.pop(self.name, None)
+        infer = OPERATIONS[STAND_INS[len(self.arguments) - 1]].infer
+        register(Operation(self.name, infer, None, exact, coarse))
+        try:
+            yield
+        finally:
+            del OPERATIONS[self.name]
+            if there:
+                OPERATIONS[self.name] = there
+
+    def templates(self, fast: bool) -> tuple[str, str | None]:
+        """The operation's ``cute`` and ``fast``."""
+        places = ", ".join(f"{{{i}}}" for i in range(len(self.arguments)))
+        return f"{self.name}({places})", f"{self.name}_fast({places})" if fast else None
+
+
+@cache
+def _function(meaning: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = eval(meaning)  # the owner's text, as a spec's reference is
+    return function
+
+
+def load(path: str | Path, new: bool = True) -> Proposal:
+    """Read and check a proposal; unless it is ``new`` the vocabulary may have it by now. Raises SpecError."""
+    return read(path, Proposal, _check if new else lambda made: None)
+
+
+def imports(source: str) -> str:
+    """The imports that an author's functions need."""
+    used = set(re.findall(r"\w+", source))
+    values = sorted(used.intersection(exports()["values"]))
+    lines = ["import math"] if re.search(r"(?<![\w.])math\.", source) else []
+    lines += ["from typing import Any", ""]
+    lines += ["import cutlass"] if re.search(r"\bcutlass\.", source) else []
+    lines += ["import cutlass.cute as cute"] if "cute" in used else []
+    lines += ["from cutlass import Float32"] if "Float32" in used else []
+    lines += ["", f"from primitives.device.values import {', '.join(values)}"] if values else []
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def parse(text: str) -> Proposal:
+    """One that was checked before."""
+    return Proposal.model_validate(plain(YAML().load(text)))
+
+
+def _check_name(name: str, place: str) -> None:
+    if not VALUE_NAME.fullmatch(name) or keyword.iskeyword(name) or hasattr(builtins, name):
+        rule = "use a-z, 0-9 and _, a letter first, and no word of Python's own"
+        raise fault(f"{name!r} is no name here; {rule}", place)
+
+
+def _check(proposal: Proposal) -> None:
+    """That the reference is a function of elements, finite somewhere, and not in the vocabulary yet."""
+    import torch
+
+    from verifier.reference import MISTAKES
+
+    device = {*exports(), *(name for names in exports().values() for name in names)}
+    if proposal.name in OPERATIONS or {proposal.name, f"{proposal.name}_fast"} & device:
+        raise BadReference(f"primitives has {proposal.name!r} already: take another name", key="name")
+    generator = torch.Generator().manual_seed(0)
+    usual = [_uniform(_usual(proposal.interval(a)), generator).double() for a in proposal.arguments]
+    try:
+        found = proposal.truth(*usual)
+        turned = proposal.truth(*(x.mT[: SIZE // 2] for x in usual))
+        whole = isinstance(found, torch.Tensor) and found.shape == usual[0].shape
+        if not whole or not torch.equal(found.mT[: SIZE // 2].nan_to_num(), turned.nan_to_num()):
+            raise BadReference(f"reference: not element by element: {SCOPE}")
+        if found.dtype != torch.float64:
+            raise BadReference(
+                f"reference: gives {found.dtype}; leave out casts: * 1.0 makes a condition a number"
+            )
+        proposal.truth(*(x.float() for x in usual))
+    except MISTAKES as error:
+        raise BadReference(f"reference: {str(error).splitlines()[0]}") from None
+    if not bool(found.isfinite().all()):
+        at = int((~found.isfinite()).flatten().int().argmax())
+        place = ", ".join(
+            f"{a} = {float(x.flatten()[at]):.6g}" for a, x in zip(proposal.arguments, usual, strict=True)
+        )
+        raise BadReference(f"reference: not finite at {place}, which is in the domain", key="domain")
+    for name, operation in OPERATIONS.items():
+        if operation.cute and operation.torch and _agree(operation.torch, usual, found):
+            raise BadReference(f"reference: this is {name}, which is there already")
+    if proposal.derivative_of is not None:
+        _check_derivative(proposal, usual, found)
+
+
+def _agree(meaning: Callable[..., Any], usual: Sequence[Tensor], found: Tensor) -> bool:
+    import torch
+
+    try:
+        other = meaning(torch, *usual)
+    except TypeError:  # of another number of arguments
+        return False
+    return isinstance(other, torch.Tensor) and torch.allclose(
+        other.double(), found, rtol=1e-9, atol=0, equal_nan=True
+    )
+
+
+def _check_derivative(proposal: Proposal, usual: Sequence[Tensor], found: Tensor) -> None:
+    import torch
+
+    of = OPERATIONS[str(proposal.derivative_of)].torch
+    inputs = [x.clone().requires_grad_() for x in usual]
+    try:
+        assert of is not None
+        (slope,) = torch.autograd.grad(of(torch, *inputs).sum(), inputs[0])
+    except (AssertionError, TypeError, RuntimeError):
+        words = f"{proposal.derivative_of} is no differentiable function of {len(usual)} argument(s)"
+        raise BadReference(words, key="derivative_of") from None
+    if not torch.allclose(slope, found, rtol=1e-6, atol=1e-9):
+        worst = float((slope - found).abs().max())
+        words = f"reference: not the derivative of {proposal.derivative_of}: off by up to {worst:.3g}"
+        raise BadReference(words, key="derivative_of")
+
+
+# Points
+
+
+def _usual(interval: tuple[float, float]) -> tuple[float, float]:
+    """The part of an interval where functions are used; of one that lies elsewhere, its finite part."""
+    low, high = (max(-LARGEST, min(LARGEST, end)) for end in interval)
+    if max(low, -USUAL) < min(high, USUAL):
+        return max(low, -USUAL), min(high, USUAL)
+    return low, high
+
+
+def _uniform(interval: tuple[float, float], generator: Any) -> Tensor:
+    import torch
+
+    low, high = interval
+    drawn = torch.rand(SIZE, SIZE, generator=generator, dtype=torch.float64)
+    return (low * (1 - drawn) + high * drawn).float().clamp(low, high)
+
+
+def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
+    """Inputs of the frame. Where the reference is undefined (NaN), usual ones stand instead."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    usual = [_uniform(_usual(proposal.interval(a)), generator) for a in proposal.arguments]
+    left = torch.zeros(SIZE, SIZE)
+    tiles = usual
+    if family == "wide":
+        tiles = [
+            _wide(proposal.interval(a), u, generator) for a, u in zip(proposal.arguments, usual, strict=True)
+        ]
+    elif family == "edges":
+        grid = list(product(*(_edges(proposal.interval(a)) for a in proposal.arguments)))
+        chosen = torch.tensor(grid, dtype=torch.float32).repeat(-(-SIZE * SIZE // len(grid)), 1)[
+            : SIZE * SIZE
+        ]
+        tiles = [column.reshape(SIZE, SIZE) for column in chosen.unbind(1)]
+    elif family == "accumulator":
+        low, high = proposal.interval(proposal.arguments[0])
+        every = torch.arange(SIZE * SIZE, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+        inside = every.isfinite() & (every >= low) & (every <= high) & ((every == 0) | (every.abs() >= TINY))
+        if bool(inside.any()):
+            few = every[inside].repeat(-(-SIZE * SIZE // int(inside.sum())))[: SIZE * SIZE]
+            left, tiles = few.reshape(SIZE, SIZE), [torch.zeros(SIZE, SIZE), *usual[1:]]
+    met = [left + tiles[0], *tiles[1:]]
+    undefined = proposal.truth(*(t.double() for t in met)).isnan()
+    if family == "accumulator":
+        left = left.where(~undefined, left[~undefined][0])
+    else:
+        tiles = [t.where(~undefined, u) for t, u in zip(tiles, usual, strict=True)]
+    right = torch.eye(SIZE)
+    named = dict(zip(proposal.arguments, tiles, strict=True))
+    return {"left": left.bfloat16(), "right": right.bfloat16()} | named
+
+
+def _wide(interval: tuple[float, float], usual: Tensor, generator: Any) -> Tensor:
+    """Every magnitude that fp32 has, where the interval lets it."""
+    import torch
+
+    low, high = interval
+    largest = min(LARGEST, max(abs(low), abs(high)))
+    exponents = torch.rand(SIZE, SIZE, generator=generator, dtype=torch.float64)
+    magnitudes = torch.exp2(-126 + exponents * (math.log2(largest) + 126))
+    signs = torch.randint(0, 2, (SIZE, SIZE), generator=generator) * 2 - 1
+    drawn = (magnitudes * signs).float()
+    return drawn.where((drawn >= low) & (drawn <= high) & drawn.isfinite(), usual)
+
+
+def _edges(interval: tuple[float, float]) -> list[float]:
+    """Zeros, denormals, powers, the largest, infinities, and the interval's ends with their neighbours."""
+    import torch
+
+    low, high = (torch.tensor(end, dtype=torch.float32) for end in interval)
+    ends = [low, torch.nextafter(low, high), torch.nextafter(high, low), high]
+    sizes = [
+        0.0,
+        2.0**-149,
+        TINY / 2,
+        TINY,
+        2.0**-64,
+        ULP,
+        1e-4,
+        0.5,
+        1.0,
+        1 + ULP,
+        2.0,
+        10.0,
+        88.0,
+        104.0,
+        2.0**24,
+    ]
+    sizes += [2.0**64, LARGEST, math.inf]
+    every = [s for size in sizes for s in (size, -size)] + [float(e) for e in ends]
+    return [e for e in every if float(low) <= e <= float(high)]
+
+
+# Judging
+
+
+def judged(
+    proposal: Proposal, spec: Spec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str
+) -> dict[str, float]:
+    """Outputs of the frame against fp64, on the tensors' device: how far they are off, or Failed."""
+    from verifier import numerics, reference
+
+    fused = spec.model_copy(update={"outputs": {"fused": spec.outputs["fused"]}})
+    truth, yard = (f(spec, inputs, SIZES) for f in (reference.oracle, reference.yardstick))
+    (error,) = numerics.compare(fused, outputs, truth, yard)
+    if not error.passed:
+        raise Failed("numerics", f"{where}, rounded to bf16: {error.reason}", outputs=[error.model_dump()])
+    found = {"fused": round(error.rms_ratio, 3)}
+    if "loaded" in outputs:
+        found["ulps"] = _pointwise(
+            proposal, [inputs[a] for a in proposal.arguments], outputs["loaded"], where
+        )
+    return found
+
+
+def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, where: str) -> float:
+    """Units in the last place that the exact function is off beyond what its arguments' own last places give,
+    at the worst point; Failed over the proposal's bound."""
+    import torch
+
+    wide = [a.double() for a in arguments]
+    truth = proposal.truth(*wide)
+    slack = torch.full_like(truth, FLUSHED)
+    for i, (name, value) in enumerate(zip(proposal.arguments, wide, strict=True)):
+        low, high = proposal.interval(name)
+        moved = [(value * (1 + by)).clamp(low, high) for by in (BACKWARD, -BACKWARD)]
+        near = [(proposal.truth(*wide[:i], m, *wide[i + 1 :]) - truth).abs() for m in moved]
+        slack += torch.maximum(*near).nan_to_num(0.0, 0.0, 0.0)
+    unit = torch.exp2(torch.frexp(truth.abs().clamp(TINY, LARGEST))[1].double() - 24)
+    off = ((got.double() - truth).abs() - slack).clamp(min=0) / unit
+    overflown = (truth.abs() + slack + proposal.ulps * unit > LARGEST) & (
+        got.double() == truth.sign() * math.inf
+    )
+    alike = (got == truth.float()) | (got.isnan() & truth.isnan()) | overflown
+    off = off.where(~alike, 0.0).nan_to_num(math.inf, math.inf)
+    worst = float(off.max())
+    if worst > proposal.ulps:
+        at = int(off.flatten().argmax())
+        values = zip(proposal.arguments, arguments, strict=True)
+        place = ", ".join(f"{name} = {float(a.flatten()[at]):.9g}" for name, a in values)
+        wrong = int((off > proposal.ulps).sum())
+        raise Failed(
+            "numerics",
+            f"{where}, {proposal.name} in fp32: at {place} it gives {float(got.flatten()[at]):.9g}, the "
+            f"truth is {float(truth.flatten()[at]):.9g}: {worst:.3g} units in the last place off, of "
+            f"{proposal.ulps:g} allowed; {wrong} of {off.numel()} points are",
+            ulps=worst if math.isfinite(worst) else None,
+        )
+    return round(worst, 2)
+
+
+def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
+    """The gates of any machine: the functions' form, their arithmetic in fp32, a compile in confinement."""
+    gates = Gates(progress)
+    program = proposal.program(spec)
+    try:
+        with gates.gate("form") as figures:
+            form = answer(source, proposal.name, len(proposal.arguments))
+            raw = proposal.framed(spec, source, form.fast)
+            figures["lines"] = source.count("\n")
+        with gates.gate("interpret") as figures:
+            _interpret(proposal, spec, source, figures)
+        with gates.gate("compile") as figures:
+            verify.compile_gate(spec, program, PROBES, figures, raw=raw)
+    except Stop as stop:
+        return verify.Verdict(stop.rejected, None)
+    made = Checked(identity=identity(spec, program, raw), gates=tuple(gates.passed), unmeasured=UNMEASURED)
+    return verify.Verdict(made, program)
+
+
+def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, Any]) -> None:
+    """The functions as they stand in the text, each operation rounded to fp32."""
+    import torch
+
+    drawn = {family: draw(proposal, family, secrets.randbits(48)) for family in FAMILIES}
+    calls: list[tuple[bool, list[torch.Tensor]]] = []
+    for inputs in drawn.values():
+        first, *rest = (inputs[a] for a in proposal.arguments)
+        calls += [(True, [inputs["left"].float() + first, *rest]), (False, [first, *rest])]
+    found = answer(source, proposal.name, len(proposal.arguments), calls)
+    figures["worst_rms_ratio"] = {}
+    if found.values is None:
+        figures["findings"] = [f"its arithmetic has what only a GPU can tell ({found.beyond})"]
+        return
+    for i, (family, inputs) in enumerate(drawn.items()):
+        outputs = {"fused": found.values[2 * i].bfloat16()}
+        if family != "accumulator":
+            outputs["loaded"] = found.values[2 * i + 1]
+        errors = judged(proposal, spec, inputs, outputs, f"its arithmetic, {family} arguments")
+        figures["worst_rms_ratio"][family] = errors["fused"]
+
+
+# On a GPU
+
+
+@dataclass(frozen=True)
+class Proof(Job):
+    """The framed functions, on each of the schedules."""
+
+    proposal: Proposal | None = None
+
+    def draw(self, family: str = "usual", device: str = "cuda") -> tuple[int, dict[str, Tensor]]:
+        assert self.proposal is not None
+        seed = secrets.randbits(48)
+        return seed, {n: t.to(device) for n, t in draw(self.proposal, family, seed).items()}
+
+
+def numerics(job: Proof) -> dict[str, Any]:
+    """In a worker: every family of points on every schedule, against fp64."""
+    from verifier.proof import poisoned_run
+
+    assert job.proposal is not None
+    outputs: dict[str, dict[str, float]] = {}
+    seeds: dict[str, int] = {}
+    plans = job.plans()
+    for family in job.families:
+        report("numerics", f"{family} arguments")
+        seeds[f"numerics/{family}"], inputs = job.draw(family)
+        ran = [poisoned_run(plan, inputs) for plan in plans]
+        for made in ran:
+            if family == "accumulator":
+                del made["loaded"]
+            where = f"on the GPU, {family} arguments"
+            errors = judged(job.proposal, job.spec, inputs, made, where)
+            known = outputs.setdefault(family, {"rms_ratio": 0.0, "ulps": 0.0})
+            known["rms_ratio"] = max(known["rms_ratio"], errors["fused"])
+            known["ulps"] = max(known["ulps"], errors.get("ulps", 0.0))
+    return {"outputs": outputs, "plans": len(plans), "seeds": seeds, "conditions": _conditions()}
+
+
+def _conditions() -> dict[str, Any]:
+    from verifier.conditions import Monitor
+
+    with Monitor() as monitor:
+        monitor.sample()
+        return monitor.summary()
+
+
+def measure(
+    proposal: Proposal, spec: Spec, source: str, progress: Progress = silent, worker: Worker | None = None
+) -> Measurement:
+    """The gates of a GPU: the framed kernel against fp64, and repeats of it bit for bit."""
+    from verifier.proof import stability
+
+    gates, program = Gates(progress), proposal.program(spec)
+    schedules = tuple({0: probe} for probe in PROBES)
+    seeds: dict[str, int] = {}
+    with worker or Worker() as asked:
+        try:
+            with gates.gate("numerics") as figures:
+                form: Answer = answer(source, proposal.name, len(proposal.arguments))
+                raw = proposal.framed(spec, source, form.fast)
+                job = Proof(spec, program, "frame", SIZES, schedules, FAMILIES, raw=raw, proposal=proposal)
+                found = asked.ask(numerics, job, patience=PATIENCE, progress=progress)
+                conditions = found.pop("conditions")
+                seeds |= found.pop("seeds")
+                figures["frame"] = found
+            with gates.gate("stability") as figures:
+                found = asked.ask(stability, job, patience=PATIENCE, progress=progress)
+                seeds |= found.pop("seeds")
+                figures["frame"] = found
+        except Stop as stop:
+            return stop.rejected
+    return Measured(
+        identity=identity(spec, program, raw),
+        gates=tuple(gates.passed),
+        timings=(),
+        conditions=conditions,
+        seeds=seeds,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
