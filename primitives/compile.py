@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -64,7 +64,7 @@ class Resources:
     tma_loads: int
     tma_stores: int
     seconds: float
-    own_launch: bool = True
+    own_launch: bool = field(default=True, kw_only=True)
 
 
 def cache_dir() -> Path:

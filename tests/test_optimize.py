@@ -29,7 +29,7 @@ from agent.cli import OK, app
 from agent.loop import Loop, Outcome, standing
 from agent.optimize import NothingToOptimize, base
 from agent.table import read
-from primitives.compile import CompileError
+from primitives.compile import PROBES, CompileError
 from primitives.ir import Program, Schedule
 from primitives.lower import editable, lower
 from verifier.decision import KEPT, compared
@@ -184,7 +184,10 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with run.journal:
         assert isinstance(author(run, [fenced(edit(spec))]).report, Checked)
     path, results = tmp_path / "bundle.json", tmp_path / "results.json"
+    wanted: list[tuple[int, Schedule]] = []
+    monkeypatch.setattr("primitives.tune.compile_all", lambda *given: wanted.extend(given[2]))
     bundle.pack([run.name], path)
+    assert {(0, s) for s in (*PROBES, Schedule(swizzle=16), Schedule(256, 128, False))} <= set(wanted)
     seen: dict[str, Any] = {}
 
     def measure(spec: Spec, program: Program, options: Options, **given: Any) -> Measured:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import sys
+import zlib
 from pathlib import Path
 
 import kernels
@@ -75,6 +77,33 @@ def test_another_text_is_another_object(built: Lowered) -> None:
     assert paths[0].exists() and not paths[1].exists()
     again = raw.Wanted(built, built.gemms[0], ONE[0]._replace(swizzle=2), SIZES)
     assert again.path() == paths[0]  # rasterisation is an argument of the launch
+
+
+def test_another_machine_need_not_run_the_text(
+    built: Lowered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = raw.packed(built)
+    wanted = raw.Wanted(built, built.gemms[0], ONE[0], SIZES)
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("primitives.workers.run_all", lambda *given: [False])
+    with pytest.raises(CompileError, match="does not compile"):
+        raw.load(wanted)
+    raw.unpack(built, given)
+    assert callable(raw.load(wanted))
+
+
+@pytest.mark.parametrize("suffix", [".o", ".json"])
+def test_what_another_machine_sends_is_looked_at(
+    built: Lowered, suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = raw.packed(built)
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    name = next(name for name in given if name.endswith(suffix))
+    forged = base64.b64encode(zlib.compress(b"{}")).decode()
+    for changed in ({name: forged}, {name: "no base64"}, {name: given[name][:-8]}, {"../x.o": given[name]}):
+        with pytest.raises(CompileError):
+            raw.unpack(built, changed)
+    assert not list(tmp_path.rglob("*.*"))
 
 
 def test_an_object_that_was_changed_is_not_loaded(

@@ -43,7 +43,7 @@ def timing(case: str = "1B", host: float = 20.0, **changes: Any) -> Timing:
 def put_report(
     directory: Path, spec: str, *timings: Timing, run: str = "", day: str = "2026-11-21", **conditions: str
 ) -> None:
-    hashes = dict.fromkeys(("spec_hash", "program_hash", "lowered_hash"), "0")
+    hashes: dict[str, Any] = dict.fromkeys(("spec_hash", "program_hash", "lowered_hash"), "0")
     report = Accepted(
         identity=Identity(spec=spec, versions=VERSIONS, **hashes),
         gates=(),

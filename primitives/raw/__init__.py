@@ -9,15 +9,19 @@ function. No other process imports the text.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
+import re
+import secrets
 import select
-import shutil
 import signal
+import stat
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,11 +45,12 @@ from primitives.raw.error import RawError
 from primitives.raw.language import check
 from primitives.raw.objects import inspect, same_host
 
-FORMAT = 1  # of the notes beside an object
+FORMAT = 1  # of what is kept of a compile
 FUNCTION = "func"  # what an object exports
 SECONDS = 120.0  # for one configuration: an honest one takes 2
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
 MOST_WORDS = 2000  # characters of what a compiler says
+MOST_STAGES = 100  # shared memory holds fewer
 LAYERS = frozenset({"seccomp", "landlock"})  # without both nothing runs
 
 
@@ -64,9 +69,13 @@ class Wanted:
         periods = [a.period(self.sizes) for a in self.kernel.arguments if a.period]
         if isinstance(self.kernel, GemmKernel):
             periods += self.kernel.head_widths(self.sizes)
-        key = json.dumps([FORMAT, schedule, periods])
+        key = json.dumps([schedule, periods])
         name = f"{self.kernel.name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-        return cache_dir() / "raw" / self.lowered.hash / f"{name}.o"
+        return _folder(self.lowered) / f"{name}.o"
+
+
+def _folder(lowered: Lowered) -> Path:
+    return cache_dir() / "raw" / f"{lowered.hash}.{FORMAT}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,36 @@ def load(wanted: Wanted) -> Callable[..., Any]:
 _loaded: dict[Path, Callable[..., Any]] = {}
 
 
+def packed(lowered: Lowered) -> dict[str, str]:
+    """The objects of an edited text that are here, with their notes, for a machine that need not compile it:
+    by name, zlib's in base64."""
+    files = [path for notes in _folder(lowered).glob("*.json") for path in (notes, notes.with_suffix(".o"))]
+    return {path.name: base64.b64encode(zlib.compress(_bytes(path), 9)).decode() for path in sorted(files)}
+
+
+def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
+    """Keep what ``packed`` gave elsewhere, each object looked at first; notes come last, for they vouch.
+    Raises CompileError."""
+    for name in sorted(given, key=lambda name: name.endswith(".json")):
+        try:
+            if not _NAME.fullmatch(name):
+                raise RawError("object", f"{name!r} is no object's name")
+            unzip = zlib.decompressobj()
+            data = unzip.decompress(base64.b64decode(given[name], validate=True), MOST_OBJECT)
+            if not unzip.eof:
+                raise RawError("object", "cut short, or too large")
+            if name.endswith(".o"):
+                inspect(data)
+            else:
+                _notes(json.loads(data))
+        except (RawError, ValueError, zlib.error) as error:
+            raise CompileError(f"{name}: {error}", "object") from None
+        write_atomic(_folder(lowered) / name, data)
+
+
+_NAME = re.compile(r"\w{1,64}-[0-9a-f]{32}\.(o|json)")
+
+
 def _build(wanted: Wanted) -> bool:
     """In a worker process."""
     try:
@@ -111,8 +150,8 @@ def _build(wanted: Wanted) -> bool:
 
 
 def build(wanted: Wanted, scratch: Path) -> Built:
-    """Compile in a confined child, unless its object is here. Call it in a process that compiles, has no GPU,
-    and whose compiler leaves its files in ``scratch``, an empty folder. Raises CompileError."""
+    """Compile in a confined child, unless its object is here. Call it in a process that compiles, uses no
+    GPU, and whose compiler leaves its files in ``scratch``, an empty folder. Raises CompileError."""
     path = wanted.path()
     notes = path.with_suffix(".json")
     if not notes.exists():
@@ -121,16 +160,22 @@ def build(wanted: Wanted, scratch: Path) -> Built:
             inspect(data)
             before = replace(wanted.lowered, text=wanted.lowered.given)
             _, honest = _compiled(replace(wanted, lowered=before), scratch)
-            told["own_launch"] = same_host(data, honest)
+            told = told | {"own_launch": same_host(data, honest)}
         except RawError as error:
             raise CompileError(error.message, error.code, error.line) from None
         finally:
             _empty(scratch)
         write_atomic(path, data)
         write_atomic(notes, json.dumps(told))
-    told = json.loads(notes.read_text(encoding="utf-8"))
-    stages = told["stages"] and tuple(told["stages"])
-    return Built(inspect(_bytes(path)), stages, told["seconds"], told["own_launch"])
+    return Built(inspect(_bytes(path)), *_notes(json.loads(notes.read_text(encoding="utf-8"))))
+
+
+def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
+    """Stages, seconds, and whether the launch is the compiler's own: as of ``Built``. ValueError else."""
+    match told:
+        case {"stages": stages, "seconds": float(seconds), "own_launch": bool(own)} if _three(stages):
+            return stages and tuple(stages), seconds, own
+    raise ValueError(f"{str(told)[:200]!r} are no notes on an object")
 
 
 def _compiled(wanted: Wanted, scratch: Path) -> tuple[dict[str, Any], bytes]:
@@ -142,17 +187,25 @@ def _compiled(wanted: Wanted, scratch: Path) -> tuple[dict[str, Any], bytes]:
     target = scratch / wanted.path().name
     answer = _confined(lambda: _compile(wanted, source, target), scratch)
     match answer:
-        case {"stages": stages, "seconds": float(seconds)} if _three(stages):
+        case {"stages": stages, "seconds": float(seconds)} if _three(stages) and 0 <= seconds <= SECONDS:
             return {"stages": stages, "seconds": round(seconds, 3)}, _bytes(target)
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
-            raise RawError(code[:32], message[:MOST_WORDS], line)
-    raise RawError("compiler", f"the compiling child said {str(answer)[:200]!r}, which is no answer")
+            known = line if line and 0 < line <= wanted.lowered.text.count("\n") + 1 else None
+            raise RawError(_printable(code[:32]), _printable(message[:MOST_WORDS]), known)
+    raise RawError("forged", f"the compiling child said {_printable(str(answer)[:200])!r}, which is no answer")
 
 
 def _three(stages: object) -> bool:
     return stages is None or (
-        isinstance(stages, list) and len(stages) == 3 and all(isinstance(n, int) for n in stages)
+        isinstance(stages, list)
+        and len(stages) == 3
+        and all(isinstance(n, int) and 0 <= n < MOST_STAGES for n in stages)
     )
+
+
+def _printable(words: str) -> str:
+    """Without what could steer a terminal, or be no text: an edited module writes some of a compiler's words."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in words)
 
 
 def _compile(wanted: Wanted, source: Path, target: Path) -> dict[str, Any]:
@@ -216,10 +269,14 @@ def _confined(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
         status = _ended(child)
     if said is None:
         raise RawError("slow_compile", f"the compile did not end within {SECONDS:g} s", None)
+    if len(said) > MOST_ANSWER:
+        raise RawError("forged", f"the compiling child said over {MOST_ANSWER} bytes", None)
+    if not said:
+        raise RawError("compiler_died", f"the compiling child ended with status {status}", None)
     try:
         return json.loads(said)
-    except ValueError:
-        raise RawError("compiler_died", f"the compiling child ended with status {status}", None) from None
+    except (ValueError, RecursionError):
+        raise RawError("forged", "the compiling child said what is no answer", None) from None
 
 
 def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, answer: int) -> None:
@@ -260,15 +317,16 @@ def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
 
 
 def _read(descriptor: int, deadline: float) -> bytes | None:
-    """Bytes up to the end; None where it does not come in time, or too many do."""
+    """Bytes up to the end, or until there are too many; None where the end does not come in time."""
     output = bytearray()
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    while (left := deadline - time.monotonic()) > 0 and len(output) <= MOST_ANSWER:
+    while (left := deadline - time.monotonic()) > 0:
         if poll.poll(left * 1000):
-            if not (chunk := os.read(descriptor, 1 << 16)):
-                return bytes(output)
+            chunk = os.read(descriptor, 1 << 16)
             output += chunk
+            if not chunk or len(output) > MOST_ANSWER:
+                return bytes(output)
     return None
 
 
@@ -286,16 +344,29 @@ def _bytes(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise RawError("no_object", f"the compile left no object: {error.strerror}", None) from None
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(MOST_OBJECT + 1)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise RawError("no_object", "the compile left no object: what bears its name is no file", None)
+        data = b""
+        while len(data) <= MOST_OBJECT and (chunk := os.read(descriptor, MOST_OBJECT + 1 - len(data))):
+            data += chunk
+    finally:
+        os.close(descriptor)
     if len(data) > MOST_OBJECT:
         raise RawError("object", f"the object has over {MOST_OBJECT} bytes", None)
     return data
 
 
 def _empty(scratch: Path) -> None:
-    for path in scratch.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    """Of whatever a child made: folders nested deeper than a path is long, or that nobody may list."""
+    while left := list(scratch.iterdir()):
+        for path in left:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+                continue
+            path.chmod(0o700)
+            for inner in path.iterdir():  # a step up, so that no path gets longer
+                if inner.is_dir() and not inner.is_symlink():
+                    inner.chmod(0o700)
+                inner.rename(scratch / secrets.token_hex(16))
+            path.rmdir()
