@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent import accept, counters, improve, prompt
+from agent.tips import CUTEDSL, in_prompts, kept, read_tips
 from primitives.ir import Program, Schedule
 from primitives.lower import editable
 from verifier import verify
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from verifier.measure import Kept
 
 PACK = Path(__file__).parent / "pack" / "cutedsl.md"
+TIPS_CHARACTERS = 10_000
 
 HOW = """\
 Answer with the whole edited module in one ```python block; its docstring says the idea in one sentence. Keep
@@ -118,7 +120,11 @@ class Editing:
         return cls(run.spec, run.text, Base.from_json(found, run.spec))
 
     def opening(self) -> prompt.Prompt:
-        return prompt.Prompt(PACK.read_text(encoding="utf-8").strip(), self._task())
+        parts = [PACK.read_text(encoding="utf-8").strip()]
+        known = [tip for tip in in_prompts(read_tips(), CUTEDSL) if self.spec.name not in tip.specs]
+        if useful := kept(known, TIPS_CHARACTERS):
+            parts.append(prompt.TIPS_HEADING + "\n".join(f"- {tip.lesson}" for tip in useful))
+        return prompt.Prompt("\n\n".join(parts), self._task())
 
     def _task(self) -> str:
         parts = [

@@ -24,11 +24,12 @@ from authoring import (
 )
 from typer.testing import CliRunner
 
-from agent import accept, bundle, runs, session
+from agent import accept, bundle, runs, session, tips
 from agent.cli import OK, app
 from agent.loop import Loop, Outcome, standing
 from agent.optimize import NothingToOptimize, base
 from agent.table import read
+from agent.tips.lessons import learned
 from primitives.compile import PROBES, CompileError
 from primitives.ir import Program, Schedule
 from primitives.lower import editable, lower
@@ -126,6 +127,33 @@ def test_the_author_gets_the_module_and_what_was_measured(spec: Path) -> None:
     assert editable(program(spec)).strip() in given.task and "class Step0(FusedGemm)" in given.task
     assert "1.300x torch.compile" in given.task and "GFLOP" in given.task and "168 registers" in given.task
     assert "CuTeDSL" in given.system
+
+
+def test_tips_of_this_level_are_read_and_no_others(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "tips.md"
+    for number, (lesson, about, level) in enumerate(
+        [("Hoist it", "other", "cutedsl"), ("Write per_row", "other", ""), ("Unroll it", "toy", "cutedsl")], 1
+    ):
+        tips.add(tips.Lesson(lesson, about, f"compile/{number}", "so", "now", level), log)
+        tips.change(f"tip-{number}", log, state="accepted")
+    monkeypatch.setattr("agent.optimize.read_tips", lambda: tips.read_tips(log))
+    run = start(spec)
+    with run.journal:
+        system = session.work_of(run).opening().system
+    assert "- Hoist it" in system and "per_row" not in system.partition("# Tips")[2]
+    assert "Unroll it" not in system  # it was learned on this very kernel
+
+
+def test_a_failed_round_teaches_those_who_edit(spec: Path, tmp_path: Path) -> None:
+    run = start(spec)
+    with run.journal:
+        author(run, [fenced(edit(spec, "BAD")), fenced(edit(spec))])
+    (failure,) = learned(run.name).failures
+    assert failure.failed == "compile/language" and failure.level == "cutedsl"
+    added = tips.add(failure.teaches("Name what is there"), tmp_path / "tips.md")
+    assert added.tip.level == "cutedsl" and tips.read_tips(tmp_path / "tips.md") == [added.tip]
 
 
 def test_an_edit_is_measured_against_the_kernel_that_it_was_made_from(spec: Path) -> None:

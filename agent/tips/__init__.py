@@ -3,8 +3,9 @@ specs'.
 
 tips_log.md is for people to read and edit. A tip is a heading ``## tip-N: lesson in the imperative`` followed
 by ``- field: value`` lines: spec (one, or several after commas), failed (gate/reason), fix, versions; state
-(accepted where it is left out: what a person writes is meant); and what measuring it found. Edits change or
-add lines of one entry, and leave every other byte as people wrote it.
+(accepted where it is left out: what a person writes is meant); level (cutedsl for those who edit CuTeDSL,
+left out for the vocabulary's); and what measuring it found. Edits change or add lines of one entry, and leave
+every other byte as people wrote it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MEASURED = re.compile(r"^(helps|hurts|undecided): .*? difference ([+-]?\d\.\d+) 
 
 ACCEPTED, PROPOSED, RETIRED = STATES = ("accepted", "proposed", "retired")
 FIELDS = ("spec", "failed", "fix", "versions")
-OPTIONAL = ("state", "measured")
+OPTIONAL = ("state", "level", "measured")
+VOCABULARY, CUTEDSL = LEVELS = ("", "cutedsl")  # what its readers write
 LONGEST_LESSON, LONGEST_FIX = 200, 300  # characters
 AND, OR_ELSE = ", ", " | "  # between the evidence of merged tips
 ALIKE = 0.85  # difflib's ratio above which two lessons may be one
@@ -47,6 +49,7 @@ class Lesson:
     failed: str
     fix: str
     versions: str
+    level: str = VOCABULARY
 
     def __post_init__(self) -> None:
         check_lesson(self.lesson)
@@ -64,6 +67,7 @@ class Tip:
     versions: str
     state: str = ACCEPTED
     measured: str = ""
+    level: str = VOCABULARY
 
     @property
     def specs(self) -> tuple[str, ...]:
@@ -107,9 +111,9 @@ def read_tips(path: Path = TIPS) -> list[Tip]:
     return [entry.tip for entry in _entries(path, _text(path))]
 
 
-def in_prompts(tips: Iterable[Tip]) -> list[Tip]:
-    """Those that prompts read."""
-    return [tip for tip in tips if tip.state == ACCEPTED]
+def in_prompts(tips: Iterable[Tip], level: str = VOCABULARY) -> list[Tip]:
+    """Those that prompts of a level read."""
+    return [tip for tip in tips if tip.state == ACCEPTED and tip.level == level]
 
 
 def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
@@ -176,7 +180,8 @@ def add(lesson: Lesson, path: Path = TIPS) -> Added:
         return Added(replace(same, **values), merged=True)
     number = 1 + max([_last(text), *(tip.number for tip in tips)])
     evidence = {name: one_line(getattr(lesson, name)) for name in FIELDS}
-    tip = Tip(id=f"tip-{number}", lesson=lesson.lesson.strip(), state=PROPOSED, **evidence)
+    said, level = lesson.lesson.strip(), lesson.level
+    tip = Tip(id=f"tip-{number}", lesson=said, state=PROPOSED, level=level, **evidence)
     _write(path, _appended(text, tip))
     return Added(tip, merged=False, alike=tuple(other for other in tips if _alike(other.lesson, tip.lesson)))
 
@@ -199,9 +204,9 @@ def find(id: str, path: Path = TIPS) -> Tip:
 
 
 def same_tip(tip: Tip, lesson: Lesson) -> bool:
-    """Whether both say the same, or both are of one failure with one fix."""
-    return _plain(tip.lesson) == _plain(lesson.lesson) or of_failure(
-        tip, lesson.spec, lesson.failed, lesson.fix
+    """Whether both say the same, or both are of one failure with one fix, to the same readers."""
+    return tip.level == lesson.level and (
+        _plain(tip.lesson) == _plain(lesson.lesson) or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
     )
 
 
@@ -268,6 +273,8 @@ class _Entry:
         tip = Tip(id=self.id, lesson=self.lesson, **values)
         if tip.state not in STATES:
             raise TipsError(f"{self.place}: {self.id} is {tip.state!r}; use one of {', '.join(STATES)}")
+        if tip.level not in LEVELS:
+            raise TipsError(f"{self.place}: {self.id} has level {tip.level!r}; write {CUTEDSL}, or no level")
         if tip.measured and not MEASURED.match(tip.measured):
             raise TipsError(
                 f"{self.place}: {self.id} has no figures in its measured line; leave that to "
@@ -342,6 +349,7 @@ def _appended(text: str, tip: Tip) -> str:
     if marks:
         lines[marks[0]] = mark + "\r" * lines[marks[0]].endswith("\r")
     values = [f"- {name}: {getattr(tip, name)}" for name in (*FIELDS, "state")]
+    values += [f"- level: {tip.level}"] if tip.level else []
     entry = [*([] if marks else [mark, ""]), f"## {tip.id}: {tip.lesson}", *values]
     before = "\n".join(lines)
     gap = "" if not before else newline if before.endswith("\n") else newline * 2

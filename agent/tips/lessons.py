@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import unified_diff
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from agent.journal import Event, JournalError, glance
 from agent.loop import OTHER_VERSION, measurement
 from agent.runs import folder
-from agent.tips import Lesson, TipsError, one_line
+from agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
 from verifier.report import GATES, REPORT, Accepted, Checked, Rejected, joined
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
@@ -30,10 +30,11 @@ class Failure:
     failed: str
     fix: str
     versions: str
+    level: str = VOCABULARY
 
     def teaches(self, lesson: str) -> Lesson:
         """Raises TipsError where no prompt should read the lesson."""
-        return Lesson(lesson.strip(), self.spec, self.failed, self.fix, self.versions)
+        return Lesson(lesson.strip(), self.spec, self.failed, self.fix, self.versions, self.level)
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,14 @@ def learned(name: str) -> Learned:
     """What a run teaches, by its journal as it is now. Raises JournalError."""
     directory = folder(name)
     header, events = glance(directory / "journal.db")
+    level = CUTEDSL if "optimizes" in header else VOCABULARY
     try:
         judged = list(_judged(events))
         versions = _versions([report for report, _ in judged])
-        failures = tuple(_failures(str(header["spec"]), versions, judged))
-        told = tuple(
-            _told(event.payload, str(header["spec"]), versions, failures)
-            for event in events
-            if event.kind == "tip"
-        )
+        mended = _failures(str(header["spec"]), versions, judged)
+        failures = tuple(replace(failure, level=level) for failure in mended)
+        spoken = [event.payload for event in events if event.kind == "tip"]
+        told = tuple(_told(said, str(header["spec"]), versions, failures, level) for said in spoken)
     except (ValidationError, KeyError, TypeError):
         raise JournalError(f"{directory}: {OTHER_VERSION}") from None
     return Learned(directory.name, failures, told)
@@ -139,13 +139,14 @@ def _versions(reports: Sequence[Report]) -> str:
     return "unknown"
 
 
-def _told(payload: dict[str, Any], spec: str, versions: str, failures: Sequence[Failure]) -> Told:
+def _told(payload: dict[str, Any], spec: str, versions: str, failures: Sequence[Failure], level: str) -> Told:
     """An author's tip: its failure is the run's own where its words name one."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)
     failed = known.failed if known else f"{one_line(said, 100)} ({UNSEEN})"
-    return Told(lesson, Failure(spec, failed, one_line(fix or (known.fix if known else "")), versions))
+    mended = one_line(fix or (known.fix if known else ""))
+    return Told(lesson, Failure(spec, failed, mended, versions, level))
 
 
 def _words(text: str) -> list[str]:
