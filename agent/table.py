@@ -7,7 +7,7 @@ puts it there, so that no figure is copied by hand. Times are milliseconds, inte
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ from agent.prompt import tokens
 from agent.proportions import wilson
 from primitives.files import write_atomic
 from verifier.baselines import CUBLAS, MAX_AUTOTUNE
-from verifier.decision import BASELINE
+from verifier.decision import BASELINE, KEPT
 from verifier.quack_baseline import LIBRARY_ARMS
 from verifier.report import REPORT, Accepted, Timing
 
@@ -91,9 +91,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case. ``speedup``, ``autotune``, ``quack``: that arm's time over the kernel's, of QuACK's
-    arms the fastest (``quack_arm``); ``over_cublas``: the kernel's time over cuBLAS's; ``roofline``: the
-    least time possible over the kernel's. None where an arm was not measured."""
+    """One measured case. ``speedup``, ``autotune``, ``before`` (the kernel that an edit was made from),
+    ``quack``: that arm's time over the kernel's, of QuACK's arms the fastest (``quack_arm``);
+    ``over_cublas``: the kernel's time over cuBLAS's; ``roofline``: the least time possible over the kernel's.
+    None where an arm was not measured."""
 
     group: str
     operator: str
@@ -101,6 +102,7 @@ class Row:
     milliseconds: float
     speedup: Interval | None
     autotune: Interval | None
+    before: Interval | None
     quack: Interval | None
     quack_arm: str | None
     over_cublas: Interval | None
@@ -131,6 +133,7 @@ class Tables:
     reports: tuple[Accepted, ...]
     rows: tuple[Row, ...]
     runs: tuple[RunRow, ...]
+    edits: tuple[Row, ...] = ()  # of edited texts
 
     def success(self, tries: int) -> int:
         """How many runs passed within that many answers."""
@@ -146,12 +149,13 @@ class Tables:
         }
         return {
             "measured": [asdict(row) for row in self.rows],
+            "edited": [asdict(row) for row in self.edits],
             "authoring": {"runs": [asdict(run) for run in self.runs], "success": rates},
         }
 
     def parts(self) -> dict[str, str]:
         """Markdown by the name that the README's comments have."""
-        return {"measured": _measured(self), "authoring": _authoring(self)}
+        return {"measured": _measured(self), "edited": _edited(self), "authoring": _authoring(self)}
 
     def __str__(self) -> str:
         return "\n".join(self.parts().values())
@@ -159,12 +163,14 @@ class Tables:
 
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     """All accepted kernels' reports and all recorded runs. Raises TableError and JournalError."""
-    found = [_report(path) for path in sorted(kernels.glob("*.report.json")) if not edited(path)]
-    reports = tuple(sorted(found, key=lambda report: _order(report.identity.spec)))
-    rows = [_row(report.identity.spec, timing) for report in reports for timing in _cases(report)]
+    found = [_report(path) for path in sorted(kernels.glob("*.report.json"))]
+    found.sort(key=lambda report: _order(report.identity.spec))
+    reports = tuple(report for report in found if not report.identity.raw)
     accepted = {report.authorship.run for report in reports if report.authorship}
     runs = [_run(path, accepted) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
-    return Tables(reports, tuple(rows), tuple(sorted(runs, key=lambda run: (_order(run.operator), run.run))))
+    runs.sort(key=lambda run: (_order(run.operator), run.run))
+    edits = [report for report in found if report.identity.raw]
+    return Tables(reports, _rows(reports), tuple(runs), _rows(edits))
 
 
 def edited(path: Path) -> bool:
@@ -210,6 +216,10 @@ def _cases(report: Accepted) -> list[Timing]:
     return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
 
 
+def _rows(reports: Iterable[Accepted]) -> tuple[Row, ...]:
+    return tuple(_row(report.identity.spec, timing) for report in reports for timing in _cases(report))
+
+
 def _row(operator: str, timing: Timing) -> Row:
     ratios = {arm: Interval(r.estimate, r.low, r.high) for arm, r in timing.ratios.items()}
     rivals = {arm: ratios[arm] for arm in LIBRARY_ARMS if arm in ratios}
@@ -222,6 +232,7 @@ def _row(operator: str, timing: Timing) -> Row:
         milliseconds=milliseconds,
         speedup=ratios.get(BASELINE),
         autotune=ratios.get(MAX_AUTOTUNE),
+        before=ratios.get(KEPT),
         quack=rivals[fastest] if fastest else None,
         quack_arm=fastest,
         over_cublas=Interval(1 / bare.estimate, 1 / bare.high, 1 / bare.low) if bare else None,
@@ -295,15 +306,32 @@ _COLUMNS: dict[str, Callable[[Row], object]] = {
 }
 
 
+_EDITED: dict[str, Callable[[Row], object]] = {
+    name: _COLUMNS.get(name, lambda row: row.before)
+    for name in ("case", "ms", "the kernel before", "`torch.compile`", "over cuBLAS", "roofline")
+}
+
+
+def _edited(tables: Tables) -> str:
+    if not tables.edits:
+        return "No kernel's CuTeDSL has been edited yet.\n"
+    return _by_operator(tables.edits, _EDITED)
+
+
 def _grouped(rows: Sequence[Row]) -> Iterable[str]:
-    """A table a group, under its name; an operator is named in its first row."""
+    """A table a group, under its name."""
     for group, members in groupby(rows, key=lambda row: row.group):
-        lines, last = [["operator", *_COLUMNS], ["---"] * (len(_COLUMNS) + 1)], ""
-        for row in members:
-            name = f"`{row.operator}`" if row.operator != last else ""
-            lines.append([name, *(_cell(get(row)) for get in _COLUMNS.values())])
-            last = row.operator
-        yield f"**{group}**\n\n{_table(lines)}"
+        yield f"**{group}**\n\n{_by_operator(members, _COLUMNS)}"
+
+
+def _by_operator(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
+    """An operator is named in its first row."""
+    lines, last = [["operator", *columns], ["---"] * (len(columns) + 1)], ""
+    for row in rows:
+        name = f"`{row.operator}`" if row.operator != last else ""
+        lines.append([name, *(_cell(get(row)) for get in columns.values())])
+        last = row.operator
+    return _table(lines)
 
 
 def _host(reports: Sequence[Accepted]) -> str:

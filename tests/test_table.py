@@ -41,11 +41,17 @@ def timing(case: str = "1B", host: float = 20.0, **changes: Any) -> Timing:
 
 
 def put_report(
-    directory: Path, spec: str, *timings: Timing, run: str = "", day: str = "2026-11-21", **conditions: str
+    directory: Path,
+    spec: str,
+    *timings: Timing,
+    run: str = "",
+    day: str = "2026-11-21",
+    raw: bool = False,
+    **conditions: str,
 ) -> None:
     hashes: dict[str, Any] = dict.fromkeys(("spec_hash", "program_hash", "lowered_hash"), "0")
     report = Accepted(
-        identity=Identity(spec=spec, versions=VERSIONS, **hashes),
+        identity=Identity(spec=spec, versions=VERSIONS, raw=raw, **hashes),
         gates=(),
         timings=timings or (timing(),),
         conditions=H100 | conditions,
@@ -53,7 +59,8 @@ def put_report(
         date=f"{day}T01:00:00+00:00",
         authorship=Authorship(author="Ada", attempts=1, run=run or f"{spec}-1"),
     )
-    (directory / f"{spec}.report.json").write_text(report.model_dump_json(), encoding="utf-8")
+    path = directory / f"{spec}{'.raw' * raw}.report.json"
+    path.write_text(report.model_dump_json(), encoding="utf-8")
 
 
 def put_run(
@@ -114,6 +121,7 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
         milliseconds=2.0,
         speedup=Interval(1.5, 1.25, 1.75),
         autotune=Interval(1.25, 1.0, 1.5),
+        before=None,
         quack=Interval(1.0, 0.9375, 1.0625),  # the rival that is hardest to beat
         quack_arm="QuACK (our search)",
         over_cublas=Interval(1.25, 1.0, 2.0),  # 2.0 ms over 1.6, and the ends change places
@@ -251,7 +259,8 @@ def test_success_counts_every_run_that_is_kept(tmp_path: Path) -> None:
 # ── The command and the README ────────────────────────────────────────────────────────────────────────────
 
 MARKED = (
-    "# A\n<!-- table: authoring -->\nold\n<!-- /table -->\nB\n<!-- table: measured -->\n<!-- /table -->\nC\n"
+    "# A\n<!-- table: authoring -->\nold\n<!-- /table -->\nB\n<!-- table: edited -->\n<!-- /table -->\n"
+    "<!-- table: measured -->\n<!-- /table -->\nC\n"
 )
 
 
@@ -262,9 +271,9 @@ def test_write_replaces_what_is_between_the_comments_only(tmp_path: Path) -> Non
     page.write_text(MARKED, encoding="utf-8")
     table.write(page, tables)
     parts = tables.parts()
-    wanted = MARKED.replace("old\n", parts["authoring"]).replace(
-        "measured -->\n", "measured -->\n" + parts["measured"]
-    )
+    wanted = MARKED.replace("old\n", parts["authoring"])
+    for name in ("measured", "edited"):
+        wanted = wanted.replace(f"{name} -->\n", f"{name} -->\n" + parts[name])
     assert page.read_text(encoding="utf-8") == wanted
     table.write(page, tables)
     assert page.read_text(encoding="utf-8") == wanted
@@ -274,8 +283,8 @@ def test_write_replaces_what_is_between_the_comments_only(tmp_path: Path) -> Non
     ("text", "found"),
     [
         ("no table", "none"),
-        (MARKED.replace("table: measured", "table: other"), "authoring, other"),
-        (MARKED + MARKED, "authoring, measured, authoring, measured"),
+        (MARKED.replace("table: measured", "table: other"), "authoring, edited, other"),
+        (MARKED + MARKED, "authoring, edited, measured, authoring, edited, measured"),
     ],
 )
 def test_a_page_without_its_comments_stays_as_it_was(tmp_path: Path, text: str, found: str) -> None:
@@ -288,8 +297,21 @@ def test_a_page_without_its_comments_stays_as_it_was(tmp_path: Path, text: str, 
 
 def test_without_evidence_the_tables_say_so(tmp_path: Path) -> None:
     tables = read(tmp_path)
-    assert str(tables) == "No kernel has been measured yet.\n\nNo run has been recorded yet.\n"
-    assert tables.to_json() == {"measured": [], "authoring": {"runs": [], "success": {}}}
+    assert str(tables).splitlines()[::2] == [
+        "No kernel has been measured yet.",
+        "No kernel's CuTeDSL has been edited yet.",
+        "No run has been recorded yet.",
+    ]
+    assert tables.to_json() == {"measured": [], "edited": [], "authoring": {"runs": [], "success": {}}}
+
+
+def test_an_edit_stands_beside_the_kernel_that_it_was_made_from(tmp_path: Path) -> None:
+    put_report(tmp_path, "gemm_rope")
+    put_report(tmp_path, "gemm_rope", timing(ratios={"the kernel before": ratio(1.125, 0.0625)}), raw=True)
+    found = read(tmp_path)
+    assert len(found.rows) == len(found.edits) == 1 and len(found.reports) == 1
+    (shown,) = cells(found.parts()["edited"])
+    assert shown[:4] == ["`gemm_rope`", "1B", "2.000", "1.125 [1.062, 1.188]"]
 
 
 def test_the_command_prints_writes_and_gives_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
