@@ -1,8 +1,9 @@
-"""One kernel for Nsight Compute to count: ``python -m benchmarks.counters NAME [--case CASE] [--times N]``.
+"""One kernel for Nsight Compute to count: ``python -m benchmarks.counters NAME [--case CASE] [--raw FILE]``.
 
 On an H100, under ``ncu`` (docs/performance.md has the command). Launches an accepted kernel N times (3 unless
 said otherwise) on normal inputs at a case of its spec (the first), with the schedules that its report
-measured that case with. ``--metrics`` prints the metrics to ask ncu for, joined by commas, and runs nothing.
+measured that case with. ``--raw``: an edited text to run in its place. ``--metrics`` prints the metrics to
+ask ncu for, joined by commas, and runs nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ def main() -> None:
     parser.add_argument("name", nargs="?", help="an accepted kernel")
     parser.add_argument("--case", help="of its spec; the first unless said otherwise")
     parser.add_argument("--times", type=int, default=3, help="launches")
+    parser.add_argument("--raw", type=Path, help="an edited text of it, such as NAME.raw.py")
     parser.add_argument("--metrics", action="store_true", help="print what to ask ncu for, and run nothing")
     arguments = parser.parse_args()
     if arguments.metrics:
         print(",".join(wanted()))
     elif arguments.name:
-        launch(arguments.name, arguments.case, arguments.times)
+        launch(arguments.name, arguments.case, arguments.times, arguments.raw)
     else:
         parser.error("NAME: give an accepted kernel's, such as gemm_swiglu_bwd")
 
 
-def launch(name: str, case: str | None, times: int) -> None:
+def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
     """SystemExit where there is no such kernel or case, or the report has not measured it."""
     path = ROOT / "generated_kernels" / f"{name}.program.json"
     if not path.exists():
@@ -56,7 +58,7 @@ def launch(name: str, case: str | None, times: int) -> None:
     from primitives.launch import Plan
     from verifier.inputs import draw
 
-    plan = Plan(program, chosen.sizes, schedules)
+    plan = Plan(program, chosen.sizes, schedules, raw=raw.read_text(encoding="utf-8") if raw else "")
     inputs, outputs = draw(spec, chosen.sizes, 0, device="cuda"), plan.outputs()
     for _ in range(times):
         plan.run(inputs, outputs)
