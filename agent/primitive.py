@@ -22,9 +22,9 @@ from agent import optimize, prompt, runs
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
+from primitives.raw.arithmetic import LINE, answer
 from verifier import proposal as proposing
 from verifier import verify
-from verifier.arithmetic import LINE, answer
 from verifier.gates import Progress
 from verifier.proposal import Proposal
 from verifier.report import Accepted, Measurement, Rejected
@@ -232,8 +232,8 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome]:
 
 def patch(proposal: Proposal, source: str, root: Path = ROOT) -> str:
     """A unified diff from the vocabulary under ``root`` to one that has the primitive. Its functions get a
-    module of their own: kernels that others are part of stay what their evidence is for. Raises Failed where
-    the source has not the form of its functions."""
+    module of their own: kernels that others are part of stay what their evidence is for. Raises RawError
+    where the source has not the form of its functions."""
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from merged import MERGED
 
 from primitives.ir import Signature
 
@@ -157,6 +158,7 @@ VOCABULARY: dict[str, Any] = {
     "sigmoid": calculate(lambda x: 1 / (1 + torch.exp(-x))),
     "silu": calculate(lambda x: x / (1 + torch.exp(-x))),
     "gelu": calculate(_gelu),
+    **{p.name: calculate(p.truth) for p in MERGED},
 }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from merged import MERGED
 
 from primitives.dims import Dim
 from primitives.interpret import solve_sizes, torch_dtype
@@ -266,6 +267,9 @@ LANGUAGE: dict[str, Any] = {
         "RowPartials", "RowVecLoad", "Scalar", "TileLoad", "TileStore",
     )},
 }  # fmt: skip
+
+for _proposal in MERGED:
+    LANGUAGE |= dict.fromkeys((_proposal.name, f"{_proposal.name}_fast"), _proposal.truth)
 
 
 class Machine:

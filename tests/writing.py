@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
+from merged import calls
+
 import primitives
 from primitives.dims import Dim
 from primitives.ir import Signature, TensorType
@@ -22,12 +24,13 @@ UNARY = (
     "minimum(maximum({0}, 0), 2) ** 2", "maximum(minimum({0}, 3), -3)", "where({0} > 0.5, {0}, 0.5)",
     "where({0} >= 0, {0}, {0} * 0.25)", "where({0} < 0.25, {0} * 2, 0.5)", "where({0} <= 0, 0, {0})",
     "where({0} == {0}, {0}, 7)", "where({0} != {0}, 7, {0})", "({0} > 0) * {0}", "{0} * alpha",
+    *calls(1),
 )  # fmt: skip
 BINARY = (
     "{0} - {1}", "({0} + {1}) * 0.5", "{1} * 0.75 + {0} * 0.25", "{0} * tanh({1})", "{0} / (1 + {1} * {1})",
     "maximum({0}, {1})", "minimum({1}, {0})", "where({0} < {1}, {1}, {0})", "where({1} <= {0}, {0}, {1})",
     "where({0} > {1}, {0} - {1}, 0)", "({0} >= {1}) * ({0} - {1})", "{0} + silu({1})", "{0} * sigmoid({1})",
-    "where({1} > 0.5, {0} * ({1} - 0.5), 0)",
+    "where({1} > 0.5, {0} * ({1} - 0.5), 0)", *calls(2), *calls(3),
 )  # fmt: skip
 SCALARS = (
     "alpha", "tanh(alpha)", "1 / (alpha + 2)", "maximum(alpha, 0.5) * c", "exp(-alpha) + c", "cos(0.5)",

@@ -29,8 +29,9 @@ from ruamel.yaml import YAML
 from primitives.compile import PROBES
 from primitives.ir import OPERATIONS, VALUE_NAME, Node, Operation, Program, register
 from primitives.lower import editable, exports
+from primitives.raw.arithmetic import Answer, Calls, answer
+from primitives.raw.error import RawError
 from verifier import verify
-from verifier.arithmetic import Answer, answer
 from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Worker, report
 from verifier.proof import Job
@@ -136,7 +137,7 @@ class Proposal(Model):
                     raise BadReference(f"reference: {node.id!r} is no name of torch's and none of {known}")
                 if hasattr(builtins, node.id) and getattr(builtins, node.id) is scope()[node.id]:
                     return node
-                home = "torch.nn.functional" if hasattr(torch.nn.functional, node.id) else "torch"
+                home = "torch" if hasattr(torch, node.id) else "torch.nn.functional"
                 return ast.parse(f"{home}.{node.id}", mode="eval").body
 
         return ast.unparse(Qualify().visit(tree))
@@ -484,7 +485,7 @@ def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = sile
     program = proposal.program(spec)
     try:
         with gates.gate("form") as figures:
-            form = answer(source, proposal.name, len(proposal.arguments))
+            form = _answer(proposal, source)
             raw = proposal.framed(spec, source, form.fast)
             figures["lines"] = source.count("\n")
         with gates.gate("interpret") as figures:
@@ -497,6 +498,13 @@ def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = sile
     return verify.Verdict(made, program)
 
 
+def _answer(proposal: Proposal, source: str, calls: Calls = ()) -> Answer:
+    try:
+        return answer(source, proposal.name, len(proposal.arguments), calls)
+    except RawError as error:
+        raise Failed(error.code, error.message, error.line) from None
+
+
 def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, Any]) -> None:
     """The functions as they stand in the text, each operation rounded to fp32."""
     import torch
@@ -506,7 +514,7 @@ def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, A
     for inputs in drawn.values():
         first, *rest = (inputs[a] for a in proposal.arguments)
         calls += [(True, [inputs["left"].float() + first, *rest]), (False, [first, *rest])]
-    found = answer(source, proposal.name, len(proposal.arguments), calls)
+    found = _answer(proposal, source, calls)
     figures["worst_rms_ratio"] = {}
     if found.values is None:
         figures["findings"] = [f"its arithmetic has what only a GPU can tell ({found.beyond})"]
@@ -577,7 +585,7 @@ def measure(
     with worker or Worker() as asked:
         try:
             with gates.gate("numerics") as figures:
-                form: Answer = answer(source, proposal.name, len(proposal.arguments))
+                form = _answer(proposal, source)
                 raw = proposal.framed(spec, source, form.fast)
                 job = Proof(spec, program, "frame", SIZES, schedules, FAMILIES, raw=raw, proposal=proposal)
                 found = asked.ask(numerics, job, patience=PATIENCE, progress=progress)

@@ -14,7 +14,6 @@ import base64
 import json
 import math
 import operator
-import os
 import re
 import subprocess
 import sys
@@ -25,8 +24,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from primitives import children
-from primitives.raw.confine import confine, environment
-from verifier.gates import Failed
+from primitives.raw.confine import confine
+from primitives.raw.error import RawError
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +54,7 @@ Calls = Sequence[tuple[bool, Sequence["torch.Tensor"]]]
 
 def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
     """Read an author's functions, and compute ``calls``: of the coarser one (where there is one) or the
-    exact, on fp32 tensors. Raises Failed with the reason for the author."""
+    exact, on fp32 tensors. Raises RawError with the reason for the author."""
     import torch
 
     given = [[coarse, [_packed(t.numpy().tobytes()) for t in tensors]] for coarse, tensors in calls]
@@ -66,12 +65,12 @@ def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
         told = json.loads(said)
     except ValueError:
         ended = f"did not end within {SECONDS:g} s" if status is None else f"ended with status {status}"
-        raise Failed(
+        raise RawError(
             "unreadable", f"the reading child {ended}: {words[-500:] or 'it said nothing'}"
         ) from None
     match told:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
-            raise Failed(code[:32], message[:2000], line)
+            raise RawError(code[:32], message[:2000], line)
         case {"page": str(page), "fast": bool(fast), "values": values, "beyond": str(beyond)}:
             made = None
             if isinstance(values, list) and len(values) == len(calls):
@@ -80,7 +79,7 @@ def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
                     for v, (_, t) in zip(values, calls, strict=True)
                 )
             return Answer(page[:PAGE], fast, made, beyond[:300])
-    raise Failed("unreadable", "the reading child gave no answer")
+    raise RawError("unreadable", "the reading child gave no answer")
 
 
 def _packed(data: bytes) -> str:
@@ -88,19 +87,11 @@ def _packed(data: bytes) -> str:
 
 
 def _start(scratch: str, files: dict[str, Any]) -> subprocess.Popen[bytes]:
-    kept = environment(os.environ) | ONE_THREAD | {"PYTHONPATH": children.path()}
-    return children.start("verifier.arithmetic", scratch, env=kept, **files)
+    kept = children.environment() | ONE_THREAD
+    return children.start("primitives.raw.arithmetic", scratch, env=kept, **files)
 
 
 # In the child
-
-
-class Refused(Exception):
-    """The text has not the form of a primitive's functions."""
-
-    def __init__(self, message: str, line: int | None = None, code: str = "form"):
-        super().__init__(message)
-        self.code, self.message, self.line = code, message, line
 
 
 class Beyond(Exception):
@@ -118,17 +109,19 @@ class Functions:
 
     @classmethod
     def read(cls, source: str, name: str, arity: int) -> Functions:
-        """Raises Refused."""
+        """Raises RawError."""
         made = cls(name, arity, {}, {})
         if len(source.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-            raise Refused(f"the answer is over {MAX_BYTES} bytes: shorten it")
+            raise RawError("form", f"the answer is over {MAX_BYTES} bytes: shorten it")
         for number, line in enumerate(source.splitlines(), 1):
             if len(line) > LINE or not re.fullmatch(r"[ -~]*", line):
-                raise Refused(f"a line is ASCII text without tabs, of at most {LINE} characters", number)
+                raise RawError(
+                    "form", f"a line is ASCII text without tabs, of at most {LINE} characters", number
+                )
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise Refused(f"syntax error: {error}", getattr(error, "lineno", None), "syntax") from None
+            raise RawError("syntax", f"syntax error: {error}", getattr(error, "lineno", None)) from None
         for statement in tree.body:
             made._take(statement)
         made._check(name)
@@ -147,7 +140,7 @@ class Functions:
         words = ast.get_docstring(function)
         if not words or len(words) > PAGE or "\\" in words or '"""' in words:
             wanted = f"of at most {PAGE} characters, without backslashes: authors of kernels read it"
-            raise Refused(f"{self.name} has a docstring {wanted}", function.lineno)
+            raise RawError("form", f"{self.name} has a docstring {wanted}", function.lineno)
         return words
 
     def _take(self, statement: ast.stmt) -> None:
@@ -163,17 +156,18 @@ class Functions:
                 held = self.constants
                 self.constants[name] = value
             case _:
-                raise Refused(
+                raise RawError(
+                    "form",
                     f"an answer holds the functions {self.name} and {self.name}_fast, helpers named "
                     f"_{self.name}_..., and constants named {self.name.upper()}_..., nothing else",
                     statement.lineno,
                 )
         if len(held) + len(self.functions) + len(self.constants) > 64:
-            raise Refused("over 32 functions and constants: write fewer", statement.lineno)
+            raise RawError("form", "over 32 functions and constants: write fewer", statement.lineno)
 
     def _check(self, name: str) -> None:
         if name not in self.functions:
-            raise Refused(f"the answer has no function {name}")
+            raise RawError("form", f"the answer has no function {name}")
         for function in self.functions.values():
             given = function.args
             every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
@@ -181,9 +175,11 @@ class Functions:
             annotated = all(_is_any(a.annotation) for a in every) and _is_any(function.returns)
             if not plain or not annotated or function.decorator_list:
                 said = ", ".join(f"{a.arg}: Any" for a in every)
-                raise Refused(f"write def {function.name}({said}) -> Any, undecorated", function.lineno)
+                raise RawError(
+                    "form", f"write def {function.name}({said}) -> Any, undecorated", function.lineno
+                )
         if len(self.functions[name].args.args) != self.arity:
-            raise Refused(f"{name} takes {self.arity} argument(s)", self.functions[name].lineno)
+            raise RawError("form", f"{name} takes {self.arity} argument(s)", self.functions[name].lineno)
 
 
 def _is_any(node: ast.expr | None) -> bool:
@@ -199,11 +195,13 @@ class Machine:
         self._depth = 0
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """A function of the answer. Raises Beyond, Refused."""
+        """A function of the answer. Raises Beyond, RawError."""
         function = self._read.functions[name]
         names = [a.arg for a in function.args.args]
         if len(names) != len(arguments):
-            raise Refused(f"{name} takes {len(names)} argument(s), not {len(arguments)}", function.lineno)
+            raise RawError(
+                "form", f"{name} takes {len(names)} argument(s), not {len(arguments)}", function.lineno
+            )
         if self._depth == DEPTH:
             raise Beyond(f"functions that call each other over {DEPTH} deep")
         self._depth += 1
@@ -217,11 +215,12 @@ class Machine:
                 case ast.AugAssign(target=ast.Name(id=target), op=op, value=value) if target in known:
                     known[target] = self._combined(op, known[target], self.value(value, known))
                 case ast.Return(value=ast.expr() as value):
+                    found = self.value(value, known)
                     self._depth -= 1
-                    return self.value(value, known)
+                    return found
                 case _:
                     raise Beyond(_quoted(statement))
-        raise Refused(f"{name} returns nothing", function.lineno)
+        raise RawError("form", f"{name} returns nothing", function.lineno)
 
     def _assign(self, target: ast.expr, value: Any, known: dict[str, Any]) -> None:
         match target:
@@ -381,13 +380,15 @@ def _read(request: Mapping[str, Any]) -> dict[str, Any]:
                 name = f"{read.name}_fast" if coarse and read.fast else read.name
                 found = Machine(read).call(name, tensors)
                 if isinstance(found, tuple) or np.asarray(found).dtype.kind == "b":
-                    raise Refused(f"{name} returns one value of fp32", read.functions[name].lineno)
+                    raise RawError("form", f"{name} returns one value of fp32", read.functions[name].lineno)
                 whole = np.broadcast_to(np.asarray(found, np.float32), tensors[0].shape)
                 values.append(_packed(whole.tobytes()))
     except Beyond as error:
         beyond = str(error)
+    except RecursionError:
+        beyond = "an expression nested too deep"
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise Refused(f"its arithmetic fails: {error}", None, "arithmetic") from None
+        raise RawError("arithmetic", f"its arithmetic fails: {error}") from None
     return {
         "page": read.page,
         "fast": read.fast,
@@ -405,14 +406,12 @@ def _main(scratch: str, parent: int) -> None:
     try:
         if not {"seccomp", "landlock"} <= set(layers):
             lacks = f"this system lacks {', '.join(missing)}: an author's text is read behind them only"
-            raise Refused(lacks, None, "weak_jail")
+            raise RawError("weak_jail", lacks)
         said = _read(request)
-    except Refused as error:
+    except RawError as error:
         said = {"code": error.code, "message": error.message, "line": error.line}
     print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
-    from verifier.arithmetic import _main as main  # one module, not two
-
-    main(sys.argv[1], int(sys.argv[2]))
+    _main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,64 @@
+"""On an H100: an author's device functions as they run, on the points that the check without a GPU takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verifier import proposal
+from verifier.proposal import FAMILIES, Proposal
+from verifier.report import Measured, Rejected
+from verifier.spec import Spec, load
+
+SOFTSIGN = '''\
+def softsign(x: Any) -> Any:
+    """``x / (1 + abs(x))``."""
+    return x / (1.0 + magnitude(x))
+
+
+def softsign_fast(x: Any) -> Any:
+    """By a reciprocal."""
+    return x * cute.arch.rcp_approx(1.0 + magnitude(x))
+'''
+
+
+def proposed(directory: Path, reference: str, **more: object) -> tuple[Proposal, Spec]:
+    made = Proposal.model_validate(
+        {"name": "softsign", "summary": "", "arguments": ("x",), "reference": reference, **more}
+    )
+    frame = directory / "frame.yaml"
+    frame.write_text(made.frame)
+    return made, load(frame)
+
+
+def test_good_functions_pass_on_the_gpu(tmp_path: Path) -> None:
+    made, spec = proposed(tmp_path, "x / (1 + abs(x))")
+    checked = proposal.check(made, spec, SOFTSIGN).report
+    assert checked.status == "checked", checked
+    found = proposal.measure(made, spec, SOFTSIGN)
+    assert isinstance(found, Measured), found
+    assert [g.gate for g in found.gates] == ["numerics", "stability"]
+    outputs = found.gates[0].figures["frame"]["outputs"]
+    assert set(outputs) == set(FAMILIES) and max(o["ulps"] for o in outputs.values()) <= made.ulps
+    assert found.identity.same(checked.identity)
+
+
+@pytest.mark.parametrize(
+    ("reference", "exact"),
+    [
+        ("tanh(x) * 1.0 + 0 * x", "tanh_fast(x)"),  # MUFU.TANH is no exact one
+        (
+            "1 / (2.0**-127 + abs(x))",
+            "cute.arch.rcp_approx(magnitude(x) + 2.0 ** -127)",
+        ),  # denormals are flushed
+    ],
+)
+def test_what_only_a_gpu_tells(tmp_path: Path, reference: str, exact: str) -> None:
+    """The check without one takes the library's functions for rounded once."""
+    made, spec = proposed(tmp_path, reference, domain={"x": (-1024.0, 1024.0)})
+    source = f'def softsign(x: Any) -> Any:\n    """Page."""\n    return {exact}\n'
+    assert proposal.check(made, spec, source).report.status == "checked"
+    found = proposal.measure(made, spec, source)
+    assert isinstance(found, Rejected) and (found.gate, found.code) == ("numerics", "numerics"), found
+    assert "on the GPU" in found.message

@@ -1,0 +1,28 @@
+"""The primitives that came by a proposal (``proposed/``): what tests of the whole vocabulary know of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import primitives
+from verifier.proposal import Proposal, load
+
+VALUES = ("{0}", "{1}", "{1}")
+PROPOSED = Path(__file__).parent.parent / "proposed"
+MERGED = [
+    p for path in sorted(PROPOSED.glob("*.yaml")) if (p := load(path, new=False)).name in primitives.__all__
+]
+
+
+def calls(arity: int) -> tuple[str, ...]:
+    """A call of each that has so many arguments, of values ``{0}`` and ``{1}``, kept in its domain."""
+    return tuple(
+        f"{p.name}({', '.join(_kept(p, i, VALUES[i]) for i in range(arity))})"
+        for p in MERGED
+        if len(p.arguments) == arity
+    )
+
+
+def _kept(proposal: Proposal, position: int, value: str) -> str:
+    low, high = proposal.interval(proposal.arguments[position])
+    return f"maximum(minimum({value}, {min(high, max(low, 0) + 3)!r}), {max(low, min(high, 0) - 3)!r})"
