@@ -32,7 +32,8 @@ def lower(program: Program, raw: str = "") -> Lowered:
     own = _lowered(program)
     if not raw:
         return own
-    digest = _digest([raw, own.hash, *(device_source(module) for module in sorted(exports()))])
+    named = (f"from primitives.device.{m} import" for m in exports() if re.search(rf"\b{m}\b", raw))
+    digest = _digest([raw, own.hash, *_device_sources("\n".join(named))])
     plain = _lowered(program, hashed=False)
     return replace(plain, text=raw, hash=digest, given=plain.text)
 

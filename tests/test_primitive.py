@@ -4,6 +4,7 @@ and the patch that a person merges."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from agent import accept, bundle, primitive, prompt, runs, session
 from agent.cli import OK, USAGE, app
 from agent.loop import Loop, Outcome, standing
+from primitives import lower as lowering
 from primitives.compile import report
 from primitives.ir import OPERATIONS
 from primitives.lower import lower
@@ -435,6 +437,29 @@ for outputs in (interpret(program, inputs), run_lowered(program, inputs)):
     assert torch.allclose(outputs["whole"], h / (1 + h.abs()), atol=1e-6)
 print(len(report(program, {"M": 48, "N": 64, "K": 32})), "kernels compiled")
 '''
+
+
+def test_a_device_module_that_an_edit_does_not_name_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, spec = proposed(tmp_path)
+    program, raw = made.program(spec), made.framed(spec, GOOD, True)
+    before = lower(program, raw).hash
+    device = tmp_path / "device"
+    shutil.copytree(ROOT / "primitives" / "device", device)
+    (device / "another.py").write_text('__all__ = ["another"]\n')
+    monkeypatch.setattr("primitives.lower.DEVICE", device)
+    caches = (lowering.exports, lowering.device_source)
+    try:
+        for changed in ("another", "values"):
+            with (device / f"{changed}.py").open("a") as file:
+                file.write("# changed\n")
+            for cache in caches:
+                cache.cache_clear()
+            assert (lower(program, raw).hash == before) is (changed == "another")
+    finally:
+        for cache in caches:
+            cache.cache_clear()
 
 
 def test_the_frame_compiles_and_refuses_what_is_no_arithmetic(tmp_path: Path) -> None:
