@@ -3,30 +3,33 @@ and the patch that a person merges."""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from authoring import HEADER, ROOT, Notes, Scripted, coda_agent, fenced
+from rich.console import Console
 from spec_files import write_changed
 from typer.testing import CliRunner
 
-from agent import accept, bundle, primitive, prompt, runs, session
+from agent import accept, bundle, primitive, prompt, render, runs, session
 from agent.cli import OK, USAGE, app
 from agent.loop import Loop, Outcome, standing
 from primitives import lower as lowering
 from primitives.compile import report
-from primitives.ir import OPERATIONS
+from primitives.ir import OPERATIONS, Program
 from primitives.lower import lower
 from primitives.raw import arithmetic
 from verifier import proposal
 from verifier.gates import Failed
-from verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
+from verifier.proposal import FAMILIES, SIZES, Proof, Proposal, draw, judged
 from verifier.report import Accepted, Checked, Measured, Rejected
 from verifier.spec import Spec, SpecError, load
 
@@ -251,6 +254,66 @@ def test_ulps_are_the_owners(tmp_path: Path) -> None:
         judged(made, spec, inputs, outputs, "here")
     wide = made.model_copy(update={"ulps": 128.0})
     assert 15 < judged(wide, spec, inputs, outputs, "here")["ulps"] < 128
+
+
+# the gates of a GPU, with a plan that stands in for it
+
+
+@dataclass
+class Plan:
+    """Gives the truth, times ``factor``, in place of a kernel."""
+
+    proposal: Proposal
+    program: Program
+    factor: float
+    schedules: dict[int, Any] = field(default_factory=dict)
+    calls: int = 0
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        return {"fused": torch.empty(256, 256, dtype=torch.bfloat16), "loaded": torch.empty(256, 256)}
+
+    def run(self, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+        self.calls += 1
+        for name, met in (("fused", inputs["left"].float() + inputs["x"]), ("loaded", inputs["x"])):
+            wobble = self.factor if self.factor < 1 or self.calls > 20 else 1.0
+            outputs[name].copy_(self.proposal.truth(met.double()) * wobble)
+
+
+class Here:
+    """A worker that is this process."""
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, task: Any, argument: Any, **_: object) -> Any:
+        return task(argument)
+
+
+@pytest.mark.parametrize(
+    ("factor", "gate", "code"),
+    [(1.0, "", ""), (0.99, "numerics", "numerics"), (1.5, "stability", "unstable")],
+)
+def test_the_gates_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, gate: str, code: str
+) -> None:
+    made, spec = proposed(tmp_path)
+    plans = [Plan(made, made.program(spec), factor)]
+    drawn = Proof.draw
+    monkeypatch.setattr(Proof, "plans", lambda self: plans)
+    monkeypatch.setattr(Proof, "draw", lambda self, family="usual": drawn(self, family, "cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = proposal.measure(made, spec, GOOD, worker=Here())  # type: ignore[arg-type]
+    if gate:
+        assert isinstance(found, Rejected) and (found.gate, found.code) == (gate, code), found
+        return
+    assert isinstance(found, Measured) and [g.gate for g in found.gates] == ["numerics", "stability"]
+    assert set(found.seeds) == {*(f"numerics/{f}" for f in FAMILIES), "stability"} and found.identity.raw
+    assert set(found.gates[0].figures["frame"]["outputs"]) == set(FAMILIES)
+    joined = Accepted(**found.model_dump(exclude={"status"}))
+    render.show(Console(file=io.StringIO()), joined)
 
 
 # a run
