@@ -12,6 +12,8 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import io
+import tokenize
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -153,7 +155,11 @@ def _parse(text: str) -> ast.Module:
     if size > MAX_BYTES:
         raise RawError("too_large", f"the module has {size} bytes of at most {MAX_BYTES}: shorten it")
     try:
-        return ast.parse(text)
+        data = text.encode()
+        # The import heeds a declared encoding, in which a comment may be code; a reader sees the comment.
+        if tokenize.detect_encoding(io.BytesIO(data).readline)[0] not in ("utf-8", "utf-8-sig"):
+            raise RawError("language", "the text is UTF-8: it declares no other encoding", 1)
+        return ast.parse(data)
     except SyntaxError as error:
         raise RawError("syntax", f"syntax error: {error.msg}", error.lineno) from None
     except (ValueError, RecursionError, MemoryError) as error:
