@@ -192,7 +192,7 @@ def _compiled(wanted: Wanted, scratch: Path) -> tuple[dict[str, Any], bytes]:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             known = line if line and 0 < line <= wanted.lowered.text.count("\n") + 1 else None
             raise RawError(_printable(code[:32]), _printable(message[:MOST_WORDS]), known)
-    raise RawError("forged", f"the compiling child said {_printable(str(answer)[:200])!r}, which is no answer")
+    raise RawError("forged", f"the compiling child said {str(answer)[:200]!r}, which is no answer")
 
 
 def _three(stages: object) -> bool:
@@ -204,7 +204,7 @@ def _three(stages: object) -> bool:
 
 
 def _printable(words: str) -> str:
-    """Without what could steer a terminal, or be no text: an edited module writes some of a compiler's words."""
+    """Some words are an edited module's: they must be text, and steer no terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in words)
 
 
