@@ -1,0 +1,57 @@
+"""``python -m cheats.raw_compiler SCRATCH``: compiles edited texts as a compile worker does, one a line, if
+need be with no check of the language before it, and says what came of each and what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from cheats.child import children
+from primitives import raw
+from primitives.ir import Program, Schedule
+from primitives.lower import lower
+from primitives.lowered import GemmKernel, VectorKernel
+from primitives.raw.error import RawError
+from primitives.raw.language import check
+from primitives.raw.objects import inspect
+
+SMALL = Schedule(128, 128, False, 1, 1)
+
+
+def compiled(work: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    """One kernel of the text, on a schedule that compiles soonest."""
+    lowered = lower(Program.from_json(work["program"]), work["text"])
+    kernels: list[GemmKernel | VectorKernel] = [*lowered.gemms, *lowered.vectors]
+    kernel = next(k for k in kernels if k.name == work["kernel"])
+    schedule = SMALL if isinstance(kernel, GemmKernel) else None
+    found = check if work["checked"] else lambda text, names: None
+    try:
+        with patch.object(raw, "check", found), patch.object(raw, "SECONDS", work["seconds"]):
+            _, data = raw._compiled(raw.Wanted(lowered, kernel, schedule, {}), scratch)
+        return {"cubin": len(inspect(data))}
+    except RawError as error:
+        return {"code": error.code, "message": error.message, "line": error.line}
+    finally:
+        raw._empty(scratch)
+
+
+def main(scratch: Path) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    raw._import_compilers()
+    for line in sys.stdin:
+        descriptors = set(os.listdir("/proc/self/fd"))
+        found = compiled(json.loads(line), scratch)
+        found["children"] = sorted(children())
+        found["files"] = [path.name for path in scratch.iterdir()]
+        found["descriptors"] = sorted(set(os.listdir("/proc/self/fd")) - descriptors)
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,132 @@
+"""Every cheat in edited CuTeDSL ends as it must, and what it was made from is Checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cheats.corpus import Cheat, Contained
+from cheats.raw import BOMBS, FINISH_KERNEL, GAMES, LIMIT, THEMES, TWIN, changed
+from cheats.raw_compiler import SMALL
+
+from primitives import raw
+from primitives.compile import CompileError, _environment
+from primitives.lower import lower
+from verifier.report import Checked, Rejected
+from verifier.verify import check_raw
+
+TESTS = Path(__file__).parent
+CHEATS = {f"{theme}: {cheat.name}": cheat for theme, cheats in THEMES.items() for cheat in cheats}
+TOLD = {name: cheat for name, cheat in CHEATS.items() if cheat not in GAMES}
+
+Compile = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """A process that compiles one text after the other, so that what one leaves would meet the next."""
+    scratch = tmp_path_factory.mktemp("scratch")
+    environment = _environment() | {
+        "CUTE_DSL_DUMP_DIR": str(scratch),
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "cheats.raw_compiler", str(scratch)]
+    process = subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    asked, said = process.stdin, process.stdout
+
+    def compiled(text: str, kernel: str, *, checked: bool = True, seconds: float = 60.0) -> dict[str, Any]:
+        work = {"program": TWIN.program.to_json(), "text": text, "kernel": kernel}
+        print(json.dumps(work | {"checked": checked, "seconds": seconds}), file=asked, flush=True)
+        found: dict[str, Any] = json.loads(said.readline())
+        left = {kind: found.pop(kind) for kind in ("children", "files", "descriptors")}
+        assert not any(left.values()), left
+        return found
+
+    with process:
+        yield compiled
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_cheat(name: str, compiling: Compile) -> None:
+    cheat = TOLD[name]
+    seconds = LIMIT if cheat in BOMBS or cheat.name == "no end" else 60.0
+    found = compiling(cheat.source, FINISH_KERNEL, checked=not cheat.taken_over, seconds=seconds)
+    if isinstance(cheat.ends, Contained):
+        assert "cubin" in found, found
+        return
+    assert cheat.ends.gate == "compile" and found.get("code") in cheat.ends.codes, found
+    assert cheat.ends.says in found["message"], found
+    assert found["message"].isprintable() and (found["line"] or 0) <= cheat.source.count("\n")
+
+
+@pytest.mark.parametrize("cheat", GAMES, ids=lambda cheat: cheat.name)
+def test_a_game_compiles_and_is_left_to_a_gpu(cheat: Cheat, compiling: Compile) -> None:
+    assert "cubin" in compiling(cheat.source, changed(cheat))
+    assert not isinstance(cheat.ends, Contained) and cheat.ends.gate in ("numerics", "stability")
+
+
+def test_the_honest_twin_is_checked_and_a_refusal_is_the_compile_gates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("verifier.verify.PROBES", (SMALL,))
+    report, program = check_raw(TWIN.spec, TWIN.program, TWIN.source)
+    assert isinstance(report, Checked) and program == TWIN.program, report
+    assert report.identity.raw and not report.gates[-1].findings
+    cheat = CHEATS["host: a second launch"]
+    report, program = check_raw(TWIN.spec, TWIN.program, cheat.source)
+    assert isinstance(report, Rejected) and program is None
+    assert not isinstance(cheat.ends, Contained)
+    assert (report.gate, report.code) == (cheat.ends.gate, *cheat.ends.codes)
+
+
+def wanted(text: str) -> raw.Wanted:
+    lowered = lower(TWIN.program, text)
+    return raw.Wanted(lowered, lowered.vectors[0], None, {})
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: text + "\n", lambda text: text + "\0", lambda text: "# once more\n" + text]
+)
+def test_two_texts_never_share_an_object(change: Callable[[str], str]) -> None:
+    assert wanted(change(TWIN.source)).path().parent != wanted(TWIN.source).path().parent
+
+
+REPLACED: dict[str, Callable[[Path], object]] = {
+    "nothing": Path.touch,
+    "garbage": lambda path: path.write_bytes(b"x" * 4096),
+    "a library": lambda path: path.write_bytes(Path(torch._C.__file__).read_bytes()),
+    "a folder": Path.mkdir,
+    "a link": lambda path: path.symlink_to(sys.executable),
+    "a pipe": os.mkfifo,
+    "a hole of a terabyte": lambda path: path.open("wb").truncate(1 << 40),
+}
+
+
+@pytest.mark.parametrize("change", REPLACED.values(), ids=REPLACED)
+def test_a_cache_file_that_was_replaced_is_not_loaded(
+    change: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    path = wanted(TWIN.source).path()
+    path.parent.mkdir(parents=True)
+    change(path)
+    with pytest.raises(CompileError) as caught:
+        raw.load(wanted(TWIN.source))
+    assert caught.value.code in ("object", "no_object")
+
+
+def test_the_corpus_is_as_large_as_was_promised() -> None:
+    cheats = [cheat for theme in THEMES.values() for cheat in theme]
+    assert len(CHEATS) == len(cheats) >= 100, "a name is used twice"
+    sources = [TWIN.source, *(cheat.source for cheat in cheats)]
+    assert len(set(sources)) == len(sources), "a cheat that is another"
