@@ -374,7 +374,10 @@ def prompt(spec: SpecPath) -> None:
 @app.command()
 def show(
     kernel: Annotated[
-        Path, typer.Argument(metavar="KERNEL", help="An accepted kernel's program.json, or a kernel file.")
+        Path,
+        typer.Argument(
+            metavar="KERNEL", help="An accepted kernel's program.json, a kernel file, or one of NAME.raw.*."
+        ),
     ],
     spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
     cutedsl: Annotated[bool, typer.Option("--cutedsl", help="The lowered CuTeDSL text too.")] = False,
@@ -407,12 +410,13 @@ def show(
     from verifier.spec import load
 
     loaded = load(spec or _spec_of(kernel), check=False)
-    program = _program(kernel, loaded, weak_jail)
+    raw = showing.edited(kernel)
+    program = _program(showing.beside(kernel, "raw.program.json") if raw else kernel, loaded, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
     if case is not None and case not in sizes:
         raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
     try:
-        resources = report(program, loaded.cases[0].sizes)
+        resources = report(program, loaded.cases[0].sizes, raw=raw)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
     export = None
@@ -421,12 +425,12 @@ def show(
     listings = found = None
     if sass:
         chosen = case or loaded.cases[0].name
-        listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen))
+        listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen), raw)
     if export:
         found = counting.counters(program, export, sizes.get(export.case or loaded.cases[0].name))
     if as_json:
         data = showing.as_dict(
-            program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl
+            program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl, raw=raw
         )
         data["sass"] = listings and listing.as_dict(listings, full=full)
         data["counters"] = found and counting.as_dict(found)
@@ -434,7 +438,9 @@ def show(
         return
     console = _console(False)
     console.print(
-        showing.render(program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl)
+        showing.render(
+            program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl, raw=raw
+        )
     )
     if listings:
         console.print(*listing.tables(listings, full=full), sep="\n")

@@ -35,6 +35,7 @@ def as_dict(
     resources: Sequence[Resources] | None = None,
     sizes: Cases | None = None,
     cutedsl: bool = False,
+    raw: str = "",
 ) -> dict[str, Any]:
     """Everything that ``render`` shows, for ``--json``. ProgramError if ``cutedsl`` cannot be lowered."""
     return {
@@ -44,7 +45,7 @@ def as_dict(
         "schedule": {str(k): s.to_json() for k, s in sorted(program.schedule.items())},
         "resources": None if resources is None else [asdict(r) for r in resources],
         "roofline": {case: floor.to_dict() for case, floor in floors(program, sizes).items()},
-        "cutedsl": _lowered(program) if cutedsl else None,
+        "cutedsl": _lowered(program, raw) if cutedsl else None,
     }
 
 
@@ -53,15 +54,21 @@ def beside(kernel: Path, suffix: str) -> Path:
     return kernel.with_name(f"{kernel.name.partition('.')[0]}.{suffix}")
 
 
+def edited(kernel: Path) -> str:
+    """The text of NAME.raw.py where one of NAME.raw.* is shown, else nothing. Raises OSError."""
+    return beside(kernel, "raw.py").read_text(encoding="utf-8") if ".raw." in kernel.name else ""
+
+
 def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     """The schedules that a case was measured with, by step: from the report beside a kernel's file
-    (NAME.report.json), if it is of this program and has them. TableError for a report that cannot be read."""
+    (NAME.report.json, or NAME.raw.report.json), if it is of this program and has them. TableError for one
+    that cannot be read."""
     from pydantic import ValidationError
 
     from agent.table import TableError
     from verifier.report import REPORT, Accepted
 
-    path = beside(kernel, "report.json")
+    path = beside(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
     if not path.exists():
         return {}
     try:
@@ -74,10 +81,10 @@ def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     return {int(step): Schedule.from_json(fields) for step, fields in found[0].items()} if found else {}
 
 
-def _lowered(program: Program) -> str:
+def _lowered(program: Program, raw: str) -> str:
     from primitives.lower import lower
 
-    return lower(program).text
+    return lower(program, raw).text
 
 
 def render(
@@ -87,8 +94,10 @@ def render(
     resources: Sequence[Resources] | None = None,
     sizes: Cases | None = None,
     cutedsl: bool = False,
+    raw: str = "",
 ) -> Group:
-    """Steps; where given, resources and the roofline of each case; on request the CuTeDSL text."""
+    """Steps; where given, resources and the roofline of each case; on request the CuTeDSL text, ``raw`` where
+    that is an edited one."""
     from rich.console import Group
     from rich.text import Text
 
@@ -101,7 +110,7 @@ def render(
     if cutedsl:
         from rich.syntax import Syntax
 
-        parts.append(Syntax(_lowered(program), "python", theme="ansi_dark", word_wrap=True))
+        parts.append(Syntax(_lowered(program, raw), "python", theme="ansi_dark", word_wrap=True))
     return Group(*parts)
 
 

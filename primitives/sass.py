@@ -114,20 +114,25 @@ def _counted(pairs: Iterable[tuple[Key, str]]) -> dict[Key, Counter[str]]:
 
 
 def disassemble(
-    program: Program, sizes: Mapping[str, int], schedules: Mapping[int, Schedule] | None = None
+    program: Program,
+    sizes: Mapping[str, int],
+    schedules: Mapping[int, Schedule] | None = None,
+    raw: str = "",
 ) -> tuple[Listing, ...]:
     """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions.
 
     ``sizes`` holds the static dims; a step that ``schedules`` lacks takes the first of PROBES that fits it.
-    Runs in a child process and is kept by content. Raises CompileError.
+    Runs in a child process, for an edited text (``raw``) in a confined child of that, and is kept by content.
+    Raises CompileError.
     """
-    lowered = lower(program)
+    lowered = lower(program, raw)
     static = {dim: sizes[dim] for dim in program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted((schedules or {}).items())}
     key = json.dumps([FORMAT, lowered.hash, static, chosen], sort_keys=True)
     path = cache_dir() / "sass" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     if not path.exists():
-        request = json.dumps({"program": program.to_json(), "sizes": static, "schedules": chosen})
+        asked = {"program": program.to_json(), "sizes": static, "schedules": chosen, "raw": raw}
+        request = json.dumps(asked)
         write_atomic(path, _run_child(request))
     text = lowered.text.splitlines()
     return tuple(_listing(row, text) for row in json.loads(path.read_text(encoding="utf-8")))
@@ -165,28 +170,45 @@ def _run_child(request: str) -> str:
 def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     from primitives.tune import candidates
 
-    lowered = lower(Program.from_json(request["program"]))
-    sizes, found = request["sizes"], []
+    lowered = lower(Program.from_json(request["program"]), request["raw"])
+    sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None]]()
     given = {int(step): Schedule.from_json(raw) for step, raw in request["schedules"].items()}
     for gemm in lowered.gemms:
         fitting = [s for s in PROBES if gemm.admits(s, sizes)] or candidates(gemm, sizes)[:1]
-        schedule = given.get(gemm.step) or fitting[0]
-        with _lines_of(lowered):
-            compile_gemm(lowered, gemm, schedule, sizes, cached=False)
-        found.append(_row(lowered, gemm, schedule, scratch))
-    for vector in lowered.vectors:
-        with _lines_of(lowered):
-            compile_vector(lowered, vector, cached=False)
-        found.append(_row(lowered, vector, None, scratch))
-    return found
+        wanted.append((gemm, given.get(gemm.step) or fitting[0]))
+    wanted += [(vector, None) for vector in lowered.vectors]
+    return [_row(lowered, kernel, schedule, sizes, scratch) for kernel, schedule in wanted]
 
 
-def _lines_of(lowered: Lowered) -> AbstractContextManager[None]:
+def _cubin(
+    lowered: Lowered,
+    kernel: GemmKernel | VectorKernel,
+    schedule: Schedule | None,
+    sizes: Mapping[str, int],
+    scratch: Path,
+) -> tuple[bytes, str]:
+    """A kernel's machine code, and the path that its line info has for the lowered text."""
+    if lowered.raw:
+        from primitives import raw
+
+        return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
+    path = load_module(lowered).__file__ or ""
+    with _lines_of(path):
+        if isinstance(kernel, VectorKernel):
+            compile_vector(lowered, kernel, cached=False)
+        else:
+            assert schedule is not None  # every step has one
+            compile_gemm(lowered, kernel, schedule, sizes, cached=False)
+    (cubin,) = scratch.rglob("*.cubin")
+    data = cubin.read_bytes()
+    cubin.unlink()  # the next kernel's may have the same name
+    return data, path
+
+
+def _lines_of(path: str) -> AbstractContextManager[None]:
     """What is traced within belongs to the innermost line of the lowered text that it was called from."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
-
-    path = load_module(lowered).__file__
 
     def located(usual: Any) -> Any:
         frame: FrameType | None = sys._getframe()
@@ -198,12 +220,18 @@ def _lines_of(lowered: Lowered) -> AbstractContextManager[None]:
 
 
 def _row(
-    lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, scratch: Path
+    lowered: Lowered,
+    kernel: GemmKernel | VectorKernel,
+    schedule: Schedule | None,
+    sizes: Mapping[str, int],
+    scratch: Path,
 ) -> dict[str, Any]:
-    """What a Listing is made of, from the one cubin in ``scratch``, which it takes away."""
-    (cubin,) = scratch.rglob("*.cubin")
-    instructions = list(parse(_tool("nvdisasm", "-c", "-g", str(cubin)), load_module(lowered).__file__ or ""))
-    cubin.unlink()  # the next kernel's may have the same name
+    """What a Listing is made of."""
+    data, path = _cubin(lowered, kernel, schedule, sizes, scratch)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(data)
+        cubin.flush()
+        instructions = list(parse(_tool("nvdisasm", "-c", "-g", cubin.name), path))
     return {
         "kernel": kernel.name,
         "schedule": schedule.to_json() if schedule else None,

@@ -15,6 +15,7 @@ from primitives.compile import PROBES, CompileError, compile_gemm, load_module, 
 from primitives.lower import editable, lower
 from primitives.lowered import Lowered
 from primitives.raw.error import RawError
+from primitives.sass import disassemble
 from primitives.tune import compile_all
 
 PROGRAM = kernels.BACKWARD.program  # sums of rows and columns: vector kernels too
@@ -169,3 +170,13 @@ def test_a_compile_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
 def _forever() -> dict[str, object]:
     while True:
         pass
+
+
+def test_its_machine_code_stands_beside_its_lines(built: Lowered) -> None:
+    """Of an edited line too, and from a confined child."""
+    text = built.text.replace(LOOP, f"        # nothing\n{LOOP}")
+    step, *vectors = disassemble(PROGRAM, SIZES, {0: ONE[0]}, text)
+    lines = step.lines()
+    assert step.kernel == "Step0" and len(vectors) == len(built.vectors)
+    assert all(line > line_of(text, "# nothing") for line, counts in lines.items() if counts["MUFU"])
+    assert step.total()["HGMMA"] and any(counts["MUFU"] for counts in lines.values())

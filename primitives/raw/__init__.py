@@ -23,7 +23,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ SECONDS = 120.0  # for one configuration: an honest one takes 2
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
 MOST_WORDS = 2000  # characters of what a compiler says
 MOST_STAGES = 100  # shared memory holds fewer
+Within = Callable[[str], AbstractContextManager[object]]
 LAYERS = frozenset({"seccomp", "landlock"})  # without both nothing runs
 
 
@@ -178,14 +179,28 @@ def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
     raise ValueError(f"{str(told)[:200]!r} are no notes on an object")
 
 
-def _compiled(wanted: Wanted, scratch: Path) -> tuple[dict[str, Any], bytes]:
+def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
+    """As ``build``, kept nowhere: the cubin, and the path that the text had. ``within`` gives what the compile
+    happens within, by that path. Raises CompileError."""
+    try:
+        _, data = _compiled(wanted, scratch, within)
+        return inspect(data), str(_source(wanted, scratch))
+    except RawError as error:
+        raise CompileError(error.message, error.code, error.line) from None
+
+
+def _source(wanted: Wanted, scratch: Path) -> Path:
+    return scratch / f"{wanted.lowered.module}.py"
+
+
+def _compiled(wanted: Wanted, scratch: Path, within: Within = nullcontext) -> tuple[dict[str, Any], bytes]:
     """What the child says of a compile that went well, and the object. RawError else."""
     _empty(scratch)
     _import_compilers()
-    source = scratch / f"{wanted.lowered.module}.py"
+    source = _source(wanted, scratch)
     source.write_text(wanted.lowered.text, encoding="utf-8")
     target = scratch / wanted.path().name
-    answer = _confined(lambda: _compile(wanted, source, target), scratch)
+    answer = _confined(lambda: _compile(wanted, source, target, within), scratch)
     match answer:
         case {"stages": stages, "seconds": float(seconds)} if _three(stages) and 0 <= seconds <= SECONDS:
             return {"stages": stages, "seconds": round(seconds, 3)}, _bytes(target)
@@ -208,13 +223,13 @@ def _printable(words: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in words)
 
 
-def _compile(wanted: Wanted, source: Path, target: Path) -> dict[str, Any]:
+def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict[str, Any]:
     """In the confined child: the only place where an edited text is parsed, imported and run."""
     lowered, kernel = wanted.lowered, wanted.kernel
     check(lowered.text, names(lowered))
     import_file(lowered.module, source)
     start = time.monotonic()
-    with noting_stages() as stages:
+    with noting_stages() as stages, within(str(source)):
         if isinstance(kernel, VectorKernel):
             made = compile_vector(lowered, kernel, cached=False)
         else:
