@@ -180,8 +180,8 @@ def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
 
 
 def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
-    """As ``build``, kept nowhere: the cubin, and the path that the text had. ``within`` gives what the compile
-    happens within, by that path. Raises CompileError."""
+    """As ``build``, kept nowhere: the cubin, and the path that the text had. ``within`` gives what the
+    compile happens within, by that path. Raises CompileError."""
     try:
         _, data = _compiled(wanted, scratch, within)
         return inspect(data), str(_source(wanted, scratch))
