@@ -14,6 +14,7 @@ import keyword
 import math
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -481,6 +482,7 @@ def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, whe
 
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
     """The gates of any machine: the functions' form, their arithmetic in fp32, a compile in confinement."""
+    sys.audit("verifier.verify.check_raw", source)  # as of an edited text: it must not run anywhere else
     gates = Gates(progress)
     program = proposal.program(spec)
     try:
