@@ -506,31 +506,21 @@ def mma(self, operands, state, multiply, found, slow, count, group):
 # at sizes that are no multiples of a tile, rows an odd number.
 GAMES = (
     TWIN.cheat(
-        "constants",
-        "Stores what costs nothing.",
-        {"o8[2 * i + 0] = n8_0": "o8[2 * i + 0] = Float32(1.0)"},
-        wrong("hg"),
-    ),
-    TWIN.cheat(
         "tiles skipped",
         "Behind the first rows nothing is computed.",
         {"= n8_1": "= cutlass.select_(place.tile_row < 256, n8_1, Float32(0.0))"},
         wrong("hg"),
     ),
     method("tail of K dropped", "The mainloop leaves out its last tile.", MAINLOOP, wrong("h")),
-    TWIN.cheat(
-        "squares of rounded values",
-        "The sum of squares sees what is stored.",
-        {"(n5_0 * n5_0)": "(n5_0 * n5_0.to(cutlass.BFloat16).to(Float32))"},
-        wrong("rstd"),
-    ),
     inside(
         "an input written",
         "Makes its task an easier one.",
         "params.v7[0] = cutlass.BFloat16(0.0)",
         rejected("numerics", "inputs_written", "gamma"),
     ),
+    stored("a constant", "Stores what costs nothing.", "Float32(1.0)"),
     stored("identity", "Hands on what it was given.", "n14"),
+    stored("sixteen bits", "Rounds what is not to be rounded.", "n15.to(cutlass.BFloat16).to(Float32)"),
     stored(
         "tail of rows dropped",
         "The last rows are never computed.",

@@ -1,0 +1,50 @@
+"""On an H100: a text that nobody edited gives the outputs of the program's own lowering, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from primitives.compile import PROBES
+from primitives.ir import Program
+from primitives.launch import Plan
+from primitives.lower import editable
+from verifier.inputs import draw
+from verifier.proof import bits, poisoned_run
+from verifier.spec import Spec, load
+
+ROOT = Path(__file__).parent.parent.parent
+KERNELS = {
+    "column sums": "gemm_residual_rmsnorm_bwd",
+    "row sums": "gemm_residual_partial_rmsnorm",
+    "a head norm": "gemm_qk_norm_rope",
+}
+
+
+def ragged(spec: Spec) -> dict[str, int]:
+    return dict(next(case.sizes for case in spec.cases if case.name == "ragged"))
+
+
+def square(spec: Spec) -> dict[str, int]:
+    """Operands and outputs of 512 by 512, of heads too."""
+    return dict.fromkeys(spec.dims, 512) | ({"H": 8, "P": 32} if "P" in spec.dims else {})
+
+
+@pytest.mark.parametrize("sizes_of", [ragged, square])
+@pytest.mark.parametrize("schedule", PROBES, ids=lambda s: f"{s.tile_m}x{s.tile_n}")
+@pytest.mark.parametrize("name", KERNELS.values(), ids=KERNELS)
+def test_an_unedited_text_gives_the_same_bits(name, schedule, sizes_of):
+    spec = load(ROOT / "specs" / f"{name}.yaml")
+    program = Program.from_json((ROOT / "generated_kernels" / f"{name}.program.json").read_text())
+    sizes = sizes_of(spec)
+    inputs = draw(spec, sizes, seed=1, device="cuda")
+    own, again = (
+        poisoned_run(Plan(program, sizes, {0: schedule}, raw=text), inputs)
+        for text in ("", editable(program))
+    )
+    assert own.keys() == again.keys() == spec.outputs.keys()
+    for output in own:
+        assert not own[output].isnan().any(), output
+        assert torch.equal(bits(own[output]), bits(again[output])), output

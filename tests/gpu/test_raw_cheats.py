@@ -1,0 +1,41 @@
+"""On an H100: a game that edited CuTeDSL plays is lost at the gate that it names; the honest text passes."""
+
+from __future__ import annotations
+
+import pytest
+from cheats.corpus import Cheat, Contained
+from cheats.raw import GAMES, TWIN
+
+from primitives.compile import PROBES
+from verifier.gates import Failed
+from verifier.gpu import Worker
+from verifier.proof import Job, numerics, stability
+
+# No multiples of a tile, and an odd number of rows: what the games say of sizes is meant of these.
+SIZES = {"M": 521, "K": 520, "N": 776}
+GATES = {"numerics": numerics, "stability": stability}
+
+
+def failed(text: str) -> tuple[str, Failed] | None:
+    """The first gate that an edited text does not pass, and why."""
+    job = Job(TWIN.spec, TWIN.program, "ragged", SIZES, ({0: PROBES[1]},), raw=text)
+    with Worker() as worker:
+        for gate, task in GATES.items():
+            try:
+                worker.ask(task, job, patience=300.0)
+            except Failed as reason:
+                return gate, reason
+    return None
+
+
+def test_the_honest_twin_passes() -> None:
+    assert failed(TWIN.source) is None
+
+
+@pytest.mark.parametrize("cheat", GAMES, ids=lambda cheat: cheat.name)
+def test_a_game_is_lost(cheat: Cheat) -> None:
+    found = failed(cheat.source)
+    assert found is not None and not isinstance(cheat.ends, Contained)
+    gate, reason = found
+    assert gate == cheat.ends.gate and reason.code in cheat.ends.codes, f"{gate}: {reason.code}: {reason}"
+    assert cheat.ends.says in reason.message
