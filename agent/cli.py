@@ -119,7 +119,7 @@ def optimize(
 @grouped
 def primitive(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The primitive, proposed in proposed/NAME.yaml.")
+        str, typer.Argument(metavar="NAME", help="The primitive, proposed in specs/primitives/NAME.yaml.")
     ],
     authoring: Authoring,
     budget: Budget,

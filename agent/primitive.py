@@ -1,6 +1,6 @@
 """``coda-agent primitive``: the vocabulary gains an elementwise primitive that it lacks.
 
-A person says what it means, in ``proposed/NAME.yaml``; an author writes its CuTeDSL as an answer of a run; a
+A person says what it means, in ``specs/primitives/NAME.yaml``; an author writes its CuTeDSL as an answer of a run; a
 person merges the patch that comes of it. Nothing here changes a file of the vocabulary.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from verifier.measure import Keep, Kept
 
 ROOT = Path(__file__).parent.parent
-PROPOSED = Path("proposed")
+PROPOSED = Path("specs") / "primitives"
 HEADER = "proposes"  # of a run: the proposal's YAML, as it was
 VOCABULARY, FAMILY, LANGUAGE = (f"primitives/{n}.py" for n in ("__init__", "elementwise", "raw/language"))
 DEVICE = "primitives/device"

@@ -1,4 +1,4 @@
-"""The primitives that came by a proposal (``proposed/``): what tests of the whole vocabulary know of them."""
+"""The primitives that came by a proposal (``specs/primitives/``): what tests of the whole vocabulary know of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import primitives
 from verifier.proposal import Proposal, load
 
 VALUES = ("{0}", "{1}", "{1}")
-PROPOSED = Path(__file__).parent.parent / "proposed"
+PROPOSED = Path(__file__).parent.parent / "specs" / "primitives"
 MERGED = [
     p for path in sorted(PROPOSED.glob("*.yaml")) if (p := load(path, new=False)).name in primitives.__all__
 ]
