@@ -1,7 +1,7 @@
 """``coda-agent primitive``: the vocabulary gains an elementwise primitive that it lacks.
 
-A person says what it means, in ``specs/primitives/NAME.yaml``; an author writes its CuTeDSL as an answer of a run; a
-person merges the patch that comes of it. Nothing here changes a file of the vocabulary.
+A person says what it means, in ``specs/primitives/NAME.yaml``; an author writes its CuTeDSL as an answer of a
+run; a person merges the patch that comes of it. Nothing here changes a file of the vocabulary.
 """
 
 from __future__ import annotations

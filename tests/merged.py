@@ -1,4 +1,4 @@
-"""The primitives that came by a proposal (``specs/primitives/``): what tests of the whole vocabulary know of them."""
+"""Primitives that came by a proposal (``specs/primitives/``), as tests of the whole vocabulary know them."""
 
 from __future__ import annotations
 

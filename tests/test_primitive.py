@@ -414,7 +414,8 @@ def test_the_command_from_proposal_to_patch(tmp_path: Path) -> None:
         and not (tmp_path / "specs" / "primitives").exists()
     )
     made = coda_agent("primitive", "softsign", "--reference", "x / (1 + abs(x))", cwd=tmp_path, **place)
-    assert made.returncode == OK and (tmp_path / "specs" / "primitives" / "softsign.yaml").exists(), made.stderr
+    proposal = tmp_path / "specs" / "primitives" / "softsign.yaml"
+    assert made.returncode == OK and proposal.exists(), made.stderr
     handoff = tmp_path / "handoff"
     handoff.mkdir()
     for number, source in enumerate((EXACT, GOOD), 1):  # the first lacks a constant
