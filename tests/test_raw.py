@@ -161,10 +161,10 @@ def test_arguments_keep_their_order() -> None:
     assert error.code == "arguments" and "in this order" in str(error)
 
 
-def test_a_compile_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compile_without_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(raw, "SECONDS", 1.0)
     with pytest.raises(RawError, match="did not end within 1 s"):
-        raw._confined(_forever, Path("/tmp"))
+        raw._confined(_forever, tmp_path)
 
 
 def _forever() -> dict[str, object]:

@@ -49,6 +49,7 @@ FORMAT = 1  # of what is kept of a compile
 FUNCTION = "func"  # what an object exports
 SECONDS = 120.0  # for one configuration: an honest one takes 2
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
+MOST_FILES, GLANCE = 256 << 20, 0.25  # bytes in its files, and seconds between two looks at them
 MOST_WORDS = 2000  # characters of what a compiler says
 MOST_STAGES = 100  # shared memory holds fewer
 Within = Callable[[str], AbstractContextManager[object]]
@@ -278,7 +279,7 @@ def _confined(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
         _in_child(work, parent, scratch, answer)
     os.close(answer)
     try:
-        said = _read(answers, time.monotonic() + SECONDS)
+        said = _read(answers, time.monotonic() + SECONDS, scratch)
     finally:
         os.close(answers)
         status = _ended(child)
@@ -331,18 +332,40 @@ def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
     return {"message": words.strip()[-MOST_WORDS:], "line": line}
 
 
-def _read(descriptor: int, deadline: float) -> bytes | None:
-    """Bytes up to the end, or until there are too many; None where the end does not come in time."""
+def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
+    """Bytes up to the end, or until there are too many; None where the end does not come in time. RawError
+    where ``scratch`` fills up meanwhile."""
     output = bytearray()
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
-        if poll.poll(left * 1000):
+        ready = poll.poll(min(left, GLANCE) * 1000)
+        if _held(scratch) > MOST_FILES:
+            raise RawError("files", f"the compile keeps over {MOST_FILES} bytes in files", None)
+        if ready:
             chunk = os.read(descriptor, 1 << 16)
             output += chunk
             if not chunk or len(output) > MOST_ANSWER:
                 return bytes(output)
     return None
+
+
+def _held(scratch: Path) -> int:
+    """Bytes that files of a child take. RawError where they cannot all be seen."""
+    held = 0
+    for place, _, names in os.walk(scratch, onerror=_hidden):
+        for name in names:
+            try:
+                held += os.lstat(os.path.join(place, name)).st_blocks * 512
+            except OSError as error:
+                _hidden(error)
+    return held
+
+
+def _hidden(error: OSError) -> None:
+    """What is gone takes no room; what is out of reach may take any."""
+    if not isinstance(error, FileNotFoundError):
+        raise RawError("files", f"the compile made folders that cannot be listed: {error.strerror}", None)
 
 
 def _ended(child: int) -> int:

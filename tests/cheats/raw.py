@@ -278,10 +278,10 @@ ESCAPES = (
     ),
     TWIN.cheat(
         "another encoding",
-        "In UTF-7, which a file may declare, a comment is a line of code.",
+        "A file may declare one in which a comment ends in the midst of its line.",
         {
-            '"""Lowered': '# coding: utf-7\n"""Lowered',
-            BASES: f"\n# +AAo-import os+AAo-{BASES}",
+            '"""Lowered': '# coding: raw_unicode_escape\n"""Lowered',
+            BASES: f"\n# \\u000aimport os{BASES}",
         },
         language("declares no other encoding"),
     ),
@@ -464,11 +464,17 @@ ANSWERS = (
         Contained(),
     ),
     says(
+        "a full disk",
+        "File after file, each within its limit.",
+        "for number in range(1 << 12):\n    open(f'more{number}', 'wb').write(bytes(1 << 24))",
+        rejected("compile", "files", "over 268435456 bytes"),
+    ),
+    says(
         "folders within folders", "Deeper than a path is long, and closed to who would remove them.",
-        "at = os.open('.', os.O_RDONLY)\nfor depth in range(1500):\n    os.mkdir('d' * 9, 0o300, dir_fd=at)\n"
+        "at = os.open('.', os.O_RDONLY)\nfor depth in range(1100):\n    os.mkdir('d' * 9, 0o300, dir_fd=at)\n"
         "    low = os.open('d' * 9, os.O_PATH, dir_fd=at)\n    os.close(at)\n    at = low\n"
         "os.mkdir('closed', 0)",
-        Contained(),
+        rejected("compile", "files", "cannot be listed"),
     ),
     says(
         "a module for the next", "Compiled code where Python looks for it.",
