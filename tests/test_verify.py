@@ -82,7 +82,7 @@ def test_figures(spec: Spec) -> None:
 
 def test_spills_are_findings(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     spilling = Resources("Step0_x", None, 255, 512, None, 44, 40, 0, 0, 0, 1.0)
-    monkeypatch.setattr("primitives.compile.report", lambda program, sizes: (spilling,))
+    monkeypatch.setattr("primitives.compile.report", lambda *given: (spilling,))
     report, _ = check(spec, TOY_KERNEL)
     assert isinstance(report, Checked)
     assert report.gates[3].findings == ("Step0_x spills 44 loads and 40 stores",)
@@ -203,7 +203,7 @@ def test_a_vector_along_the_wrong_axis(tmp_path: Path) -> None:
 
 
 def test_the_compile_gate_has_the_compilers_words(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(program: Program, sizes: object) -> None:
+    def refuse(*given: object) -> None:
         raise CompileError("error: too many registers")
 
     monkeypatch.setattr("primitives.compile.report", refuse)
