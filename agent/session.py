@@ -40,7 +40,7 @@ def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:
             "yourself with --provider handoff"
         )
     if provider == "replay" and not recorded:
-        raise Absent(f"{path}: no such recorded run; author one first")
+        raise Absent(f"{path}: no recorded run of {spec}; author one first")
     return provider
 
 

@@ -150,7 +150,7 @@ class Notes:
         self.costs.append(spent)
 
 
-def resources(program: Program, *_: object) -> tuple[Resources, ...]:
+def resources(program: Program, *_: object, **__: object) -> tuple[Resources, ...]:
     """The compiler's account of a kernel that is as usual: made up."""
     return (Resources("Step0_0123456789ab", Schedule().to_json(), 168, 0, (5, 2, 4), 0, 0, 16, 4, 2, 2.0),)
 

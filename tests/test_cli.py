@@ -383,10 +383,11 @@ def test_review_asks_at_a_terminal_before_it_accepts(
     accepted: list[tuple[str, bool]] = []
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("typer.confirm", lambda question: asked.append(question) or agreed)  # type: ignore[func-returns-value]
-    monkeypatch.setattr(cli, "_accept", lambda run, commit: accepted.append((run, commit)))
+    monkeypatch.setattr(cli, "_accept", lambda run, commit, looked: accepted.append((run, commit, looked)))
     name = accepted_run(spec)
     assert command("review", name).status == 0
-    assert asked == ["accept it and commit?"] and accepted == ([(name, True)] if agreed else [])
+    assert asked == ["you have read it: accept it and commit?"]
+    assert accepted == ([(name, True, True)] if agreed else [])
     for other in (make_run(spec), make_run(spec, found=slow(load(spec, check=False)))):
         command("review", other)
     command("review", name, "--json")

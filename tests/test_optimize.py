@@ -296,7 +296,7 @@ def test_the_command(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     done = command.invoke(app, [*asked, "--no-gpu"])
     assert done.exit_code == OK and "coda-agent bundle toy-" in done.output, done.output
     replayed = command.invoke(app, ["optimize", "toy", "--provider", "replay", "--no-gpu"])
-    assert replayed.exit_code != OK and "toy.raw.jsonl: no such recorded run" in str(replayed.exception)
+    assert replayed.exit_code != OK and "toy.raw.jsonl: no recorded run of toy" in str(replayed.exception)
 
 
 def test_lowering_takes_the_text_as_it_is(spec: Path) -> None:
