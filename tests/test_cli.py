@@ -380,7 +380,7 @@ def test_review_asks_at_a_terminal_before_it_accepts(
     command: Command, spec: Path, monkeypatch: pytest.MonkeyPatch, agreed: bool
 ) -> None:
     asked: list[str] = []
-    accepted: list[tuple[str, bool]] = []
+    accepted: list[tuple[str, bool, bool]] = []
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("typer.confirm", lambda question: asked.append(question) or agreed)  # type: ignore[func-returns-value]
     monkeypatch.setattr(cli, "_accept", lambda run, commit, looked: accepted.append((run, commit, looked)))
