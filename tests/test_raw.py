@@ -14,6 +14,7 @@ from primitives import raw
 from primitives.compile import PROBES, CompileError, compile_gemm, load_module, report
 from primitives.lower import editable, lower
 from primitives.lowered import Lowered
+from primitives.raw import child
 from primitives.raw.error import RawError
 from primitives.sass import disassemble
 from primitives.tune import compile_all
@@ -162,9 +163,9 @@ def test_arguments_keep_their_order() -> None:
 
 
 def test_a_compile_without_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(raw, "SECONDS", 1.0)
+    monkeypatch.setattr(child, "SECONDS", 1.0)
     with pytest.raises(RawError, match="did not end within 1 s"):
-        raw._confined(_forever, tmp_path)
+        child.run(_forever, tmp_path)
 
 
 def _forever() -> dict[str, object]:

@@ -15,6 +15,7 @@ from primitives import raw
 from primitives.ir import Program, Schedule
 from primitives.lower import lower
 from primitives.lowered import GemmKernel, VectorKernel
+from primitives.raw import child
 from primitives.raw.error import RawError
 from primitives.raw.language import check
 from primitives.raw.objects import inspect
@@ -30,13 +31,13 @@ def compiled(work: dict[str, Any], scratch: Path) -> dict[str, Any]:
     schedule = SMALL if isinstance(kernel, GemmKernel) else None
     found = check if work["checked"] else lambda text, names: None
     try:
-        with patch.object(raw, "check", found), patch.object(raw, "SECONDS", work["seconds"]):
+        with patch.object(raw, "check", found), patch.object(child, "SECONDS", work["seconds"]):
             _, data = raw._compiled(raw.Wanted(lowered, kernel, schedule, {}), scratch)
         return {"cubin": len(inspect(data))}
     except RawError as error:
         return {"code": error.code, "message": error.message, "line": error.line}
     finally:
-        raw._empty(scratch)
+        child.empty(scratch)
 
 
 def main(scratch: Path) -> None:
