@@ -35,7 +35,7 @@ def lower(program: Program, raw: str = "") -> Lowered:
     named = (f"from primitives.device.{m} import" for m in exports() if re.search(rf"\b{m}\b", raw))
     digest = _digest([raw, own.hash, *_device_sources("\n".join(named))])
     plain = _lowered(program, hashed=False)
-    return replace(plain, text=raw, hash=digest, given=plain.text)
+    return replace(plain, text=raw, hash=digest, given=plain)
 
 
 def editable(program: Program) -> str:

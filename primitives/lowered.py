@@ -129,15 +129,16 @@ class Lowered:
     hash: str
     gemms: tuple[GemmKernel, ...]
     vectors: tuple[VectorKernel, ...]
-    given: str = ""
+    given: Lowered | None = None
 
     @property
     def raw(self) -> bool:
-        return bool(self.given)
+        return self.given is not None
 
     @property
     def module(self) -> str:
-        return f"coda_lowered_{self.hash[:16]}"
+        """The name to import it by: of all edits one, as the text that they were made of has then."""
+        return f"coda_edited_{self.given.hash[:16]}" if self.given else f"coda_lowered_{self.hash[:16]}"
 
 
 def literal(value: float) -> str:

@@ -152,9 +152,7 @@ def build(wanted: Wanted, scratch: Path) -> Built:
         try:
             told, data = _compiled(wanted, scratch)
             inspect(data)
-            before = replace(wanted.lowered, text=wanted.lowered.given)
-            _, honest = _compiled(replace(wanted, lowered=before), scratch)
-            told = told | {"own_launch": same_host(data, honest)}
+            told = told | {"own_launch": same_host(data, _before(wanted, scratch))}
         except RawError as error:
             raise CompileError(error.message, error.code, error.line) from None
         finally:
@@ -162,6 +160,18 @@ def build(wanted: Wanted, scratch: Path) -> Built:
         write_atomic(path, data)
         write_atomic(notes, json.dumps(told))
     return Built(inspect(child.left(path)), *_notes(json.loads(notes.read_text(encoding="utf-8"))))
+
+
+def _before(wanted: Wanted, scratch: Path) -> bytes:
+    """The object of the same kernel before the text was edited: one for all its edits. RawError where it does
+    not compile."""
+    given = wanted.lowered.given
+    assert given is not None  # or it is no edit
+    honest = replace(wanted, lowered=replace(wanted.lowered, text=given.text, hash=given.hash))
+    path = honest.path()
+    if not path.exists():
+        write_atomic(path, _compiled(honest, scratch)[1])
+    return child.left(path)
 
 
 def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
