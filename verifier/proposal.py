@@ -493,7 +493,7 @@ def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = sile
         with gates.gate("interpret") as figures:
             _interpret(proposal, spec, source, figures)
         with gates.gate("compile") as figures:
-            verify.compile_gate(spec, program, PROBES, figures, raw=raw)
+            verify.compile_gate(spec, program, PROBES[:1], figures, raw=raw)
     except Stop as stop:
         return verify.Verdict(stop.rejected, None)
     made = Checked(identity=identity(spec, program, raw), gates=tuple(gates.passed), unmeasured=UNMEASURED)
