@@ -222,7 +222,7 @@ def test_the_command_takes_the_export_beside_the_kernel(path: Path, monkeypatch:
     assert "hardware counters, gemm_swiglu_bwd.counters.csv, case 1B" in show("--counters").output
     data = json.loads(show("--sass", "--case", "7B", "--json").output)
     assert data["sass"][0]["kernel"] == "Step0_0123456789ab" and data["counters"] is None
-    ((_, sizes, schedules),) = asked
+    ((_, sizes, schedules, _),) = asked
     assert sizes["D"] == 4096 and schedules == tuned_there("7B")
     assert isinstance(show("--counters", "--case", "7B").exception, CountersError)
     wrong = show("--case", "8B")

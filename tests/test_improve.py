@@ -184,7 +184,8 @@ def test_a_change_travels_with_what_it_has_to_beat(
         progress=lambda name: lambda gate, words: None,
     )
     tuned = {case: {0: Schedule(256, 128, False)} for case in ("large", "wide")}
-    assert seen["kept"] == Kept(first, tuned, dict.fromkeys(tuned, {}))
+    raced = [Schedule(256, 128, False), Schedule(swizzle=16)]
+    assert seen["kept"] == Kept(first, tuned, {case: {0: raced} for case in tuned})
     assert seen["program"].schedule == {0: Schedule(swizzle=16)}
     bundle.take(tmp_path / "results.json")
     run = runs.reopen(name)

@@ -386,7 +386,7 @@ def test_heads_that_fit_no_tile_are_named_before_anything_is_compiled(calls, mon
         Plan(program, sizes, {0: Schedule()}, "cpu")
     (kernel,) = lower(program).gemms
     assert tune.candidates(kernel, sizes) == []
-    monkeypatch.setattr(tune, "cache_path", lambda program, sizes: tmp_path / "none")
+    monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "none")
     with pytest.raises(LaunchError, match=f"step 0: no tile holds {said}"):
         tune.tuned(program, {}, sizes)
     assert not calls and not list(tmp_path.iterdir())
@@ -410,13 +410,13 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
     gemms = lower(program).gemms
     beside = []
 
-    def race(program, kernel, others, inputs, sizes, schedules, rounds):
+    def race(program, kernel, others, inputs, sizes, raw, schedules, rounds):
         beside.append(others)
         assert schedules and all(kernel.admits(s, sizes) for s in schedules)
         return [(s, float(i)) for i, s in enumerate(schedules)]
 
     monkeypatch.setattr(tune, "_race", race)
-    monkeypatch.setattr(tune, "cache_path", lambda program, sizes: tmp_path / "kept")
+    monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "kept")
     known = {1: [Schedule(), Schedule(128, 192, swizzle=4)]}  # the first was good for other heads
     chosen = tune.tuned(program, {}, sizes, known)
     assert beside and all(g.admits(others[g.step], sizes) for others in beside for g in gemms)
