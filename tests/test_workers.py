@@ -22,6 +22,13 @@ def tasks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_worker_of_before() -> None:
+    """One that an earlier file's test started finds no task of this file's."""
+    for worker in workers._workers:
+        worker.end()
+
+
 def positive(number: int) -> bool:
     return number > 0
 
