@@ -187,6 +187,16 @@ def compile_vector(lowered: Lowered, kernel: VectorKernel, *, cached: bool = Tru
     return compile_it(lowered.module, kernel.name, tuple((a.role, a.dtype, a.rank) for a in kernel.arguments))
 
 
+def compile_kernel(
+    lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
+) -> Callable[..., Any]:
+    """Either kind, now: no cache is asked or filled. A step's has a schedule."""
+    if isinstance(kernel, VectorKernel):
+        return compile_vector(lowered, kernel, cached=False)
+    assert schedule is not None
+    return compile_gemm(lowered, kernel, schedule, sizes, cached=False)
+
+
 def _loaded(
     lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
@@ -394,11 +404,7 @@ def _resources(
         found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds)
         cubin.unlink()
         return replace(found, own_launch=built.own_launch)
-    if isinstance(kernel, VectorKernel):
-        return _measured(scratch, kernel.name, fields, partial(compile_vector, lowered, kernel, cached=False))
-    assert schedule is not None  # every step has one
-    build = partial(compile_gemm, lowered, kernel, schedule, sizes, cached=False)
-    return _measured(scratch, kernel.name, fields, build)
+    return _measured(scratch, kernel.name, fields, partial(compile_kernel, lowered, kernel, schedule, sizes))
 
 
 def _measured(

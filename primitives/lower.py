@@ -29,13 +29,11 @@ def lower(program: Program, raw: str = "") -> Lowered:
 
     ``raw``: what an author made of ``editable``'s text, taken as it is in place of the program's own.
     """
-    own = _lowered(program)
     if not raw:
-        return own
-    named = (f"from primitives.device.{m} import" for m in exports() if re.search(rf"\b{m}\b", raw))
-    digest = _digest([raw, own.hash, *_device_sources("\n".join(named))])
+        return _lowered(program)
     plain = _lowered(program, hashed=False)
-    return replace(plain, text=raw, hash=digest, given=plain)
+    named = [module for module in exports() if re.search(rf"\b{module}\b", raw)]
+    return replace(plain, text=raw, hash=_digest([raw, plain.hash, *_device_sources(named)]), given=plain)
 
 
 def editable(program: Program) -> str:
@@ -49,7 +47,7 @@ def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
     finishes = finish_writers(program, steps)
     body = "\n\n".join([w.text() for w in writers] + [w.text() for w in finishes])
     header = _header(body)
-    digest = _digest([header, body, *_device_sources(header), *map(version, PACKAGES)])
+    digest = _digest([header, body, *_device_sources(_imported(header)), *map(version, PACKAGES)])
     suffix = f"_{digest[:12]}" if hashed else ""
     text = header + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
     return Lowered(
@@ -99,15 +97,19 @@ def device_source(module: str) -> str:
     return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
 
 
-def _device_sources(text: str) -> list[str]:
-    """The device code that a text imports, and what that imports: a change elsewhere changes no kernel."""
-    pending = re.findall(r"^from primitives\.device\.(\w+) import", text, re.M)
-    found: dict[str, str] = {}
+def _imported(text: str) -> list[str]:
+    """The modules of device code that a text imports."""
+    return re.findall(r"^from primitives\.device\.(\w+) import", text, re.M)
+
+
+def _device_sources(modules: Iterable[str]) -> list[str]:
+    """Some device code, and what that imports: a change elsewhere changes no kernel."""
+    pending, found = list(modules), dict[str, str]()
     while pending:
         module = pending.pop()
         if module not in found:
             found[module] = device_source(module)
-            pending += re.findall(r"^from primitives\.device\.(\w+) import", found[module], re.M)
+            pending += _imported(found[module])
     return [found[module] for module in sorted(found)]
 
 

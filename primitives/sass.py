@@ -33,8 +33,7 @@ from primitives.compile import (
     _refusal,
     _tool,
     cache_dir,
-    compile_gemm,
-    compile_vector,
+    compile_kernel,
     load_module,
 )
 from primitives.files import write_atomic
@@ -194,11 +193,7 @@ def _cubin(
         return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
     path = load_module(lowered).__file__ or ""
     with _lines_of(path):
-        if isinstance(kernel, VectorKernel):
-            compile_vector(lowered, kernel, cached=False)
-        else:
-            assert schedule is not None  # every step has one
-            compile_gemm(lowered, kernel, schedule, sizes, cached=False)
+        compile_kernel(lowered, kernel, schedule, sizes)
     (cubin,) = scratch.rglob("*.cubin")
     data = cubin.read_bytes()
     cubin.unlink()  # the next kernel's may have the same name

@@ -27,8 +27,7 @@ from primitives import workers
 from primitives.compile import (
     CompileError,
     cache_dir,
-    compile_gemm,
-    compile_vector,
+    compile_kernel,
     import_file,
     noting_stages,
 )
@@ -235,12 +234,9 @@ def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict
     import_file(lowered.module, source)
     start = time.monotonic()
     with noting_stages() as stages, within(str(source)):
-        if isinstance(kernel, VectorKernel):
-            made = compile_vector(lowered, kernel, cached=False)
-        else:
-            assert wanted.schedule is not None  # every step has one
+        if isinstance(kernel, GemmKernel):
             _same_arguments(lowered, kernel)
-            made = compile_gemm(lowered, kernel, wanted.schedule, wanted.sizes, cached=False)
+        made = compile_kernel(lowered, kernel, wanted.schedule, wanted.sizes)
     made.export_to_c(object_file_path=str(target), function_name=FUNCTION)  # type: ignore[attr-defined]
     return {"stages": stages[-1] if stages else None, "seconds": time.monotonic() - start}
 
