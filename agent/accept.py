@@ -96,22 +96,19 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     no change."""
     if isinstance(outcome.report, Rejected):
         return ""
-    assert outcome.program is not None  # of a rejected one there are no changes to show
-    path = files(outcome.report.identity.spec, directory, raw=bool(outcome.raw))[0]
+    program, raw = outcome.program, outcome.raw
+    assert program is not None  # of a rejected one there are no changes to show
+    if raw and lower(program, raw).hash != outcome.report.identity.lowered_hash:
+        return ""  # no text of the program's: a primitive's functions
+    path = files(outcome.report.identity.spec, directory, raw=bool(raw))[0]
     try:
-        if outcome.raw and lower(outcome.program, outcome.raw).hash != outcome.report.identity.lowered_hash:
-            return ""  # no text of the program's: a primitive's functions
-        before = path.read_text(encoding="utf-8") if path.exists() or not outcome.raw else _given(outcome)
+        before = path.read_text(encoding="utf-8")
     except OSError:
-        return ""
+        if not raw:
+            return ""
+        before = editable(program)  # what the edit started from
     old, new = (text.splitlines(keepends=True) for text in (before, outcome.source))
     return "".join(unified_diff(old, new, fromfile=path.name, tofile=f"run {outcome.authorship.run}"))
-
-
-def _given(outcome: Outcome) -> str:
-    """The text that an edit started from."""
-    assert outcome.program is not None
-    return editable(outcome.program)
 
 
 def message(report: Accepted, authorship: Authorship) -> str:

@@ -21,6 +21,7 @@ from agent.tips.command import tips
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from agent.budget import Limits
     from agent.runs import Run
     from primitives.ir import Program
     from verifier.report import Accepted, Checked, Rejected
@@ -67,10 +68,8 @@ def generate(
 
     recorded = load(spec, check=False).name  # a spec that cannot be read says so first
     chosen = session.choose_provider(authoring.provider, recorded)
-    limits = budget.limits().shared(candidates).to_json()
-    header = authoring.header() | {"provider": chosen, "improve": improve, "limits": limits}
-    if directory:
-        header["directory"] = str(directory)
+    limits = budget.limits().shared(candidates)
+    header = _header(authoring, chosen, limits, directory) | {"improve": improve}
     if chosen == "replay":
         header["replays"] = session.recorded_run(recorded)
     session.need_gpu(gpu)
@@ -100,15 +99,7 @@ def optimize(
     path = Path("specs") / f"{name}.yaml"
     base(load(path, check=False))  # one that is not there says so first
     chosen = session.choose_provider(authoring.provider, name, raw=True)
-    limits = budget.limits().to_json()
-    header = authoring.header() | {
-        "provider": chosen,
-        "improve": improve,
-        "limits": limits,
-        "optimizes": name,
-    }
-    if directory:
-        header["directory"] = str(directory)
+    header = _header(authoring, chosen, budget.limits(), directory) | {"improve": improve, "optimizes": name}
     if chosen == "replay":
         header["replays"] = session.recorded_run(name, raw=True)
     session.need_gpu(gpu)
@@ -148,9 +139,7 @@ def primitive(
         return
     path = proposals.proposed(name)
     chosen = session.choose_provider(authoring.provider, name, raw=True)
-    header = authoring.header() | {"provider": chosen, "limits": budget.limits().to_json()}
-    if directory:
-        header["directory"] = str(directory)
+    header = _header(authoring, chosen, budget.limits(), directory)
     session.need_gpu(gpu)
     _go(proposals.start(path, header), gpu, Measuring(), as_json)
 
@@ -488,6 +477,12 @@ def doctor(as_json: Json = False) -> None:
     else:
         _console(False).print(doctors.table(findings))
     raise typer.Exit(OK if doctors.healthy(findings) else ABSENT)
+
+
+def _header(authoring: Authoring, provider: str, limits: Limits, directory: Path | None) -> dict[str, Any]:
+    """Of a new run's journal: who writes, where a handoff's files go, and what it may cost."""
+    given = {"directory": str(directory)} if directory else {}
+    return authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
 
 
 def _begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:

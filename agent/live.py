@@ -22,7 +22,7 @@ from rich.text import Text
 from agent import history
 from agent.budget import Spent
 from agent.render import STYLE
-from verifier.report import GATES, Accepted, Checked, Rejected
+from verifier.report import Accepted, Checked, Rejected
 
 TICK = 0.25
 STOP_ALL = "q"
@@ -178,13 +178,12 @@ class Watch:
         rows.append(Text(self._title, style="bold").append(f"  {self._spent}", style="dim"))
         if self._words.strip() and not self._states:
             rows.append(Text(self._words.strip().splitlines()[-1][-100:], style="dim"))
-        for name in GATES:
-            words = self._states.get(name)
+        for name, words in list(self._states.items()):  # at once, for the loop goes on
             if words == "passed":
                 rows.append(Text(f"  ✓ {name}", style="green"))
-            elif words and words.startswith("rejected"):
+            elif words.startswith("rejected"):
                 rows.append(Text(f"  ✗ {name} {words}", style="red"))
-            elif words:
+            else:
                 rows.append(Spinner("dots", Text(f" {name} {'' if words == 'started' else words}")))
         return Group(*rows)
 

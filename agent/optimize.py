@@ -123,7 +123,7 @@ class Editing:
         parts = [PACK.read_text(encoding="utf-8").strip()]
         known = [tip for tip in in_prompts(read_tips(), CUTEDSL) if self.spec.name not in tip.specs]
         if useful := kept(known, TIPS_CHARACTERS):
-            parts.append(prompt.TIPS_HEADING + "\n".join(f"- {tip.lesson}" for tip in useful))
+            parts.append(prompt.lessons(useful))
         return prompt.Prompt("\n\n".join(parts), self._task())
 
     def _task(self) -> str:

@@ -96,8 +96,13 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
     shared = kept(known, _room([*parts[:2], examples()], TASK_BUDGET))
     useful = kept((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:
-        parts.append(TIPS_HEADING + "\n".join(f"- {tip.lesson}" for tip in useful))
+        parts.append(lessons(useful))
     return Prompt("\n\n".join(part.strip() for part in parts), words)
+
+
+def lessons(tips: Iterable[Tip]) -> str:
+    """What earlier attempts taught, as a prompt says it."""
+    return TIPS_HEADING + "\n".join(f"- {tip.lesson}" for tip in tips)
 
 
 def tokens(text: str) -> int:

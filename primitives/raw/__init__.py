@@ -208,9 +208,8 @@ def _compiled(wanted: Wanted, scratch: Path, within: Within = nullcontext) -> tu
             _three(stages) and 0 <= seconds <= child.SECONDS
         ):
             return {"stages": stages, "seconds": round(seconds, 3)}, child.left(target)
-        case {"code": str(code), "message": str(message), "line": int() | None as line}:
-            known = line if line and 0 < line <= wanted.lowered.text.count("\n") + 1 else None
-            raise RawError(_printable(code[:32]), _printable(message[: child.MOST_WORDS]), known)
+    if refused := child.refusal(answer, wanted.lowered.text):
+        raise refused
     raise RawError("forged", f"the compiling child said {str(answer)[:200]!r}, which is no answer")
 
 
@@ -220,11 +219,6 @@ def _three(stages: object) -> bool:
         and len(stages) == 3
         and all(isinstance(n, int) and 0 <= n < MOST_STAGES for n in stages)
     )
-
-
-def _printable(words: str) -> str:
-    """Some words are an edited module's: they must be text, and steer no terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in words)
 
 
 def _compile(wanted: Wanted, source: Path, target: Path, within: Within) -> dict[str, Any]:

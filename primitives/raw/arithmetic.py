@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from primitives import children
+from primitives.raw import child
 from primitives.raw.confine import confine
 from primitives.raw.error import RawError
 
@@ -68,9 +69,9 @@ def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
         raise RawError(
             "unreadable", f"the reading child {ended}: {words[-500:] or 'it said nothing'}"
         ) from None
+    if refused := child.refusal(told, source):
+        raise refused
     match told:
-        case {"code": str(code), "message": str(message), "line": int() | None as line}:
-            raise RawError(code[:32], message[:2000], line)
         case {"page": str(page), "fast": bool(fast), "values": values, "beyond": str(beyond)}:
             made = None
             if isinstance(values, list) and len(values) == len(calls):
@@ -404,12 +405,10 @@ def _main(scratch: str, parent: int) -> None:
     layers, missing = confine(parent, Path(scratch), keep=(1,))
     said: dict[str, Any]
     try:
-        if not {"seccomp", "landlock"} <= set(layers):
-            lacks = f"this system lacks {', '.join(missing)}: an author's text is read behind them only"
-            raise RawError("weak_jail", lacks)
+        child.demand(layers, missing)
         said = _read(request)
     except RawError as error:
-        said = {"code": error.code, "message": error.message, "line": error.line}
+        said = child.told(error)
     print(json.dumps(said), flush=True)
 
 

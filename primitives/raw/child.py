@@ -10,7 +10,7 @@ import signal
 import stat
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,10 @@ def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
 
 def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, answer: int) -> None:
     try:
-        layers, missing = confine(parent, scratch, keep=(answer,))
-        if not set(layers) >= LAYERS:
-            found: object = _missing(missing)
-        else:
-            found = work()
+        demand(*confine(parent, scratch, keep=(answer,)))
+        found: object = work()
     except RawError as error:
-        found = {"code": error.code, "message": error.message, "line": error.line}
+        found = told(error)
     except BaseException as error:  # whatever an edited text raises, SystemExit too, is its author's to read
         found = {"code": "compiler"} | _words(error, scratch)
     with suppress(BaseException), os.fdopen(answer, "w") as pipe:
@@ -65,12 +62,33 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
     os._exit(0)
 
 
-def _missing(missing: tuple[str, ...]) -> dict[str, Any]:
-    words = (
-        f"this system lacks {', '.join(missing)}: raw CuTeDSL is compiled behind seccomp and Landlock only "
-        "(Linux 5.13 or later; in a container, a runtime that lets its processes set a seccomp filter)"
-    )
-    return {"code": "weak_jail", "message": words, "line": None}
+def refusal(told: object, text: str) -> RawError | None:
+    """What a confined child refused of a ``text``, if it did: some words are the text's own, so they must be
+    text, and steer no terminal."""
+    match told:
+        case {"code": str(code), "message": str(message), "line": int() | None as line}:
+            known = line if line and 0 < line <= text.count("\n") + 1 else None
+            return RawError(_printable(code[:32]), _printable(message[:MOST_WORDS]), known)
+    return None
+
+
+def _printable(words: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in words)
+
+
+def demand(layers: Collection[str], missing: Collection[str]) -> None:
+    """Raises RawError where a process is not confined enough to look at a model's text."""
+    if not set(layers) >= LAYERS:
+        raise RawError(
+            "weak_jail",
+            f"this system lacks {', '.join(missing)}: raw CuTeDSL is read behind seccomp and Landlock only "
+            "(Linux 5.13 or later; in a container, a runtime that lets its processes set a seccomp filter)",
+        )
+
+
+def told(error: RawError) -> dict[str, Any]:
+    """A refusal, for ``refusal`` to read."""
+    return {"code": error.code, "message": error.message, "line": error.line}
 
 
 def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
