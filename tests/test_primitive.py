@@ -20,7 +20,7 @@ from spec_files import write_changed
 from typer.testing import CliRunner
 
 from agent import accept, bundle, primitive, prompt, render, runs, session
-from agent.cli import OK, USAGE, app
+from agent.cli import OK, USAGE, app, main
 from agent.loop import Loop, Outcome, standing
 from primitives import lower as lowering
 from primitives.compile import report
@@ -399,33 +399,36 @@ def test_nothing_to_merge(begun: runs.Run) -> None:
 # the command, and the patch
 
 
-def test_the_command_from_proposal_to_patch(tmp_path: Path) -> None:
-    """In processes of its own, with the real compiler; and the patched vocabulary has the primitive."""
-    place = {
-        "CODA_AGENT_RUNS": str(tmp_path / "runs"),
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    missing = coda_agent("primitive", "softsign", cwd=tmp_path, **place)
-    assert missing.returncode == USAGE and "--reference" in missing.stderr
-    refused = coda_agent("primitive", "swish", "--reference", "x * sigmoid(x)", cwd=tmp_path, **place)
-    assert (
-        refused.returncode == USAGE
-        and "this is silu" in refused.stderr
-        and not (tmp_path / "specs" / "primitives").exists()
-    )
-    made = coda_agent("primitive", "softsign", "--reference", "x / (1 + abs(x))", cwd=tmp_path, **place)
-    proposal = tmp_path / "specs" / "primitives" / "softsign.yaml"
-    assert made.returncode == OK and proposal.exists(), made.stderr
+def test_the_command_from_proposal_to_patch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run in a process of its own, with the real compiler; and the patched vocabulary has the primitive."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "runs"))
+
+    def here(*arguments: str) -> tuple[Any, str]:
+        monkeypatch.setattr(sys, "argv", ["coda-agent", "primitive", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, "".join(capsys.readouterr())
+
+    status, said = here("softsign")
+    assert status == USAGE and "--reference" in said
+    status, said = here("swish", "--reference", "x * sigmoid(x)")
+    assert status == USAGE and "this is silu" in said and not (tmp_path / "specs" / "primitives").exists()
+    status, said = here("softsign", "--reference", "x / (1 + abs(x))")
+    assert status == OK and (tmp_path / "specs" / "primitives" / "softsign.yaml").exists(), said
     handoff = tmp_path / "handoff"
     handoff.mkdir()
     for number, source in enumerate((EXACT, GOOD), 1):  # the first lacks a constant
         (handoff / f"answer-{number}.md").write_text(fenced(source))
     options = ("--provider", "handoff", "--directory", handoff, "--author", "Ada")
+    place = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = coda_agent("primitive", "softsign", *options, cwd=tmp_path, **place)
     assert done.returncode == OK, done.stdout + done.stderr
     assert "attempt 2: checked" in done.stdout and "primitive softsign --merge" in done.stdout
-    merged = coda_agent("primitive", "softsign", "--merge", cwd=tmp_path, **place)
-    assert merged.returncode == OK and "git apply softsign.patch" in merged.stdout
+    status, said = here("softsign", "--merge")
+    assert status == OK and "git apply softsign.patch" in said
     _check_merged(tmp_path)
 
 

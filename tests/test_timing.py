@@ -244,12 +244,12 @@ def test_processes_are_the_sample_not_their_rounds() -> None:
     """Rounds of one process agree with one another and can all be wrong; intervals over processes cover."""
     generator = random.Random(3)
     covered = within = 0
-    for seed in range(150):
+    for seed in range(60):
         pairs = [process(generator, 1.1, 0.01) for _ in range(3)]
         found = across(pairs, seed=seed)
         covered += found.low <= 1.1 <= found.high
         within += (alone := ratio(*pairs[0], seed=seed)).low <= 1.1 <= alone.high
-    assert covered >= 138 and within < 120
+    assert covered >= 55 and within < 48
 
 
 def test_across_is_student_s_interval_of_the_processes_ratios() -> None:
