@@ -402,7 +402,7 @@ def test_nothing_to_merge(begun: runs.Run) -> None:
 def test_the_command_from_proposal_to_patch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its run in a process of its own, with the real compiler; and the patched vocabulary has the primitive."""
+    """Its run in a process of its own, with the real compiler; the patched vocabulary has the primitive."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "runs"))
 
