@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agent import session
+from agent.compare.command import compare
 from agent.options import Authoring, Budget, Gpu, Measuring, WeakJail, flags, grouped
 from agent.tips.command import tips
 
@@ -36,6 +37,7 @@ app = typer.Typer(
     "right and fast.",
 )
 app.add_typer(tips, name="tips")
+app.command()(compare)
 
 OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -626,6 +628,7 @@ def _explained(error: Exception) -> int:
     from agent.accept import AcceptError
     from agent.budget import OutOfBudget
     from agent.bundle import BundleError
+    from agent.compare.results import ResultsError
     from agent.counters import CountersError
     from agent.journal import JournalError
     from agent.optimize import NothingToOptimize
@@ -640,7 +643,7 @@ def _explained(error: Exception) -> int:
     from verifier.spec import SpecError
 
     wrong = SpecError | BundleError | CountersError | PrimitiveError | ScaffoldError | TableError | TipsError
-    if isinstance(error, wrong):
+    if isinstance(error, wrong | ResultsError):
         status = USAGE
     elif isinstance(error, AcceptError | CompileError | OutOfBudget):
         status = REJECTED

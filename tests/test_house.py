@@ -22,6 +22,8 @@ HEAVY = {
     "cutlass",
     "genai_prices",
     "httpx2",
+    "liger_kernel",
+    "matplotlib",
     "mcp",
     "numpy",
     "pydantic",

@@ -43,7 +43,26 @@ def compiled(
     return _bind(_compiled(spec, sizes, mode, backend), spec, inputs)
 
 
+_steps: dict[tuple[Any, ...], Step] = {}
+
+
 def _compiled(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
+    """The same for the same case: it compiles once in a process, whatever it is bound to."""
+    key = spec.hash, tuple(sorted(sizes.items())), mode, backend
+    if key not in _steps:
+        _steps[key] = _step(spec, sizes, mode, backend)
+    return _steps[key]
+
+
+def _step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str) -> Step:
+    step: Step = under_compile(formulation(spec, sizes), mode, backend)
+    return step
+
+
+def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
+    """``torch.compile`` of a function, fullgraph and static shapes, with a code object of its own: results
+    are kept by code object, eight at most, and every spec and size of a formulation would share one.
+    Raises ValueError for a mode that is none of ``MODES``."""
     import torch
     import torch._inductor.config
 
@@ -52,10 +71,9 @@ def _compiled(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "i
     logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     if mode not in MODES:
         raise ValueError(f"torch.compile mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-    step: Step = torch.compile(
-        formulation(spec, sizes), fullgraph=True, dynamic=False, backend=backend, mode=MODES[mode]
-    )
-    return step
+    assert isinstance(step, FunctionType)
+    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend, mode=MODES[mode])
 
 
 def eager(
@@ -168,9 +186,8 @@ def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str,
         cast = {name: outs[name].to(dtype) for name, dtype in dtypes.items()}
         return cast | {name: given[target].copy_(cast[name]) for name, target in updates.items()}
 
-    # A code object of its own: torch.compile keeps its results by code object and gives up after eight,
-    # and every spec and size would share this one.
-    return FunctionType(step.__code__.replace(), step.__globals__, spec.name, None, step.__closure__)
+    step.__name__ = spec.name
+    return step
 
 
 def _bind(

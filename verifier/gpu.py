@@ -49,13 +49,13 @@ class Worker:
     """A process that owns the GPU while it works on a task. Starting returns at once: imports take seconds.
 
     ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import while the
-    asker still works on something else.
+    asker still works on something else. ``python``: of an environment with other versions of packages.
     """
 
-    def __init__(self, wrapper: Sequence[str] = (), ahead: Sequence[str] = ()):
+    def __init__(self, wrapper: Sequence[str] = (), ahead: Sequence[str] = (), python: str = sys.executable):
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process is)
         self._process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "verifier.gpu", *ahead],
+            [*wrapper, python, "-m", "verifier.gpu", *ahead],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
@@ -161,6 +161,11 @@ def _say(record: dict[str, Any]) -> None:
     _answers.flush()
 
 
+def cuda_error(words: str) -> bool:
+    """Whether an exception's words say that this process can no longer use its GPU."""
+    return _CUDA_ERROR.search(words) is not None
+
+
 def _serve(ahead: Sequence[str]) -> None:
     global _answers
     with suppress(OSError):  # not on this system: then a hanging worker outlives an asker that was killed
@@ -185,7 +190,7 @@ def _outcome(task: Task, argument: Any) -> dict[str, Any]:
             return {
                 "lost": ["out_of_memory", f"the GPU has too little memory for this kernel: {words[:SAID]}"]
             }
-        if _CUDA_ERROR.search(words):
+        if cuda_error(words):
             code = "illegal_address" if _ASTRAY.search(words) else "device_error"
             return {"lost": [code, words[:SAID]]}
         return {"bug": traceback.format_exc()}

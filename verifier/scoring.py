@@ -130,8 +130,7 @@ class _Sets:
         """At least two sets, and together larger than the L2: no arm finds its operands there."""
         made = cls(job, plan, [], [], [], [])
         made._add()
-        small = sum(t.numel() * t.itemsize for t in made.inputs[0].values())
-        for _ in range(min(MOST_SETS, max(2, -(-_l2_bytes() // small))) - 1):
+        for _ in range(sets_wanted(made.inputs[0]) - 1):
             made._add()
         return made
 
@@ -211,10 +210,12 @@ def _graphed(sets: _Sets) -> timing.Arm:
     return timing.Arm(GRAPH, rotating(replays))
 
 
-def _l2_bytes() -> int:
+def sets_wanted(inputs: Tensors) -> int:
+    """How many such sets to take turns with: at least two, and together larger than the L2."""
     import torch
 
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+    l2 = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+    return min(MOST_SETS, max(2, -(-l2 // sum(t.numel() * t.itemsize for t in inputs.values()))))
 
 
 def _spin(cycles: int) -> None:

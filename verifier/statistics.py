@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 from typing import Any
@@ -81,6 +81,22 @@ def across(
         bootstrap=bootstrap,
         student=student,
     )
+
+
+def through(first: Interval, second: Interval) -> Interval:
+    """a / c from a / b and b / c of different measurements, b the arm that both had: what is uncertain of
+    either is uncertain of the product. Errors are independent, so widths add as squares, in logarithms."""
+
+    def product(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
+        centre = math.log(first.estimate) + math.log(second.estimate)
+        reach = [
+            math.hypot(*(math.log(side(r)[end] / r.estimate) for r in (first, second))) for end in (0, 1)
+        ]
+        return math.exp(centre - reach[0]), math.exp(centre + reach[1])
+
+    bootstrap, student = product(lambda r: r.bootstrap), product(lambda r: r.student)
+    low, high = product(lambda r: (r.low, r.high))
+    return Interval(first.estimate * second.estimate, low, high, first.confidence, bootstrap, student)
 
 
 def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> float:

@@ -1,0 +1,146 @@
+"""The table that results make: in each cell the fastest of a column's arms, or why there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from operator import truediv
+from statistics import fmean, median
+
+from agent.compare.results import Loss, Results, Sitting
+from verifier import statistics
+from verifier.columns import COLUMNS, LLM
+from verifier.decision import central
+from verifier.statistics import Interval
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A column's fastest arm in a row. ``against``: its time over the LLM's kernel's (above 1 that kernel is
+    faster), None in a row without one, and in the kernel's own cell. ``anchored``: they were never in one
+    sitting, so it went through the anchor."""
+
+    arm: str
+    milliseconds: float
+    against: Interval | None
+    anchored: bool
+    losses: Mapping[str, Loss]
+    bytes: int
+    note: str
+    processes: int
+
+
+@dataclass(frozen=True)
+class Empty:
+    """A column that has no figure in a row."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the table: ``roofline`` is the least time the hardware allows, in milliseconds."""
+
+    operator: str
+    case: str
+    sizes: Mapping[str, int]
+    roofline: float
+    cells: Mapping[str, Cell | Empty]  # by column
+
+    def cell(self, column: str) -> Cell | None:
+        found = self.cells.get(column)
+        return found if isinstance(found, Cell) else None
+
+
+def lines(results: Results) -> list[Line]:
+    """A line for every row that was measured."""
+    return [_line(results, operator, case) for operator, case in results.rows()]
+
+
+def _line(results: Results, operator: str, case: str) -> Line:
+    row = _Row(results.of(operator, case))
+    absent = results.absent.get(operator, {})
+    best = {
+        column.name: min((arm for arm in column.arms if arm in row.keys), key=row.slowness, default=None)
+        for column in COLUMNS
+    }
+    cells: dict[str, Cell | Empty] = {}
+    for column in COLUMNS:
+        if arm := best[column.name]:
+            cells[column.name] = row.cell(arm, None if column.name == LLM else best[LLM])
+        else:
+            failed = [f"{a}: {row.failed[a]}" for a in column.arms if a in row.failed]
+            known = [absent[a] for a in column.arms if a in absent]
+            cells[column.name] = Empty("; ".join(failed or dict.fromkeys(known)) or "not measured")
+    return Line(operator, case, row.last.sizes, row.last.roofline, cells)
+
+
+class _Row:
+    """The sittings of one row, without those of a question, an arm or an anchor that is another since."""
+
+    def __init__(self, sittings: list[Sitting]):
+        self.last = sittings[-1]
+        sittings = [s for s in sittings if s.question == self.last.question]
+        self.anchor = self.last.anchor
+        timed = [s for s in sittings if s.arms]
+        if timed:
+            now = timed[-1].arms[self.anchor].key
+            timed = [s for s in timed if s.anchor == self.anchor and s.arms[s.anchor].key == now]
+        self.timed = timed
+        self.keys: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        for sitting in sittings:
+            for arm, failure in sitting.failed.items():
+                self.keys.pop(arm, None)
+                self.failed[arm] = failure.reason
+            for arm, found in sitting.arms.items() if sitting in timed else ():
+                self.keys[arm] = found.key
+                self.failed.pop(arm, None)
+
+    def slowness(self, arm: str) -> float:
+        """Of its time over the anchor's, the logarithm."""
+        return fmean(
+            median(map(math.log, map(truediv, s.arms[arm].milliseconds, s.arms[self.anchor].milliseconds)))
+            for s in self._with(arm)
+        )
+
+    def cell(self, arm: str, rival: str | None) -> Cell:
+        own = [s.arms[arm] for s in self._with(arm)]
+        against, anchored = self.ratio(arm, rival) if rival else (None, False)
+        worst = {
+            name: max((found.losses[name] for found in own if name in found.losses), key=lambda x: x.relative)
+            for name in own[-1].losses
+        }
+        return Cell(
+            arm=arm,
+            milliseconds=central([found.milliseconds for found in own]),
+            against=against,
+            anchored=anchored,
+            losses=worst,
+            bytes=max(found.bytes for found in own),
+            note=own[-1].note,
+            processes=len(own),
+        )
+
+    def _with(self, *arms: str) -> list[Sitting]:
+        """The sittings that had all of these, as they are now."""
+        return [s for s in self.timed if all(a in s.arms and s.arms[a].key == self.keys[a] for a in arms)]
+
+    def ratio(self, arm: str, rival: str) -> tuple[Interval, bool]:
+        """Their times' ratio; whether it went through the anchor."""
+        together = self._with(arm, rival)
+        if together:
+            return _ratio(
+                tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
+            ), False
+        to, back = self.ratio(arm, self.anchor)[0], self.ratio(self.anchor, rival)[0]
+        return statistics.through(to, back), True
+
+
+@cache
+def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
+    """Over processes, or over the rounds of the only one. Kept: a table that is drawn again after each
+    sitting has few new ones."""
+    return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

@@ -1,0 +1,276 @@
+"""A comparison's tables, and the whole of it as Markdown.
+
+A cell says why it is empty, or what is special about it, by the number of a note under the tables.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from agent.compare import summary
+from agent.compare.cells import Cell, Empty, Line, lines
+from agent.compare.results import Results
+from agent.compare.summary import NOTHING, RIVALS, Finding, Summary, against, findings, measured
+from agent.page.charts import number
+from agent.page.markup import visible
+from verifier.columns import COLUMNS, LLM, MATMUL, ROOFLINE
+from verifier.statistics import Interval
+
+ABSENT, ANCHORED = "–", "†"
+NAMES = tuple(column.name for column in COLUMNS)
+FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
+SUMMARY = ("operator", f"time over {LLM}'s [95%]", "rows", "wins", "ties", "losses")
+CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
+MIB = 2**20
+_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # what Markdown reads as its own anywhere in a line
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What stands in a table's cell: ``best`` is the row's fastest, ``notes`` are numbers of notes."""
+
+    text: str
+    best: bool = False
+    notes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table: ``says`` what its figures are; a row is an operator, a case and an entry a column."""
+
+    title: str
+    says: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, str, tuple[Entry, ...]], ...]
+
+
+@dataclass
+class Notes:
+    """Numbers from 1 by text, in the order in which they were first needed."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def of(self, *texts: str) -> tuple[int, ...]:
+        return tuple(self.numbers.setdefault(text, len(self.numbers) + 1) for text in texts if text)
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return ((place, text) for text, place in self.numbers.items())
+
+
+def markdown(results: Results) -> str:
+    """The whole: what was measured on what, tables, notes, the summary and the paper's claims."""
+    found = summary.ordered(lines(results))
+    if not found:
+        return f"{NOTHING}\n"
+    tables, notes = sheets(found)
+    parts = [f"{plain(measured(results))}\n", _legend(), *map(_sheet, tables)]
+    listed = "".join(f"{place}. {plain(text)}\n" for place, text in notes)
+    parts += [f"**Notes**\n\n{listed}"] if listed else []
+    parts += [_summary(against(found, column)) for column in RIVALS]
+    parts.append(_claims(findings(found)))
+    return "\n".join(parts)
+
+
+def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
+    """The tables of lines, and the notes that their cells number."""
+    notes = Notes()
+    rivals = tuple(name for name in NAMES if name != LLM)
+    through = any(cell.anchored for line in found for name in NAMES if (cell := line.cell(name)))
+    mark = (
+        f" {ANCHORED}: the two were never measured in one sitting, so the ratio goes through cuBLAS's bare "
+        "matmul, which both had beside them, and its interval holds the uncertainty of both steps."
+    )
+    return [
+        _filled(
+            "Milliseconds",
+            f"Bold: a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, which do less.",
+            found,
+            NAMES,
+            notes,
+            _milliseconds,
+            lambda line: f"{number(line.roofline)}",
+        ),
+        _filled(
+            f"Time over {LLM}'s",
+            f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
+            + (mark if through else ""),
+            found,
+            rivals,
+            notes,
+            _ratio,
+            _over_roofline,
+        ),
+        _filled(
+            "Error against fp64",
+            "Of the worst output, its RMS error in multiples of the least that any kernel must lose.",
+            found,
+            tuple(name for name in NAMES if name != MATMUL),
+            notes,
+            _error,
+        ),
+        _filled(
+            "Peak memory, MiB",
+            "What a call holds at its peak beyond its inputs.",
+            found,
+            NAMES,
+            notes,
+            lambda line, cell: f"{cell.bytes / MIB:,.1f}",
+        ),
+    ], notes
+
+
+def fastest(line: Line) -> str | None:
+    """The column that a row's ratios make the fastest; of those that compute all of it."""
+
+    def slowness(name: str) -> float:
+        cell = line.cell(name)
+        assert cell is not None
+        return cell.against.estimate if cell.against else 1.0 if line.cell(LLM) else cell.milliseconds
+
+    return min((name for name in NAMES if name != MATMUL and line.cell(name)), key=slowness, default=None)
+
+
+def shown(ratio: Interval) -> str:
+    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+def summed(found: Summary) -> list[tuple[str, ...]]:
+    """The summary's rows, under SUMMARY: an operator each, and all together."""
+    if not found.operators:
+        return []
+    return [
+        (tally.name, shown(tally.mean), f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in _OUTCOMES))
+        for tally in (*found.operators, found.whole)
+    ]
+
+
+def claimed(finding: Finding) -> tuple[str, ...]:
+    """A claim's row, under CLAIMED."""
+    claim = finding.claim
+    span = f"{claim.low:g} to {claim.high:g}" if claim.low < claim.high else f"{claim.low:g}"
+    return claim.what, claim.column, span, finding.measured, finding.verdict, claim.source
+
+
+def noted(column: str, cell: Cell) -> tuple[str, str]:
+    """The cell's arm where it is not the column's first, and its note."""
+    return (cell.arm if cell.arm != FIRST_ARMS[column] else ""), cell.note
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is, in one line: no markup, no HTML, no link, no further cell."""
+    return html.escape(_MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split())), quote=False)
+
+
+_OUTCOMES = ("win", "tie", "loss")
+
+
+def _filled(
+    title: str,
+    says: str,
+    found: Sequence[Line],
+    columns: tuple[str, ...],
+    notes: Notes,
+    text: Callable[[Line, Cell], str],
+    bound: Callable[[Line], str] | None = None,
+) -> Sheet:
+    """A sheet of what ``text`` says of every cell, and of what ``bound`` says of the roofline."""
+
+    def entry(line: Line, column: str) -> Entry:
+        cell = line.cells.get(column, Empty("not measured"))
+        if isinstance(cell, Empty):
+            return Entry(ABSENT, notes=notes.of(cell.reason))
+        if text is not _milliseconds:
+            return Entry(text(line, cell))
+        return Entry(text(line, cell), column == fastest(line), notes.of(*noted(column, cell)))
+
+    rows = tuple(
+        (
+            line.operator,
+            line.case,
+            (*(entry(line, column) for column in columns), *([Entry(bound(line))] if bound else [])),
+        )
+        for line in found
+    )
+    return Sheet(title, says, (*columns, ROOFLINE) if bound else columns, rows)
+
+
+def _milliseconds(line: Line, cell: Cell) -> str:
+    return number(cell.milliseconds)
+
+
+def _ratio(line: Line, cell: Cell) -> str:
+    if cell.against is None:
+        return ABSENT
+    return f"{shown(cell.against)}{f' {ANCHORED}' if cell.anchored else ''}"
+
+
+def _over_roofline(line: Line) -> str:
+    own = line.cell(LLM)
+    return f"{line.roofline / own.milliseconds:.3f}" if own else ABSENT
+
+
+def _error(line: Line, cell: Cell) -> str:
+    return f"{max(loss.yardsticks for loss in cell.losses.values()):.2f}" if cell.losses else ABSENT
+
+
+# ── As Markdown ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _legend() -> str:
+    return "".join(f"- **{column.name}**: {plain(explained(column.name))}\n" for column in COLUMNS) + (
+        f"- **{ROOFLINE}**: {BOUND}\n"
+    )
+
+
+BOUND = "the least time that bytes and FLOPs allow at this machine's measured ceilings"
+
+
+def explained(name: str) -> str:
+    """What a column is, and which of its arms stands in a cell without a note."""
+    column = next(column for column in COLUMNS if column.name == name)
+    several = f"; {column.arms[0]} where no note names another arm"
+    return column.what + (several if len(column.arms) > 1 else "")
+
+
+def _sheet(sheet: Sheet) -> str:
+    """An operator is named in its first row."""
+    rows, last = [], ""
+    for operator, case, entries in sheet.rows:
+        name = _named(operator) if operator != last else ""
+        rows.append([name, plain(case), *map(_entry, entries)])
+        last = operator
+    headings = ["operator", "case", *sheet.columns]
+    return f"**{sheet.title}**\n\n{sheet.says}\n\n{_table(headings, rows)}"
+
+
+def _entry(entry: Entry) -> str:
+    text = f"**{entry.text}**" if entry.best else entry.text
+    return text + (f" <sup>{', '.join(map(str, entry.notes))}</sup>" if entry.notes else "")
+
+
+def _summary(found: Summary) -> str:
+    told = f"**{LLM} against {found.column}**\n\n{found}\n"
+    rows = [[_named(name) if name != "all" else name, *rest] for name, *rest in summed(found)]
+    return f"{told}\n{_table(SUMMARY, rows)}" if rows else told
+
+
+def _claims(found: Sequence[Finding]) -> str:
+    rows = [[plain(cell) for cell in claimed(finding)] for finding in found]
+    return f"**The paper's claims**\n\n{VERDICT}\n\n{_table(CLAIMED, rows)}"
+
+
+VERDICT = (
+    f"Ratios as above, time over {LLM}'s. A row lies below or above what is claimed where its whole interval "
+    "does, and within it otherwise."
+)
+
+
+def _named(operator: str) -> str:
+    return f"`{operator}`" if re.fullmatch(r"\w+", operator) else plain(operator)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (headings, ["---"] * len(headings), *rows))

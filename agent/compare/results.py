@@ -1,0 +1,125 @@
+"""What a comparison has measured, as ``results.json`` keeps it: sittings, each of one row in one process.
+
+In a sitting several arms took turns, round by round, so that arms of one sitting are compared round by round;
+arms of different sittings through the anchor, which sat in both. Times are milliseconds, memory is bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from primitives.files import write_atomic
+
+SCHEMA = 1
+LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators of whole layers
+
+
+class ResultsError(Exception):
+    """A file of results that cannot be used: which one, what is wrong with it, and what to do."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Loss(_Record):
+    """How far one output is from fp64: its RMS error over the truth's RMS, and over what any kernel must
+    lose (the error gate's yardstick)."""
+
+    relative: float
+    yardsticks: float
+
+
+class Arm(_Record):
+    """What one arm did in one sitting. ``key`` says what it was: a library's versions, or a kernel's hash.
+
+    ``milliseconds`` by round; ``losses`` by output, empty where it has none of the spec's; ``bytes``: what a
+    call holds at its peak beyond its inputs; ``note``: what was prepared outside the clock, and the like.
+    """
+
+    key: str
+    milliseconds: tuple[float, ...]
+    losses: dict[str, Loss] = Field(default_factory=dict)
+    bytes: int
+    note: str = ""
+
+
+class Failure(_Record):
+    """Why an arm has no figures in a sitting that it was to be in."""
+
+    key: str
+    reason: str
+
+
+class Sitting(_Record):
+    """One row in one process: all arms that took turns there, if any did, and those that failed.
+
+    ``question`` changes with what was asked (a spec's hash). ``anchor``: the arm that every sitting of the
+    row has. ``roofline``: the least time the hardware allows, at the machine's measured ceilings.
+    ``conditions``: device, driver, versions, clocks.
+    """
+
+    operator: str
+    case: str
+    sizes: dict[str, int]
+    question: str
+    process: int
+    anchor: str
+    roofline: float
+    arms: dict[str, Arm]
+    failed: dict[str, Failure] = Field(default_factory=dict)
+    conditions: dict[str, Any] = Field(default_factory=dict)
+    date: str
+
+    @model_validator(mode="after")
+    def _anchored(self) -> Sitting:
+        rounds = {len(arm.milliseconds) for arm in self.arms.values()}
+        if self.arms and self.anchor not in self.arms or len(rounds) > 1:
+            raise ValueError(f"who sits does so with the anchor, {self.anchor!r}, for as many rounds")
+        return self
+
+    @property
+    def row(self) -> tuple[str, str]:
+        return self.operator, self.case
+
+
+class Results(_Record):
+    """``absent``: by operator and arm, why it cannot have a cell: known without trying."""
+
+    schema_version: int = SCHEMA
+    sittings: tuple[Sitting, ...] = ()
+    absent: dict[str, dict[str, str]] = Field(default_factory=dict)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(operator, case), in the order in which they were first measured."""
+        return list(dict.fromkeys(s.row for s in self.sittings))
+
+    def of(self, operator: str, case: str) -> list[Sitting]:
+        """The sittings of a row, oldest first."""
+        return [s for s in self.sittings if s.row == (operator, case)]
+
+    def plus(self, sittings: Iterable[Sitting]) -> Results:
+        return self.model_copy(update={"sittings": (*self.sittings, *sittings)})
+
+
+def read(path: Path) -> Results:
+    """Raises ResultsError; OSError where it cannot be read."""
+    try:
+        found = Results.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ResultsError(f"{path}: {place}: {first['msg']}; measure again into another folder") from None
+    if found.schema_version != SCHEMA:
+        raise ResultsError(f"{path}: is of version {found.schema_version}, and this reads {SCHEMA}")
+    return found
+
+
+def write(path: Path, results: Results) -> None:
+    """Atomically, for a comparison that is interrupted goes on from it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, results.model_dump_json(exclude_defaults=True) + "\n")

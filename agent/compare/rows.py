@@ -1,0 +1,219 @@
+"""The rows of the comparison: operators at one case's sizes, and whole layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from agent import accept
+from agent.compare import kernels
+from agent.compare.results import LAYER_BOTH as BOTH
+from agent.compare.results import LAYER_FORWARD as FORWARD
+from agent.compare.results import ResultsError
+from agent.table import DECODE, GROUPS, WIDTHS
+from primitives.roofline import roofline
+from verifier import columns, sitting
+from verifier.contest import Contender
+from verifier.gpu import Task
+from verifier.layers import VARIANTS
+from verifier.spec import Spec, load
+
+SPECS = accept.ROOT / "specs"
+TEN = GROUPS["CODA's ten"]
+PAIRS = 64  # of a head that is 128 wide
+SQUARES = (2048, 4096, 8192)  # the paper's: M = N = K
+QUICK = {"gemm_rmsnorm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
+
+
+class Row(Protocol):
+    """``question`` changes with what is asked: a spec's hash, or a shape. ``anchor``: the arm that sits every
+    time. ``arms``: those of the columns that can be meant here."""
+
+    @property
+    def operator(self) -> str: ...
+    @property
+    def case(self) -> str: ...
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+    @property
+    def question(self) -> str: ...
+    @property
+    def anchor(self) -> str: ...
+    @property
+    def arms(self) -> tuple[str, ...]: ...
+
+    def absent(self, arm: str) -> str | None:
+        """Why an arm cannot take part, as far as is known without trying."""
+
+    def made_of(self, arm: str) -> list[Contender]:
+        """The accepted kernels that are this arm; none of a library's."""
+
+    def note(self, arm: str) -> str:
+        """What a reader has to know of it."""
+
+    def least(self, ceilings: Mapping[str, float]) -> float:
+        """Seconds that nothing can beat on a machine with these ceilings (``verifier.contest.machine``)."""
+
+    def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
+        """A sitting of these arms, for a worker."""
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """``case`` names the sizes: one of the spec's measured cases, or a square."""
+
+    spec: Spec
+    case: str
+    sizes: Mapping[str, int]
+    anchor = columns.ANCHOR
+    arms = tuple(a for c in columns.COLUMNS for a in c.arms if a != columns.LIGER_APART)
+
+    @property
+    def operator(self) -> str:
+        return self.spec.name
+
+    @property
+    def question(self) -> str:
+        return self.spec.hash
+
+    @cached_property
+    def contenders(self) -> dict[str, Contender]:
+        return kernels.contenders(self.spec, self.sizes)
+
+    def absent(self, arm: str) -> str | None:
+        if arm in (columns.PROGRAM, columns.EDITED) and arm not in self.contenders:
+            return "no accepted kernel" if arm == columns.PROGRAM else "its CuTeDSL was not edited"
+        return columns.absent(self.spec, arm)
+
+    def made_of(self, arm: str) -> list[Contender]:
+        return [self.contenders[arm]] if arm in self.contenders else []
+
+    def note(self, arm: str) -> str:
+        return columns.note(self.spec, arm)
+
+    def least(self, ceilings: Mapping[str, float]) -> float:
+        """The roofline of the program that a model wrote for this operator."""
+        program = kernels.written(self.spec)
+        return roofline(program, self.sizes, kernels.machine(ceilings)).seconds
+
+    def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
+        return sitting.sit, sitting.Seats(self.spec, self.sizes, arms, self.contenders, rounds)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A LLaMA-style layer of a width's (``case``), forward alone or with its backward."""
+
+    case: str
+    backward: bool
+    anchor = columns.EAGER
+    arms = VARIANTS
+
+    @property
+    def operator(self) -> str:
+        return BOTH if self.backward else FORWARD
+
+    @cached_property
+    def shape(self) -> Any:
+        from verifier.layers.shape import WIDTHS as shapes
+
+        return shapes[self.case]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        s = self.shape
+        return {"heads": s.heads, "head": s.head_width, "F": s.ffn, "B": s.sequences, "L": s.length}
+
+    @property
+    def question(self) -> str:
+        return f"layer {self.sizes}"
+
+    @cached_property
+    def contenders(self) -> dict[Any, Contender] | None:
+        """By call; None where a kernel of them has not been accepted."""
+        from verifier.layers.runners import calls
+
+        found = {}
+        for call in calls(self.shape).values():
+            spec = load(SPECS / f"{call.operator}.yaml", check=False)
+            kernel = kernels.contenders(spec, dict(call.sizes)).get(columns.PROGRAM)
+            if kernel is None:
+                return None
+            found[call] = kernel
+        return found
+
+    def absent(self, arm: str) -> str | None:
+        if arm == columns.PROGRAM and self.contenders is None:
+            return "not all of its kernels are accepted"
+        return None
+
+    def made_of(self, arm: str) -> list[Contender]:
+        return list((self.contenders or {}).values()) if arm == columns.PROGRAM else []
+
+    def note(self, arm: str) -> str:
+        return {
+            columns.PROGRAM: "weight gradients and the rotation's backward by PyTorch",
+            columns.LIGER: "q, k and v of one product",
+        }.get(arm, "")
+
+    def least(self, ceilings: Mapping[str, float]) -> float:
+        """What the products and attention take of the tensor cores, and as much twice again backward."""
+        s = self.shape
+        products = 2 * s.tokens * s.width * (4 * s.width + 3 * s.ffn)
+        attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two products
+        return float((products + attention) * (3 if self.backward else 1) / ceilings["tensor"])
+
+    def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
+        from verifier.layers import sitting as layers
+
+        return layers.sit, layers.LayerSeats(self.shape, arms, self.contenders or {}, rounds, self.backward)
+
+
+def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
+    """CODA's ten operators at three widths and squares, and layers; ``everything`` else too, or the few of
+    ``quick``; of these ``only`` some operators, or some cases. ResultsError where nothing is left."""
+    names = list(QUICK) if quick else [n for group in GROUPS.values() for n in group] if everything else TEN
+    there = sorted(path.stem for path in SPECS.glob("*.yaml"))
+    unknown = sorted(set(only) - {*there, FORWARD, BOTH})
+    if unknown:
+        raise ResultsError(f"there is no {', '.join(unknown)}; --only takes {FORWARD!r}, {BOTH!r}, or a spec")
+    specs = [load(SPECS / f"{name}.yaml", check=False) for name in (only or names) if name in there]
+    every: list[Row] = [row for spec in specs for row in _rows(spec)]
+    wanted = [BOTH in only, FORWARD in only] if only else [not quick] * 2
+    every += [LayerRow(case, back) for back in (False, True) if wanted[not back] for case in WIDTHS]
+    usual = {*WIDTHS, *map(_square, SQUARES)}
+    kept = [
+        row
+        for row in every
+        if (row.case in cases if cases else everything or row.case in usual)
+        and (not quick or only or cases or row.case == QUICK[row.operator])
+    ]
+    if not kept:
+        named = ", ".join(dict.fromkeys(row.case for row in every))
+        raise ResultsError(f"no row is left: these operators have the cases {named}")
+    return kept
+
+
+def _rows(spec: Spec) -> Iterator[OperatorRow]:
+    order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
+    measured = [case for case in spec.cases if case.bench]
+    for case in sorted(measured, key=lambda c: order.get(c.name, len(WIDTHS))):
+        yield OperatorRow(spec, case.name, case.sizes)
+    for n in SQUARES:
+        if sizes := square(spec.name, n):
+            yield OperatorRow(spec, _square(n), sizes)
+
+
+def _square(n: int) -> str:
+    return f"square {n}"
+
+
+def square(operator: str, n: int) -> dict[str, int]:
+    """The sizes at which an operator's product has M = N = K = ``n``; of the three that the paper has so."""
+    return {
+        "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
+        "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},
+        "gemm_swiglu": {"M": n, "D": n, "F": n // 2},
+    }.get(operator, {})

@@ -1,0 +1,253 @@
+"""What a comparison comes to: each operator against another column, and the paper's claims beside it.
+
+A ratio is a column's time over the LLM's kernel's: above 1 that kernel is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from agent.compare.cells import Line
+from agent.compare.results import LAYER_FORWARD, Results, Sitting
+from agent.table import GROUPS, WIDTHS
+from verifier.columns import COMPILE, HUMAN
+from verifier.statistics import Interval
+
+TEN = GROUPS["CODA's ten"]
+SWIGLU_BACKWARD, RMSNORM_BACKWARD = "gemm_swiglu_bwd", "gemm_residual_rmsnorm_bwd"
+FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
+RIVALS = (HUMAN, COMPILE)  # whom the summary is against, in its order
+NOTHING = "Nothing has been measured yet."
+_PLACES = {name: place for place, name in enumerate(name for names in GROUPS.values() for name in names)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row's ratio."""
+
+    case: str
+    ratio: Interval
+    anchored: bool
+
+    @property
+    def outcome(self) -> Literal["win", "tie", "loss"]:
+        """A win or a loss of the LLM's kernel only where the whole interval says so."""
+        return "win" if self.ratio.low > 1 else "loss" if self.ratio.high < 1 else "tie"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Rows together: the geometric mean of their ratios."""
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def mean(self) -> Interval:
+        return together([row.ratio for row in self.rows])
+
+    def count(self, outcome: str) -> int:
+        return sum(row.outcome == outcome for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The LLM's kernels against a column, by operator; none where no row has both."""
+
+    column: str
+    operators: tuple[Tally, ...]
+
+    @property
+    def whole(self) -> Tally:
+        return Tally("all", tuple(row for operator in self.operators for row in operator.rows))
+
+    def __str__(self) -> str:
+        whole = self.whole
+        if not whole.rows:
+            return f"Against {self.column}: no row has both."
+        return (
+            f"Against {self.column} the LLM's kernels have {_count(whole.count('win'), 'win')}, "
+            f"{_count(whole.count('tie'), 'tie')} and {_count(whole.count('loss'), 'loss', 'es')} in "
+            f"{_count(len(whole.rows), 'row')} of {_count(len(self.operators), 'operator')}: a win or a loss "
+            "only where the whole interval is on one side of 1."
+        )
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is said of CODA's kernels: in the rows of these operators, the ratio to this column lies from low
+    to high. No operators: something that no row here measures."""
+
+    what: str
+    operators: tuple[str, ...]
+    column: str
+    low: float
+    high: float
+    source: str
+
+
+_READERS = "CODA (arXiv 2605.19269), as its readers report it; cuBLAS with torch.compile"
+CLAIMS = (
+    Claim("forward operators", FORWARD, COMPILE, 1.0, 1.3, _READERS),
+    Claim("RMSNorm backward", (RMSNORM_BACKWARD,), COMPILE, 1.4, 1.8, _READERS),
+    Claim("SwiGLU backward", (SWIGLU_BACKWARD,), COMPILE, 1.3, 1.6, _READERS),
+    Claim("a whole layer, forward", (LAYER_FORWARD,), COMPILE, 1.05, 1.2, _READERS),
+    Claim(
+        "kernels written by a model are as fast as those written by people",
+        TEN,
+        HUMAN,
+        1.0,
+        1.0,
+        "CODA (arXiv 2605.19269): its abstract says that both achieve high performance; its readers report "
+        "parity, and that five of the ten that a model wrote needed visitors of 300 to 1,000 lines made by "
+        "hand",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim, and the rows that it is about as they were measured here."""
+
+    claim: Claim
+    rows: tuple[Row, ...]
+
+    @property
+    def measured(self) -> str:
+        """The range of the rows' ratios."""
+        if not self.rows:
+            return "not in these rows"
+        ratios = [row.ratio.estimate for row in self.rows]
+        return f"{min(ratios):.3f} to {max(ratios):.3f} in {_count(len(ratios), 'row')}"
+
+    @property
+    def verdict(self) -> str:
+        """How many rows lie within the claim, or beyond it with their whole interval."""
+        claim = self.claim
+        below = sum(row.ratio.high < claim.low for row in self.rows)
+        above = sum(row.ratio.low > claim.high for row in self.rows)
+        counts = {"below": below, "within": len(self.rows) - below - above, "above": above}
+        told = {where: count for where, count in counts.items() if count}
+        if len(told) < 2:
+            return next(iter(told), "not measured")
+        return ", ".join(f"{count} {where}" for where, count in told.items())
+
+
+def against(lines: Sequence[Line], column: str) -> Summary:
+    """Every operator whose rows have both this column and the LLM's kernel."""
+    found: dict[str, list[Row]] = {}
+    for line in ordered(lines):
+        cell = line.cell(column)
+        if cell and cell.against:
+            found.setdefault(line.operator, []).append(Row(line.case, cell.against, cell.anchored))
+    return Summary(column, tuple(Tally(name, tuple(rows)) for name, rows in found.items()))
+
+
+def findings(lines: Sequence[Line]) -> list[Finding]:
+    """Every claim, with what was measured."""
+    rows = {
+        column: {tally.name: tally.rows for tally in against(lines, column).operators}
+        for column in {claim.column for claim in CLAIMS}
+    }
+    return [
+        Finding(claim, tuple(row for name in claim.operators for row in rows[claim.column].get(name, ())))
+        for claim in CLAIMS
+    ]
+
+
+def together(ratios: Sequence[Interval]) -> Interval:
+    """The geometric mean of ratios whose errors are independent: half-widths, in logarithms, add as squares
+    and are divided by how many there are. Of these ratios, not of those that others would have had."""
+
+    def mean(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
+        low, high = (
+            math.hypot(*(math.log(side(ratio)[end] / ratio.estimate) for ratio in ratios)) / len(ratios)
+            for end in (0, 1)
+        )
+        return estimate * math.exp(-low), estimate * math.exp(high)
+
+    estimate = math.exp(fmean(math.log(ratio.estimate) for ratio in ratios))
+    low, high = mean(lambda ratio: (ratio.low, ratio.high))
+    return Interval(
+        estimate=estimate,
+        low=low,
+        high=high,
+        confidence=ratios[0].confidence,
+        bootstrap=mean(lambda ratio: ratio.bootstrap),
+        student=mean(lambda ratio: ratio.student),
+    )
+
+
+def ordered(lines: Iterable[Line]) -> list[Line]:
+    """Operators as in all tables, an unknown one after those; of each the models' widths first."""
+    widths = {name: place for place, name in enumerate(WIDTHS)}
+    lines = list(lines)
+    first = {line.operator: place for place, line in reversed(list(enumerate(lines)))}
+    return sorted(
+        lines,
+        key=lambda line: (
+            _PLACES.get(line.operator, len(_PLACES)),
+            first[line.operator],
+            widths.get(line.case, len(widths)),
+        ),
+    )
+
+
+def measured(results: Results) -> str:
+    """What was measured on what, when; where sittings differ, all that occurs."""
+    sittings = _standing(results)
+    if not sittings:
+        return NOTHING
+    conditions = [sitting.conditions for sitting in sittings]
+    known = {
+        "driver": _each(conditions, "driver"),
+        "PyTorch": _each(conditions, "torch"),
+        "CUDA": _each(conditions, "cuda"),
+    }
+    parts = [f"{name} {value}" for name, value in known.items() if value] + _versions(conditions)
+    days = sorted(sitting.date[:10] for sitting in sittings)
+    rounds = sorted(len(arm.milliseconds) for sitting in sittings for arm in sitting.arms.values())
+    seats = [len({s.process for s in sittings if s.row == row}) for row in {s.row for s in sittings}]
+    device = " ".join(
+        [_each(conditions, "gpu") or "an unknown device", *([f"({', '.join(parts)})"] if parts else [])]
+    )
+    return (
+        f"{_count(len(seats), 'row')} on {device}, {_span(days[0], days[-1])}, "
+        f"{_span(rounds[0], rounds[-1])} rounds in "
+        f"{'one process' if max(seats) == 1 else f'each of {_span(min(seats), max(seats))} processes'} a row."
+    )
+
+
+def _standing(results: Results) -> list[Sitting]:
+    """Without the sittings of which only arms that have become others since are left."""
+    last = {(s.row, name): arm.key for s in results.sittings for name, arm in s.arms.items()}
+
+    def stands(sitting: Sitting) -> bool:
+        same = {name for name, arm in sitting.arms.items() if last[sitting.row, name] == arm.key}
+        return sitting.anchor in same and (len(same) > 1 or len(sitting.arms) == 1)
+
+    return [sitting for sitting in results.sittings if stands(sitting)]
+
+
+def _each(conditions: Iterable[Mapping[str, Any]], key: str) -> str:
+    return " and ".join(sorted({str(c[key]) for c in conditions if c.get(key) is not None}))
+
+
+def _versions(conditions: Iterable[Mapping[str, Any]]) -> list[str]:
+    found: dict[str, set[str]] = {}
+    for versions in (c.get("versions") for c in conditions):
+        for name, version in versions.items() if isinstance(versions, Mapping) else ():
+            found.setdefault(str(name), set()).add(str(version))
+    return [f"{name} {' and '.join(sorted(found[name]))}" for name in sorted(found) if name != "torch"]
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def _span(low: object, high: object) -> str:
+    return f"{low} to {high}" if low != high else f"{low}"

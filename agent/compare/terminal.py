@@ -1,0 +1,90 @@
+"""A comparison in a terminal, 120 columns wide, as it stands while it is measured."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from agent.compare.cells import Cell, Empty, Line, lines
+from agent.compare.markdown import ABSENT, ANCHORED, NAMES, Notes, fastest
+from agent.compare.results import Results
+from agent.compare.summary import NOTHING, Row, ordered
+from agent.page.charts import number
+from agent.page.markup import visible
+from verifier.columns import LLM
+
+WIDTH = 120
+NAME, CASE = 22, 11  # characters of an operator's name and of a case
+STYLES = {"win": "green", "tie": "dim", "loss": "red"}
+MOST_REASONS = 8
+UNMEASURED = "not measured"
+
+
+def table(results: Results, doing: str = "") -> RenderableType:
+    """Milliseconds and, but for the LLM's own, the time over its kernel's: green where that is faster, red
+    where it is slower. Empty cells number their reasons, which stand below; ``doing``: what is measured now.
+    """
+    shown, reasons = _rows(ordered(lines(results))), Notes()
+    parts: list[RenderableType] = []
+    if shown:
+        parts.append(_table(shown, reasons))
+    else:
+        parts.append(Text(NOTHING))
+    listed = [f"{place} {text}" for place, text in reasons]
+    more = len(listed) - MOST_REASONS
+    parts += [_line(text, "dim") for text in listed[:MOST_REASONS]]
+    parts += [_line(f"and {more} more reasons", "dim")] if more > 0 else []
+    parts += [_line(doing, "cyan")] if doing else []
+    return Group(*parts)
+
+
+def _rows(found: list[Line]) -> list[tuple[str, Line]]:
+    """Lines under their operators' names, each name once."""
+    before = ["", *(line.operator for line in found)]
+    return [
+        ("" if line.operator == last else line.operator.removeprefix("gemm_"), line)
+        for line, last in zip(found, before, strict=False)
+    ]
+
+
+def _table(rows: list[tuple[str, Line]], reasons: Notes) -> Table:
+    made = Table(
+        title=f"Milliseconds, and time over {LLM}'s", title_justify="left", box=None, padding=(0, 1, 0, 0)
+    )
+    made.add_column("operator", width=NAME, no_wrap=True, overflow="ellipsis")
+    made.add_column("case", width=CASE, no_wrap=True, overflow="ellipsis")
+    for name in NAMES:
+        made.add_column(name.replace(".", ".\n").replace(" ", "\n"), justify="right", no_wrap=True)
+    for operator, line in rows:
+        cells = [_cell(name, line, reasons) for name in NAMES]
+        made.add_row(Text(visible(operator), "bold"), Text(visible(line.case)), *cells)
+    return made
+
+
+def _cell(name: str, line: Line, reasons: Notes) -> Text:
+    cell = line.cells[name]
+    if isinstance(cell, Empty):
+        known = "" if cell.reason == UNMEASURED else f" {reasons.of(cell.reason)[0]}"
+        return Text(f"{ABSENT}{known}", "dim")
+    return Text.assemble(
+        (_short(cell.milliseconds), "bold" if name == fastest(line) else ""), *_ratio(line.case, cell)
+    )
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.3f}" if milliseconds < 10 else number(milliseconds)
+
+
+def _ratio(case: str, cell: Cell) -> list[tuple[str, str]]:
+    if cell.against is None:
+        return []
+    row = Row(case, cell.against, cell.anchored)
+    mark = ANCHORED if cell.anchored else ""
+    return [(f" {row.ratio.estimate:.2f}{mark}", STYLES[row.outcome])]
+
+
+def _line(text: str, style: str) -> Text:
+    made = Text(" ".join(visible(text).split()), style, no_wrap=True)
+    made.truncate(WIDTH, overflow="ellipsis")
+    return made

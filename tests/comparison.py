@@ -1,0 +1,112 @@
+"""Made-up results of a comparison, for tests of how results are shown: no figure here was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent.compare.results import Arm, Failure, Loss, Results, Sitting
+from agent.table import GROUPS
+from verifier.baselines import MAX_AUTOTUNE
+from verifier.columns import ANCHOR, COMPILE, EDITED, FLASHINFER, LIGER, PROGRAM, UPSTREAM
+from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
+
+TEN = GROUPS["CODA's ten"]
+WIDTHS, SQUARES = ("1B", "7B", "70B"), ("square 2048", "square 4096", "square 8192")
+SIZES = dict(zip((*WIDTHS, *SQUARES), (2048, 4096, 8192) * 2, strict=True))
+ROWS = [(name, case) for name in TEN for case in (WIDTHS + SQUARES if name in TEN[:3] else WIDTHS)]
+ROUNDS = 8
+FLASHINFER_REASON = "its kernels build with nvcc, which this machine lacks"
+LIGER_REASON = "AssertionError: hidden size 8192 | <none>"
+AUTOTUNE_REASON = "out of memory: 2.1 GiB asked for"
+UPSTREAM_LACKS, UPSTREAM_REASON = "gemm_rmsnorm_partial_cross_entropy", "has no such operator"
+NOTE = "weight transposed outside the clock"
+CONDITIONS = {
+    "gpu": "made-up GPU",
+    "driver": "1.2.3",
+    "torch": "9.9.9",
+    "cuda": "99.0",
+    "versions": {"quack-kernels": "0.0.1", "liger-kernel": "0.0.2"},
+}
+
+
+def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> Arm:
+    """An arm that took about as long in every round; ``spread`` is relative, and alternates."""
+    rounds = tuple(milliseconds * (1 + spread * ((7 * i) % 5 - 2) / 2) for i in range(ROUNDS))
+    given: dict[str, Any] = {
+        "key": "1",
+        "losses": {"y": Loss(relative=1.7e-3, yardsticks=1.01)},
+        "bytes": 3 << 20,
+    }
+    return Arm(milliseconds=rounds, **given | changes)
+
+
+def sitting(
+    arms: Mapping[str, Arm], operator: str = "gemm_rope", case: str = "7B", **changes: Any
+) -> Sitting:
+    """A row in one process, beside cuBLAS's bare matmul of 1 ms unless ``arms`` have their own."""
+    given: dict[str, Any] = {
+        "sizes": {"M": 16384, "N": 4096, "K": 4096},
+        "question": "0",
+        "process": 0,
+        "anchor": ANCHOR,
+        "roofline": 0.8,
+        "conditions": CONDITIONS,
+        "date": "2001-02-03T04:05:06+00:00",
+    }
+    return Sitting(
+        operator=operator, case=case, arms={ANCHOR: arm(1.0, losses={}), **arms}, **given | changes
+    )
+
+
+def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:
+    """Rows of an operator and a case each, with arms that failed or cannot be, two processes, a column that
+    sat apart, and a kernel that has become another since."""
+    operators = {operator for operator, _ in rows}
+    found = [s for place, row in enumerate(rows) for s in _sittings(place, *row, SIZES[row[1]])]
+    absent = {name: {FLASHINFER: FLASHINFER_REASON} for name in operators}
+    for name in {UPSTREAM_LACKS} & operators:
+        absent[name][UPSTREAM] = UPSTREAM_REASON
+    return Results(sittings=tuple(found), absent=absent)
+
+
+def _sittings(place: int, operator: str, case: str, size: int) -> list[Sitting]:
+    bare = size**2 / 2e7  # milliseconds
+    swing = 1 + 0.05 * (place % 7 - 3) / 3
+    gain = 1.1 + 0.5 * (2048 / size) * ("bwd" in operator) + 0.2 * (place % 3) / 3
+    ours = bare * 1.08
+    arms = {
+        ANCHOR: arm(bare, 0.004, losses={}, bytes=size << 14),
+        "eager": arm(ours * gain * 1.3, 0.01, bytes=size << 17),
+        COMPILE: arm(ours * gain, 0.02, bytes=size << 16),
+        OWN_TUNER: arm(ours * swing, 0.012, bytes=size << 15),
+        OUR_SEARCH: arm(ours * swing * (1.01 - 0.02 * (place % 2)), 0.012, bytes=size << 15),
+        PROGRAM: arm(ours, 0.008, bytes=size << 15, losses=_losses(place)),
+    }
+    failed = {}
+    if case == "70B":
+        failed[LIGER] = Failure(key="1", reason=LIGER_REASON)
+        failed[MAX_AUTOTUNE] = Failure(key="1", reason=AUTOTUNE_REASON)
+    else:
+        arms[LIGER] = arm(ours * gain * 1.15, 0.03, bytes=size << 16, note=NOTE)
+        arms[MAX_AUTOTUNE] = arm(ours * gain * (1.03 - 0.06 * (place % 2)), 0.02, bytes=size << 16)
+    if operator == "gemm_swiglu_bwd":
+        arms[EDITED] = arm(ours * 0.95, 0.008, bytes=size << 15, losses=_losses(place))
+    shared: dict[str, Any] = {"sizes": {"M": 16384, "N": size, "K": size}, "roofline": bare * 0.93}
+    stale = {ANCHOR: arms[ANCHOR], PROGRAM: arm(ours * 2, 0.008, key="0")}
+    apart = {ANCHOR: arms[ANCHOR], UPSTREAM: arm(ours * 1.06, 0.01, bytes=size << 15)}
+    whole = [
+        sitting(stale, operator, case, process=0, **shared),
+        sitting(arms, operator, case, process=1, failed=failed, **shared),
+        sitting(arms, operator, case, process=2, failed=failed, **shared),
+    ]
+    return whole + (
+        [sitting(apart, operator, case, process=3, **shared)] if operator != UPSTREAM_LACKS else []
+    )
+
+
+def _losses(place: int) -> dict[str, Loss]:
+    return {
+        "y": Loss(relative=1.7e-3, yardsticks=1.01),
+        "rstd": Loss(relative=4e-7, yardsticks=1.2 + place / 100),
+    }

@@ -1,0 +1,487 @@
+"""How a comparison is shown, from made-up results: figures by hand, reasons, hostile text."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import comparison
+import pytest
+from comparison import arm, sitting
+from rich.console import Console
+
+from agent.compare import charts, summary
+from agent.compare.cells import Cell, Empty, Line, lines
+from agent.compare.charts import draw
+from agent.compare.markdown import markdown, plain, sheets
+from agent.compare.page import page
+from agent.compare.results import Failure, Loss, Results
+from agent.compare.summary import CLAIMS, NOTHING, against, findings, measured, ordered, together
+from agent.compare.terminal import WIDTH, table
+from verifier.baselines import MAX_AUTOTUNE
+from verifier.columns import (
+    ANCHOR,
+    COLUMNS,
+    COMPILE,
+    FLASHINFER,
+    HUMAN,
+    LIGER,
+    LLM,
+    MATMUL,
+    PROGRAM,
+    UPSTREAM,
+)
+from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
+from verifier.statistics import Interval
+
+HOSTILE = (
+    '| </td><script src="https://evil.example/x">alert(1)</script>\n'
+    "# `x` *b* [l](https://evil.example) \x1b[31m \u202e $x$"
+)
+NEAR = 1e-9
+
+
+def interval(estimate: float, low: float, high: float) -> Interval:
+    return Interval(estimate, low, high, 0.95, (low, high), (low, high))
+
+
+def line(
+    case: str, operator: str = "gemm_rope", ratios: Mapping[str, tuple[float, float, float]] | None = None
+) -> Line:
+    """A made-up row whose LLM kernel takes 1 ms, beside columns of these ratios."""
+
+    def cell(name: str, milliseconds: float, ratio: Interval | None) -> Cell:
+        return Cell(name, milliseconds, ratio, False, {}, 1 << 20, "", 1)
+
+    cells: dict[str, Cell | Empty] = {column.name: Empty("not measured") for column in COLUMNS}
+    cells[LLM] = cell(PROGRAM, 1.0, None)
+    cells |= {name: cell(name, given[0], interval(*given)) for name, given in (ratios or {}).items()}
+    return Line(operator, case, {"M": 1}, 0.8, cells)
+
+
+def hand() -> Results:
+    """One row: the LLM's kernel takes 2 ms, and the others multiples of it, the same in every round."""
+    arms = {
+        PROGRAM: arm(
+            2.0, losses={"y": Loss(relative=1e-3, yardsticks=1.25), "s": Loss(relative=1e-7, yardsticks=1.5)}
+        ),
+        COMPILE: arm(2.6),
+        OUR_SEARCH: arm(1.9, bytes=5 << 20, note="weight transposed"),
+        OWN_TUNER: arm(2.1),
+    }
+    failed = {LIGER: Failure(key="1", reason="no kernel")}
+    return Results(
+        sittings=(sitting(arms, failed=failed),), absent={"gemm_rope": {FLASHINFER: "does not build"}}
+    )
+
+
+@pytest.fixture(scope="module")
+def whole() -> Results:
+    return comparison.results([("gemm_rmsnorm_partial_cross_entropy", "70B"), ("gemm_swiglu_bwd", "1B")])
+
+
+@pytest.fixture(scope="module")
+def found(whole: Results) -> list[Line]:
+    return lines(whole)
+
+
+@pytest.fixture(scope="module")
+def shown(whole: Results) -> str:
+    return page(whole)
+
+
+def rows(text: str, title: str) -> list[list[str]]:
+    """The cells of a Markdown table under its title, without its headings' rule."""
+    under = text.split(f"**{title}**\n")[1].split("\n**")[0]
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        for row in under.splitlines()
+        if row.startswith("|") and not row.startswith("| ---")
+    ]
+
+
+def column(table_rows: Sequence[Sequence[str]], name: str) -> list[str]:
+    place = table_rows[0].index(name)
+    return [row[place] for row in table_rows[1:]]
+
+
+def printed(results: Results, doing: str = "") -> str:
+    console = Console(width=WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(table(results, doing))
+    return capture.get()
+
+
+# ── The summary ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_half_widths_of_rows_add_as_squares_in_logarithms() -> None:
+    first, second = (
+        interval(1.2, 1.2 / math.exp(0.03), 1.2 * math.exp(0.06)),
+        interval(1.0, math.exp(-0.04), math.exp(0.08)),
+    )
+    mean = together([first, second])
+    assert mean.estimate == pytest.approx(math.sqrt(1.2), abs=NEAR)
+    assert math.log(mean.estimate / mean.low) == pytest.approx(0.05 / 2, abs=NEAR)
+    assert math.log(mean.high / mean.estimate) == pytest.approx(0.10 / 2, abs=NEAR)
+    assert mean.student == mean.bootstrap == pytest.approx((mean.low, mean.high))
+
+
+def test_one_row_is_its_own_mean() -> None:
+    only = interval(1.1, 1.05, 1.2)
+    mean = together([only])
+    assert (mean.estimate, mean.low, mean.high) == pytest.approx((1.1, 1.05, 1.2), abs=NEAR)
+
+
+def test_a_win_and_a_loss_need_the_whole_interval() -> None:
+    told = against(
+        [
+            line("1B", ratios={HUMAN: (1.1, 1.01, 1.2)}),
+            line("7B", ratios={HUMAN: (1.1, 0.99, 1.2)}),
+            line("70B", ratios={HUMAN: (0.9, 0.8, 0.99)}),
+            line("square", ratios={HUMAN: (1.0, 1.0, 1.0)}),
+            line("1B", "gemm_swiglu", ratios={HUMAN: (0.9, 0.8, 1.0)}),
+            line("7B", "gemm_swiglu"),
+        ],
+        HUMAN,
+    )
+    counted = {t.name: [t.count(o) for o in ("win", "tie", "loss")] for t in (*told.operators, told.whole)}
+    assert counted == {"gemm_swiglu": [0, 1, 0], "gemm_rope": [1, 2, 1], "all": [1, 3, 1]}
+    assert str(told).startswith(
+        "Against human the LLM's kernels have 1 win, 3 ties and 1 loss in 5 rows of 2 operators"
+    )
+
+
+def test_a_column_that_no_row_has_is_said_to_have_none() -> None:
+    told = against([line("1B")], HUMAN)
+    assert (told.operators, str(told)) == ((), "Against human: no row has both.")
+
+
+def test_a_claim_lies_where_the_rows_intervals_do() -> None:
+    lies = {
+        ((1.5, 1.45, 1.55),): "within",
+        ((1.2, 1.1, 1.3),): "below",
+        ((1.38, 1.35, 1.41),): "within",
+        ((2.0, 1.9, 2.1),): "above",
+        ((1.2, 1.1, 1.3), (1.5, 1.4, 1.6), (2.0, 1.9, 2.1)): "1 below, 1 within, 1 above",
+    }
+    for ratios, verdict in lies.items():
+        made = [
+            line(f"{i}", "gemm_residual_rmsnorm_bwd", ratios={COMPILE: ratio})
+            for i, ratio in enumerate(ratios)
+        ]
+        by = {finding.claim.what: finding for finding in findings(made)}
+        assert by["RMSNorm backward"].verdict == verdict, ratios
+        assert by["SwiGLU backward"].verdict == by["a whole layer, forward"].verdict == "not measured"
+    assert by["RMSNorm backward"].measured == "1.200 to 2.000 in 3 rows"
+
+
+def test_claims_are_those_of_the_paper_and_have_a_source() -> None:
+    spans = {claim.what: (claim.column, claim.low, claim.high, len(claim.operators)) for claim in CLAIMS}
+    assert spans["forward operators"] == (COMPILE, 1.0, 1.3, 8)
+    assert spans["RMSNorm backward"] == (COMPILE, 1.4, 1.8, 1)
+    assert spans["SwiGLU backward"] == (COMPILE, 1.3, 1.6, 1)
+    assert spans["a whole layer, forward"] == (COMPILE, 1.05, 1.2, 0)
+    assert all("2605.19269" in claim.source for claim in CLAIMS)
+
+
+def test_rows_stand_in_the_order_of_all_tables() -> None:
+    made = [
+        line("square", "gemm_rope"),
+        line("70B", "gemm_rope"),
+        line("x", "b"),
+        line("x", "a"),
+        line("y", "b"),
+    ]
+    made += [line("1B", "gemm_rope"), line("7B", "gemm_rmsnorm")]
+    assert [(one.operator, one.case) for one in ordered(made)] == [
+        ("gemm_rmsnorm", "7B"), ("gemm_rope", "1B"), ("gemm_rope", "70B"), ("gemm_rope", "square"),
+        ("b", "x"), ("b", "y"), ("a", "x"),
+    ]  # fmt: skip
+
+
+def test_what_was_measured_leaves_out_what_has_become_another() -> None:
+    old = sitting({PROGRAM: arm(2.0, key="0")}, conditions={"gpu": "old GPU"}, process=0)
+    new = sitting({PROGRAM: arm(2.0)}, process=1, date="2001-02-05T00:00:00+00:00")
+    bare = sitting({COMPILE: arm(2.0)}, conditions={}, process=2)
+    assert measured(Results(sittings=(old, new, bare))) == (
+        "1 row on made-up GPU (driver 1.2.3, PyTorch 9.9.9, CUDA 99.0, liger-kernel 0.0.2, "
+        "quack-kernels 0.0.1), 2001-02-03 to 2001-02-05, 8 rounds in each of 2 processes a row."
+    )
+    assert measured(Results(sittings=(bare,))).startswith(
+        "1 row on an unknown device, 2001-02-03, 8 rounds in one process"
+    )
+
+
+# ── Markdown ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_markdown_says_what_was_computed_by_hand() -> None:
+    text = markdown(hand())
+    times, ratios = rows(text, "Milliseconds"), rows(text, "Time over LLM's")
+    assert times[0] == ["operator", "case", *(c.name for c in COLUMNS), "roofline"]
+    assert column(times, LLM) == ["2.000"]
+    assert column(times, HUMAN) == ["**1.900** <sup>4, 5</sup>"]  # QuACK (our search), weight transposed
+    assert column(times, MATMUL) == ["1.000"]  # the least, but it does less
+    assert column(times, "roofline") == ["0.8000"]
+    assert column(ratios, COMPILE) == ["1.300 [1.300, 1.300]"]
+    assert column(ratios, HUMAN) == ["0.950 [0.950, 0.950]"]
+    assert column(ratios, "roofline") == ["0.400"]
+    assert column(rows(text, "Error against fp64"), LLM) == ["1.50"]
+    assert column(rows(text, "Peak memory, MiB"), HUMAN) == ["5.0"]
+    assert rows(text, "LLM against human")[1] == ["`gemm_rope`", "0.950 [0.950, 0.950]", "1", "0", "0", "1"]
+    assert rows(text, "LLM against torch.compile")[1][2:] == ["1", "1", "0", "0"]
+    assert column(rows(text, "The paper's claims"), "it lies")[0] == "within"
+    assert column(rows(text, "The paper's claims"), "it lies")[-1] == "below"
+
+
+def test_an_empty_cell_gives_its_reason_in_a_note_named_once() -> None:
+    text = markdown(hand())
+    notes = text.split("**Notes**\n\n")[1].split("\n\n")[0].splitlines()
+    assert notes == [
+        "1. not measured",
+        "2. Liger: no kernel",
+        "3. does not build",
+        "4. QuACK (our search)",
+        "5. weight transposed",
+    ]
+    for title in ("Milliseconds", "Time over LLM's", "Error against fp64", "Peak memory, MiB"):
+        assert column(rows(text, title), FLASHINFER) == ["– <sup>3</sup>"]
+
+
+def test_a_ratio_through_the_anchor_is_marked_and_explained(found: list[Line]) -> None:
+    (_, ratios, *_), _ = sheets(found)
+    place = ratios.columns.index(UPSTREAM)
+    cells = {operator: entries[place].text for operator, _, entries in ratios.rows}
+    assert cells["gemm_swiglu_bwd"].endswith("†") and cells["gemm_rmsnorm_partial_cross_entropy"] == "–"
+    assert "†" in ratios.says
+    assert not any("†" in e.text for _, _, es in ratios.rows for i, e in enumerate(es) if i != place)
+    assert "†" not in markdown(hand())
+
+
+def test_a_note_names_the_arm_where_it_is_not_the_first(found: list[Line]) -> None:
+    (times, *_), notes = sheets(found)
+    texts = dict(notes)
+    told = {
+        (operator, case): {texts[n] for n in entries[times.columns.index(COMPILE)].notes}
+        for operator, case, entries in times.rows
+    }
+    assert {frozenset(names) for names in told.values()} <= {frozenset(), frozenset({MAX_AUTOTUNE})}
+    assert any(told.values()) and not all(told.values())
+    assert len(texts) == len(set(texts.values()))
+
+
+def test_without_the_llms_kernel_the_fastest_is_by_time() -> None:
+    text = markdown(Results(sittings=(sitting({COMPILE: arm(2.0), "eager": arm(3.0)}),)))
+    assert column(rows(text, "Milliseconds"), COMPILE) == ["**2.000**"]
+    assert column(rows(text, "Time over LLM's"), COMPILE) == ["–"]
+    assert "Against human: no row has both." in text
+
+
+@pytest.mark.parametrize("show", [markdown, page, printed])
+def test_nothing_measured_is_a_sentence(show: object) -> None:
+    assert callable(show) and NOTHING in show(Results())
+
+
+def hostile() -> Results:
+    arms = {PROGRAM: arm(2.0, note=HOSTILE), COMPILE: arm(2.5, key=HOSTILE)}
+    failed = {LIGER: Failure(key=HOSTILE, reason=HOSTILE)}
+    conditions = {"gpu": HOSTILE, "versions": {HOSTILE: HOSTILE}, "driver": 5}
+    return Results(
+        sittings=(sitting(arms, case="a|b<i>", failed=failed, conditions=conditions),),
+        absent={"gemm_rope": {FLASHINFER: HOSTILE}},
+    )
+
+
+def test_markdown_shows_hostile_text_as_it_is() -> None:
+    text = markdown(hostile())
+    assert "<script" not in text and "\x1b" not in text and "\u202e" not in text
+    assert r"\# \`x\` \*b\* \[l\](https" in text and "[l](" not in text
+    times = rows(text, "Milliseconds")
+    assert {len(row) for row in times} == {len(times[0])}
+    assert times[1][1] == r"a\|b&lt;i&gt;"
+    assert plain("a_b\n*c* <d> & `e` [f](g) \\| ~h~ $i$") == (
+        r"a\_b \*c\* &lt;d&gt; &amp; \`e\` \[f\](g) \\\| \~h\~ \$i\$"
+    )
+
+
+# ── HTML ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Tags(HTMLParser):
+    """Every element with its attributes; fails on one that is closed out of turn."""
+
+    VOID = {"meta", "br", "hr", "link", "img"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def assert_alone(text: str) -> None:
+    """No script, nothing from elsewhere, and every name once."""
+    tags = Tags(text)
+    assert not {tag for tag, _ in tags.seen} & {
+        "script",
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "image",
+        "base",
+        "form",
+    }
+    names = [attributes["id"] for _, attributes in tags.seen if "id" in attributes]
+    assert len(names) == len(set(names))
+    for tag, attributes in tags.seen:
+        assert not [
+            name for name in attributes if name.startswith("on") or name in ("src", "srcset", "data")
+        ], tag
+        for name in ("href", "xlink:href"):
+            if name in attributes:
+                assert (attributes[name] or "").removeprefix("#") in names
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(names)
+    assert "default-src 'none'" in text
+
+
+def test_the_page_is_one_well_formed_file_that_needs_no_other(shown: str) -> None:
+    assert_alone(shown)
+    assert shown.count("<svg") == 2 and "<?xml" not in shown and shown.count("<!DOCTYPE") == 0
+
+
+def test_the_page_has_all_that_was_measured(shown: str) -> None:
+    for words in (
+        "made-up GPU", "By operator and case", "LLM against human", "LLM against torch.compile", "claims",
+        comparison.FLASHINFER_REASON, comparison.UPSTREAM_REASON, comparison.NOTE, comparison.AUTOTUNE_REASON,
+        "has become another since", "through the anchor", "rstd: 4.00e-07, 1.20",
+        *(column.what for column in COLUMNS if "'" not in column.what),
+    ):  # fmt: skip
+        assert words in shown, words
+    assert "hidden size 8192 | &lt;none&gt;" in shown
+
+
+def test_the_page_escapes_hostile_text() -> None:
+    text = page(hostile())
+    assert_alone(text)
+    assert "&lt;/td&gt;&lt;script" in text and "a|b&lt;i&gt;" in text
+
+
+# ── Charts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_charts_are_valid_and_the_same_when_drawn_again(found: list[Line], tmp_path: Path) -> None:
+    first, again = draw(found, tmp_path / "a"), draw(found, tmp_path / "b")
+    assert [path.name for path in first] == ["speedup.svg", "speedup.png", "roofline.svg", "roofline.png"]
+    for one, other in zip(first, again, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+        if one.suffix == ".svg":
+            assert ElementTree.parse(one).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+            assert "dc:date" not in one.read_text()
+        else:
+            assert one.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def drawn_words(text: str) -> list[str]:
+    """The texts of a chart, which matplotlib draws as outlines and names in comments."""
+    return re.findall(r"<!-- (.*?) -->", text, re.DOTALL)
+
+
+def test_speedups_have_a_bar_for_each_rival_and_a_dash_for_each_that_lacks() -> None:
+    made = [
+        line("1B", ratios={COMPILE: (1.5, 1.4, 1.6), HUMAN: (0.9, 0.8, 1.0), LIGER: (2.0, 1.9, 2.1)}),
+        line("7B", ratios={COMPILE: (1.25, 1.2, 1.3), HUMAN: (1.0, 0.9, 1.1)}),
+    ]
+    words = drawn_words(charts.vectors(made)["speedup"])
+    assert {"1.50", "0.90", "2.00", "1.25", "1.00", "1B", "7B", "rope", "over human"} <= set(words)
+    assert words.count("–") == 1
+
+
+def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    assert draw([], tmp_path) == []
+    names = [path.name for path in draw([line("1B")], tmp_path)]
+    assert names == ["roofline.svg", "roofline.png"]
+    assert {"LLM"} == set(drawn_words(charts.vectors([line("1B")])["roofline"])) & {c.name for c in COLUMNS}
+
+
+def test_a_chart_takes_any_name() -> None:
+    odd = "a$b$ <x> -- \x00 " + "wide" * 20
+    for text in charts.vectors([line(odd, odd, ratios={COMPILE: (1.5, 1.4, 1.6)})]).values():
+        ElementTree.fromstring(text)
+
+
+def test_every_column_has_its_own_colour_and_shape() -> None:
+    names = {column.name for column in COLUMNS}
+    assert names == charts.COLOURS.keys() == charts.SHAPES.keys()
+    assert len(set(charts.COLOURS.values())) == len(set(charts.SHAPES.values())) == len(names)
+
+
+def test_matplotlib_is_imported_only_to_draw() -> None:
+    code = "import agent.compare.page, agent.compare.terminal, sys; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ── The terminal ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_terminal_has_times_ratios_and_reasons_within_its_width(whole: Results) -> None:
+    told = printed(whole, "measuring [red]gemm_rope[/red]")
+    assert "measuring [red]gemm_rope[/red]" in told  # as it is, not as markup
+    assert f"\n2 {comparison.FLASHINFER_REASON}" in told and "hidden size 8192 | <none>" in told
+    assert "1.12†" in told and "…" not in told.split("swiglu_bwd")[1].split("\n")[0]
+    assert max(map(len, told.splitlines())) <= WIDTH
+
+
+def test_the_terminal_says_what_was_computed_by_hand() -> None:
+    row = next(text for text in printed(hand()).splitlines() if text.startswith("rope"))
+    assert row.split() == [
+        "rope",
+        "7B",
+        "–",
+        "2.600",
+        "1.30",
+        "–",
+        "1",
+        "–",
+        "2",
+        "1.900",
+        "0.95",
+        "–",
+        "2.000",
+        "1.000",
+        "0.50",
+    ]
+
+
+def test_the_terminal_takes_hostile_text() -> None:
+    told = printed(hostile(), HOSTILE)
+    assert "\x1b" not in told and "\u202e" not in told
+    assert max(map(len, told.splitlines())) <= WIDTH
+
+
+def test_nothing_is_said_of_an_anchor_that_no_one_sat_beside() -> None:
+    alone = Results(sittings=(sitting({}),))
+    assert summary.against(lines(alone), COMPILE).operators == ()
+    assert column(rows(markdown(alone), "Milliseconds"), MATMUL) == ["1.000"]
+    assert ANCHOR in page(alone)

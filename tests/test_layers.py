@@ -1,0 +1,296 @@
+"""A layer in fused kernels against the plain one: outputs, every gradient, chains, and what must not pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from primitives.interpret import torch_dtype
+from primitives.launch import ALIGNMENT, LaunchError, check_sizes
+from verifier import layers
+from verifier.columns import EAGER, PROGRAM
+from verifier.layers.errors import relative, results, truth
+from verifier.layers.fused import Fused, packed, table, unpacked, unrotated
+from verifier.layers.layer import Layer
+from verifier.layers.plain import Plain, rmsnorm
+from verifier.layers.runners import Call, Interpreted, Launched, Tensors, accepted, calls
+from verifier.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
+
+KERNELS = Path(__file__).parent.parent / "generated_kernels"
+SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
+ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
+PROGRAMS = accepted(KERNELS, SMALL)
+NAMES = {"y", "normed", "d x", *(f"d {name}" for name in Weights._fields)}
+WORSE = 1.5  # times the plain bf16 layer's error: more is a mistake
+
+
+def fused(shape: Shape, weights: Weights, next_norm: Tensor) -> Fused:
+    return Fused(shape, weights, next_norm, Interpreted(PROGRAMS), unrotated)
+
+
+def ratios(shape: Shape, drawn: Drawn, weights: Weights, next_norm: Tensor) -> dict[str, float]:
+    """How much further from the truth than the plain bf16 layer a fused one with these weights is."""
+    exact = truth(shape, drawn)
+    plain = relative(results(Plain(shape, drawn.weights, drawn.next_norm), drawn), exact)
+    found = relative(results(fused(shape, weights, next_norm), drawn), exact)
+    return {name: found[name] / plain[name] for name in exact}
+
+
+@pytest.mark.parametrize("shape", [SMALL, ODD])
+def test_the_fused_layer_loses_no_more_than_the_plain_one(shape: Shape) -> None:
+    drawn = draw(shape, 0, "cpu")
+    found = ratios(shape, drawn, drawn.weights, drawn.next_norm)
+    assert found.keys() == NAMES
+    assert max(found.values()) < WORSE, found
+
+
+@pytest.mark.parametrize(
+    ("norm", "seen"),
+    [
+        ("attention_norm", {"y", "d x", "d qkv"}),
+        ("ffn_norm", {"y", "d x", "d gate_up", "d attention_norm"}),
+        ("next_norm", {"normed"}),
+    ],
+)
+def test_a_wrong_weight_of_a_norm_is_caught(norm: str, seen: set[str]) -> None:
+    drawn = draw(SMALL, 1, "cpu")
+    wrong = {**drawn.weights._asdict(), "next_norm": drawn.next_norm}
+    wrong[norm] = wrong[norm].roll(1)
+    next_norm = wrong.pop("next_norm")
+    found = ratios(SMALL, drawn, Weights(**wrong), next_norm)
+    assert seen <= {name for name, ratio in found.items() if ratio > WORSE}, found
+    if norm == "next_norm":  # whose gradient is the next layer's
+        assert {name for name, ratio in found.items() if ratio > WORSE} == seen
+
+
+@pytest.mark.parametrize("field", Weights._fields)
+def test_a_gradient_that_is_a_fiftieth_off_is_caught(field: str) -> None:
+    drawn = draw(SMALL, 2, "cpu")
+    exact = truth(SMALL, drawn)
+    found = results(fused(SMALL, drawn.weights, drawn.next_norm), drawn)
+    limit = relative(results(Plain(SMALL, drawn.weights, drawn.next_norm), drawn), exact)[f"d {field}"]
+    off = {**found, f"d {field}": found[f"d {field}"].float() * 1.02}
+    assert relative(off, exact)[f"d {field}"] > WORSE * limit
+
+
+def chained(one: Layer[Any, Any], two: Layer[Any, Any], drawn: Drawn, last: Tensor) -> dict[str, Tensor]:
+    """Two layers, and the last norm: its output, and every gradient of a loss on that."""
+    between, first = one.train(one.start(drawn.x))
+    after, second = two.train(between)
+    outputs = two.outputs(after)
+    y, gamma = (t.detach().requires_grad_() for t in (outputs["y"], last))
+    dy, dlast = torch.autograd.grad(rmsnorm(y, gamma), (y, gamma), drawn.dout)
+    of_two = two.backward(second, dy)
+    of_one = one.gradients(one.backward(first, of_two["x"]))
+    found = {f"1 {name}": t for name, t in of_one.items()}
+    found |= {f"2 {name}": t for name, t in two.gradients(of_two).items()}
+    return found | {"normed": outputs["normed"], "last": dlast}
+
+
+def test_two_layers_chain_into_the_last_norm() -> None:
+    a, b = draw(SMALL, 3, "cpu"), draw(SMALL, 4, "cpu")
+    last = b.next_norm
+
+    def stack(kind: type[Plain] | partial[Fused], dtype: torch.dtype) -> dict[str, Tensor]:
+        weights = [Weights(*(w.to(dtype) for w in d.weights)) for d in (a, b)]
+        norms = [weights[1].attention_norm, last.to(dtype)]
+        wide = Drawn(weights[0], norms[0], a.x.to(dtype), a.dout.to(dtype))
+        one, two = (kind(SMALL, w, n) for w, n in zip(weights, norms, strict=True))
+        return chained(one, two, wide, norms[1])
+
+    exact = stack(Plain, torch.float32)
+    plain = relative(stack(Plain, torch.bfloat16), exact)
+    kind = partial(Fused, runner=Interpreted(PROGRAMS), unrotate=unrotated)
+    found = relative(stack(kind, torch.bfloat16), exact)
+    assert len(exact) == 2 * (1 + len(Weights._fields)) + 2
+    worst = {name: found[name] / plain[name] for name in exact}
+    assert max(worst.values()) < WORSE, worst
+
+
+def by_hand(shape: Shape, drawn: Drawn) -> Tensor:
+    """The layer in fp64, from the formulas: rotation by complex numbers, softmax of a masked product."""
+    weights = Weights(*(w.double() for w in drawn.weights))
+    x = drawn.x.double()
+    cosine, sine = (t[:, : shape.pairs].double() for t in rotary(shape, "cpu"))
+    mask = torch.ones(shape.length, shape.length, dtype=torch.bool).tril()
+
+    def norm(t: Tensor, gamma: Tensor) -> Tensor:
+        return t / (t.square().mean(-1, keepdim=True) + EPS).sqrt() * gamma
+
+    def turned(t: Tensor) -> Tensor:
+        pairs = torch.complex(t[..., : shape.pairs], t[..., shape.pairs :]) * torch.complex(cosine, sine)
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+    rows = []
+    for part in norm(x, weights.attention_norm).split(shape.length):
+        mixed = []
+        for head in range(shape.heads):
+            at = torch.arange(head * shape.head_width, (head + 1) * shape.head_width)
+            q, k, v = (part @ weights.qkv[at + i * shape.width].T for i in range(3))
+            scores = turned(q) @ turned(k).T / shape.head_width**0.5
+            mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v)
+        rows.append(torch.cat(mixed, -1))
+    h = x + torch.cat(rows) @ weights.out.T
+    product = norm(h, weights.ffn_norm) @ weights.gate_up.T
+    gate, up = product[:, : shape.ffn], product[:, shape.ffn :]
+    return h + (gate / (1 + (-gate).exp()) * up) @ weights.down.T
+
+
+@pytest.mark.parametrize("shape", [SMALL, ODD])
+def test_the_truth_is_the_layer_that_the_formulas_say(shape: Shape) -> None:
+    drawn = draw(shape, 5, "cpu")
+    assert relative({"y": truth(shape, drawn)["y"]}, {"y": by_hand(shape, drawn)})["y"] < 1e-6
+
+
+def test_the_truth_is_not_taken_in_tf32() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(RuntimeError, match="highest"):
+            truth(SMALL, draw(SMALL, 0, "cpu"))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_errors_are_not_taken_of_other_names_or_shapes() -> None:
+    one = {"y": torch.ones(2)}
+    for other in ({}, {"y": torch.ones(3)}, {"y": torch.ones(2), "d x": torch.ones(2)}):
+        with pytest.raises(ValueError, match="the exact values are"):
+            relative(other, one)
+    assert relative({"y": torch.tensor([1.0, 2.0])}, one) == {"y": pytest.approx(0.5**0.5)}
+
+
+class Strict(Interpreted):
+    """Refuses what a launch would: the wrong dtype, strides or address. Remembers the calls."""
+
+    def __init__(self) -> None:
+        super().__init__(PROGRAMS)
+        self.seen: list[Call] = []
+
+    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+        self.seen.append(call)
+        declared = self.programs[call.operator].signature.inputs
+        assert inputs.keys() == declared.keys()
+        for name, tensor in inputs.items():
+            assert tensor.dtype == torch_dtype(declared[name].dtype), (call, name)
+            assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0, (call, name)
+        return super().run(call, inputs)
+
+
+def test_kernels_get_what_they_can_be_launched_on_each_in_its_place() -> None:
+    drawn, runner = draw(SMALL, 6, "cpu"), Strict()
+    layer = Fused(SMALL, drawn.weights, drawn.next_norm, runner, unrotated)
+    layer.step(layer.start(drawn.x), drawn.dout)
+    assert runner.seen == list(calls(SMALL).values())
+
+
+def test_a_call_at_other_sizes_is_refused() -> None:
+    drawn = draw(SMALL, 6, "cpu")
+    call = calls(ODD)["v"]
+    inputs = {"x": drawn.x, "w": drawn.weights.out, "rstd": torch.ones(SMALL.tokens)}
+    with pytest.raises(LaunchError, match="gemm_rmsnorm is called at"):
+        Interpreted(PROGRAMS).run(call, inputs)
+
+
+@pytest.mark.parametrize("shape", WIDTHS.values(), ids=list(WIDTHS))
+def test_every_width_can_be_launched(shape: Shape) -> None:
+    assert shape.tokens == 16384
+    for call in calls(shape).values():
+        check_sizes(PROGRAMS[call.operator], dict(call.sizes))
+        assert {"eps": EPS}.items() >= PROGRAMS[call.operator].signature.constants.items()
+
+
+def test_a_launch_without_a_kernel_names_the_call() -> None:
+    with pytest.raises(LookupError, match=r"no kernel for gemm_rmsnorm at .*'N': 64"):
+        Launched({}).run(calls(SMALL)["v"], {})
+
+
+def test_a_layer_keeps_nothing_between_calls() -> None:
+    drawn = draw(SMALL, 7, "cpu")
+    layer = fused(SMALL, drawn.weights, drawn.next_norm)
+    stream = layer.start(drawn.x)
+    before = [t.clone() for t in stream]
+    first, second = (layer.step(stream, drawn.dout) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(t, kept) for t, kept in zip(stream, before, strict=True))
+    forward, trained = layer.forward(stream), layer.train(stream)[0]
+    assert all(torch.equal(a, b) for a, b in zip(forward, trained, strict=True))
+
+
+def test_a_stream_is_begun_as_the_kernels_go_on_with_it() -> None:
+    drawn = draw(SMALL, 8, "cpu")
+    layer = fused(SMALL, drawn.weights, drawn.next_norm)
+    stream = layer.forward(layer.start(drawn.x))
+    after = fused(SMALL, drawn.weights._replace(attention_norm=drawn.next_norm), drawn.next_norm)
+    begun = after.start(stream.h)
+    found = relative(stream._asdict(), begun._asdict())
+    assert found["h"] == 0 and found["hg"] < 4e-3 and found["rstd"] < 1e-3
+    assert {n: t.dtype for n, t in begun._asdict().items()} == {
+        n: t.dtype for n, t in stream._asdict().items()
+    }
+
+
+def test_packed_weights_have_pairs_side_by_side_and_come_back() -> None:
+    weights = draw(SMALL, 9, "cpu").weights
+    made = packed(SMALL, weights)
+    half, wide, width = SMALL.pairs, SMALL.head_width, SMALL.width
+    assert torch.equal(made.qkv[wide], weights.qkv[wide])
+    assert torch.equal(made.qkv[wide + 1], weights.qkv[wide + half])
+    assert torch.equal(made.qkv[2 * width :], weights.qkv[2 * width :])
+    assert torch.equal(made.gate_up[0::2], weights.gate_up[: SMALL.ffn])
+    assert torch.equal(made.gate_up[1::2], weights.gate_up[SMALL.ffn :])
+    back = unpacked(SMALL, made)
+    assert all(torch.equal(a, b) for a, b in zip(back, weights, strict=True))
+
+
+def test_rotating_back_is_the_gradient_of_rotating() -> None:
+    drawn = draw(SMALL, 10, "cpu")
+    turn = table(SMALL, rotary(SMALL, "cpu"))
+    cosine, sine = (t[:, None].double() for t in turn.unflatten(1, (-1, 2)).unbind(-1))
+
+    def rotated(t: Tensor) -> Tensor:
+        even, odd = t.unflatten(1, (-1, SMALL.pairs, 2)).unbind(-1)
+        return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(1)
+
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(SMALL.tokens, 3 * SMALL.width, generator=generator).double().requires_grad_()
+    qk, v = qkv.tensor_split([2 * SMALL.width], 1)
+    turned = rotated(qk)
+    parts = (drawn.dout, drawn.x, drawn.dout - drawn.x)  # as if of q, k and v
+    (exact,) = torch.autograd.grad((turned, v), qkv, (torch.cat(parts[:2], 1).double(), parts[2].double()))
+    dq, dk, dv = (SMALL.apart(t) for t in parts)
+    found, s = unrotated(dq, dk, dv, turned.detach().float(), v.detach().float(), turn)
+    assert relative({"d": found}, {"d": exact})["d"] < 4e-3
+    assert relative({"s": s}, {"s": (exact * qkv.detach()).sum(-1) / SMALL.width})["s"] < 1e-5
+
+
+def test_the_plain_layer_compiles_whole() -> None:
+    drawn = draw(SMALL, 11, "cpu")
+    compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
+    layer = Plain(SMALL, drawn.weights, drawn.next_norm, compiled)
+    eager = Plain(SMALL, drawn.weights, drawn.next_norm)
+    assert max(relative(results(layer, drawn), results(eager, drawn)).values()) < 1e-3
+    assert torch.equal(layer.forward(drawn.x), eager.forward(drawn.x))
+
+
+def test_variants_are_built_by_name() -> None:
+    drawn = draw(SMALL, 12, "cpu")
+    runner = Interpreted(PROGRAMS)
+    plain = layers.variant(EAGER, SMALL, drawn, runner)
+    assert torch.equal(plain.forward(drawn.x), Plain(SMALL, drawn.weights, drawn.next_norm).forward(drawn.x))
+    found = layers.variant(PROGRAM, SMALL, drawn, runner)
+    own = fused(SMALL, drawn.weights, drawn.next_norm)
+    assert torch.equal(found.forward(found.start(drawn.x)).h, own.forward(own.start(drawn.x)).h)
+    with pytest.raises(ValueError, match=r"'Ligre' is unknown; use one of eager, .*, LLM"):
+        layers.variant("Ligre", SMALL, drawn, runner)
+
+
+def test_naming_the_variants_needs_no_torch() -> None:
+    code = "import sys, verifier.layers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=KERNELS.parent, check=False).returncode == 0

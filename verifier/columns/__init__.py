@@ -1,0 +1,90 @@
+"""Who else computes a spec's outputs: the columns of the comparison, each installed as itself, at its best.
+
+A column has one or more arms, ways to call the same library, of which the fastest stands in a cell.
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from verifier.baselines import CUBLAS, MAX_AUTOTUNE
+from verifier.columns.entry import Entry
+from verifier.quack_baseline import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER, admitted
+from verifier.spec import Spec
+
+TORCH, COMPILE, EAGER = "torch", "torch.compile", "eager"
+APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotune, halves apart"
+LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second of layers only
+FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
+HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
+PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms
+
+
+@dataclass(frozen=True)
+class Column:
+    """``what`` it is, for a legend. ``packages``: the distributions that its arms are."""
+
+    name: str
+    what: str
+    arms: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+
+
+COLUMNS = (
+    Column(TORCH, "eager PyTorch on cuBLAS", (EAGER,), ("torch",)),
+    Column(
+        COMPILE,
+        "torch.compile, default or max-autotune, the faster",
+        (COMPILE, MAX_AUTOTUNE, APART, APART_AUTOTUNE),
+        ("torch", "triton"),
+    ),
+    Column(
+        LIGER, "liger-kernel's operators on cuBLAS", (LIGER, LIGER_APART), ("liger-kernel", "torch", "triton")
+    ),
+    Column(
+        FLASHINFER, "flashinfer-python's operators on cuBLAS", (FLASHINFER,), ("flashinfer-python", "torch")
+    ),
+    Column(
+        HUMAN, "QuACK's fused kernels, written by people, tuned", (OWN_TUNER, OUR_SEARCH), ("quack-kernels",)
+    ),
+    Column(
+        UPSTREAM, "CODA's own package, in its own environment", (UPSTREAM,), ("coda-kernels", "quack-kernels")
+    ),
+    Column(LLM, "accepted kernels of generated_kernels", (PROGRAM, EDITED), ("quack-kernels",)),
+    Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
+)
+ANCHOR = CUBLAS  # in every sitting
+AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # what --quick leaves out
+LIBRARIES = (APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
+
+
+def entries(arm: str) -> Mapping[str, Entry]:
+    """What one of ``LIBRARIES`` has, by spec."""
+    from verifier.columns import apart, flashinfer, liger, upstream
+
+    if arm in (APART, APART_AUTOTUNE):
+        return apart.entry("default" if arm == APART else "max-autotune")
+    return {LIGER: liger.ENTRIES, FLASHINFER: flashinfer.ENTRIES, UPSTREAM: upstream.ENTRIES}[arm]
+
+
+def note(spec: Spec, arm: str) -> str:
+    """What a reader has to know of an arm's way to compute a spec; empty where nothing."""
+    return entries(arm)[spec.name].note if arm in LIBRARIES else ""
+
+
+def absent(spec: Spec, arm: str) -> str | None:
+    """Why an arm cannot compute a spec, wherever it is tried; None where it can, or nothing is known."""
+    from verifier.columns import flashinfer, liger, upstream
+
+    if arm in LIBRARY_ARMS and not admitted(spec, [arm]):
+        return "QuACK has no epilogue for it"
+    if arm not in LIBRARIES or spec.name in entries(arm):
+        return None
+    reasons: dict[str, dict[str, str]] = {
+        LIGER: liger.ABSENT,
+        FLASHINFER: flashinfer.ABSENT,
+        UPSTREAM: upstream.ABSENT,
+    }
+    return reasons.get(arm, {}).get(spec.name, "no such operator")

@@ -1,0 +1,163 @@
+"""How flashinfer-python computes our specs: its norms, activations and rotary embedding after PyTorch's
+products, into buffers made beforehand. It is a library for inference: it keeps no rstd.
+
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from verifier.columns.apart import columns_together, rows_apart, scaled_rows, tables
+from verifier.columns.entry import Entry, Given, Prepared
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# ── Activations ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _gated(g: Given, name: str) -> Prepared:
+    import torch
+    from flashinfer import activation
+
+    (x, scale), act_and_mul = scaled_rows(g), getattr(activation, name)
+    w = rows_apart(g.inputs["w"])
+    preact, act = x.new_empty(x.shape[0], w.shape[0]), x.new_empty(x.shape[0], w.shape[0] // 2)
+
+    def call() -> Any:
+        scale()
+        torch.mm(x, w.mT, out=preact)
+        return preact, act_and_mul(preact, out=act)
+
+    return Prepared(call, lambda found: {"preact": columns_together(found[0]), "act": found[1]})
+
+
+def _swiglu(g: Given) -> Prepared:
+    return _gated(g, "silu_and_mul")
+
+
+def _geglu(g: Given) -> Prepared:
+    return _gated(g, "gelu_tanh_and_mul")
+
+
+def _swiglu_mlp(g: Given) -> Prepared:
+    import torch
+
+    x, w_down = g.inputs["x"], g.inputs["w_down"]
+    first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
+    out = x.new_empty(x.shape[0], w_down.shape[0])
+
+    def call() -> Any:
+        found = first.call()
+        torch.mm(found[1], w_down.mT, out=out)
+        return found
+
+    return Prepared(call, lambda found: first.read(found) | {"out": out})
+
+
+# ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _added(g: Given, w: Tensor) -> Prepared:
+    """A projection with its residual, and RMSNorm: a call gives (h, the normalised stream)."""
+    import torch
+    from flashinfer.norm import rmsnorm
+
+    y, x, gamma, eps = g.inputs["y"], g.inputs["x"], g.inputs["gamma"], g.constants["eps"]
+    h, normed = torch.empty_like(x), torch.empty_like(x)
+
+    def call() -> Any:
+        torch.addmm(x, y, w.mT, out=h)
+        return h, rmsnorm(h, gamma, eps, out=normed)
+
+    return Prepared(call, lambda found: {"h": found[0]})
+
+
+def _residual_partial_rmsnorm(g: Given) -> Prepared:
+    return _added(g, g.inputs["w"])
+
+
+def _residual_rmsnorm_gemm(g: Given) -> Prepared:
+    import torch
+
+    first, w = _added(g, g.inputs["w_o"]), g.inputs["w_up"]
+    z = w.new_empty(g.inputs["y"].shape[0], w.shape[0])
+
+    def call() -> Any:
+        found = first.call()
+        torch.mm(found[1], w.mT, out=z)
+        return found
+
+    return Prepared(call, lambda found: first.read(found) | {"z": z})
+
+
+# ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _turned(g: Given, *, normed: bool) -> Prepared:
+    """One product of all heads, each normed where wanted, rotated in place. The kernel wants queries and
+    keys: they are the first and the last half of the heads, as views of one buffer."""
+    import torch
+    from flashinfer.norm import rmsnorm
+    from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
+
+    (x, scale), w, width = scaled_rows(g), g.inputs["w"], 2 * g.sizes["P"]
+    cache = torch.cat(tables(g), 1)
+    rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    out = x.new_empty(x.shape[0], w.shape[0])
+    q = torch.empty_like(out) if normed else out
+    queries, keys = q.tensor_split([g.sizes["H"] // 2 * width], 1)
+    heads, normed_heads = (t.view(t.shape[0], -1, width) for t in (out, q))
+
+    def call() -> Any:
+        scale()
+        torch.mm(x, w.mT, out=out)
+        if normed:
+            rmsnorm(heads, g.inputs["gamma"], g.constants["eps"], out=normed_heads)
+        apply_rope_with_cos_sin_cache_inplace(rows, queries, keys, width, cache, is_neox=False)
+        return q
+
+    return Prepared(call, lambda found: {"q": found})
+
+
+def _rope(g: Given) -> Prepared:
+    return _turned(g, normed=False)
+
+
+def _qk_norm_rope(g: Given) -> Prepared:
+    return _turned(g, normed=True)
+
+
+SCALED = "PyTorch scales x's rows first, one pass; "
+APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
+TURNED = "the table in fp32, cosines before sines, outside the clock; adjacent pairs are turned in place"
+ADDED = (
+    "the residual by torch.addmm, which copies it first, and rmsnorm, because fused_add_rmsnorm would "
+    "write over x; "
+)
+
+ENTRIES: dict[str, Entry] = {
+    "gemm_swiglu": Entry(_swiglu, APART),
+    "gemm_rmsnorm_swiglu": Entry(_swiglu, SCALED + APART),
+    "gemm_rmsnorm_swiglu_fp16": Entry(_swiglu, SCALED + APART),
+    "gemm_swiglu_mlp": Entry(_swiglu_mlp, APART),
+    "gemm_geglu": Entry(_geglu, APART),
+    "gemm_residual_partial_rmsnorm": Entry(
+        _residual_partial_rmsnorm, ADDED + "gives the normalised stream in place of hg, and no rstd"
+    ),
+    "gemm_residual_rmsnorm_gemm": Entry(_residual_rmsnorm_gemm, ADDED + "gives no rstd"),
+    "gemm_rope": Entry(_rope, TURNED),
+    "gemm_rope_positions": Entry(_rope, TURNED),
+    "gemm_rmsnorm_rope": Entry(_rope, SCALED + TURNED),
+    "gemm_qk_norm_rope": Entry(_qk_norm_rope, TURNED + "; gives no rstd"),
+}
+
+ABSENT: dict[str, str] = {
+    "gemm_rmsnorm": "no kernel takes a row's scale ready made: what is left is PyTorch alone",
+    "gemm_partial_cross_entropy": "its loss of a language-model head is for Blackwell only",
+    "gemm_rmsnorm_partial_cross_entropy": "its loss of a language-model head is for Blackwell only",
+    "gemm_residual_rmsnorm_bwd": "its backward of RMSNorm is for Blackwell only",
+    "gemm_swiglu_bwd": "has no backward of an activation",
+}

@@ -1,0 +1,43 @@
+"""How far a variant of the layer is from the truth: the plain layer in fp32, on the same bf16 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verifier.layers.layer import Layer
+from verifier.layers.plain import Plain
+from verifier.layers.shape import Drawn, Shape, Weights
+
+
+def results(layer: Layer[Any, Any], drawn: Drawn) -> dict[str, Tensor]:
+    """Every output of one layer and every gradient, by name: "y", "normed", "d x", "d qkv", ..."""
+    y, saved = layer.train(layer.start(drawn.x))
+    gradients = layer.gradients(layer.backward(saved, drawn.dout))
+    return layer.outputs(y) | {f"d {name}": t for name, t in gradients.items()}
+
+
+def truth(shape: Shape, drawn: Drawn) -> dict[str, Tensor]:
+    """``results`` of the plain layer in fp32. Raises RuntimeError where PyTorch may use TF32 for that."""
+    if torch.get_float32_matmul_precision() != "highest":
+        raise RuntimeError("the truth needs torch.set_float32_matmul_precision('highest')")
+    weights = Weights(*(w.float() for w in drawn.weights))
+    wide = Drawn(weights, drawn.next_norm.float(), drawn.x.float(), drawn.dout.float())
+    return results(Plain(shape, weights, wide.next_norm), wide)
+
+
+def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+    """The RMS of each error over the RMS of the exact values. ValueError where names or shapes differ."""
+    shapes = {name: tuple(t.shape) for name, t in found.items()}
+    wanted = {name: tuple(t.shape) for name, t in exact.items()}
+    if shapes != wanted:
+        raise ValueError(f"what was found is {shapes}, and the exact values are {wanted}")
+    return {name: _relative(found[name], t) for name, t in exact.items()}
+
+
+def _relative(found: Tensor, exact: Tensor) -> float:
+    wide = exact.float()
+    return float((found.float() - wide).norm() / wide.norm())

@@ -1,0 +1,104 @@
+"""How large a Transformer layer is, its weights and its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6  # of both norms, as in the kernels' specs
+BASE = 10_000.0  # of the rotary frequencies
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Full multi-head attention, causal, over ``sequences`` of ``length`` tokens each."""
+
+    heads: int
+    head_width: int
+    ffn: int
+    sequences: int = 8
+    length: int = 2048
+
+    @property
+    def width(self) -> int:
+        """Of the model."""
+        return self.heads * self.head_width
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    @property
+    def pairs(self) -> int:
+        """Rotated pairs in a head."""
+        return self.head_width // 2
+
+    def apart(self, t: Tensor) -> Tensor:
+        """[tokens, width] -> [sequences, heads, length, head width], a view."""
+        return t.view(self.sequences, self.length, self.heads, self.head_width).transpose(1, 2)
+
+    def together(self, t: Tensor) -> Tensor:
+        """[sequences, heads, length, head width] -> [tokens, width], a view of what ``apart`` gave."""
+        return t.transpose(1, 2).reshape(self.tokens, self.width)
+
+
+# The widths of the specs' cases.
+WIDTHS = {"1B": Shape(32, 64, 5632), "7B": Shape(32, 128, 11008), "70B": Shape(64, 128, 22016)}
+
+
+class Weights(NamedTuple):
+    """Of one layer, D wide with an FFN of F. Matrices are [out, in], as torch.nn.Linear keeps them."""
+
+    attention_norm: Tensor  # [D]
+    qkv: Tensor  # [3*D, D]: all of q, then k, then v; a head's rotary pairs half a head apart
+    out: Tensor  # [D, D]
+    ffn_norm: Tensor  # [D]
+    gate_up: Tensor  # [2*F, D]: all of gate, then up
+    down: Tensor  # [D, F]
+
+
+class Drawn(NamedTuple):
+    """A layer and what it meets: ``next_norm`` [D] is the weight of the norm after it, ``x`` its input and
+    ``dout`` the gradient of its output, [tokens, D]."""
+
+    weights: Weights
+    next_norm: Tensor
+    x: Tensor
+    dout: Tensor
+
+
+def draw(shape: Shape, seed: int, device: torch.device | str = "cuda") -> Drawn:
+    """All in bf16: normal activations, matrices that keep their size, norms' weights from 0.5 to 1.5."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, std: float = 1.0) -> Tensor:
+        values = torch.randn(rows, columns, generator=generator, device=device)
+        return values.mul_(std).bfloat16()
+
+    def linear(rows: int, columns: int) -> Tensor:
+        return normal(rows, columns, columns**-0.5)
+
+    def norm() -> Tensor:
+        return (torch.rand(shape.width, generator=generator, device=device) + 0.5).bfloat16()
+
+    width, ffn = shape.width, shape.ffn
+    weights = Weights(
+        attention_norm=norm(),
+        qkv=linear(3 * width, width),
+        out=linear(width, width),
+        ffn_norm=norm(),
+        gate_up=linear(2 * ffn, width),
+        down=linear(width, ffn),
+    )
+    return Drawn(weights, norm(), normal(shape.tokens, width), normal(shape.tokens, width))
+
+
+def rotary(shape: Shape, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [length, head width] in bf16, the second half of the columns as the first."""
+    steps = torch.arange(shape.pairs, device=device, dtype=torch.float32) / shape.pairs
+    angles = torch.arange(shape.length, device=device, dtype=torch.float32)[:, None] * BASE**-steps
+    both = torch.cat((angles, angles), -1)
+    return both.cos().bfloat16(), both.sin().bfloat16()

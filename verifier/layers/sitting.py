@@ -1,0 +1,80 @@
+"""On the GPU, in a worker: a layer in all its variants, taking turns. A task of ``verifier.gpu``.
+
+Forward alone, or forward and backward; every variant's outputs and gradients are compared once with the plain
+layer's in fp32.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verifier.columns import EAGER
+from verifier.contest import Contender, Entrant, Stage, contest
+from verifier.layers import variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verifier.layers.layer import Layer
+    from verifier.layers.runners import Call
+    from verifier.layers.shape import Shape
+
+OUTPUTS = ("y", "normed")  # of the forward pass; all else are gradients
+
+
+@dataclass(frozen=True)
+class LayerSeats:
+    """Which variants take turns at which shape; ``kernels``: what the LLM's variant calls."""
+
+    shape: Shape
+    arms: tuple[str, ...]
+    kernels: Mapping[Call, Contender]
+    rounds: int
+    backward: bool
+
+
+def sit(seats: LayerSeats) -> dict[str, Any]:
+    """As ``verifier.contest``, of whole layers. A loss is over the truth's RMS, and over what the plain
+    layer loses in bf16, run by eager PyTorch."""
+    return contest(_Stage(seats), seats.arms, EAGER, seats.rounds)
+
+
+class _Stage(Stage):
+    def __init__(self, seats: LayerSeats):
+        from verifier.layers.errors import truth
+        from verifier.layers.runners import Launched
+        from verifier.layers.shape import draw
+
+        self.seats = seats
+        self.drawn = draw(seats.shape, secrets.randbits(48))
+        self.truth: Mapping[str, Tensor] = truth(seats.shape, self.drawn)
+        self.usual: dict[str, float] = {}  # what eager PyTorch loses
+        self.runner = Launched({call: kernel.made() for call, kernel in seats.kernels.items()})
+
+    def enter(self, arm: str) -> Entrant:
+        layer = variant(arm, self.seats.shape, self.drawn, self.runner)
+        losses = self._losses(arm, layer)
+        stream = layer.start(self.drawn.x)
+        call: Callable[[], object] = partial(layer.forward, stream)
+        if self.seats.backward:
+            call = partial(layer.step, stream, self.drawn.dout)
+        return Entrant(call, losses)
+
+    def again(self, arm: str, turn: int) -> Callable[[], object]:
+        raise AssertionError("a layer's inputs are larger than the L2: there is one set of them")
+
+    def forget_truth(self) -> None:
+        self.truth = {}
+
+    def _losses(self, arm: str, layer: Layer[Any, Any]) -> dict[str, dict[str, float]]:
+        from verifier.layers.errors import relative, results
+
+        found = relative(results(layer, self.drawn), self.truth)
+        if arm == EAGER:
+            self.usual = found
+        wanted = [name for name in found if self.seats.backward or name in OUTPUTS]
+        return {n: {"relative": found[n], "yardsticks": found[n] / self.usual[n]} for n in wanted}

@@ -1,0 +1,101 @@
+"""On the GPU, in a worker: the columns of the comparison on one operator. A task of ``verifier.gpu``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verifier.columns import ANCHOR, entries
+from verifier.columns.entry import Given, Prepared
+from verifier.contest import Contender, Entrant, Stage, contest
+from verifier.scoring import sets_wanted
+from verifier.spec import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Who is to take turns at which sizes, the anchor among them; ``kernels`` by arm."""
+
+    spec: Spec
+    sizes: Mapping[str, int]
+    arms: tuple[str, ...]
+    kernels: Mapping[str, Contender]
+    rounds: int
+
+
+def sit(seats: Seats) -> dict[str, Any]:
+    """An operator at one case's sizes, every arm on the same inputs: see ``contest``."""
+    return contest(_Operator(seats), seats.arms, ANCHOR, seats.rounds)
+
+
+class _Operator(Stage):
+    """Sets of inputs that no arm finds in the L2."""
+
+    def __init__(self, seats: Seats):
+        from verifier import reference
+
+        self.seats = seats
+        self.sets = [self._drawn()]
+        self.sets += [self._drawn() for _ in range(sets_wanted(self.sets[0]) - 1)]
+        self.turns = len(self.sets)
+        self.truth: Mapping[str, Tensor] = reference.oracle(seats.spec, self.sets[0], seats.sizes)
+        self.yardstick: Mapping[str, Tensor] = reference.yardstick(seats.spec, self.sets[0], seats.sizes)
+
+    def enter(self, arm: str) -> Entrant:
+        first = self._prepared(arm, self.sets[0])
+        return Entrant(first.call, self._losses(first.read(first.call())))
+
+    def again(self, arm: str, turn: int) -> Callable[[], object]:
+        return self._prepared(arm, self.sets[turn]).call
+
+    def forget_truth(self) -> None:
+        self.truth, self.yardstick = {}, {}
+
+    def _drawn(self) -> dict[str, Tensor]:
+        from verifier.inputs import draw
+
+        return draw(self.seats.spec, self.seats.sizes, secrets.randbits(48), device="cuda")
+
+    def _prepared(self, arm: str, inputs: Mapping[str, Tensor]) -> Prepared:
+        """An arm on inputs that no other arm writes to."""
+        written = self.seats.spec.signature().updates.values()
+        own = {name: t.clone() if name in written else t for name, t in inputs.items()}
+        return prepare(arm, self.seats, own)
+
+    def _losses(self, outputs: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+        from verifier.numerics import loss
+
+        every = {n: loss(t, self.truth[n], self.yardstick[n]) for n, t in outputs.items()}
+        return {n: {"relative": relative, "yardsticks": ratio} for n, (relative, ratio) in every.items()}
+
+
+def prepare(arm: str, seats: Seats, inputs: Mapping[str, Tensor]) -> Prepared:
+    """A column's arm on one set of inputs. Whatever its library raises."""
+    from verifier import baselines, quack_baseline
+
+    spec, sizes = seats.spec, seats.sizes
+    if arm in seats.kernels:
+        return _launched(seats.kernels[arm], inputs)
+    if arm == ANCHOR:
+        return Prepared(baselines.matmul(spec, inputs, sizes), lambda _: {})
+    if arm in baselines.BASELINES:
+        return Prepared(baselines.calls(arm, spec, [inputs], sizes)[0], _as_given)
+    if arm in quack_baseline.ARMS:
+        return Prepared(quack_baseline.tuned(arm, spec, [inputs], sizes)[0], _as_given)
+    return entries(arm)[spec.name].build(Given(inputs, sizes, spec.constants))
+
+
+def _as_given(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return outputs
+
+
+def _launched(kernel: Contender, inputs: Mapping[str, Tensor]) -> Prepared:
+    plan = kernel.made().plan(inputs)
+    outputs = plan.in_place(inputs)
+    return Prepared(partial(plan.run, inputs, outputs), lambda _: outputs)
