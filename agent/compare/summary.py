@@ -80,7 +80,7 @@ class Summary:
 @dataclass(frozen=True)
 class Claim:
     """What is said of CODA's kernels: in the rows of these operators, the ratio to this column lies from low
-    to high. No operators: something that no row here measures."""
+    to high."""
 
     what: str
     operators: tuple[str, ...]
