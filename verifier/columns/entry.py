@@ -5,22 +5,16 @@ Importing this module imports nothing heavy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from verifier.quack_epilogue import Given
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Tensors = Mapping[str, "Tensor"]
-
-
-class Given(NamedTuple):
-    """A case to build for: the spec's inputs, its sizes and its constants."""
-
-    inputs: Tensors
-    sizes: Mapping[str, int]
-    constants: Mapping[str, float]
+__all__ = ["Entry", "Given", "Prepared"]
 
 
 class Prepared(NamedTuple):
