@@ -106,7 +106,7 @@ def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
         _filled(
             "Error against fp64",
             "Of the worst output, its RMS error in multiples of the least that any kernel must lose; of a "
-            "layer, of the worst output or gradient, against fp32 and in multiples of what eager PyTorch loses.",
+            "layer, of the worst output or gradient, against fp32 in multiples of what eager PyTorch loses.",
             found,
             tuple(name for name in NAMES if name != MATMUL),
             notes,

@@ -1,0 +1,47 @@
+"""A sitting of real arms, and one of whole layers, in a worker of their own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from agent.compare import rows
+from agent.compare.results import LAYER_BOTH
+from verifier.columns import ANCHOR, COMPILE, EAGER, HUMAN, LLM
+from verifier.contest import machine
+from verifier.gpu import Task, Worker
+from verifier.quack_baseline import OWN_TUNER
+
+
+def sat(task: Task, seats: Any) -> dict[str, Any]:
+    with Worker() as worker:
+        return worker.ask(task, seats, patience=300)
+
+
+def test_the_machine_reaches_no_more_than_it_can() -> None:
+    found = sat(machine, None)["ceilings"]
+    assert 4e14 < found["tensor"] < 9.9e14 and 1.2 < found["tensor_fp8"] / found["tensor"] < 2.2
+    assert 2e12 < found["memory"] < 3.4e12
+
+
+def test_an_operators_arms_sit_together() -> None:
+    (row,) = rows.chosen(("gemm_swiglu",), ("decode",), everything=False, quick=False)
+    task, seats = row.task((ANCHOR, EAGER, COMPILE, OWN_TUNER, LLM), 12)
+    found = sat(task, seats)
+    assert not found["failed"] and set(found["arms"]) == set(seats.arms)
+    for name, arm in found["arms"].items():
+        assert len(arm["milliseconds"]) == 12 and all(map(math.isfinite, arm["milliseconds"]))
+        assert all(0.5 < loss["yardsticks"] < 1.3 for loss in arm["losses"].values()), name
+    outputs = 128 * 3 * 11008 * 2
+    assert outputs <= found["arms"][LLM]["bytes"] < found["arms"][EAGER]["bytes"]
+    assert not found["arms"][ANCHOR]["losses"] and HUMAN not in found["arms"]
+
+
+def test_a_layers_variants_sit_together() -> None:
+    (row,) = rows.chosen((LAYER_BOTH,), ("1B",), everything=False, quick=False)
+    task, seats = row.task((EAGER, COMPILE, LLM), 12)
+    found = sat(task, seats)
+    assert not found["failed"] and set(found["arms"]) == {EAGER, COMPILE, LLM}
+    for arm in found["arms"].values():
+        assert {"y", "d x", "d gate_up"} <= arm["losses"].keys()
+        assert all(loss["yardsticks"] < 1.5 for loss in arm["losses"].values())
