@@ -22,7 +22,7 @@ from agent import accept, runs
 from agent.loop import last_verified, measurement, stands_at
 from agent.session import work_of
 from primitives.files import write_atomic
-from primitives.ir import Program, ProgramError, Schedule
+from primitives.ir import Program, ProgramError
 from primitives.lower import lower
 from verifier.gates import Progress, identity
 from verifier.report import (
@@ -38,7 +38,7 @@ from verifier.report import (
 from verifier.spec import Spec, SpecError, load
 
 if TYPE_CHECKING:
-    from verifier.measure import Kept, Options
+    from verifier.measure import Kept, Known, Options
 
 FORMAT = 1
 T = TypeVar("T", bound=BaseModel)
@@ -281,20 +281,15 @@ def _unpack(path: Path, entry: Entry, program: Program) -> None:
         ) from None
 
 
-def _schedules(path: Path, entry: Entry) -> dict[str, dict[int, list[Schedule]]]:
+def _schedules(path: Path, entry: Entry) -> dict[str, Known]:
+    from verifier.measure import raced
+
     try:
-        return _raced(entry.known)
+        return raced(entry.known)
     except (ProgramError, ValueError) as error:
         raise BundleError(
             f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"
         ) from None
-
-
-def _raced(known: Mapping[str, Schedules]) -> dict[str, dict[int, list[Schedule]]]:
-    return {
-        case: {int(step): [Schedule.from_json(s) for s in raced] for step, raced in steps.items()}
-        for case, steps in known.items()
-    }
 
 
 def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
@@ -303,12 +298,8 @@ def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
     if entry.kept is None:
         return None
     try:
-        tuned = {
-            case: {int(step): Schedule.from_json(s) for step, s in steps.items()}
-            for case, steps in entry.kept.schedules.items()
-        }
         program = Program.from_json(entry.kept.program, spec.signature())
-        return Kept(program, tuned, _raced(entry.kept.finalists), entry.kept.raw)
+        return Kept.parsed(program, entry.kept.schedules, entry.kept.finalists, entry.kept.raw)
     except (ProgramError, ValueError) as error:
         raise BundleError(
             f"{path}: run {entry.run}: the kernel to beat is refused: {error}; bundle it again"

@@ -17,6 +17,7 @@ import typer
 from agent import session
 from agent.compare.command import compare
 from agent.options import Authoring, Budget, Gpu, Measuring, WeakJail, flags, grouped
+from agent.show.command import show
 from agent.tips.command import tips
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
     from agent.budget import Limits
     from agent.runs import Run
-    from primitives.ir import Program
     from verifier.report import Accepted, Checked, Rejected
-    from verifier.spec import Spec
 
 app = typer.Typer(
     add_completion=False,
@@ -37,7 +36,6 @@ app = typer.Typer(
     "right and fast.",
 )
 app.add_typer(tips, name="tips")
-app.command()(compare)
 
 OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -137,7 +135,7 @@ def primitive(
         return
     if reference is not None:
         path = proposals.scaffold(name, reference, [a.strip() for a in arguments.split(",")])
-        typer.echo(f"{path}:\n{_source(path)}\nComplete it, then: coda-agent primitive {name}")
+        typer.echo(f"{path}:\n{session.source(path)}\nComplete it, then: coda-agent primitive {name}")
         return
     path = proposals.proposed(name)
     chosen = session.choose_provider(authoring.provider, name, raw=True)
@@ -181,9 +179,9 @@ def verify(
     from verifier.spec import load
     from verifier.verify import verify as run_gates
 
-    loaded = load(spec or _spec_of(kernel))
-    source = _source(kernel)
-    with live.Watch(_console(as_json)) as watch:
+    loaded = load(spec or session.spec_of(kernel))
+    source = session.source(kernel)
+    with live.Watch(session.console(as_json)) as watch:
         report, _ = run_gates(
             loaded,
             source,
@@ -219,7 +217,7 @@ def measure(
     from agent import live
 
     session.need_gpu(True)
-    with live.Watch(_console(False)) as watch:
+    with live.Watch(session.console(False)) as watch:
         done = bundles.measure(
             path,
             out,
@@ -261,7 +259,7 @@ def runs(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(history.as_dict(found), indent=1))
     elif found:
-        _console(False).print(history.as_table(found))
+        session.console(False).print(history.as_table(found))
     else:
         typer.echo(f"{runs_dir()}: no runs yet. Start one: coda-agent generate SPEC")
 
@@ -288,7 +286,7 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
     from agent import accept as accepting
     from agent import render
 
-    console = _console(False)
+    console = session.console(False)
     console.print(Syntax(outcome.source, "python", word_wrap=True))
     console.print(render.credits(outcome), markup=False)  # an author may be named [/x]
     render.show(console, outcome.report)
@@ -363,83 +361,6 @@ def prompt(spec: SpecPath) -> None:
 
 
 @app.command()
-def show(
-    kernel: Annotated[
-        Path,
-        typer.Argument(
-            metavar="KERNEL", help="An accepted kernel's program.json, a kernel file, or one of NAME.raw.*."
-        ),
-    ],
-    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
-    cutedsl: Annotated[bool, typer.Option("--cutedsl", help="The lowered CuTeDSL text too.")] = False,
-    sass: Annotated[
-        bool, typer.Option("--sass", help="The machine instructions that each line of that text became, too.")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="With --sass: the instructions themselves, not only how many.")
-    ] = False,
-    counters: Annotated[
-        bool, typer.Option("--counters", help="Hardware counters too, from NAME.counters.csv beside KERNEL.")
-    ] = False,
-    counters_from: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Hardware counters from this CSV export of ncu.")
-    ] = None,
-    case: Annotated[
-        str | None,
-        typer.Option(help="Whose schedules --sass, and whose bytes --counters takes. Default: the first."),
-    ] = None,
-    weak_jail: WeakJail = False,
-    as_json: Json = False,
-) -> None:
-    """Show what a kernel does: its steps, resources on sm_90a and roofline; its machine code and counters."""
-    from agent import counters as counting
-    from agent import sass as listing
-    from agent import show as showing
-    from primitives.compile import report
-    from primitives.ir import ProgramError
-    from primitives.sass import disassemble
-    from verifier.spec import load
-
-    loaded = load(spec or _spec_of(kernel), check=False)
-    raw = showing.edited(kernel)
-    program = _program(showing.beside(kernel, "raw.program.json") if raw else kernel, loaded, weak_jail)
-    sizes = {each.name: each.sizes for each in loaded.cases}
-    if case is not None and case not in sizes:
-        raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
-    try:
-        resources = report(program, loaded.cases[0].sizes, raw=raw)
-    except ProgramError as error:
-        raise typer.BadParameter(f"{kernel}: {error.message}") from None
-    export = None
-    if counters or counters_from:
-        export = counting.read(counters_from or showing.beside(kernel, "counters.csv"), case)
-    listings = found = None
-    if sass:
-        chosen = case or loaded.cases[0].name
-        listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen), raw)
-    if export:
-        found = counting.counters(program, export, sizes.get(export.case or loaded.cases[0].name))
-    if as_json:
-        data = showing.as_dict(
-            program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl, raw=raw
-        )
-        data["sass"] = listings and listing.as_dict(listings, full=full)
-        data["counters"] = found and counting.as_dict(found)
-        typer.echo(json.dumps(data, indent=1))
-        return
-    console = _console(False)
-    console.print(
-        showing.render(
-            program, spec_name=loaded.name, resources=resources, sizes=sizes, cutedsl=cutedsl, raw=raw
-        )
-    )
-    if listings:
-        console.print(*listing.tables(listings, full=full), sep="\n")
-    if export and found:
-        console.print(counting.as_table(found, export))
-
-
-@app.command()
 def table(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Put the tables between FILE's table comments.")
@@ -477,8 +398,12 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(doctors.as_dict(findings), indent=1))
     else:
-        _console(False).print(doctors.table(findings))
+        session.console(False).print(doctors.table(findings))
     raise typer.Exit(OK if doctors.healthy(findings) else ABSENT)
+
+
+app.command()(show)
+app.command()(compare)
 
 
 def _header(authoring: Authoring, provider: str, limits: Limits, directory: Path | None) -> dict[str, Any]:
@@ -504,7 +429,7 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
     """Go on with several runs at once, and say how each ended, the best in full."""
     from agent import candidates
 
-    console = _console(as_json)
+    console = session.console(as_json)
     try:
         with candidates.started(names, flags) as started:
             best, *others = candidates.attend(started, console)
@@ -527,7 +452,7 @@ def _go(
     """Author until the end, and say how it ended."""
     from agent import live, render
 
-    console = _console(as_json)
+    console = session.console(as_json)
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
         with live.Watch(console, run.name) as watch:
@@ -547,50 +472,10 @@ def _go(
     _finish(outcome.report, as_json, "" if proposed else run.name)
 
 
-def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
-    """The program of a kernel file, traced in the jail, or of a program.json."""
-    from primitives.ir import Program, ProgramError
-    from verifier import jail
-    from verifier.report import Rejected
-
-    text = _source(kernel)
-    if kernel.suffix == ".json":
-        try:
-            return Program.from_json(text, spec.signature())
-        except ProgramError as error:
-            raise typer.BadParameter(f"{kernel}: {error.message}") from None
-    traced = jail.trace(text, spec.signature(), weak=weak_jail)
-    if isinstance(traced, Rejected):
-        raise typer.BadParameter(f"{kernel}:{traced.line or 1}: {traced.code}: {traced.message}")
-    return traced.program
-
-
-def _spec_of(kernel: Path) -> Path:
-    return Path("specs") / f"{kernel.name.partition('.')[0]}.yaml"
-
-
-def _source(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise typer.BadParameter(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path}: cannot be read as text: {error}") from None
-
-
 def _why(measurement: dict[str, Any]) -> str:
     if measurement["status"] == "rejected":
         return f" at {measurement['gate']}: {measurement['message']}"
     return f": {measurement['reason']}" if measurement["status"] == "unmeasured" else ""
-
-
-def _console(quiet: bool) -> Any:
-    from rich.console import Console
-
-    console = Console(stderr=quiet)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # a pipe has no width: tables need some
-    return console
 
 
 def _finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") -> None:
@@ -599,7 +484,7 @@ def _finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "")
     if as_json:
         typer.echo(report.model_dump_json(indent=1))
     else:
-        console = _console(False)
+        console = session.console(False)
         render.show(console, report)
         if run and report.status == "accepted":
             console.print(f"next: coda-agent review {run}; coda-agent accept {run} --commit")
@@ -629,12 +514,12 @@ def _explained(error: Exception) -> int:
     from agent.budget import OutOfBudget
     from agent.bundle import BundleError
     from agent.compare.results import ResultsError
-    from agent.counters import CountersError
     from agent.journal import JournalError
     from agent.optimize import NothingToOptimize
     from agent.primitive import PrimitiveError
     from agent.providers import ProviderError
     from agent.scaffold import ScaffoldError
+    from agent.show.counters import CountersError
     from agent.table import TableError
     from agent.tips import TipsError
     from primitives.compile import CompileError

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent import accept, counters, improve, prompt
+from agent import accept, improve, prompt
+from agent.show import counters
 from agent.tips import CUTEDSL, in_prompts, kept, read_tips
 from primitives.ir import Program, Schedule
 from primitives.lower import editable
@@ -22,6 +23,7 @@ from verifier.report import Accepted
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
+    from agent.loop import Measure
     from agent.runs import Run
     from verifier.measure import Kept
 
@@ -91,9 +93,8 @@ def _counted(spec: Spec, program: Program, directory: Path) -> str:
     path = directory / f"{spec.name}.counters.csv"
     if not path.exists():
         return ""
-    export = counters.read(path)
-    case = spec.case(export.case) if export.case else spec.cases[0]
-    return f"At {case.name}:\n\n" + counters.words(counters.counters(program, export, case.sizes))
+    export, found = counters.counted(program, spec, path)
+    return f"At {export.case or spec.cases[0].name}:\n\n{counters.words(found)}"
 
 
 def _accepted(found: Any) -> Accepted:
@@ -158,6 +159,9 @@ class Editing:
         """The schedules that the kernel was tuned to, each once."""
         every = [s._replace(swizzle=8) for steps in self.rival().schedules.values() for s in steps.values()]
         return tuple(dict.fromkeys(every))
+
+    def measuring(self, usual: Measure, progress: Progress) -> Measure:
+        return usual
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
         words = f"Accepted: it is right, and faster than before. {rounds} round(s) are left to go on."

@@ -31,7 +31,7 @@ from verifier.report import Accepted, Measurement, Rejected
 from verifier.spec import Spec, SpecError
 
 if TYPE_CHECKING:
-    from agent.loop import Outcome
+    from agent.loop import Measure, Outcome
     from verifier.measure import Keep, Kept
 
 ROOT = Path(__file__).parent.parent
@@ -149,12 +149,14 @@ class Proposing:
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
         return proposing.check(self.proposal, self.spec, source, progress)
 
-    def measure(
-        self, progress: Progress, spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str
-    ) -> Measurement:
-        """On a GPU: what ``agent.loop.Measure`` is for a kernel."""
-        with FileLock(cache_dir() / "gpu.lock"):  # another's measurement has the GPU to itself
-            return proposing.measure(self.proposal, spec, raw, progress)
+    def measuring(self, usual: Measure, progress: Progress) -> Measure:
+        """A primitive is right or wrong: nothing is timed."""
+
+        def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
+            with FileLock(cache_dir() / "gpu.lock"):  # another's measurement has the GPU to itself
+                return proposing.measure(self.proposal, spec, raw, progress)
+
+        return measure
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
         return f"Accepted: it is right. {rounds} round(s) are left to make it cheaper.\n\n{HOW}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,8 +62,6 @@ def author(
     from agent.loop import Loop
 
     header, work = run.journal.header, work_of(run)
-    if measure is not None and "proposes" in header:  # a primitive is right or wrong: nothing is timed
-        measure = partial(work.measure, watch.gate)  # type: ignore[attr-defined]
     loop = Loop(
         run.journal,
         run.spec,
@@ -70,7 +69,7 @@ def author(
         provider_of(run),
         watch,
         header["attempts"],
-        measure,
+        measure and work.measuring(measure, watch.gate),
         Limits.from_json(header.get("limits", {}) | dict(limits or {})),
         header.get("improve", 0),
     )
@@ -165,3 +164,28 @@ def use_gpu(gpu: bool | None) -> bool:
             "no H100 (CUDA capability 9.0) here; leave out --gpu, or take a bundle to a machine with an H100"
         )
     return there
+
+
+def spec_of(kernel: Path) -> Path:
+    """Where the spec of a kernel's file is."""
+    return Path("specs") / f"{kernel.name.partition('.')[0]}.yaml"
+
+
+def source(path: Path) -> str:
+    """The text of a file that was named on the command line."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise typer.BadParameter(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path}: cannot be read as text: {error}") from None
+
+
+def console(quiet: bool) -> Any:
+    """Where tables go: to errors where the output is for a program."""
+    from rich.console import Console
+
+    console = Console(stderr=quiet)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a pipe has no width: tables need some
+    return console

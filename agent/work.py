@@ -14,6 +14,7 @@ from verifier.report import Accepted
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
+    from agent.loop import Measure
     from agent.tips import Tip
     from verifier.measure import Kept
 
@@ -31,6 +32,9 @@ class Work(Protocol):
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
         """The gates of any machine; ``schedules`` are the author's, by step."""
+
+    def measuring(self, usual: Measure, progress: Progress) -> Measure:
+        """What measures it on a GPU, where ``usual`` measures kernels."""
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
         """The message after an acceptance, with so many rounds left to make it faster."""
@@ -57,6 +61,9 @@ class Authoring:
         return verify.check(
             self.spec, source, schedules=schedules, weak_jail=self.weak_jail, progress=progress
         )
+
+    def measuring(self, usual: Measure, progress: Progress) -> Measure:
+        return usual
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
         return improve.words(self.spec, report, program, rounds)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agent.counters import wanted
 from agent.show import tuned
+from agent.show.counters import wanted
 from primitives.ir import Program
 from verifier.spec import load
 
@@ -64,7 +64,7 @@ def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
         plan.run(inputs, outputs)
     torch.cuda.synchronize()
     sizes = ", ".join(f"{dim} {size}" for dim, size in chosen.sizes.items())
-    print(f"# {name} at {chosen.name}: {sizes}")  # agent.counters reads the case from it
+    print(f"# {name} at {chosen.name}: {sizes}")  # agent.show.counters reads the case from it
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from operators import SPECS, of_spec, two_steps
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agent import counters, show
+from agent import show
 from agent.cli import app
-from agent.counters import Counters, CountersError, Export
+from agent.show import counters
+from agent.show.counters import Counters, CountersError, Export
 from agent.table import TableError
 from primitives.ir import Program, Schedule
 from primitives.lower import lower

@@ -11,7 +11,7 @@ import pytest
 from operators import of_spec
 from rich.console import Console
 
-from agent import sass as shown
+from agent.show import sass as shown
 from primitives import sass
 from primitives.compile import PROBES, CompileError, report
 from primitives.ir import Schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -60,3 +61,10 @@ def chatter(_: object) -> dict[str, Any]:
         report("numerics", "still here")
         time.sleep(0.4)
     return {"forged": False}
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """Which version of a package this process imports, and whose PyTorch."""
+    import torch
+
+    return {"own": importlib.import_module(name).own, "torch": torch.__version__}

@@ -75,15 +75,34 @@ class Kept:
     def of(cls, program: Program, timings: Iterable[Timing], raw: str = "") -> Kept:
         """As a report has it. Raises ProgramError."""
         timed = list(timings)
-        tuned = {t.case: {int(k): Schedule.from_json(s) for k, s in t.schedules.items()} for t in timed}
-        raced = {
-            t.case: {int(k): [Schedule.from_json(s) for s in every] for k, every in t.finalists.items()}
-            for t in timed
+        tuned = {t.case: t.schedules for t in timed}
+        return cls.parsed(program, tuned, {t.case: t.finalists for t in timed}, raw)
+
+    @classmethod
+    def parsed(
+        cls,
+        program: Program,
+        schedules: Mapping[str, Mapping[str, Any]],
+        finalists: Mapping[str, Mapping[str, Sequence[Any]]],
+        raw: str = "",
+    ) -> Kept:
+        """Of schedules in JSON's terms. Raises ProgramError."""
+        tuned = {
+            case: {int(step): Schedule.from_json(s) for step, s in steps.items()}
+            for case, steps in schedules.items()
         }
-        return cls(program, tuned, raced, raw)
+        return cls(program, tuned, raced(finalists), raw)
 
     def job(self, spec: Spec, case: Case) -> Job:
         return Job(spec, self.program, case.name, case.sizes, (self.schedules[case.name],), raw=self.raw)
+
+
+def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
+    """By case and step, schedules in JSON's terms. Raises ProgramError."""
+    return {
+        case: {int(step): [Schedule.from_json(s) for s in every] for step, every in steps.items()}
+        for case, steps in finalists.items()
+    }
 
 
 class Keep(Protocol):

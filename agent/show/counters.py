@@ -23,6 +23,8 @@ from primitives.roofline import StepFloor, roofline
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from verifier.spec import Spec
+
 TOP_STALLS = 3
 MISSING = "–"
 
@@ -292,6 +294,16 @@ def _figure(c: Counters, key: str) -> str:
 def _short(value: float) -> str:
     """Three digits at least, no more after the point than it takes."""
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def counted(
+    program: Program, spec: Spec, path: Path, case: str | None = None
+) -> tuple[Export, tuple[Counters, ...]]:
+    """A file's export and its figures, at the sizes of the case that it says it is of, else of the spec's
+    first. Raises CountersError."""
+    export = read(path, case)
+    sizes = {each.name: each.sizes for each in spec.cases}
+    return export, counters(program, export, sizes.get(export.case or spec.cases[0].name))
 
 
 def words(found: Sequence[Counters]) -> str:

@@ -1,0 +1,114 @@
+"""``coda-agent show``: what a kernel does, from its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agent import session
+from agent.options import WeakJail
+
+if TYPE_CHECKING:
+    from primitives.compile import Resources
+    from primitives.ir import Program
+    from verifier.spec import Spec
+
+
+def show(
+    kernel: Annotated[
+        Path,
+        typer.Argument(
+            metavar="KERNEL", help="An accepted kernel's program.json, a kernel file, or one of NAME.raw.*."
+        ),
+    ],
+    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
+    cutedsl: Annotated[bool, typer.Option("--cutedsl", help="The lowered CuTeDSL text too.")] = False,
+    sass: Annotated[
+        bool, typer.Option("--sass", help="The machine instructions that each line of that text became, too.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="With --sass: the instructions themselves, not only how many.")
+    ] = False,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Hardware counters too, from NAME.counters.csv beside KERNEL.")
+    ] = False,
+    counters_from: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Hardware counters from this CSV export of ncu.")
+    ] = None,
+    case: Annotated[
+        str | None,
+        typer.Option(help="Whose schedules --sass, and whose bytes --counters takes. Default: the first."),
+    ] = None,
+    weak_jail: WeakJail = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
+) -> None:
+    """Show what a kernel does: its steps, resources on sm_90a and roofline; its machine code and counters."""
+    from agent import show as showing
+    from agent.show import counters as counting
+    from agent.show import sass as listing
+    from primitives.sass import disassemble
+    from verifier.spec import load
+
+    loaded = load(spec or session.spec_of(kernel), check=False)
+    raw = showing.edited(kernel)
+    program = _program(showing.beside(kernel, "raw.program.json") if raw else kernel, loaded, weak_jail)
+    sizes = {each.name: each.sizes for each in loaded.cases}
+    if case is not None and case not in sizes:
+        raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
+    known: dict[str, Any] = {
+        "spec_name": loaded.name,
+        "resources": _resources(kernel, program, loaded, raw),
+        "sizes": sizes,
+        "cutedsl": cutedsl,
+        "raw": raw,
+    }
+    listings = export = found = None
+    if sass:
+        chosen = case or loaded.cases[0].name
+        listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen), raw)
+    if counters or counters_from:
+        path = counters_from or showing.beside(kernel, "counters.csv")
+        export, found = counting.counted(program, loaded, path, case)
+    if as_json:
+        data = showing.as_dict(program, **known)
+        data["sass"] = listings and listing.as_dict(listings, full=full)
+        data["counters"] = found and counting.as_dict(found)
+        typer.echo(json.dumps(data, indent=1))
+        return
+    console = session.console(False)
+    console.print(showing.render(program, **known))
+    if listings:
+        console.print(*listing.tables(listings, full=full), sep="\n")
+    if export and found:
+        console.print(counting.as_table(found, export))
+
+
+def _resources(kernel: Path, program: Program, spec: Spec, raw: str) -> tuple[Resources, ...]:
+    from primitives.compile import report
+    from primitives.ir import ProgramError
+
+    try:
+        return report(program, spec.cases[0].sizes, raw=raw)
+    except ProgramError as error:
+        raise typer.BadParameter(f"{kernel}: {error.message}") from None
+
+
+def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
+    """The program of a kernel file, traced in the jail, or of a program.json."""
+    from primitives.ir import Program, ProgramError
+    from verifier import jail
+    from verifier.report import Rejected
+
+    text = session.source(kernel)
+    if kernel.suffix == ".json":
+        try:
+            return Program.from_json(text, spec.signature())
+        except ProgramError as error:
+            raise typer.BadParameter(f"{kernel}: {error.message}") from None
+    traced = jail.trace(text, spec.signature(), weak=weak_jail)
+    if isinstance(traced, Rejected):
+        raise typer.BadParameter(f"{kernel}:{traced.line or 1}: {traced.code}: {traced.message}")
+    return traced.program
