@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from primitives.compile import PROBES
+
 # The caches of ours, QuACK, Triton and PyTorch: each would otherwise be in the user's home or in /tmp.
 CACHES = {
     "CODA_AGENT_CACHE": "coda-agent",
@@ -73,6 +75,26 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_unconfigure(config: pytest.Config) -> None:
     if SESSION in config.stash:
         shutil.rmtree(config.stash[SESSION], ignore_errors=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="compile every kernel of the corpora")
+
+
+@pytest.fixture
+def compiling_some(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Of a corpus: ``compiling_some(turn)`` leaves every third kernel the compile gate, with one of its two
+    schedules in turn; --thorough leaves it to all. A compile is most of what a checked kernel costs."""
+
+    def chosen(turn: int) -> None:
+        if pytestconfig.getoption("--thorough"):
+            return
+        if turn % 3:
+            monkeypatch.setattr("verifier.verify.compile_gate", lambda *given, **more: None)
+        else:
+            monkeypatch.setattr("verifier.verify.PROBES", (PROBES[turn // 3 % len(PROBES)],))
+
+    return chosen
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from verifier.inputs import DTYPES, Sizes, trial
 from verifier.spec import OutputSpec, Spec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take
+AMPLE = 8  # times: small cases need not be asked what they make on their way (2 s of PyTorch's imports)
 TEMPORARIES = 6  # a guess: how many times all of a block's tensors together a reference keeps alive
 TEXT = "<reference>"
 
@@ -160,6 +161,8 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
     """Where to cut and how many rows a block takes; None where all fits in one or nothing can be cut."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
+    if declared * 8 * TEMPORARIES * AMPLE <= BLOCK_BYTES:
+        return None
     made = _made(spec, sizes)
     elements = max([declared, *(shape.numel() for shape in made)])
     if elements * 8 * TEMPORARIES <= BLOCK_BYTES or (row := row_dim(spec)) is None:
@@ -185,7 +188,14 @@ def _made(spec: Spec, sizes: Sizes) -> list[torch.Size]:
     return recorder.shapes
 
 
-class _Shapes(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It never meets torch.compile, whose tracer would else be imported here: over 2 seconds."""
+        return False
+
+
+class _Shapes(_Mode):
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[torch.Size] = []
@@ -282,7 +292,7 @@ _PRODUCTS: dict[Any, tuple[int, Callable[..., Tensor]]] = {
 }
 
 
-class _RoundedOperands(TorchDispatchMode):
+class _RoundedOperands(_Mode):
     def __init__(self, dtype: torch.dtype, fp8: bool, product: Product | None):
         super().__init__()
         self.dtype, self.fp8, self.product = dtype, fp8, product
