@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from verifier.inputs import DTYPES, Sizes, trial
 from verifier.spec import OutputSpec, Spec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take
-AMPLE = 8  # times: small cases need not be asked what they make on their way (2 s of PyTorch's imports)
+# Of matrices as large as the extents allow: where so many fit, nobody asks what is made on the way, for
+# which PyTorch imports 2 s worth of itself.
+AMPLE = 8
 TEMPORARIES = 6  # a guess: how many times all of a block's tensors together a reference keeps alive
 TEXT = "<reference>"
 
@@ -161,7 +164,8 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
     """Where to cut and how many rows a block takes; None where all fits in one or nothing can be cut."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
-    if declared * 8 * TEMPORARIES * AMPLE <= BLOCK_BYTES:
+    extents = sorted(d(sizes) for t in tensors for d in t.shape)
+    if math.prod(extents[-2:]) * 8 * TEMPORARIES * AMPLE <= BLOCK_BYTES:
         return None
     made = _made(spec, sizes)
     elements = max([declared, *(shape.numel() for shape in made)])
