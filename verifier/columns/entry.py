@@ -14,7 +14,7 @@ from verifier.quack_epilogue import Given
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Entry", "Given", "Prepared"]
+__all__ = ["Entry", "Given", "Prepared", "followed", "multiplied"]
 
 
 class Prepared(NamedTuple):
@@ -24,6 +24,28 @@ class Prepared(NamedTuple):
 
     call: Callable[[], Any]
     read: Callable[[Any], dict[str, Tensor]]
+
+
+def followed(
+    first: Prepared, w: Tensor, rows: int, name: str, multiply: Callable[[Tensor, Tensor, Tensor], Any]
+) -> Prepared:
+    """``first``, and a product more: ``multiply(a, w.mT, out)`` of the [rows, K] that it gives second and w
+    [N, K], an output of this name."""
+    out = w.new_empty(rows, w.shape[0])
+
+    def call() -> Any:
+        found = first.call()
+        multiply(found[1], w.mT, out)
+        return found
+
+    return Prepared(call, lambda found: first.read(found) | {name: out})
+
+
+def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """cuBLAS's product."""
+    import torch
+
+    torch.mm(a, b, out=out)
 
 
 @dataclass(frozen=True)

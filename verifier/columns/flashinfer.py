@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from verifier.columns.apart import columns_together, rows_apart, scaled_rows, tables
-from verifier.columns.entry import Entry, Given, Prepared
+from verifier.columns.entry import Entry, Given, Prepared, followed, multiplied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,18 +43,9 @@ def _geglu(g: Given) -> Prepared:
 
 
 def _swiglu_mlp(g: Given) -> Prepared:
-    import torch
-
-    x, w_down = g.inputs["x"], g.inputs["w_down"]
+    x = g.inputs["x"]
     first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
-    out = x.new_empty(x.shape[0], w_down.shape[0])
-
-    def call() -> Any:
-        found = first.call()
-        torch.mm(found[1], w_down.mT, out=out)
-        return found
-
-    return Prepared(call, lambda found: first.read(found) | {"out": out})
+    return followed(first, g.inputs["w_down"], x.shape[0], "out", multiplied)
 
 
 # ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -80,17 +71,8 @@ def _residual_partial_rmsnorm(g: Given) -> Prepared:
 
 
 def _residual_rmsnorm_gemm(g: Given) -> Prepared:
-    import torch
-
-    first, w = _added(g, g.inputs["w_o"]), g.inputs["w_up"]
-    z = w.new_empty(g.inputs["y"].shape[0], w.shape[0])
-
-    def call() -> Any:
-        found = first.call()
-        torch.mm(found[1], w.mT, out=z)
-        return found
-
-    return Prepared(call, lambda found: first.read(found) | {"z": z})
+    first = _added(g, g.inputs["w_o"])
+    return followed(first, g.inputs["w_up"], g.inputs["y"].shape[0], "z", multiplied)
 
 
 # ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,7 @@ from verifier.columns.apart import (
     scaled_rows,
     tables,
 )
-from verifier.columns.entry import Entry, Given, Prepared
+from verifier.columns.entry import Entry, Given, Prepared, followed, multiplied
 from verifier.quack_epilogue import fp32, fused
 
 if TYPE_CHECKING:
@@ -55,18 +55,9 @@ def _swiglu(g: Given) -> Prepared:
 
 
 def _swiglu_mlp(g: Given) -> Prepared:
-    import torch
-
-    w_down = g.inputs["w_down"]
-    first = _swiglu(Given({"x": g.inputs["x"], "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
-    out = g.inputs["x"].new_empty(g.inputs["x"].shape[0], w_down.shape[0])
-
-    def call() -> Any:
-        found = first.call()
-        torch.mm(found[1], w_down.mT, out=out)
-        return found
-
-    return Prepared(call, lambda found: first.read(found) | {"out": out})
+    x = g.inputs["x"]
+    first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
+    return followed(first, g.inputs["w_down"], x.shape[0], "out", multiplied)
 
 
 def _geglu(g: Given) -> Prepared:
@@ -121,7 +112,7 @@ def _swiglu_bwd(g: Given) -> Prepared:
 
 
 def _added(g: Given, w: Tensor) -> Prepared:
-    """A projection, its residual and RMSNorm: a call gives (the normalised stream, h, rstd, ...)."""
+    """A projection, its residual and RMSNorm: a call gives (h, the normalised stream, rstd)."""
     import torch
     from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
 
@@ -130,9 +121,10 @@ def _added(g: Given, w: Tensor) -> Prepared:
 
     def call() -> Any:
         torch.mm(y, w.mT, out=projected)
-        return fused_add_rms_norm_forward(projected, x, gamma, eps, 0.0, "gemma")
+        normed, h, rstd, *_ = fused_add_rms_norm_forward(projected, x, gamma, eps, 0.0, "gemma")
+        return h, normed, rstd
 
-    return Prepared(call, lambda found: {"h": found[1], "rstd": found[2]})
+    return Prepared(call, lambda found: {"h": found[0], "rstd": found[2]})
 
 
 def _residual_partial_rmsnorm(g: Given) -> Prepared:
@@ -140,17 +132,8 @@ def _residual_partial_rmsnorm(g: Given) -> Prepared:
 
 
 def _residual_rmsnorm_gemm(g: Given) -> Prepared:
-    import torch
-
-    first, w = _added(g, g.inputs["w_o"]), g.inputs["w_up"]
-    z = w.new_empty(g.inputs["y"].shape[0], w.shape[0])
-
-    def call() -> Any:
-        found = first.call()
-        torch.mm(found[0], w.mT, out=z)
-        return found
-
-    return Prepared(call, lambda found: first.read(found) | {"z": z})
+    first = _added(g, g.inputs["w_o"])
+    return followed(first, g.inputs["w_up"], g.inputs["y"].shape[0], "z", multiplied)
 
 
 def _residual_partial_layernorm(g: Given) -> Prepared:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from verifier.columns.apart import scaled_rows
-from verifier.columns.entry import Entry, Given, Prepared
+from verifier.columns.entry import Entry, Given, Prepared, followed
 from verifier.quack_epilogue import fp32, fused
 
 if TYPE_CHECKING:
@@ -38,16 +38,9 @@ def _swiglu(g: Given) -> Prepared:
 def _swiglu_mlp(g: Given) -> Prepared:
     from coda.core.gemm.functional import gemm
 
-    x, w_down = g.inputs["x"], g.inputs["w_down"]
+    x = g.inputs["x"]
     first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
-    out = x.new_empty(x.shape[0], w_down.shape[0])
-
-    def call() -> Any:
-        found = first.call()
-        gemm(found[1], w_down.mT, out)
-        return found
-
-    return Prepared(call, lambda found: first.read(found) | {"out": out})
+    return followed(first, g.inputs["w_down"], x.shape[0], "out", gemm)
 
 
 def act_and_dots(z: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
