@@ -132,6 +132,13 @@ def test_columns_of_two_environments_are_compared_through_the_anchor(gpu: Machin
     assert own.against is None and own.processes == 2
 
 
+def test_a_sitting_tells_the_versions_that_sat_in_it(gpu: Machine) -> None:
+    here, there = measure(asked(), Results(), lambda made: None).sittings
+    assert here.conditions["versions"]["liger-kernel"] == "0.8.5"
+    assert "liger-kernel" not in there.conditions["versions"]
+    assert there.conditions["versions"]["coda-kernels"] == "0.2"
+
+
 def test_a_changed_kernel_makes_its_own_cells_stale(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure(asked(), Results(), lambda made: None)
     gpu.sat.clear()

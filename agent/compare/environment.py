@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from functools import cache
 from pathlib import Path
 
 from agent.compare.results import ResultsError
@@ -56,6 +57,7 @@ def install() -> str:
     return made
 
 
+@cache
 def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str]:
     """Of distributions in that environment."""
     found: dict[str, str] = json.loads(_said(interpreter, "-c", _VERSIONS, *packages))

@@ -77,6 +77,7 @@ class _Measuring:
     workers: _Workers = field(default_factory=_Workers)
     tried: set[tuple[str, str, str]] = field(default_factory=set)  # that failed: not in every process again
     machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
 
     def run(self) -> None:
         self.machine = self.workers.of(None).ask(machine, None, patience=PATIENCE)
@@ -101,6 +102,7 @@ class _Measuring:
             if isinstance(versions, str):
                 reasons[arm] = versions
                 continue
+            self.versions[arm] = versions
             parts = [f"{name} {number}" for name, number in versions.items()]
             keys[arm] = ", ".join([*parts, *map(_text, row.made_of(arm)), self.machine["gpu"]])
         known = {a: why for a, why in self.results.absent.get(row.operator, {}).items() if a not in keys}
@@ -126,6 +128,7 @@ class _Measuring:
         found = self._sat(row, process, python, arms, failed)
         failed |= found["failed"]
         self.tried |= {(row.operator, row.case, arm) for arm in failed}
+        versions = {name: number for a in found["arms"] for name, number in self.versions[a].items()}
         sitting = Sitting(
             operator=row.operator,
             case=row.case,
@@ -136,7 +139,7 @@ class _Measuring:
             roofline=round(row.least(self.machine["ceilings"]) * 1e3, 6),
             arms={a: Arm(key=keys[a], note=row.note(a), **told) for a, told in found["arms"].items()},
             failed={a: Failure(key=keys[a], reason=why) for a, why in failed.items()},
-            conditions=found["conditions"] | {"ceilings": self.machine["ceilings"]},
+            conditions=found["conditions"] | {"ceilings": self.machine["ceilings"], "versions": versions},
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.results = self.results.plus([sitting])

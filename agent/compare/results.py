@@ -122,4 +122,4 @@ def read(path: Path) -> Results:
 def write(path: Path, results: Results) -> None:
     """Atomically, for a comparison that is interrupted goes on from it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, results.model_dump_json(exclude_defaults=True) + "\n")
+    write_atomic(path, results.model_dump_json() + "\n")
