@@ -24,7 +24,7 @@ from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.raw.arithmetic import LINE, answer
 from verifier import proposal as proposing
-from verifier import verify
+from verifier import proposal_gates, verify
 from verifier.gates import Progress
 from verifier.proposal import Proposal
 from verifier.report import Accepted, Measurement, Rejected
@@ -147,14 +147,14 @@ class Proposing:
         return None
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
-        return proposing.check(self.proposal, self.spec, source, progress)
+        return proposal_gates.check(self.proposal, self.spec, source, progress)
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
         """A primitive is right or wrong: nothing is timed."""
 
         def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
             with FileLock(cache_dir() / "gpu.lock"):  # another's measurement has the GPU to itself
-                return proposing.measure(self.proposal, spec, raw, progress)
+                return proposal_gates.measure(self.proposal, spec, raw, progress)
 
         return measure
 

@@ -27,9 +27,10 @@ from primitives.compile import PROBES, report
 from primitives.ir import OPERATIONS, Program
 from primitives.lower import lower
 from primitives.raw import arithmetic
-from verifier import proposal
+from verifier import proposal, proposal_gates
 from verifier.gates import Failed
-from verifier.proposal import FAMILIES, SIZES, Proof, Proposal, draw, judged
+from verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
+from verifier.proposal_gates import Proof
 from verifier.report import Accepted, Checked, Measured, Rejected
 from verifier.spec import Spec, SpecError, load
 
@@ -75,7 +76,7 @@ def proposed(directory: Path, old: str = "", new: str = "") -> tuple[Proposal, S
 
 
 def verdict(made: tuple[Proposal, Spec], source: str) -> Checked | Rejected:
-    found = proposal.check(*made, source).report
+    found = proposal_gates.check(*made, source).report
     assert not isinstance(found, Accepted)
     return found
 
@@ -140,7 +141,7 @@ def test_good_functions(tmp_path: Path, no_compiler: None) -> None:
     found = verdict(proposed(tmp_path), GOOD)
     assert isinstance(found, Checked), found
     assert [g.gate for g in found.gates] == ["form", "interpret", "compile"]
-    assert found.identity.raw and found.unmeasured == proposal.UNMEASURED
+    assert found.identity.raw and found.unmeasured == proposal_gates.UNMEASURED
     assert set(found.gates[1].figures["worst_rms_ratio"]) == set(FAMILIES)
     assert "softsign" not in OPERATIONS  # outside the frame
 
@@ -305,7 +306,7 @@ def test_the_gates_of_a_gpu(
     monkeypatch.setattr(Proof, "plans", lambda self: plans)
     monkeypatch.setattr(Proof, "draw", lambda self, family="usual": drawn(self, family, "cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = proposal.measure(made, spec, GOOD, worker=Here())  # type: ignore[arg-type]
+    found = proposal_gates.measure(made, spec, GOOD, worker=Here())  # type: ignore[arg-type]
     if gate:
         assert isinstance(found, Rejected) and (found.gate, found.code) == (gate, code), found
         return
@@ -369,7 +370,7 @@ def test_a_measured_one_is_accepted(begun: runs.Run) -> None:
 
 def checked_identity(run: runs.Run, source: str) -> Any:
     made = primitive.Proposing.of(run).proposal
-    found = proposal.check(made, run.spec, source).report
+    found = proposal_gates.check(made, run.spec, source).report
     assert isinstance(found, Checked)
     return found.identity
 

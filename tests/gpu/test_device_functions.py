@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier import proposal
+from verifier import proposal_gates
 from verifier.proposal import FAMILIES, Proposal
 from verifier.report import Measured, Rejected
 from verifier.spec import Spec, load
@@ -34,9 +34,9 @@ def proposed(directory: Path, reference: str, **more: object) -> tuple[Proposal,
 
 def test_good_functions_pass_on_the_gpu(tmp_path: Path) -> None:
     made, spec = proposed(tmp_path, "x / (1 + abs(x))")
-    checked = proposal.check(made, spec, SOFTSIGN).report
+    checked = proposal_gates.check(made, spec, SOFTSIGN).report
     assert checked.status == "checked", checked
-    found = proposal.measure(made, spec, SOFTSIGN)
+    found = proposal_gates.measure(made, spec, SOFTSIGN)
     assert isinstance(found, Measured), found
     assert [g.gate for g in found.gates] == ["numerics", "stability"]
     outputs = found.gates[0].figures["frame"]["outputs"]
@@ -58,7 +58,7 @@ def test_what_only_a_gpu_tells(tmp_path: Path, reference: str, exact: str) -> No
     """The check without one takes the library's functions for rounded once."""
     made, spec = proposed(tmp_path, reference, domain={"x": (-1024.0, 1024.0)})
     source = f'def softsign(x: Any) -> Any:\n    """Page."""\n    return {exact}\n'
-    assert proposal.check(made, spec, source).report.status == "checked"
-    found = proposal.measure(made, spec, source)
+    assert proposal_gates.check(made, spec, source).report.status == "checked"
+    found = proposal_gates.measure(made, spec, source)
     assert isinstance(found, Rejected) and (found.gate, found.code) == ("numerics", "numerics"), found
     assert "on the GPU" in found.message

@@ -1,0 +1,158 @@
+"""The gates of a proposed primitive: form, interpret, compile; on a GPU numerics and stability.
+
+What it means, and how outputs are judged, stands in ``verifier.proposal``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from primitives.compile import PROBES
+from primitives.raw.arithmetic import Answer, Calls, answer
+from primitives.raw.error import RawError
+from verifier import verify
+from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
+from verifier.gpu import Worker, report
+from verifier.measure import PATIENCE
+from verifier.proof import Job
+from verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
+from verifier.report import Checked, Measured, Measurement
+from verifier.spec import Spec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+UNMEASURED = "checked; what the hardware's functions lose, only an H100 can tell"
+
+
+def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
+    """The gates of any machine: the functions' form, their arithmetic in fp32, a compile in confinement."""
+    sys.audit("verifier.verify.check_raw", source)  # as of an edited text: it must not run anywhere else
+    gates = Gates(progress)
+    program = proposal.program(spec)
+    try:
+        with gates.gate("form") as figures:
+            form = _answer(proposal, source)
+            raw = proposal.framed(spec, source, form.fast)
+            figures["lines"] = source.count("\n")
+        with gates.gate("interpret") as figures:
+            _interpret(proposal, spec, source, figures)
+        with gates.gate("compile") as figures:
+            verify.compile_gate(spec, program, PROBES[:1], figures, raw=raw)
+    except Stop as stop:
+        return verify.Verdict(stop.rejected, None)
+    made = Checked(identity=identity(spec, program, raw), gates=tuple(gates.passed), unmeasured=UNMEASURED)
+    return verify.Verdict(made, program)
+
+
+def _answer(proposal: Proposal, source: str, calls: Calls = ()) -> Answer:
+    try:
+        return answer(source, proposal.name, len(proposal.arguments), calls)
+    except RawError as error:
+        raise Failed(error.code, error.message, error.line) from None
+
+
+def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, Any]) -> None:
+    """The functions as they stand in the text, each operation rounded to fp32."""
+    drawn = {family: draw(proposal, family, secrets.randbits(48)) for family in FAMILIES}
+    calls: list[tuple[bool, list[torch.Tensor]]] = []
+    for inputs in drawn.values():
+        first, *rest = (inputs[a] for a in proposal.arguments)
+        calls += [(True, [inputs["left"].float() + first, *rest]), (False, [first, *rest])]
+    found = _answer(proposal, source, calls)
+    figures["worst_rms_ratio"] = {}
+    if found.values is None:
+        figures["findings"] = [f"its arithmetic has what only a GPU can tell ({found.beyond})"]
+        return
+    for i, (family, inputs) in enumerate(drawn.items()):
+        outputs = {"fused": found.values[2 * i].bfloat16()}
+        if family != "accumulator":
+            outputs["loaded"] = found.values[2 * i + 1]
+        errors = judged(proposal, spec, inputs, outputs, f"its arithmetic, {family} arguments")
+        figures["worst_rms_ratio"][family] = errors["fused"]
+
+
+# On a GPU
+
+
+@dataclass(frozen=True)
+class Proof(Job):
+    """The framed functions, on each of the schedules."""
+
+    proposal: Proposal | None = None
+
+    def draw(self, family: str = "usual", device: str = "cuda") -> tuple[int, dict[str, Tensor]]:
+        assert self.proposal is not None
+        seed = secrets.randbits(48)
+        return seed, {n: t.to(device) for n, t in draw(self.proposal, family, seed).items()}
+
+
+def numerics(job: Proof) -> dict[str, Any]:
+    """In a worker: every family of points on every schedule, against fp64."""
+    from verifier.proof import poisoned_run
+
+    assert job.proposal is not None
+    outputs: dict[str, dict[str, float]] = {}
+    seeds: dict[str, int] = {}
+    plans = job.plans()
+    for family in job.families:
+        report("numerics", f"{family} arguments")
+        seeds[f"numerics/{family}"], inputs = job.draw(family)
+        ran = [poisoned_run(plan, inputs) for plan in plans]
+        for made in ran:
+            if family == "accumulator":
+                del made["loaded"]
+            where = f"on the GPU, {family} arguments"
+            errors = judged(job.proposal, job.spec, inputs, made, where)
+            known = outputs.setdefault(family, {"rms_ratio": 0.0, "ulps": 0.0})
+            known["rms_ratio"] = max(known["rms_ratio"], errors["fused"])
+            known["ulps"] = max(known["ulps"], errors.get("ulps", 0.0))
+    return {"outputs": outputs, "plans": len(plans), "seeds": seeds, "conditions": _conditions()}
+
+
+def _conditions() -> dict[str, Any]:
+    from verifier.conditions import Monitor
+
+    with Monitor() as monitor:
+        monitor.sample()
+        return monitor.summary()
+
+
+def measure(
+    proposal: Proposal, spec: Spec, source: str, progress: Progress = silent, worker: Worker | None = None
+) -> Measurement:
+    """The gates of a GPU: the framed kernel against fp64, and repeats of it bit for bit."""
+    from verifier.proof import stability
+
+    gates, program = Gates(progress), proposal.program(spec)
+    schedules = tuple({0: probe} for probe in PROBES)
+    seeds: dict[str, int] = {}
+    with worker or Worker() as asked:
+        try:
+            with gates.gate("numerics") as figures:
+                form = _answer(proposal, source)
+                raw = proposal.framed(spec, source, form.fast)
+                job = Proof(spec, program, "frame", SIZES, schedules, FAMILIES, raw=raw, proposal=proposal)
+                found = asked.ask(numerics, job, patience=PATIENCE, progress=progress)
+                conditions = found.pop("conditions")
+                seeds |= found.pop("seeds")
+                figures["frame"] = found
+            with gates.gate("stability") as figures:
+                found = asked.ask(stability, job, patience=PATIENCE, progress=progress)
+                seeds |= found.pop("seeds")
+                figures["frame"] = found
+        except Stop as stop:
+            return stop.rejected
+    return Measured(
+        identity=identity(spec, program, raw),
+        gates=tuple(gates.passed),
+        timings=(),
+        conditions=conditions,
+        seeds=seeds,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
