@@ -76,9 +76,9 @@ def check_gemm(configurations: list[Resources], schedules: tuple[Schedule, ...] 
 
 
 def test_swiglu_backward(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, finish = compiled(BACKWARD.program).values()
-    check_gemm(step)
-    assert [(r.spill_loads, r.spill_stores) for r in step] == [(0, 0), (0, 0)]
+    step, finish = compiled(BACKWARD.program, PROBES[:1]).values()
+    check_gemm(step, PROBES[:1])
+    assert [(r.spill_loads, r.spill_stores) for r in step] == [(0, 0)]
     (vector,) = finish
     assert vector.schedule is None and vector.hgmma == 0 and 0 < vector.registers < 64
     kept = list((own_cache / "resources").iterdir())
@@ -88,7 +88,7 @@ def test_swiglu_backward(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(compiling, "_run_child", never)
-    assert list(report(BACKWARD.program, {})) == [*step, *finish]
+    assert list(report(BACKWARD.program, {}, PROBES[:1])) == [*step, *finish]
 
 
 def test_masks_scalars_selects_and_two_steps() -> None:
