@@ -19,7 +19,7 @@ from agent import improve, prompt, tools
 from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.journal import Journal, JournalError
 from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
-from agent.work import Work
+from agent.work import Measure, Work
 from primitives.ir import Program, ProgramError
 from verifier.report import (
     MEASUREMENT,
@@ -35,21 +35,12 @@ from verifier.report import (
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
-    from verifier.measure import Keep, Kept
+    from verifier.measure import Kept
 
 OTHER_VERSION = "the run's journal was written by another version of coda-agent; start a new run"
 PIECE = "piece"  # the kind of event that holds a part of a measurement
 CALLS = 12  # turns that only use tools, before an attempt without an answer is over
 BLOCK = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-
-
-class Measure(Protocol):
-    """Runs the GPU gates; ``kept``: an accepted kernel that this one has to beat; ``raw``: the edited text
-    that is to run."""
-
-    def __call__(
-        self, spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str
-    ) -> Measurement: ...
 
 
 class Listener(Protocol):

@@ -27,9 +27,10 @@ from agent import account, prompt, runs, session, tools
 from agent.accept import files
 from agent.budget import OutOfBudget, Spent
 from agent.journal import JournalError
-from agent.loop import Loop, Measure, Outcome, extract, standing
+from agent.loop import Loop, Outcome, extract, standing
 from agent.options import Measuring
 from agent.providers import Call, ProviderError, Question, Tool, Turn, Usage
+from agent.work import Measure
 from primitives.compile import CompileError
 from verifier.jail import JailUnavailable
 from verifier.report import Accepted, Checked, Rejected

@@ -23,8 +23,8 @@ from verifier.report import Accepted
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
-    from agent.loop import Measure
     from agent.runs import Run
+    from agent.work import Measure
     from verifier.measure import Kept
 
 PACK = Path(__file__).parent / "pack" / "cutedsl.md"

@@ -31,7 +31,8 @@ from verifier.report import Accepted, Measurement, Rejected
 from verifier.spec import Spec, SpecError
 
 if TYPE_CHECKING:
-    from agent.loop import Measure, Outcome
+    from agent.loop import Outcome
+    from agent.work import Measure
     from verifier.measure import Keep, Kept
 
 ROOT = Path(__file__).parent.parent

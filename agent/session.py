@@ -11,10 +11,10 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.loop import Listener, Measure, Outcome
+    from agent.loop import Listener, Outcome
     from agent.providers import Provider
     from agent.runs import Run
-    from agent.work import Work
+    from agent.work import Measure, Work
     from primitives.ir import Program
     from verifier.measure import Keep, Kept, Options
     from verifier.report import Measurement

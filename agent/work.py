@@ -10,13 +10,21 @@ from agent import improve, prompt
 from primitives.ir import Program, Schedule
 from verifier import verify
 from verifier.gates import Progress
-from verifier.report import Accepted
+from verifier.report import Accepted, Measurement
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
-    from agent.loop import Measure
     from agent.tips import Tip
-    from verifier.measure import Kept
+    from verifier.measure import Keep, Kept
+
+
+class Measure(Protocol):
+    """Runs the GPU gates; ``kept``: an accepted kernel that this one has to beat; ``raw``: the edited text
+    that is to run."""
+
+    def __call__(
+        self, spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str
+    ) -> Measurement: ...
 
 
 class Work(Protocol):

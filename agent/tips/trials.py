@@ -14,10 +14,10 @@ from typing import Any
 from agent import prompt, runs
 from agent.budget import Limits, OutOfBudget
 from agent.journal import JournalError, glance
-from agent.loop import Listener, Loop, Measure
+from agent.loop import Listener, Loop
 from agent.proportions import Difference, difference
 from agent.tips import ACCEPTED, Tip, TipsError, in_prompts
-from agent.work import Authoring
+from agent.work import Authoring, Measure
 from verifier.spec import load
 
 Author = Callable[[Path, Sequence[Tip]], "int | None"]
