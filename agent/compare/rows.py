@@ -22,6 +22,7 @@ from verifier.spec import Spec, load
 
 SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
+ARMS = tuple(arm for column in columns.COLUMNS for arm in column.arms)
 PAIRS = 64  # of a head that is 128 wide
 SQUARES = (2048, 4096, 8192)  # the paper's: M = N = K
 QUICK = {"gemm_rmsnorm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
@@ -68,7 +69,7 @@ class OperatorRow:
     case: str
     sizes: Mapping[str, int]
     anchor = columns.ANCHOR
-    arms = tuple(a for c in columns.COLUMNS for a in c.arms if a != columns.LIGER_APART)
+    arms = tuple(arm for arm in ARMS if arm != columns.LIGER_APART)
 
     @property
     def operator(self) -> str:
@@ -109,7 +110,7 @@ class LayerRow:
     case: str
     backward: bool
     anchor = columns.EAGER
-    arms = VARIANTS
+    arms = ARMS
 
     @property
     def operator(self) -> str:
@@ -147,7 +148,7 @@ class LayerRow:
     def absent(self, arm: str) -> str | None:
         if arm == columns.PROGRAM and self.contenders is None:
             return "not all of its kernels are accepted"
-        return None
+        return None if arm in VARIANTS else "no layer of it"
 
     def made_of(self, arm: str) -> list[Contender]:
         return list((self.contenders or {}).values()) if arm == columns.PROGRAM else []
