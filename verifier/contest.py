@@ -6,7 +6,6 @@ refuses or fails at is that arm's answer, and stops no other.
 
 from __future__ import annotations
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from primitives.ir import Program, Schedule
 from verifier import timing
 from verifier.gpu import cuda_error, report
-from verifier.scoring import LONGEST, rotating
+from verifier.scoring import milliseconds, rotating, timed
 
 if TYPE_CHECKING:
     from primitives.launch import Kernel
@@ -72,8 +71,6 @@ def contest(stage: Stage, names: Sequence[str], anchor: str, rounds: int) -> dic
     none; ``conditions``. RuntimeError where the anchor is among those."""
     import torch
 
-    from verifier.conditions import Monitor, device
-
     seated: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     arms = []
@@ -98,17 +95,9 @@ def contest(stage: Stage, names: Sequence[str], anchor: str, rounds: int) -> dic
         raise RuntimeError(f"{anchor} did not run: {failed[anchor]}")
     stage.forget_truth()
     report(GATE, "timing")
-    with Monitor() as monitor:
-        samples = timing.measure(
-            arms,
-            rounds=rounds,
-            longest=LONGEST,
-            seed=secrets.randbits(32),
-            on_round=lambda done: monitor.sample(),
-        )
-        conditions = device() | monitor.summary()
+    samples, conditions = timed(arms, rounds)
     for name, found in seated.items():
-        found["milliseconds"] = [round(x * 1e3, 6) for x in samples[name].seconds]
+        found["milliseconds"] = milliseconds(samples[name])
     return {"arms": seated, "failed": failed, "conditions": conditions}
 
 

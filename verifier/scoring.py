@@ -51,8 +51,6 @@ class Race:
 
 def score(given: tuple[Job, Race]) -> dict[str, Any]:
     """Milliseconds of every arm in every round at one case, with all that makes them believable."""
-    from verifier.conditions import Monitor, device
-
     job, race = given
     report("benchmark", f"case {job.case}")
     (plan,) = job.plans()
@@ -63,28 +61,42 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
         arms.append(_kept(race.kept, sets))
     if race.controlled:
         arms += _controls(sets)
-    with Monitor() as monitor:
-        samples = timing.measure(
-            arms,
-            rounds=race.rounds,
-            longest=LONGEST,
-            cold=race.cold,
-            seed=secrets.randbits(32),
-            on_round=lambda done: monitor.sample(),
-        )
-        conditions = device() | monitor.summary()
+    samples, conditions = timed(arms, race.rounds, cold=race.cold)
     sets.compare()
     host = {a.name: timing.host_time(a.call, HOST_CALLS) for a in arms if a.name in (CANDIDATE, CUBLAS)}
     graph = samples.pop(GRAPH)
     controls = _judged(samples[CANDIDATE], samples.pop(SAME), samples.pop(LATE)) if race.controlled else {}
     return controls | {
-        "samples": {name: [round(x * 1e3, 6) for x in s.seconds] for name, s in samples.items()},
+        "samples": {name: milliseconds(s) for name, s in samples.items()},
         "host_microseconds": {name: round(seconds * 1e6, 2) for name, seconds in host.items()},
         "graph_milliseconds": round(graph.median * 1e3, 6),
         "input_sets": len(sets.inputs),
         "conditions": conditions,
         "seeds": {f"benchmark/{i}": seed for i, seed in enumerate(sets.seeds)},
     }
+
+
+def timed(
+    arms: Sequence[timing.Arm], rounds: int, *, cold: bool = True
+) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
+    """What each arm took, and how the GPU fared meanwhile."""
+    from verifier.conditions import Monitor, device
+
+    with Monitor() as monitor:
+        samples = timing.measure(
+            arms,
+            rounds=rounds,
+            longest=LONGEST,
+            cold=cold,
+            seed=secrets.randbits(32),
+            on_round=lambda done: monitor.sample(),
+        )
+        return samples, device() | monitor.summary()
+
+
+def milliseconds(samples: timing.Samples) -> list[float]:
+    """By round, as they are kept."""
+    return [round(x * 1e3, 6) for x in samples.seconds]
 
 
 def _controls(sets: _Sets) -> list[timing.Arm]:

@@ -80,15 +80,12 @@ def _arms(names: Sequence[str], quick: bool) -> tuple[str, ...]:
     from agent.compare.results import ResultsError
     from verifier.columns import AUTOTUNED, COLUMNS
 
-    for name in names:
-        if not any(column.name.lower().startswith(name.lower()) for column in COLUMNS):
+    begun = {name: [c for c in COLUMNS if c.name.lower().startswith(name.lower())] for name in names}
+    for name, found in begun.items():
+        if not found:
             known = ", ".join(column.name for column in COLUMNS)
             raise ResultsError(f"there is no column {name!r}; --columns takes {known}")
-    wanted = [
-        column
-        for column in COLUMNS
-        if not names or any(column.name.lower().startswith(name.lower()) for name in names)
-    ]
+    wanted = [c for c in COLUMNS if not names or any(c in found for found in begun.values())]
     return tuple(arm for column in wanted for arm in column.arms if not (quick and arm in AUTOTUNED))
 
 
@@ -107,12 +104,11 @@ def _measured(asked: Asked, found: Results, path: Path, *, quiet: bool) -> Resul
 @contextmanager
 def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
     """Where progress goes, and new results: a table on a terminal, else a line for each arm."""
-    from rich.console import Console
     from rich.live import Live
 
     from agent.compare.terminal import table
 
-    console, shown = Console(stderr=True), found
+    console, shown = session.console(True), found
 
     def said(place: str, words: str) -> None:
         if not quiet:
@@ -148,8 +144,6 @@ def _drawn(found: Results, out: Path) -> None:
 
 
 def _shown(found: Results, out: Path, as_json: bool) -> None:
-    from rich.console import Console
-
     from agent.compare.cells import lines
     from agent.compare.summary import RIVALS, against
     from agent.compare.terminal import table
@@ -159,7 +153,7 @@ def _shown(found: Results, out: Path, as_json: bool) -> None:
         told = {"rows": [asdict(row) for row in rows]}
         json.dump(told, sys.stdout, indent=1, default=lambda loss: loss.model_dump())
         return
-    Console().print(table(found))
+    session.console(False).print(table(found))
     for rival in RIVALS:
         typer.echo(str(against(rows, rival)))
     typer.echo(f"{out / TABLE}, {out / PAGE} and charts beside them")
