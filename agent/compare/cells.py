@@ -59,6 +59,11 @@ def lines(results: Results) -> list[Line]:
     return [_line(results, operator, case) for operator, case in results.rows()]
 
 
+def standing(results: Results) -> list[Sitting]:
+    """The sittings that cells are made of: not those of which only arms that are others since are left."""
+    return [sitting for name in results.rows() for sitting in _Row(results.of(*name)).standing()]
+
+
 def _line(results: Results, operator: str, case: str) -> Line:
     row = _Row(results.of(operator, case))
     absent = results.absent.get(operator, {})
@@ -98,6 +103,15 @@ class _Row:
             for arm, found in sitting.arms.items() if sitting in timed else ():
                 self.keys[arm] = found.key
                 self.failed.pop(arm, None)
+
+    def standing(self) -> list[Sitting]:
+        """Those that have an arm as it is now besides the anchor, or nobody but the anchor."""
+        return [
+            s
+            for s in self.timed
+            if len(s.arms) == 1
+            or any(self.keys.get(name) == arm.key for name, arm in s.arms.items() if name != self.anchor)
+        ]
 
     def slowness(self, arm: str) -> float:
         """Of its time over the anchor's, the logarithm."""

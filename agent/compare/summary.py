@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from agent.compare.cells import Line
-from agent.compare.results import LAYER_FORWARD, Results, Sitting
+from agent.compare.cells import Line, standing
+from agent.compare.results import LAYER_FORWARD, Results
 from agent.table import GROUPS, WIDTHS
 from verifier.columns import COMPILE, HUMAN
 from verifier.statistics import Interval
@@ -199,7 +199,7 @@ def ordered(lines: Iterable[Line]) -> list[Line]:
 
 def measured(results: Results) -> str:
     """What was measured on what, when; where sittings differ, all that occurs."""
-    sittings = _standing(results)
+    sittings = standing(results)
     if not sittings:
         return NOTHING
     conditions = [sitting.conditions for sitting in sittings]
@@ -220,17 +220,6 @@ def measured(results: Results) -> str:
         f"{_span(rounds[0], rounds[-1])} rounds in "
         f"{'one process' if max(seats) == 1 else f'each of {_span(min(seats), max(seats))} processes'} a row."
     )
-
-
-def _standing(results: Results) -> list[Sitting]:
-    """Without the sittings of which only arms that have become others since are left."""
-    last = {(s.row, name): arm.key for s in results.sittings for name, arm in s.arms.items()}
-
-    def stands(sitting: Sitting) -> bool:
-        same = {name for name, arm in sitting.arms.items() if last[sitting.row, name] == arm.key}
-        return sitting.anchor in same and (len(same) > 1 or len(sitting.arms) == 1)
-
-    return [sitting for sitting in results.sittings if stands(sitting)]
 
 
 def _each(conditions: Iterable[Mapping[str, Any]], key: str) -> str:
