@@ -8,14 +8,19 @@ program, on schedules of its own) and NAME.raw.report.json. The run that made it
 from __future__ import annotations
 
 import subprocess
+from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from agent.journal import Journal
 from agent.loop import PIECE, Outcome
 from primitives.files import write_atomic
+from primitives.ir import Program, ProgramError
 from primitives.lower import editable, lower
-from verifier.report import Accepted, Authorship, Rejected
+from verifier.report import REPORT, Accepted, Authorship, Rejected
+from verifier.spec import Spec
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "generated_kernels"
@@ -28,6 +33,19 @@ class AcceptError(Exception):
     """A kernel that cannot be accepted, or a commit that git refused: what to do instead."""
 
 
+class KernelError(Exception):
+    """A file of an accepted kernel that cannot be read: which, what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An accepted kernel as its files have it. ``raw``: its text, where an author has edited it."""
+
+    program: Program
+    report: Accepted
+    raw: str = ""
+
+
 SUFFIXES = ("py", "program.json", "cutedsl.py", "report.json")
 RAW_SUFFIXES = ("raw.py", "raw.program.json", "raw.report.json")
 
@@ -35,6 +53,34 @@ RAW_SUFFIXES = ("raw.py", "raw.program.json", "raw.report.json")
 def files(name: str, directory: Path = KERNELS, *, raw: bool = False) -> list[Path]:
     """The files of a kernel: the source first, then the program; the report last."""
     return [directory / f"{name}.{suffix}" for suffix in (RAW_SUFFIXES if raw else SUFFIXES)]
+
+
+def read(spec: Spec, directory: Path | None = None, *, raw: bool = False) -> Kernel | None:
+    """The accepted kernel of a spec, by default of generated_kernels/, or its edited text; None where there
+    is none. Whether the report is for these files is ``verifier.evidence``'s to say. Raises KernelError."""
+    source, program, *_, evidence = files(spec.name, directory or KERNELS, raw=raw)
+    try:
+        return Kernel(
+            Program.from_json(program.read_text(encoding="utf-8"), spec.signature()),
+            report(evidence),
+            source.read_text(encoding="utf-8") if raw else "",
+        )
+    except FileNotFoundError:
+        return None
+    except (ProgramError, UnicodeDecodeError) as error:
+        raise KernelError(f"{program}: {error}; accept that kernel again") from None
+
+
+def report(path: Path) -> Accepted:
+    """An accepted kernel's evidence. Raises KernelError; OSError where it cannot be read."""
+    try:
+        found = REPORT.validate_json(path.read_bytes())
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise KernelError(f"{path}: {place}: {error.errors()[0]['msg']}; accept that kernel again") from None
+    if not isinstance(found, Accepted):
+        raise KernelError(f"{path}: is of a kernel that is {found.status}, not accepted; remove it")
+    return found
 
 
 def recording(name: str, directory: Path = RECORDINGS, *, raw: bool = False) -> Path:

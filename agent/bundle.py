@@ -28,7 +28,6 @@ from verifier.gates import Progress, identity
 from verifier.report import (
     MEASUREMENT,
     REPORT,
-    Accepted,
     Checked,
     Identity,
     Measured,
@@ -143,7 +142,7 @@ def _entry(name: str) -> Entry:
             spec_text=run.text,
             program=last["program"],
             identity=report.identity,
-            known=_known(report.identity),
+            known=_known(run.spec, report.identity),
             kept=Rival.of(kept) if kept else None,
             raw=raw,
             objects=_objects(run.spec, last["program"], raw, kept) if raw else {},
@@ -186,19 +185,16 @@ def _kept(run: runs.Run, events: Mapping[str, Any]) -> Kept | None:
     return work_of(run).rival()
 
 
-def _known(identity: Identity) -> dict[str, Schedules]:
+def _known(spec: Spec, identity: Identity) -> dict[str, Schedules]:
     """What the accepted kernel of this spec was tuned to, if it is the same program on the same text: tuning
     again only has to race these."""
-    path = accept.files(identity.spec)[-1]
-    if not path.exists():
-        return {}
     try:
-        before = REPORT.validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError:  # of another version
+        before = accept.read(spec)
+    except accept.KernelError:  # of another version
         return {}
-    if not isinstance(before, Accepted) or before.identity.lowered_hash != identity.lowered_hash:
+    if before is None or before.report.identity.lowered_hash != identity.lowered_hash:
         return {}
-    return {timing.case: timing.finalists for timing in before.timings}
+    return {timing.case: timing.finalists for timing in before.report.timings}
 
 
 def _partial(out: Path) -> Path:

@@ -510,7 +510,7 @@ def main() -> None:
 
 def _explained(error: Exception) -> int:
     """The exit status of an error that has words for the user; any other is our bug and goes on."""
-    from agent.accept import AcceptError
+    from agent.accept import AcceptError, KernelError
     from agent.budget import OutOfBudget
     from agent.bundle import BundleError
     from agent.compare.results import ResultsError
@@ -527,8 +527,8 @@ def _explained(error: Exception) -> int:
     from verifier.sanitizer import SanitizerMissing
     from verifier.spec import SpecError
 
-    wrong = SpecError | BundleError | CountersError | PrimitiveError | ScaffoldError | TableError | TipsError
-    if isinstance(error, wrong | ResultsError):
+    wrong = SpecError | KernelError | BundleError | CountersError | PrimitiveError | ScaffoldError | TipsError
+    if isinstance(error, wrong | ResultsError | TableError):
         status = USAGE
     elif isinstance(error, AcceptError | CompileError | OutOfBudget):
         status = REJECTED

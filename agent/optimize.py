@@ -6,7 +6,6 @@ that it was made from. The stable prefix of the prompt is ``cutedsl.md``; the ta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,25 +67,20 @@ class Base:
     @classmethod
     def from_json(cls, found: Mapping[str, Any], spec: Spec) -> Base:
         program = Program.from_json(found["program"], spec.signature())
-        return cls(program, _accepted(found["report"]), found["raw"], found["counted"])
+        return cls(program, Accepted.model_validate(found["report"]), found["raw"], found["counted"])
 
 
 def base(spec: Spec, directory: Path | None = None) -> Base:
     """The accepted kernel of a spec, by default of generated_kernels/: its edited text where there is one
-    already, else the program's own. Raises NothingToOptimize."""
+    already, else the program's own. Raises NothingToOptimize, and KernelError for files that are damaged."""
     directory = directory or accept.KERNELS
-    edited = accept.files(spec.name, directory, raw=True)[-1].exists()
-    source, text, *_, evidence = accept.files(spec.name, directory, raw=edited)
-    try:
-        program = Program.from_json(text.read_text(encoding="utf-8"), spec.signature())
-        report = _accepted(json.loads(evidence.read_text(encoding="utf-8")))
-        raw = source.read_text(encoding="utf-8") if edited else ""
-    except OSError as error:
+    found = accept.read(spec, directory, raw=True) or accept.read(spec, directory)
+    if found is None:
         raise NothingToOptimize(
-            f"{error.filename}: no accepted kernel of {spec.name}; author one first: coda-agent generate "
+            f"{directory}: no accepted kernel of {spec.name}; author one first: coda-agent generate "
             f"specs/{spec.name}.yaml"
-        ) from None
-    return Base(program, report, raw, _counted(spec, program, directory))
+        )
+    return Base(found.program, _bare(found.report), found.raw, _counted(spec, found.program, directory))
 
 
 def _counted(spec: Spec, program: Program, directory: Path) -> str:
@@ -97,9 +91,8 @@ def _counted(spec: Spec, program: Program, directory: Path) -> str:
     return f"At {export.case or spec.cases[0].name}:\n\n{counters.words(found)}"
 
 
-def _accepted(found: Any) -> Accepted:
-    """A report, without the samples: they are not for a prompt."""
-    report = Accepted.model_validate(found)
+def _bare(report: Accepted) -> Accepted:
+    """Without the samples: they are not for a prompt."""
     return report.model_copy(
         update={"timings": tuple(t.model_copy(update={"samples": {}}) for t in report.timings)}
     )

@@ -13,8 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
+from agent import accept
 from agent.accept import KERNELS, RECORDINGS
 from agent.journal import read_export
 from agent.prompt import tokens
@@ -23,7 +22,7 @@ from primitives.files import write_atomic
 from verifier.baselines import CUBLAS, MAX_AUTOTUNE
 from verifier.decision import BASELINE, KEPT
 from verifier.quack_baseline import LIBRARY_ARMS
-from verifier.report import REPORT, Accepted, Timing
+from verifier.report import Accepted, Timing
 
 __all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "write"]
 
@@ -162,8 +161,8 @@ class Tables:
 
 
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
-    """All accepted kernels' reports and all recorded runs. Raises TableError and JournalError."""
-    found = [_report(path) for path in sorted(kernels.glob("*.report.json"))]
+    """All accepted kernels' reports and all recorded runs. Raises KernelError and JournalError."""
+    found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
     found.sort(key=lambda report: _order(report.identity.spec))
     reports = tuple(report for report in found if not report.identity.raw)
     accepted = {report.authorship.run for report in reports if report.authorship}
@@ -193,17 +192,6 @@ def write(path: Path, tables: Tables) -> None:
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _report(path: Path) -> Accepted:
-    try:
-        report = REPORT.validate_json(path.read_bytes())
-    except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
-        raise TableError(f"{path}: {place}: {error.errors()[0]['msg']}; accept that kernel again") from None
-    if not isinstance(report, Accepted):
-        raise TableError(f"{path}: is of a kernel that is {report.status}, not accepted; remove it")
-    return report
 
 
 def _order(operator: str) -> tuple[int, str]:

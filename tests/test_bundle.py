@@ -27,6 +27,7 @@ from authoring import (
 )
 
 from agent import bundle, runs, session
+from agent.accept import accept
 from agent.bundle import BundleError
 from agent.journal import JournalError
 from agent.loop import Loop, standing
@@ -401,15 +402,15 @@ def test_a_cases_name_is_no_path(tmp_path: Path, gpu: Gpu) -> None:
 @pytest.fixture
 def accepted_before(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The report of the kernel that was accepted before."""
-    report = tmp_path / "kernels" / "toy.report.json"
-    monkeypatch.setattr("agent.accept.files", lambda name: [report])
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    monkeypatch.setattr("agent.accept.KERNELS", kernels)
     run = runs.reopen(accepted_run(spec))
     with run.journal:
         outcome = standing(run.journal, run.spec)
-    assert outcome is not None
-    report.parent.mkdir()
-    report.write_text(outcome.report.model_dump_json())
-    return report
+        assert outcome is not None
+        accept(outcome, run.journal, kernels, kernels)
+    return kernels / "toy.report.json"
 
 
 def known_of(path: Path, gpu: Gpu) -> Mapping[str, Known]:

@@ -251,7 +251,7 @@ def test_the_usual_rows() -> None:
 def test_a_kernel_comes_as_it_was_tuned_or_with_what_was_good_nearby() -> None:
     swiglu = next(r for r in rows.chosen(("gemm_swiglu",), (), everything=False, quick=False))
     assert isinstance(swiglu, rows.OperatorRow)
-    kept = kernels.accepted(swiglu.spec, raw=False)
+    kept = kernels.tuned(swiglu.spec, raw=False)
     assert kept
     at_7b = swiglu.spec.case("7B").sizes
     assert kernels.contenders(swiglu.spec, at_7b)[PROGRAM].schedules == kept.schedules["7B"]

@@ -14,10 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from agent import show
+from agent.accept import KernelError
 from agent.cli import app
 from agent.show import counters
 from agent.show.counters import Counters, CountersError, Export
-from agent.table import TableError
 from primitives.ir import Program, Schedule
 from primitives.lower import lower
 from primitives.sass import Listing
@@ -245,5 +245,5 @@ def test_the_schedules_of_a_report_beside_the_kernel(tmp_path: Path) -> None:
     assert show.tuned(KEPT, two_steps(), "7B") == {}  # of another program
     assert show.tuned(tmp_path / KEPT.name, program, "7B") == {}  # no report there
     (tmp_path / "gemm_swiglu_bwd.report.json").write_text("{}")
-    with pytest.raises(TableError, match=r"gemm_swiglu_bwd\.report\.json: .*accept that kernel again"):
+    with pytest.raises(KernelError, match=r"gemm_swiglu_bwd\.report\.json: .*accept that kernel again"):
         show.tuned(tmp_path / KEPT.name, program, "7B")

@@ -11,6 +11,7 @@ from authoring import KERNELS, RECORDINGS, ROOT, SPECS
 from typer.testing import CliRunner
 
 from agent import cli, table
+from agent.accept import KernelError
 from agent.table import Interval, TableError
 from verifier.report import Accepted, Authorship, Identity, Ratio, Timing
 
@@ -208,7 +209,7 @@ def test_host_time_names_who_misses_the_goal(tmp_path: Path) -> None:
 def test_a_report_that_is_none_is_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "gemm_rope.report.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(TableError, match=f"{path.name}.*{words}"):
+    with pytest.raises(KernelError, match=f"{path.name}.*{words}"):
         read(tmp_path)
 
 

@@ -5,42 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from agent import accept
-from agent.compare.results import ResultsError
-from primitives.ir import Program, ProgramError
+from primitives.ir import Program
 from primitives.lower import lower
 from primitives.roofline import H100, Machine, roofline
 from verifier.columns import EDITED, PROGRAM
 from verifier.contest import Contender
 from verifier.measure import Kept
-from verifier.report import REPORT, Accepted
 from verifier.spec import Spec
 
 
 def contenders(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Contender]:
     """An operator's accepted kernels by arm: as they were tuned at these sizes, or else to be tuned over what
     was good at the nearest."""
-    found = {PROGRAM: accepted(spec, raw=False), EDITED: accepted(spec, raw=True)}
+    found = {PROGRAM: tuned(spec, raw=False), EDITED: tuned(spec, raw=True)}
     return {arm: _contender(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
-def accepted(spec: Spec, folder: Path = accept.KERNELS, *, raw: bool) -> Kept | None:
+def tuned(spec: Spec, *, raw: bool) -> Kept | None:
     """An operator's accepted kernel as it was tuned; None where there is none, or the text that was measured
-    is not what these versions lower it to. Raises ResultsError for files that cannot be read."""
-    paths = accept.files(spec.name, folder, raw=raw)
-    if not all(path.exists() for path in paths):
+    is not what these versions lower it to. Raises KernelError."""
+    found = accept.read(spec, raw=raw)
+    if found is None or lower(found.program, found.raw).hash != found.report.identity.lowered_hash:
         return None
-    try:
-        report = REPORT.validate_json(paths[-1].read_bytes())
-        program = Program.from_json(paths[-2 if raw else 1].read_text(encoding="utf-8"), spec.signature())
-    except (ValueError, ProgramError) as error:
-        raise ResultsError(f"{paths[-1]}: {error}; accept that kernel again") from None
-    text = paths[0].read_text(encoding="utf-8") if raw else ""
-    if not isinstance(report, Accepted) or lower(program, text).hash != report.identity.lowered_hash:
-        return None
-    return Kept.of(program, report.timings, text)
+    return Kept.of(found.program, found.report.timings, found.raw)
 
 
 def written(spec: Spec) -> Program:

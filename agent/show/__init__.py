@@ -61,21 +61,15 @@ def edited(kernel: Path) -> str:
 
 def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     """The schedules that a case was measured with, by step: from the report beside a kernel's file
-    (NAME.report.json, or NAME.raw.report.json), if it is of this program and has them. TableError for one
+    (NAME.report.json, or NAME.raw.report.json), if it is of this program and has them. KernelError for one
     that cannot be read."""
-    from pydantic import ValidationError
-
-    from agent.table import TableError
-    from verifier.report import REPORT, Accepted
+    from agent import accept
 
     path = beside(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
     if not path.exists():
         return {}
-    try:
-        report = REPORT.validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise TableError(f"{path}: {error.errors()[0]['msg']}; accept that kernel again") from None
-    if not isinstance(report, Accepted) or report.identity.program_hash != program.hash:
+    report = accept.report(path)
+    if report.identity.program_hash != program.hash:
         return {}
     found = [t.schedules for t in report.timings if t.case == case]
     return {int(step): Schedule.from_json(fields) for step, fields in found[0].items()} if found else {}
