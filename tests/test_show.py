@@ -13,7 +13,8 @@ import torch
 from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 from rich.console import Console, RenderableType
 
-from agent import show, words
+from agent import words
+from agent.show import Shown
 from primitives.compile import Resources
 from primitives.interpret import interpret, torch_dtype
 from primitives.ir import Program, Schedule, Signature
@@ -217,7 +218,7 @@ def printed(what: RenderableType) -> str:
 
 def test_render_shows_steps_resources_and_floors() -> None:
     program = of_spec("gemm_swiglu_bwd")
-    text = printed(show.render(program, resources=[STEP, VECTOR], sizes=CASES))
+    text = printed(Shown(program, resources=[STEP, VECTOR], sizes=CASES).render())
     assert text.startswith("gemm_swiglu_bwd")
     assert "bf16 [M, 2*F]" in text  # brackets are no markup
     assert re.search(r"Step0 +│ 128x128 pingpong 2x1 +│ +168 │ +80 │ +5/2/4 │ +3/4 │ +16 │ +7/8 │", text)
@@ -227,7 +228,7 @@ def test_render_shows_steps_resources_and_floors() -> None:
     assert row in [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()]
     assert text.count("vectors after 0") == 2
     assert "cutlass" not in text
-    bare = printed(show.render(program))
+    bare = printed(Shown(program).render())
     assert "roofline" not in bare and "resources" not in bare
 
 
@@ -235,21 +236,21 @@ def test_cutedsl_is_the_lowered_text_on_request() -> None:
     from primitives.lower import lower
 
     program = two_steps()
-    text = printed(show.render(program, cutedsl=True))
+    text = printed(Shown(program, cutedsl=True).render())
     assert "class Step1_" in text and "epi_visit_subtile" in text
-    assert show.as_dict(program, cutedsl=True)["cutedsl"] == lower(program).text
+    assert Shown(program, cutedsl=True).to_dict()["cutedsl"] == lower(program).text
 
 
 def test_as_dict_is_json_with_the_same_figures() -> None:
     program = of_spec("gemm_swiglu_bwd")
-    data = json.loads(json.dumps(show.as_dict(program, spec_name="named", resources=[STEP], sizes=CASES)))
+    data = json.loads(json.dumps(Shown(program, "named", [STEP], CASES).to_dict()))
     assert (data["spec"], data["program"], data["cutedsl"]) == ("named", program.hash, None)
     assert data["resources"][0]["registers"] == 168
     assert data["roofline"]["1B"]["steps"][0]["reads"]["z"] == 369_098_752
     assert data["steps"][0]["lines"][0] == {"verb": "load", "text": "dy", "tensor": "bf16 [M, D]"}
-    assert show.as_dict(program)["resources"] is None
+    assert Shown(program).to_dict()["resources"] is None
 
 
 def test_a_case_that_lacks_a_dim_is_refused() -> None:
     with pytest.raises(ValueError, match="F is missing"):
-        show.render(of_spec("gemm_swiglu_bwd"), sizes={"half": {"M": 8, "D": 8}})
+        Shown(of_spec("gemm_swiglu_bwd"), sizes={"half": {"M": 8, "D": 8}}).render()

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import BytesIO
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.compare.cells import Line
 from agent.compare.markdown import ABSENT, ANCHORED
 from agent.compare.summary import Row, against, ordered
 from agent.page.markup import visible
-from primitives.files import write_atomic
 from verifier.columns import COLUMNS, COMPILE, FLASHINFER, HUMAN, LIGER, LLM, MATMUL, TORCH, UPSTREAM
 
 if TYPE_CHECKING:
@@ -80,21 +78,10 @@ WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.15, 0.65, 2.75, 0.25  # inches
 GAP = 0.55  # of a row, between operators
 
 
-def draw(lines: Sequence[Line], folder: Path) -> list[Path]:
-    """Write speedup and roofline, as .svg and .png, those of which there is anything to draw; where they are.
-    Raises OSError."""
-    written = []
-    for name, figure in _figures(lines).items():
-        for kind in ANONYMOUS:
-            path = folder / f"{name}.{kind}"
-            write_atomic(path, _bytes(figure, kind))
-            written.append(path)
-    return written
-
-
-def vectors(lines: Sequence[Line]) -> dict[str, str]:
-    """The SVG of each chart by its name, as in ``draw``."""
-    return {name: _bytes(figure, "svg").decode() for name, figure in _figures(lines).items()}
+def draw(lines: Sequence[Line]) -> dict[str, bytes]:
+    """Files by name, speedup and roofline as .svg and .png: those of which there is anything to draw."""
+    figures = _figures(lines)
+    return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in ANONYMOUS}
 
 
 def _figures(lines: Sequence[Line]) -> dict[str, Figure]:

@@ -134,13 +134,15 @@ def _drawn(found: Results, out: Path) -> None:
 
     write_atomic(out / TABLE, markdown.markdown(found))
     try:
-        charts.draw(lines(found), out)
+        drawn = charts.draw(lines(found))
     except ModuleNotFoundError as error:
         raise session.Absent(
             f"{error.name} is not installed, so charts and page were not drawn: pip install {error.name}, "
             f"then coda-agent compare --from {out / RESULTS}"
         ) from None
-    write_atomic(out / PAGE, page.page(found))
+    for name, file in drawn.items():
+        write_atomic(out / name, file)
+    write_atomic(out / PAGE, page.page(found, drawn))
 
 
 def _shown(found: Results, out: Path, as_json: bool) -> None:

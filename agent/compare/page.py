@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 from agent.compare import charts
@@ -37,8 +38,8 @@ _ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # without the XML header and i
 _NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
 
-def page(results: Results) -> str:
-    """The page, as text."""
+def page(results: Results, drawn: Mapping[str, bytes]) -> str:
+    """The page, as text. ``drawn``: the charts' files by their names, of which it takes the .svg."""
     found = ordered(lines(results))
     if not found:
         return document(TITLE, element("h1", TITLE), element("p", NOTHING))
@@ -49,7 +50,7 @@ def page(results: Results) -> str:
         _legend(),
         *(_summary(against(found, column)) for column in RIVALS),
         _claims(found),
-        _charts(found),
+        _charts(drawn),
         *(_sheet(sheet, notes) for sheet in tables),
         _notes(notes),
         element("section", element("h2", "Rows"), *(_row(line, results) for line in found)),
@@ -73,10 +74,11 @@ def _claims(found: Sequence[Line]) -> Html:
     return element("section", element("h2", "The paper's claims"), table(VERDICT, CLAIMED, rows), id="claims")
 
 
-def _charts(found: Sequence[Line]) -> Html:
+def _charts(drawn: Mapping[str, bytes]) -> Html:
+    vectors = {Path(name).stem: file.decode() for name, file in drawn.items() if name.endswith(".svg")}
     shown_charts = [
         element("figure", _inline(name, svg), element("figcaption", charts.TITLES[name]), style="margin: 0")
-        for name, svg in charts.vectors(found).items()
+        for name, svg in vectors.items()
     ]
     return element("section", element("h2", "Charts"), *shown_charts)
 

@@ -1,12 +1,12 @@
 """What ``coda-agent show KERNEL`` says: a program's steps in words, its CuTeDSL, its resources, its roofline.
 
-Data first: ``as_dict`` needs the standard library only; ``render`` draws the same with rich.
+Data first: ``Shown.to_dict`` needs the standard library only; ``Shown.render`` draws the same with rich.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,30 +23,9 @@ if TYPE_CHECKING:
 Cases = Mapping[str, Mapping[str, int]]
 
 
-def floors(program: Program, sizes: Cases | None, machine: Machine = H100) -> dict[str, Roofline]:
+def floors(program: Program, sizes: Cases, machine: Machine = H100) -> dict[str, Roofline]:
     """The roofline at each case's sizes, by the case's name. ValueError for a case that lacks a dim."""
-    return {case: roofline(program, at, machine) for case, at in (sizes or {}).items()}
-
-
-def as_dict(
-    program: Program,
-    *,
-    spec_name: str | None = None,
-    resources: Sequence[Resources] | None = None,
-    sizes: Cases | None = None,
-    cutedsl: bool = False,
-    raw: str = "",
-) -> dict[str, Any]:
-    """Everything that ``render`` shows, for ``--json``. ProgramError if ``cutedsl`` cannot be lowered."""
-    return {
-        "spec": spec_name or program.signature.name,
-        "program": program.hash,
-        "steps": [asdict(step) for step in steps(program)],
-        "schedule": {str(k): s.to_json() for k, s in sorted(program.schedule.items())},
-        "resources": None if resources is None else [asdict(r) for r in resources],
-        "roofline": {case: floor.to_dict() for case, floor in floors(program, sizes).items()},
-        "cutedsl": _lowered(program, raw) if cutedsl else None,
-    }
+    return {case: roofline(program, at, machine) for case, at in sizes.items()}
 
 
 def beside(kernel: Path, suffix: str) -> Path:
@@ -75,37 +54,55 @@ def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     return {int(step): Schedule.from_json(fields) for step, fields in found[0].items()} if found else {}
 
 
-def _lowered(program: Program, raw: str) -> str:
-    from primitives.lower import lower
+@dataclass(frozen=True)
+class Shown:
+    """A program and what is to be said of it: its steps; where given, resources and the roofline at each
+    case's sizes; on request the CuTeDSL text, ``raw`` where that is an edited one."""
 
-    return lower(program, raw).text
+    program: Program
+    name: str = ""  # of its spec
+    resources: Sequence[Resources] | None = None
+    sizes: Cases = field(default_factory=dict)
+    cutedsl: bool = False
+    raw: str = ""
 
+    @property
+    def title(self) -> str:
+        return self.name or self.program.signature.name
 
-def render(
-    program: Program,
-    *,
-    spec_name: str | None = None,
-    resources: Sequence[Resources] | None = None,
-    sizes: Cases | None = None,
-    cutedsl: bool = False,
-    raw: str = "",
-) -> Group:
-    """Steps; where given, resources and the roofline of each case; on request the CuTeDSL text, ``raw`` where
-    that is an edited one."""
-    from rich.console import Group
-    from rich.text import Text
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``. ProgramError if ``cutedsl`` cannot be lowered."""
+        return {
+            "spec": self.title,
+            "program": self.program.hash,
+            "steps": [asdict(step) for step in steps(self.program)],
+            "schedule": {str(k): s.to_json() for k, s in sorted(self.program.schedule.items())},
+            "resources": None if self.resources is None else [asdict(r) for r in self.resources],
+            "roofline": {case: floor.to_dict() for case, floor in floors(self.program, self.sizes).items()},
+            "cutedsl": self._lowered() if self.cutedsl else None,
+        }
 
-    parts: list[RenderableType] = [
-        Text.assemble((spec_name or program.signature.name, "bold"), f"  program {program.hash[:12]}"),
-        Text("a name is a value in fp32 registers; its store rounds, other lines do not", style="dim"),
-    ]
-    parts += [step_table(step) for step in steps(program)]
-    parts += tables(resources, floors(program, sizes))
-    if cutedsl:
-        from rich.syntax import Syntax
+    def render(self) -> Group:
+        """The same, for a terminal."""
+        from rich.console import Group
+        from rich.text import Text
 
-        parts.append(Syntax(_lowered(program, raw), "python", theme="ansi_dark", word_wrap=True))
-    return Group(*parts)
+        parts: list[RenderableType] = [
+            Text.assemble((self.title, "bold"), f"  program {self.program.hash[:12]}"),
+            Text("a name is a value in fp32 registers; its store rounds, other lines do not", style="dim"),
+        ]
+        parts += [step_table(step) for step in steps(self.program)]
+        parts += tables(self.resources, floors(self.program, self.sizes))
+        if self.cutedsl:
+            from rich.syntax import Syntax
+
+            parts.append(Syntax(self._lowered(), "python", theme="ansi_dark", word_wrap=True))
+        return Group(*parts)
+
+    def _lowered(self) -> str:
+        from primitives.lower import lower
+
+        return lower(self.program, self.raw).text
 
 
 def step_table(step: StepText) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -58,13 +58,8 @@ def show(
     sizes = {each.name: each.sizes for each in loaded.cases}
     if case is not None and case not in sizes:
         raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
-    known: dict[str, Any] = {
-        "spec_name": loaded.name,
-        "resources": _resources(kernel, program, loaded, raw),
-        "sizes": sizes,
-        "cutedsl": cutedsl,
-        "raw": raw,
-    }
+    resources = _resources(kernel, program, loaded, raw)
+    shown = showing.Shown(program, loaded.name, resources, sizes, cutedsl, raw)
     listings = export = found = None
     if sass:
         chosen = case or loaded.cases[0].name
@@ -73,13 +68,13 @@ def show(
         path = counters_from or showing.beside(kernel, "counters.csv")
         export, found = counting.counted(program, loaded, path, case)
     if as_json:
-        data = showing.as_dict(program, **known)
+        data = shown.to_dict()
         data["sass"] = listings and listing.as_dict(listings, full=full)
         data["counters"] = found and counting.as_dict(found)
         typer.echo(json.dumps(data, indent=1))
         return
     console = session.console(False)
-    console.print(showing.render(program, **known))
+    console.print(shown.render())
     if listings:
         console.print(*listing.tables(listings, full=full), sep="\n")
     if export and found:
