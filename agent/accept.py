@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = Path(__file__).parent / "recordings"
 # What a recording keeps of a run's header: the rest is about the machine it ran on, such as local paths.
-HEADER = ("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes")
+HEADER = ("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes")
 
 
 class AcceptError(Exception):
@@ -84,8 +84,14 @@ def report(path: Path) -> Accepted:
 
 
 def recording(name: str, directory: Path = RECORDINGS, *, raw: bool = False) -> Path:
-    """Where the run that made a kernel is kept."""
+    """Where the run that made a kernel is kept; ``raw``: one that edited its text, or wrote a primitive."""
     return directory / (f"{name}.raw.jsonl" if raw else f"{name}.jsonl")
+
+
+def recorded(journal: Journal) -> str:
+    """A run as it is kept: without what is the machine's own, or in its report."""
+    header = {key: journal.header[key] for key in HEADER if key in journal.header}
+    return journal.export(header, leaving_out={PIECE})
 
 
 def accept(
@@ -128,8 +134,7 @@ def accept(
             write_atomic(path, content)
         if not journal.header.get("replays"):  # else the recording there is the run that it replays
             recordings.mkdir(parents=True, exist_ok=True)
-            header = {key: journal.header[key] for key in HEADER if key in journal.header}
-            journal.export(run, header, leaving_out={PIECE})  # the report has what they came to
+            write_atomic(run, recorded(journal))
         write_atomic(evidence, report.model_dump_json(indent=1) + "\n")
     except OSError as error:
         place = error.filename or directory  # a write that fails names no file

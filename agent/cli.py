@@ -66,12 +66,8 @@ def generate(
     from agent import runs
     from verifier.spec import load
 
-    recorded = load(spec, check=False).name  # a spec that cannot be read says so first
-    chosen = session.choose_provider(authoring.provider, recorded)
-    limits = budget.limits().shared(candidates)
-    header = _header(authoring, chosen, limits, directory) | {"improve": improve}
-    if chosen == "replay":
-        header["replays"] = session.recorded_run(recorded)
+    name = load(spec, check=False).name  # a spec that cannot be read says so first
+    header = _header(name, authoring, budget.limits().shared(candidates), directory) | {"improve": improve}
     session.need_gpu(gpu)
     if candidates > 1:
         _attend(_begun(spec, header, candidates), flags(gpu, measuring), as_json)
@@ -98,10 +94,8 @@ def optimize(
 
     path = Path("specs") / f"{name}.yaml"
     base(load(path, check=False))  # one that is not there says so first
-    chosen = session.choose_provider(authoring.provider, name, raw=True)
-    header = _header(authoring, chosen, budget.limits(), directory) | {"improve": improve, "optimizes": name}
-    if chosen == "replay":
-        header["replays"] = session.recorded_run(name, raw=True)
+    header = _header(name, authoring, budget.limits(), directory, raw=True)
+    header |= {"improve": improve, "optimizes": name}
     session.need_gpu(gpu)
     _go(runs.start(path, header), gpu, measuring, as_json)
 
@@ -138,8 +132,7 @@ def primitive(
         typer.echo(f"{path}:\n{session.source(path)}\nComplete it, then: coda-agent primitive {name}")
         return
     path = proposals.proposed(name)
-    chosen = session.choose_provider(authoring.provider, name, raw=True)
-    header = _header(authoring, chosen, budget.limits(), directory)
+    header = _header(name, authoring, budget.limits(), directory, raw=True)
     session.need_gpu(gpu)
     _go(proposals.start(path, header), gpu, Measuring(), as_json)
 
@@ -406,9 +399,15 @@ app.command()(show)
 app.command()(compare)
 
 
-def _header(authoring: Authoring, provider: str, limits: Limits, directory: Path | None) -> dict[str, Any]:
-    """Of a new run's journal: who writes, where a handoff's files go, and what it may cost."""
+def _header(
+    name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, raw: bool = False
+) -> dict[str, Any]:
+    """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
+    what it may cost."""
+    provider = session.choose_provider(authoring.provider, name, raw=raw)
     given = {"directory": str(directory)} if directory else {}
+    if provider == "replay":
+        given["replays"] = session.recorded_run(name, raw=raw)
     return authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
 
 

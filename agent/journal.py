@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from primitives.files import sync_directory, write_atomic
+from primitives.files import sync_directory
 
 __all__ = ["Event", "Journal", "JournalError", "glance", "read_export"]
 
@@ -121,17 +121,11 @@ class Journal:
         """All committed events, in the order of their commits."""
         return [_event(self.path, row) for row in self._rows(_EVENTS, 0)]
 
-    def export(
-        self, path: Path, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()
-    ) -> None:
-        """Write the run as JSON lines, its header (or the one given) first, without events of some kinds;
-        `path` holds the old text or all of the new."""
+    def export(self, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()) -> str:
+        """The run as JSON lines, its header (or the one given) first, without events of some kinds."""
         lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
         lines += [json.dumps(asdict(event)) for event in self.events() if event.kind not in leaving_out]
-        try:
-            write_atomic(path, "\n".join(lines) + "\n")
-        except OSError as error:
-            raise JournalError(f"{path}: {error.strerror}; export to a place that can be written") from error
+        return "\n".join(lines) + "\n"
 
     def close(self) -> None:
         """Give the journal free for others. Harmless when it is closed already."""

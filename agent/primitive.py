@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from agent import optimize, prompt, runs
+from agent import accept, optimize, prompt, runs
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
@@ -224,29 +224,32 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome]:
     try:
         outcome = loop.standing(run.journal, run.spec)
         text = str(run.journal.header[HEADER])
+        recording = "" if "replays" in run.journal.header else accept.recorded(run.journal)
     finally:
         run.journal.close()
     if outcome is None or isinstance(outcome.report, Rejected):
         raise PrimitiveError(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
     path = out or Path(f"{name}.patch")
-    write_atomic(path, patch(proposing.parse(text), outcome.source))
+    write_atomic(path, patch(proposing.parse(text), outcome.source, recording))
     return path, outcome
 
 
-def patch(proposal: Proposal, source: str, root: Path = ROOT) -> str:
-    """A unified diff from the vocabulary under ``root`` to one that has the primitive. Its functions get a
-    module of their own: kernels that others are part of stay what their evidence is for. Raises RawError
-    where the source has not the form of its functions."""
+def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROOT) -> str:
+    """A unified diff from the vocabulary under ``root`` to one that has the primitive, and the run that wrote
+    it. Its functions get a module of their own: kernels that others are part of stay what their evidence is
+    for. Raises RawError where the source has not the form of its functions."""
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
-    before = {path: (root / path).read_text(encoding="utf-8") for path in (VOCABULARY, FAMILY, LANGUAGE)}
+    kept = accept.recording(name, raw=True).relative_to(accept.ROOT).as_posix()
+    paths = (VOCABULARY, FAMILY, LANGUAGE, kept)
+    before = {path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()}
     after = {
         VOCABULARY: _listed(_listed(before[VOCABULARY], IMPORTED, ")\n", name), EXPORTED, "]\n", f'"{name}"'),
         FAMILY: _entered(before[FAMILY], proposal, form.page, form.fast),
         LANGUAGE: _permitted(before[LANGUAGE], name),
         device: _module(proposal, source, form.fast),
-    }
+    } | ({kept: recording} if recording else {})
     parts: list[str] = []
     for path, text in after.items():
         old = before.get(path, "")

@@ -109,7 +109,7 @@ def provider_of(run: Run) -> Provider:
             "time_limit": header["time_limit"],
         },
         "mcp": {},
-        "replay": {"path": recording(run.spec.name, raw="optimizes" in header)},
+        "replay": {"path": recording(run.spec.name, raw=bool(header.keys() & {"optimizes", "proposes"}))},
     }[header["provider"]]
     return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import sqlite3
@@ -314,28 +313,11 @@ def test_export_reads_back(tmp_path: Path) -> None:
     with Journal.create(tmp_path / "run.db", {"spec": "s"}) as journal:
         for i, kind in enumerate(("prompt", "answer", "report", "end")):
             journal.once(f"k{i}", kind, lambda i=i: {"i": i, "text": "two\nlines \u2028"})  # type: ignore[misc]
-        out.write_text("an older export")
-        journal.export(out)
+        out.write_text(journal.export())
         events = journal.events()
     assert read_export(out) == ({"spec": "s"}, events)
     assert len(out.read_text().split("\n")) == 1 + 4 + 1
     assert json.loads(out.read_text().split("\n")[0])["header"] == {"spec": "s"}
-
-
-def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "run.jsonl"
-    out.write_text("old")
-
-    def fails(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with Journal.create(tmp_path / "run.db", {}) as journal:
-        monkeypatch.setattr(os, "fsync", fails)
-        with pytest.raises(JournalError, match="run.jsonl: No space left on device"):
-            journal.export(out)
-        monkeypatch.undo()
-    assert out.read_text() == "old"
-    assert [p.name for p in tmp_path.glob("*tmp*")] + [p.name for p in tmp_path.glob(".*")] == []
 
 
 def test_write_atomic_replaces(tmp_path: Path) -> None:

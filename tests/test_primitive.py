@@ -4,6 +4,7 @@ and the patch that a person merges."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from agent import accept, bundle, primitive, prompt, render, runs, session
 from agent.cli import OK, USAGE, app, main
+from agent.journal import read_export
 from agent.loop import Loop, Outcome, standing
 from primitives import lower as lowering
 from primitives.compile import PROBES, report
@@ -456,6 +458,9 @@ def _check_merged(tmp_path: Path) -> None:
     run("git", "apply", tmp_path / "softsign.patch")
     run(sys.executable, "-c", MERGED)
     made = [f"primitives/{path}.py" for path in ("__init__", "elementwise", "device/softsign")]
+    header, events = read_export(clone / "agent" / "recordings" / "softsign.raw.jsonl")
+    assert header["author"] == "Ada" and [e.kind for e in events].count("answer") == 2
+    assert str(tmp_path) not in json.dumps(header)
     for tool in (("check",), ("format", "--check")):
         run(sys.executable, "-m", "ruff", *tool, *made)
 

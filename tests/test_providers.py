@@ -485,7 +485,7 @@ def recording(tmp_path: Path) -> Path:
         for number, turn in enumerate(TURNS):
             journal.once(f"answer/{number}", "answer", turn.to_json)
             journal.once(f"report/{number}", "report", lambda: {"status": "rejected"})
-        journal.export(tmp_path / "run.jsonl")
+        (tmp_path / "run.jsonl").write_text(journal.export())
     return tmp_path / "run.jsonl"
 
 
