@@ -179,7 +179,8 @@ class Question:
     `system` is the prompt's stable prefix, the same in every question of a run, so that it can be cached.
     `tools` are there to use, for a provider that can. `meter` pays; a provider that cannot count before it
     asks leaves it alone, and its turn's usage is what was spent. `say` hears text as it arrives, for a person
-    to watch; only the turn counts.
+    to watch; only the turn counts. `deadline`: the moment of `time.monotonic` from which no answer is of use;
+    a provider gives up then, by a ProviderError.
     """
 
     system: str
@@ -187,6 +188,7 @@ class Question:
     tools: Sequence[Tool] = ()
     meter: Meter = FREE
     say: OnText = _unheard
+    deadline: float | None = None
 
     @property
     def number(self) -> int:
