@@ -200,7 +200,9 @@ FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
     ),
     "a pointer beside a function": (lambda f: f.set_relocation(".rela.ltext", 2, addend=4096), "beside"),
     "a pointer far away": (lambda f: f.set_relocation(".rela.ltext", 1, addend=1 << 40), "points"),
-    "relocated names": (lambda f: f.set_section(".rela.eh_frame", info=14), "relocates '.symtab'"),
+    "relocated names": (
+        lambda f: f.set_section(".rela.eh_frame", info=f.names.index(".symtab")), "relocates '.symtab'",
+    ),
     "relocated nothing": (lambda f: f.set_section(".rela.eh_frame", info=999), "relocates section 999"),
     "no symbols": (lambda f: f.set_section(".symtab", kind=1), "0 symbol tables"),
     "odd symbols": (lambda f: f.set_section(".symtab", entry=23), "entries of 23"),
