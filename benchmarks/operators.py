@@ -1,5 +1,6 @@
-"""Ten operators as people write them in PyTorch, none of which has a spec in ``specs/``: what an author makes
-of an operator that nobody prepared for it.
+"""Operators as people write them in PyTorch, none of which has a spec in ``specs/``: what an author makes of an
+operator that nobody prepared for it. The last five lack something in the vocabulary: what their formula names
+has to be made of what there is, and the first thing that comes to mind overflows or is too coarse.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
 scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. README's authoring table has the
@@ -26,6 +27,11 @@ OPTIONS = {
     "squared_error_head": "--shape x=M,K --shape w=N,K --shape target=M,N --dtype loss=fp32",
     "column_statistics": "--shape x=M,K --shape w=N,K --dtype mean=fp32 --dtype var=fp32",
     "swiglu_clamped": "--shape x=M,D --shape w=2*F,D --shape bias=2*F --dtype amax=fp32",
+    "mish_linear": "--shape x=M,K --shape w=N,K --shape bias=N",
+    "erf_gelu_bwd": "--shape dy=M,D --shape w_down=D,F --shape z=M,F",
+    "smoothed_head": "--shape x=M,K --shape w=V,K --shape target=M --dtype target=int32 --dtype loss=fp32",
+    "sigmoid_loss_head": "--shape x=M,K --shape w=N,K --shape sign=M,N --dtype loss=fp32",
+    "selu_statistics": "--shape x=M,K --shape w=N,K --dtype mean=fp32 --dtype least=fp32",
 }
 
 
@@ -98,3 +104,35 @@ def swiglu_clamped(x, w, bias, limit=7.0):
     up = torch.clamp(up, min=-limit, max=limit)
     act = gate * torch.sigmoid(1.702 * gate) * (up + 1)
     return {"act": act, "amax": act.float().abs().amax(-1)}
+
+
+def mish_linear(x, w, bias):
+    """Projection with Mish."""
+    return F.mish(F.linear(x, w) + bias)
+
+
+def erf_gelu_bwd(dy, w_down, z):
+    """Backward through GELU in its exact form, and the activation again."""
+    cdf = 0.5 * (1 + torch.erf(z * 0.7071067811865476))
+    slope = cdf + z * 0.3989422804014327 * torch.exp(-0.5 * z * z)
+    return {"dz": (dy @ w_down) * slope, "act": z * cdf}
+
+
+def smoothed_head(x, w, target, smoothing=0.1):
+    """Cross-entropy of every row with label smoothing, logits not stored."""
+    logits = F.linear(x, w).float()
+    picked = logits.gather(1, target[:, None]).squeeze(1)
+    loss = torch.logsumexp(logits, -1) - (1 - smoothing) * picked - smoothing * logits.mean(-1)
+    return {"loss": loss}
+
+
+def sigmoid_loss_head(x, w, sign):
+    """Contrastive head with the pairwise sigmoid loss: a sign a pair, summed over a row."""
+    z = (F.linear(x, w) * sign).float()
+    return {"loss": -F.logsigmoid(z).sum(-1)}
+
+
+def selu_statistics(x, w):
+    """SELU's activation with each row's mean and least value."""
+    h = F.selu(F.linear(x, w))
+    return {"h": h, "mean": h.float().mean(-1), "least": h.float().amin(-1)}
