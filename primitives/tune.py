@@ -42,8 +42,10 @@ FEWEST = 4  # rounds of a race among long kernels, which a round tells apart bet
 PER_ROUND = 3.5  # milliseconds that a kernel may take before its race gets fewer rounds
 MOST_STACK = 512  # bytes a thread: of what won so far the most is 192, with 456 spilled loads
 WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles at
+LAST_WARM_UP = 2.0  # before the last one: as before scoring, at the power limit that it will meet there
 
-HEAD_START = 1_000_000  # cycles of idling before each call: as when scored, not at the power limit throughout
+HEAD_START = 1_000_000  # cycles of idling before a short call, so that its launch is not timed
+SHORT = 0.2  # milliseconds: what takes longer is enqueued while the one before runs, and runs back to back
 
 # Every tile on clusters of two, at the usual rasterisation.
 STARTING = tuple(
@@ -293,26 +295,31 @@ def race_calls(
             call()
             running.append((choice, call))
     torch.cuda.synchronize()
-    until, once = time.monotonic() + WARM_UP, [0.0]
+    until, once = time.monotonic() + (LAST_WARM_UP if rounds == FINAL_ROUNDS else WARM_UP), [0.0]
     while running and time.monotonic() < until:
-        once = _interleaved([call for _, call in running], 1)
+        once = _interleaved([call for _, call in running], 1, once)
     rounds = max(FEWEST, rounds // 3, min(rounds, round(rounds * PER_ROUND / max(*once, 1e-3))))
-    times = _interleaved([call for _, call in running], rounds)
+    times = _interleaved([call for _, call in running], rounds, once)
     ranked = sorted(range(len(running)), key=times.__getitem__)
     return [(running[i][0], times[i]) for i in ranked]
 
 
-def _interleaved(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:
+    """Median milliseconds of each. ``before``: what they took, by which short ones wait for their launch.
+
+    Long ones must not: a GPU that idles between them saves the power for clocks that scoring never sees, and
+    which tile is best depends on the clocks."""
     import torch
 
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-    shuffle = random.Random(0).sample
+    shuffle, idle = random.Random(0).sample, HEAD_START if min(before) < SHORT else 0
     spans: list[list[tuple[Any, Any]]] = [[] for _ in calls]
     for _ in range(rounds):
         for i in shuffle(range(len(calls)), len(calls)):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
-            torch.cuda._sleep(HEAD_START)
+            if idle:
+                torch.cuda._sleep(idle)
             start.record()
             calls[i]()
             stop.record()
