@@ -18,6 +18,7 @@ from agent.accept import KERNELS, RECORDINGS
 from agent.journal import read_export
 from agent.prompt import tokens
 from agent.proportions import wilson
+from agent.tools import DRAFT, TIP
 from primitives.files import write_atomic
 from verifier.baselines import CUBLAS, MAX_AUTOTUNE
 from verifier.decision import BASELINE, KEPT
@@ -68,6 +69,7 @@ _PLACE = {name: place for place, name in enumerate(_GROUP)}
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
 TRIES = (1, 3)
+JUDGED = (DRAFT, "report", "measurement")  # kinds of events
 HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
@@ -110,18 +112,21 @@ class Row:
 
 @dataclass(frozen=True)
 class RunRow:
-    """One recorded run: its answers, the first attempt (from 1) to pass all gates that could run there, if
-    any did, about how many tokens its prompt has and its answers have together, and whether an accepted
-    kernel's report is about this run."""
+    """One recorded run: the drafts that its author had checked; its answers; the first try (from 1; an answer,
+    or a draft that failed) to pass all gates that could run there, if any did; about how many tokens its
+    prompt has, and its answers have together; the tips proposed; and whether an accepted kernel's report is
+    about this run."""
 
     group: str
     operator: str
     run: str
     author: str
+    drafts: int
     answers: int
     passed: int | None
     prompt_tokens: int
     answer_tokens: int
+    tips: int
     accepted: bool
 
 
@@ -135,7 +140,7 @@ class Tables:
     edits: tuple[Row, ...] = ()  # of edited texts
 
     def success(self, tries: int) -> int:
-        """How many runs passed within that many answers."""
+        """How many runs passed within that many tries."""
         return sum(run.passed is not None and run.passed <= tries for run in self.runs)
 
     def to_json(self) -> dict[str, Any]:
@@ -232,21 +237,24 @@ def _run(path: Path, accepted: set[str]) -> RunRow:
     header, events = read_export(path)
     answers = [e.payload for e in events if e.kind == "answer"]
     prompts = [e.payload for e in events if e.kind == "prompt"]
-    tried = {int(e.key.partition("/")[2]) for e in events if e.kind == "report"}
     failed = {
-        int(e.key.partition("/")[2])
+        e.key
         for e in events
-        if e.kind in ("report", "measurement") and e.payload.get("report", e.payload)["status"] == "rejected"
+        if e.kind in JUDGED and e.payload.get("report", e.payload)["status"] == "rejected"
     }
+    failed |= {key.replace("measurement", "report") for key in failed}  # of one answer
+    tries = [e.key for e in events if e.kind == "report" or (e.kind == DRAFT and e.key in failed)]
     return RunRow(
         group=_GROUP.get(header["spec"], OTHERS),
         operator=header["spec"],
         run=header["run"],
         author=answers[-1]["author"] if answers else str(header["author"]),
+        drafts=sum(e.kind == DRAFT for e in events),
         answers=len(answers),
-        passed=min(tried - failed, default=None),
+        passed=next((n for n, key in enumerate(tries, 1) if key not in failed), None),
         prompt_tokens=sum(tokens(text) for prompt in prompts for text in prompt.values()),
         answer_tokens=sum(tokens(answer["text"]) for answer in answers),
+        tips=sum(e.kind == TIP for e in events),
         accepted=header["run"] in accepted,
     )
 
@@ -351,20 +359,32 @@ def _host(reports: Sequence[Accepted]) -> str:
 def _authoring(tables: Tables) -> str:
     if not tables.runs:
         return "No run has been recorded yet.\n"
-    lines = [["operator", "author", "answers", "passed at", "tokens read", "written", "kernel"], ["---"] * 7]
+    titles = [
+        "operator",
+        "author",
+        "drafts",
+        "answers",
+        "passed at",
+        "tokens read",
+        "written",
+        "tips",
+        "kernel",
+    ]
+    lines = [titles, ["---"] * len(titles)]
     for run in tables.runs:
         kernel = "accepted" if run.accepted else "checked" if run.passed else "none"
         read, written = f"{run.prompt_tokens:,}", f"{run.answer_tokens:,}"
-        who = [f"`{run.operator}`", _cell(run.author), str(run.answers), _cell(run.passed)]
-        lines.append([*who, read, written, kernel])
+        who = [f"`{run.operator}`", _cell(run.author), str(run.drafts), str(run.answers), _cell(run.passed)]
+        lines.append([*who, read, written, str(run.tips), kernel])
     return "\n".join([_table(lines), *(_rate(tables, k) for k in TRIES)])
 
 
 def _rate(tables: Tables, tries: int) -> str:
     passed, total = tables.success(tries), len(tables.runs)
     low, high = wilson(passed, total)
+    within = "at the first try" if tries == 1 else f"within {tries} tries"
     return (
-        f"Passed within {_count(tries, 'attempt')}: {passed} of {_count(total, 'recorded run')}, "
+        f"Passed {within}: {passed} of {_count(total, 'recorded run')}, "
         f"{passed / total:.0%} [{low:.1%}, {high:.1%}].\n"
     )
 

@@ -248,13 +248,20 @@ def test_success_counts_every_run_that_is_kept(tmp_path: Path) -> None:
     assert [tables.success(k) for k in (1, 2, 3, 4)] == [1, 1, 2, 3]
     shown = tables.parts()["authoring"]
     assert cells(shown) == [
-        ["`gemm_rope`", "Ada", "3", "3", "1,100", "60", "checked"],
-        ["`gemm_rope`", "Ada", "1", "1", "1,100", "20", "accepted"],
-        ["`gemm_geglu`", "Ada", "4", "4", "1,100", "80", "checked"],
-        ["`unheard_of`", r"A \| B", "1", "–", "1,100", "20", "none"],
+        ["`gemm_rope`", "Ada", "0", "3", "3", "1,100", "60", "0", "checked"],
+        ["`gemm_rope`", "Ada", "0", "1", "1", "1,100", "20", "0", "accepted"],
+        ["`gemm_geglu`", "Ada", "0", "4", "4", "1,100", "80", "0", "checked"],
+        ["`unheard_of`", r"A \| B", "0", "1", "–", "1,100", "20", "0", "none"],
     ]
-    assert "Passed within 1 attempt: 1 of 4 recorded runs, 25% [4.6%, 69.9%].\n" in shown
-    assert "Passed within 3 attempts: 2 of 4 recorded runs, 50% [15.0%, 85.0%].\n" in shown
+    assert "Passed at the first try: 1 of 4 recorded runs, 25% [4.6%, 69.9%].\n" in shown
+    assert "Passed within 3 tries: 2 of 4 recorded runs, 50% [15.0%, 85.0%].\n" in shown
+
+
+def test_a_draft_that_failed_is_a_try_and_tips_are_counted() -> None:
+    runs = {run.operator: run for run in table.read(KERNELS, RECORDINGS).runs}
+    mended, at_once = runs["selu_statistics"], runs["mish_linear"]
+    assert (mended.drafts, mended.answers, mended.passed, mended.tips) == (2, 1, 2, 1)
+    assert (at_once.drafts, at_once.answers, at_once.passed, at_once.tips) == (1, 1, 1, 0)
 
 
 # ── The command and the README ────────────────────────────────────────────────────────────────────────────
