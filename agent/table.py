@@ -112,8 +112,8 @@ class Row:
 
 @dataclass(frozen=True)
 class RunRow:
-    """One recorded run: the drafts that its author had checked; its answers; the first try (from 1; an answer,
-    or a draft that failed) to pass all gates that could run there, if any did; about how many tokens its
+    """One recorded run: drafts that its author had checked; its answers; the first try (from 1; an answer, or
+    a draft that failed) to pass all gates that could run there, if any did; about how many tokens its
     prompt has, and its answers have together; the tips proposed; and whether an accepted kernel's report is
     about this run."""
 
