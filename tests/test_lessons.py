@@ -197,6 +197,23 @@ def test_a_retired_lesson_is_not_proposed_again(author: Callable[..., str], log:
     assert (found.state, found.fix, found.spec) == (tips.RETIRED, BROKEN_FIX, "toy")
 
 
+@pytest.mark.parametrize("state", ["proposed", "accepted", "retired"])
+def test_another_lesson_of_a_failure_is_proposed_beside_the_first(
+    author: Callable[..., str], log: Path, state: str
+) -> None:
+    name = author(BROKEN, TOY_KERNEL)
+    done("propose", name, "--lesson", "Give gemm both operands")
+    tips.change("tip-1", log, state=state)
+    assert "to add another lesson of it: --failed trace/python --lesson" in done("propose", name)
+    said = done("propose", name, "--lesson", "Count what an operation takes")
+    assert "tip-2 proposed: Count what an operation takes" in said
+    assert f"possible duplicate of tip-1 ({state}): Give gemm both operands" in said
+    assert [(tip.lesson, tip.state) for tip in read_tips(log)] == [
+        ("Give gemm both operands", state),
+        ("Count what an operation takes", tips.PROPOSED),
+    ]
+
+
 def test_a_lesson_needs_one_failure(author: Callable[..., str], log: Path) -> None:
     name, before = author(BROKEN, UNSCALED, TOY_KERNEL), log.read_text()
     for arguments in (["--lesson", "Say"], ["--lesson", "Say", "--failed", "trace/x"], ["--lesson", "# Say"]):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from authoring import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -285,7 +289,7 @@ def test_the_same_lesson_merges(log: Path, lesson: str) -> None:
     assert add(more, log).merged and log.read_text() == after  # and once is enough
 
 
-def test_the_same_failure_and_fix_merge_whatever_the_lesson(log: Path) -> None:
+def test_another_lesson_of_the_same_failure_is_a_tip_of_its_own(log: Path) -> None:
     same = (
         "gemm_chain",
         "trace/row_sums_same_step",
@@ -294,11 +298,55 @@ def test_the_same_failure_and_fix_merge_whatever_the_lesson(log: Path) -> None:
     )
     spaced = LOG.replace("- spec: gemm_chain", "- spec:   gemm_chain ")
     log.write_text(spaced)
-    assert add(Lesson("Something else", *same), log).tip.id == "tip-1"
+    assert add(Lesson("Spread a row sum only in a later gemm", *same), log).merged
     assert log.read_text() == spaced  # nothing new, nothing written otherwise
+    change("tip-1", log, state=RETIRED)
+    added = add(Lesson("Something else", *same), log)
+    assert (added.merged, added.tip.id, added.tip.state) == (False, "tip-3", PROPOSED)
+    assert [(tip.id, tip.state) for tip in added.alike] == [("tip-1", RETIRED)]
     for place, other in enumerate(("gemm_rope", "trace/name", "wrote less")):
         differing = [*same[:place], other, *same[place + 1 :]]
-        assert not add(Lesson(f"Something else {place}", *differing), log).merged
+        assert not add(Lesson("Of another failure " + "abc"[place] * 30, *differing), log).alike
+
+
+ADDING = """
+import sys, time
+from pathlib import Path
+from agent.tips import Lesson, add, change
+
+log, number = Path(sys.argv[1]), sys.argv[2]
+(log.parent / f"ready-{number}").touch()
+while not (log.parent / "go").exists():
+    time.sleep(0.001)
+for turn in range(5):
+    add(Lesson(f"Lesson {turn} of {number}", number, f"trace/{turn}", number, "1"), log)
+    change("tip-1", log, spec=f"a, {number}")
+"""
+
+
+def test_processes_that_change_it_at_once_lose_nothing(log: Path) -> None:
+    command = [sys.executable, "-c", ADDING, str(log)]
+    started = [subprocess.Popen([*command, str(number)], cwd=ROOT) for number in range(4)]
+    try:
+        while len(list(log.parent.glob("ready-*"))) < len(started) and not any(p.poll() for p in started):
+            time.sleep(0.01)
+        (log.parent / "go").touch()
+        assert [process.wait(60) for process in started] == [0] * len(started)
+    finally:
+        for process in started:
+            process.kill()
+    added = [tip.lesson for tip in read_tips(log)[2:]]
+    assert sorted(added) == sorted(f"Lesson {turn} of {number}" for turn in range(5) for number in range(4))
+    assert [tip.id for tip in read_tips(log)] == [f"tip-{number}" for number in range(1, 23)]
+    left = {path.name for path in log.parent.iterdir()}
+    assert left == {log.name, "go", *(f"ready-{number}" for number in range(4))}  # no lock beside the log
+
+
+def test_a_cache_that_cannot_be_written_is_named(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(log / "cache"))
+    with pytest.raises(TipsError, match="set CODA_AGENT_CACHE to a directory that can be written"):
+        add(LESSON, log)
+    assert log.read_text() == LOG
 
 
 def test_a_near_duplicate_is_named_and_not_merged(log: Path) -> None:

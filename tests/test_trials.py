@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 from authoring import BROKEN, SPECS, TOY_KERNEL, USAGE, fenced, write_toy
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from agent import runs, session, tips
-from agent.budget import OutOfBudget
+from agent.budget import Limits, OutOfBudget
 from agent.cli import app
 from agent.journal import glance
 from agent.providers import ProviderError, Question, Turn
 from agent.tips import PROPOSED, RETIRED, Tip, TipsError, read_tips
-from agent.tips.trials import Effect, Trial, measure
+from agent.tips.trials import Effect, Trial, measure, part, refuse_without_effect
+from agent.tips.watch import Watch
+from verifier.report import Unmeasured
 
 PAIR = [SPECS / "gemm_rope.yaml", SPECS / "gemm_geglu.yaml"]
 
@@ -115,8 +119,14 @@ def test_a_verdict_takes_an_interval_without_zero(with_tip: int, without: int, o
     assert (written.verdict, written.difference) == (verdict, round(effect.difference.estimate, 2))
 
 
-def test_no_run_where_the_prompts_would_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    author = steady("tip-1")
+def test_runs_share_a_budget_equally() -> None:
+    whole = Limits(tokens=1_000_000, dollars=5.0, gpu_seconds=600.0, seconds=3600.0)
+    assert part(whole, 20) == Limits(50_000, 0.25, 30.0, 180.0)
+    assert part(Limits(dollars=0.3), 3) == part(Limits(dollars=0.1), 1)  # so that runs are found again
+    assert part(Limits(), 20) == Limits()
+
+
+def test_prompts_that_would_be_the_same_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for measured, specs, words in (
         (
             tip(1, spec="a, gemm_geglu"),
@@ -126,11 +136,10 @@ def test_no_run_where_the_prompts_would_be_the_same(monkeypatch: pytest.MonkeyPa
         (KNOWN[0], [], "tip-1: no spec to measure it on"),
     ):
         with pytest.raises(TipsError, match=words):
-            measure(measured, KNOWN, specs, 3, author)
+            refuse_without_effect(measured, KNOWN, specs)
     monkeypatch.setattr("agent.prompt.BUDGET", 4000)
     with pytest.raises(TipsError, match="the prompt's budget has no room for tip-1"):
-        measure(KNOWN[0], KNOWN, PAIR, 3, author)
-    assert author.asked == []
+        refuse_without_effect(KNOWN[0], KNOWN, PAIR)
 
 
 # the command, with real runs
@@ -196,9 +205,46 @@ def test_a_tip_is_measured_by_real_runs(taught: Taught, tmp_path: Path) -> None:
     first, second = read_tips(tips.TIPS)
     assert first.measured.startswith(figures) and figures in result.output and second.measured == ""
     assert first.measured.endswith(
-        "within the limit undecided: 2/2 with, 2/2 without, difference +0.00 [-0.66, +0.66]"
+        "within the limit undecided: 2/2 with, 2/2 without, difference +0.00 [-0.66, +0.66]; on toy, by "
+        "handoff (unnamed author)"
     )
-    assert "without tip-1: passed at attempt 2" in result.output
+
+
+def test_a_run_is_one_line_and_no_draft_is_printed(taught: Taught, tmp_path: Path) -> None:
+    result = command(tmp_path, "tip-1", "--runs", 2)
+    named = [f"({name})" for name in runs.names()]
+    assert result.stdout.splitlines()[:-1] == [
+        "4 runs: 2 with the tip and 2 without",
+        f"1/4 toy with tip-1: passed at attempt 1 {named[0]}",
+        f"2/4 toy without tip-1: passed at attempt 2 {named[1]}",
+        f"3/4 toy without tip-1: passed at attempt 2 {named[2]}",
+        f"4/4 toy with tip-1: passed at attempt 1 {named[3]}",
+    ]
+    assert result.stderr == ""
+
+
+def test_a_handoffs_prompt_is_named(tmp_path: Path) -> None:
+    for speaks, shown in ((True, "  prompt-1.md awaits its answer\n"), (False, "")):
+        console = Console(file=io.StringIO(), width=20)
+        with Watch(console, speaks) as watch:
+            watch.attempt(1, 6)
+            watch.text("prompt-1.md awaits ")
+            watch.text("its answer\n")
+            watch.gate("trace", "passed")
+        assert isinstance(console.file, io.StringIO) and console.file.getvalue() == shown
+
+
+def test_a_budget_is_that_of_all_runs(taught: Taught, tmp_path: Path) -> None:
+    given = ["--budget-tokens", 100_000, "--budget-dollars", 1, "--budget-seconds", 2000]
+    result = command(tmp_path, "tip-1", "tip-2", "--runs", 2, *given)
+    assert "8 runs: 2 tips x 2 with the tip and 2 without; each may cost 12,500 tokens, $0.125, 250 s" in (
+        result.stdout
+    )
+    assert [header["limits"] for header in headers()] == [
+        {"tokens": 12_500, "dollars": 0.125, "seconds": 250.0}
+    ] * 8
+    said = CliRunner().invoke(app, ["tips", "measure", "--help"]).output
+    assert "Tokens that all runs may cost together; each gets an equal part." in " ".join(said.split())
 
 
 def test_a_proposed_tip_is_in_the_runs_with_it_alone(taught: Taught, tmp_path: Path) -> None:
@@ -248,9 +294,12 @@ def test_a_recording_cannot_tell(taught: Taught, tmp_path: Path, monkeypatch: py
 
 
 def test_a_budget_that_ends_a_run_is_no_pass(taught: Taught, tmp_path: Path) -> None:
-    assert command(tmp_path, "tip-1", "--runs", 1, "--budget-tokens", 1).exit_code == 0
-    # the first answer is asked for, the second is more than the budget has
+    result = command(tmp_path, "tip-1", "--runs", 1, "--budget-tokens", 2 * USAGE.total)
+    # the first answer is asked for, the second is more than a run's half of the budget has
     assert len(taught.asked) == 2
+    assert "without tip-1: did not pass: the run's part of the budget ended it after 1 attempt (" in (
+        result.output
+    )
     assert "within the limit undecided: 1/1 with, 0/1 without" in read_tips(tips.TIPS)[0].measured
 
 
@@ -259,3 +308,34 @@ def test_a_run_that_its_budget_ends_before_any_answer_is_no_pass(taught: Taught,
     result = command(tmp_path, "tip-1", "--runs", 1)  # the run with the tip is the first
     assert result.exit_code == 0 and "with tip-1: did not pass" in result.output
     assert read_tips(tips.TIPS)[0].measured.startswith("undecided: 0/1 with, 0/1 without")
+
+
+def test_a_budget_that_buys_no_answer_gives_no_verdict(taught: Taught, tmp_path: Path) -> None:
+    error = command(tmp_path, "tip-1", "--runs", 1, "--budget-tokens", 1).exception
+    assert isinstance(error, TipsError) and "no run's part of the budget was enough" in str(error)
+    assert taught.asked == [] and read_tips(tips.TIPS)[0].measured == ""
+
+
+def test_what_cannot_be_measured_is_refused_before_any_run(taught: Taught, tmp_path: Path) -> None:
+    log = tips.TIPS.read_text()
+    tips.TIPS.write_text(
+        log.replace(
+            "- spec: elsewhere\n- failed: trace/python\n- fix: gave both\n- versions: 1\n- state",
+            "- spec: toy\n- failed: trace/python\n- fix: gave both\n- versions: 1\n- state",
+        )
+    )
+    error = command(tmp_path, "tip-1", "tip-2", "--runs", 1).exception
+    assert isinstance(error, TipsError) and "tip-2 was learned on toy" in str(error)
+    error = command(tmp_path, "tip-1", "specs/more.yaml").exception
+    assert isinstance(error, TipsError) and "write --specs before each spec" in str(error)
+    assert runs.names() == []
+
+
+def test_on_a_gpu_only_what_was_measured_has_passed(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    void = Unmeasured(reason="the worker was lost")
+    monkeypatch.setattr(session, "need_gpu", lambda gpu: None)
+    monkeypatch.setattr(session, "measurer", lambda gpu, options, watch: lambda *_: void)
+    result = command(tmp_path, "tip-1", "--runs", 1, "--gpu")
+    assert "1/2 toy with tip-1: did not pass: its kernel of attempt 1 was not measured (" in result.output

@@ -10,9 +10,11 @@ every other byte as people wrote it.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -98,8 +100,8 @@ class Tip:
 
 @dataclass(frozen=True)
 class Added:
-    """Where a lesson went: an entry that is new, or one it was merged into; ``alike``: lessons of others that
-    may be the same in other words."""
+    """Where a lesson went: an entry that is new, or one that says the same and was given its evidence;
+    ``alike``: others, whatever their state, that may mean the same in other words."""
 
     tip: Tip
     merged: bool
@@ -169,27 +171,29 @@ def one_line(words: str, longest: int = LONGEST_FIX) -> str:
 
 
 def add(lesson: Lesson, path: Path = TIPS) -> Added:
-    """Put a lesson into the log as proposed, or its evidence to the entry that has it already, whose state
-    and lesson stay. Raises TipsError, OSError."""
-    text = _text(path)
-    tips = [entry.tip for entry in _entries(path, text)]
-    same = next((tip for tip in tips if same_tip(tip, lesson)), None)
-    if same:
-        values = {name: _united(name, getattr(same, name), getattr(lesson, name)) for name in FIELDS}
-        _write(path, _edited(path, text, same.id, values))
-        return Added(replace(same, **values), merged=True)
-    number = 1 + max([_last(text), *(tip.number for tip in tips)])
-    evidence = {name: one_line(getattr(lesson, name)) for name in FIELDS}
-    said, level = lesson.lesson.strip(), lesson.level
-    tip = Tip(id=f"tip-{number}", lesson=said, state=PROPOSED, level=level, **evidence)
-    _write(path, _appended(text, tip))
-    return Added(tip, merged=False, alike=tuple(other for other in tips if _alike(other.lesson, tip.lesson)))
+    """Put a lesson into the log as proposed, or its evidence to the entry that has these words already, whose
+    state and lesson stay. Raises TipsError, OSError."""
+    with _alone(path):
+        text = _text(path)
+        tips = [entry.tip for entry in _entries(path, text)]
+        same = next((tip for tip in tips if same_words(tip, lesson)), None)
+        if same:
+            values = {name: _united(name, getattr(same, name), getattr(lesson, name)) for name in FIELDS}
+            _write(path, _edited(path, text, same.id, values))
+            return Added(replace(same, **values), merged=True)
+        number = 1 + max([_last(text), *(tip.number for tip in tips)])
+        evidence = {name: one_line(getattr(lesson, name)) for name in FIELDS}
+        said, level = lesson.lesson.strip(), lesson.level
+        tip = Tip(id=f"tip-{number}", lesson=said, state=PROPOSED, level=level, **evidence)
+        _write(path, _appended(text, tip))
+    return Added(tip, merged=False, alike=tuple(other for other in tips if _alike(other, lesson)))
 
 
 def change(id: str, path: Path = TIPS, **values: str) -> Tip:
     """Give a tip another state, or what measuring it found; the tip as it was. Raises TipsError, OSError."""
-    before = find(id, path)
-    _write(path, _edited(path, _text(path), id, values))
+    with _alone(path):
+        before = find(id, path)
+        _write(path, _edited(path, _text(path), id, values))
     return before
 
 
@@ -203,11 +207,9 @@ def find(id: str, path: Path = TIPS) -> Tip:
     raise TipsError(f"{path}: there is no {id!r}; there are: {known}")
 
 
-def same_tip(tip: Tip, lesson: Lesson) -> bool:
-    """Whether both say the same, or both are of one failure with one fix, to the same readers."""
-    return tip.level == lesson.level and (
-        _plain(tip.lesson) == _plain(lesson.lesson) or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
-    )
+def same_words(tip: Tip, lesson: Lesson) -> bool:
+    """Whether both say the same to the same readers. Of one failure two lessons can be learned."""
+    return tip.level == lesson.level and _plain(tip.lesson) == _plain(lesson.lesson)
 
 
 def of_failure(tip: Tip, spec: str, failed: str, fix: str) -> bool:
@@ -224,8 +226,10 @@ def _plain(lesson: str) -> str:
     return " ".join(re.sub(r"[^\w\s+*/<>=-]", " ", unicodedata.normalize("NFKC", lesson).casefold()).split())
 
 
-def _alike(one: str, other: str) -> bool:
-    return SequenceMatcher(None, _plain(one), _plain(other), autojunk=False).ratio() > ALIKE
+def _alike(tip: Tip, lesson: Lesson) -> bool:
+    """Whether a person should compare them: nearly the same words, or one failure with one fix."""
+    words = SequenceMatcher(None, _plain(tip.lesson), _plain(lesson.lesson), autojunk=False)
+    return words.ratio() > ALIKE or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
 
 
 def _parts(value: str, between: str = ",") -> tuple[str, ...]:
@@ -302,6 +306,28 @@ def _entries(path: Path, text: str) -> list[_Entry]:
                 raise TipsError(f"{path}:{index + 1}: {found[-1].id} has two {value[1]!r}; keep one")
             found[-1].fields[value[1]] = index, value[2].strip()
     return found
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Between reading the log and writing it no other process of ours changes it. The lock lies in the cache,
+    for the log itself is replaced by every change and the checkout is people's."""
+    from filelock import FileLock
+
+    from primitives.compile import cache_dir
+
+    key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    lock = FileLock(cache_dir() / "locks" / f"{key}.lock")
+    try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        remedy = "set CODA_AGENT_CACHE to a directory that can be written"
+        raise TipsError(f"{lock.lock_file}: {error.strerror}; {remedy}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _text(path: Path) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from agent.options import Authoring, Budget, grouped
 from agent.tips import Added, Tip, TipsError
 
 if TYPE_CHECKING:
+    from agent.budget import Limits
     from agent.tips.lessons import Failure
 
 tips = typer.Typer(
@@ -22,6 +24,28 @@ tips = typer.Typer(
 
 REFUSED = 1
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as tip-3.")]
+
+
+@dataclass(frozen=True)
+class Total(Budget):
+    """What a whole measurement may cost. Its runs, with a tip and without, get equal parts: a run that spends
+    less leaves the rest unspent."""
+
+    budget_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens that all runs may cost together; each gets an equal part."),
+    ] = None
+    budget_dollars: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="US dollars that all runs may cost together; each gets an equal part."),
+    ] = None
+    budget_gpu_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Seconds of measuring here, of all runs; each gets an equal part."),
+    ] = None
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds that this command may take; each run gets a part.")
+    ] = None
 
 
 @tips.callback(invoke_without_command=True)
@@ -94,36 +118,71 @@ def measure(
     ids: Ids,
     specs: Annotated[list[Path], typer.Option(metavar="SPEC", help="A spec to author; give several.")],
     authoring: Authoring,
-    budget: Budget,
+    budget: Total,
     runs: Annotated[
-        int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and without.")
+        int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and as many without.")
     ] = 5,
     gpu: Annotated[
         bool, typer.Option("--gpu/--no-gpu", help="To pass takes the GPU gates too. Default: those without.")
     ] = False,
 ) -> None:
     """Author specs with a tip and without, and write down by how much it helps. A second call goes on where
-    the first was cut off; with more --runs, it adds to them."""
+    the first was cut off; with more --runs, and as much more of the budgets, it adds to them."""
     from rich.console import Console
 
-    from agent import live, session
+    from agent import session
     from agent.tips import trials
+    from agent.tips.watch import Watch
     from verifier.measure import Options
 
-    tried = [log.find(id, log.TIPS) for id in dict.fromkeys(ids)]
+    tried = _tried(ids, specs)
     session.need_gpu(gpu)
-    options = authoring.header() | {
-        "provider": _provider(authoring.provider, specs),
-        "limits": budget.limits().to_json(),
-    }
+    provider, each = _provider(authoring.provider, specs), 2 * runs * len(specs)
+    part = trials.part(budget.limits(), each * len(tried))
+    options = authoring.header() | {"provider": provider, "limits": part.to_json()}
+    typer.echo(_plan(tried, specs, runs, part))
     for tip in tried:
         known = log.read_tips(log.TIPS)
-        with live.Watch(Console(stderr=True)) as watch:
+        with Watch(Console(stderr=True), speaks=provider == "handoff") as watch:
             measurer = session.measurer(gpu, Options(), watch)
-            author = trials.Runs(tip, known, options, watch, measurer, typer.echo)
+            author = trials.Runs(tip, known, options, watch, each, measurer, typer.echo)
             trial = trials.measure(tip, known, specs, runs, author)
-        log.change(tip.id, log.TIPS, measured=str(trial))
-        typer.echo(f"{tip.id} {trial}")
+        if not author.judged:
+            remedy = "give more, or fewer --runs"
+            raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
+        typer.echo(f"{tip.id} {trial}")  # said before it is kept: a log that refuses it loses nothing
+        on = ", ".join(dict.fromkeys(path.stem for path in specs))
+        log.change(tip.id, log.TIPS, measured=f"{trial}; on {on}, by {_writer(authoring, provider)}")
+
+
+def _tried(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
+    """The tips to measure. Raises TipsError before any run where one of them cannot be."""
+    from agent.tips import trials
+
+    for stray in ids:
+        if stray.endswith((".yaml", ".yml")):
+            raise TipsError(f"{stray} is no tip; write --specs before each spec: --specs {stray}")
+    known = log.read_tips(log.TIPS)
+    tried = [log.find(id, log.TIPS) for id in dict.fromkeys(ids)]
+    for tip in tried:
+        trials.refuse_without_effect(tip, known, specs)
+    return tried
+
+
+def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: Limits) -> str:
+    """What is going to be done, and what each run may cost."""
+    times = [f"{len(tried)} tips"] * (len(tried) > 1) + [f"{len(specs)} specs"] * (len(specs) > 1)
+    count = 2 * runs * len(specs) * len(tried)
+    words = f"{count} runs: {' x '.join([*times, f'{runs} with the tip and {runs} without'])}"
+    units = {"tokens": "{:,} tokens", "dollars": "${:g}", "gpu_seconds": "{:g} s of GPU", "seconds": "{:g} s"}
+    costs = [units[name].format(value) for name, value in part.to_json().items()]
+    return f"{words}; each may cost {', '.join(costs)}" if costs else words
+
+
+def _writer(authoring: Authoring, provider: str) -> str:
+    """Who wrote, as the log has it: another author may need other tips."""
+    known = authoring.author if provider == "handoff" else authoring.model
+    return log.one_line(f"{provider} ({known})" if known else provider, 100)
 
 
 def _provider(name: str, specs: list[Path]) -> str:
@@ -140,10 +199,13 @@ def _provider(name: str, specs: list[Path]) -> str:
 
 
 def _ask(failure: Failure) -> None:
-    """Add the person's lesson of a failure, unless the log has one."""
+    """Add the person's lesson of a failure, unless the log has one of it."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
-            typer.echo(f"{tip.id} ({tip.state}) is of the failure {failure.failed} already: {tip.lesson}")
+            typer.echo(
+                f"{tip.id} ({tip.state}) is of the failure {failure.failed} already: {tip.lesson}\n"
+                f"    to add another lesson of it: --failed {failure.failed} --lesson '...'"
+            )
             return
     typer.echo(f"Failed at {failure.failed}, fixed by: {failure.fix}")
     while words := typer.prompt("Lesson (empty: none)", default="", show_default=False):
@@ -158,6 +220,8 @@ def _say(added: Added) -> None:
     tip = added.tip
     if added.merged:
         typer.echo(f"{tip.id} ({tip.state}) has that already, now with this evidence: {tip.lesson}")
+        if tip.state == log.RETIRED:
+            typer.echo(f"    coda-agent tips accept {tip.id} has prompts read it again")
         return
     typer.echo(f"{tip.id} proposed: {tip.lesson}\n    {_evidence(tip)}")
     for other in added.alike:

@@ -64,12 +64,19 @@ class Trial:
         return f"{self.first} on the first attempt; within the limit {self.within}"
 
 
+def part(limits: Limits, runs: int) -> Limits:
+    """One run's equal part of what a whole measurement may cost; also of its seconds, for the runs follow one
+    another. Rounded, so that a multiple of the runs at a multiple of the cost has the same part."""
+    shared = limits.shared(runs)
+    seconds = None if limits.seconds is None else limits.seconds / runs
+    parts = replace(shared, seconds=seconds).to_json()
+    return Limits.from_json({name: round(value, 6) for name, value in parts.items()})
+
+
 def measure(tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author) -> Trial:
     """Author each spec ``repeats`` times with the tip and as often without, beside the other accepted tips of
-    ``known``. Raises TipsError, before any run, for a spec whose prompt would be the same."""
-    without = [other for other in in_prompts(known) if other.id != tip.id]
-    with_tip = sorted([*without, replace(tip, state=ACCEPTED)], key=lambda other: other.number)
-    _refuse_without_effect(tip, specs, with_tip, without)
+    ``known``, once ``refuse_without_effect`` has nothing against it."""
+    with_tip, without = _arms(tip, known)
     needed: dict[bool, list[int | None]] = {True: [], False: []}
     for turn in range(repeats):
         for place, spec in enumerate(specs):
@@ -82,9 +89,15 @@ def measure(tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int,
     return Trial(tip.id, *(Effect(passed[True], passed[False], total) for passed in (first, within)))
 
 
-def _refuse_without_effect(
-    tip: Tip, specs: Sequence[Path], with_tip: Sequence[Tip], without: Sequence[Tip]
-) -> None:
+def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:
+    """The tips of the prompts with it, and of those without."""
+    without = [other for other in in_prompts(known) if other.id != tip.id]
+    return sorted([*without, replace(tip, state=ACCEPTED)], key=lambda other: other.number), without
+
+
+def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path]) -> None:
+    """Raises TipsError for a spec whose prompt would be the same with the tip and without."""
+    with_tip, without = _arms(tip, known)
     if not specs:
         raise TipsError(f"{tip.id}: no spec to measure it on; give some by --specs")
     for path in specs:
@@ -108,15 +121,17 @@ class Runs:
     known: Sequence[Tip]
     options: dict[str, Any]
     listener: Listener
+    total: int  # runs with the tip and without
     measure: Measure | None = None
     told: Callable[[str], None] = print
-    taken: set[str] = field(default_factory=set)
+    taken: list[str] = field(default_factory=list)
+    judged: int = 0  # attempts, of all runs
 
     def __call__(self, path: Path, tips: Sequence[Tip]) -> int | None:
         from agent.session import provider_of
 
         run = self._run(path, tips)
-        self.taken.add(run.name)
+        self.taken.append(run.name)
         with run.journal:
             options = run.journal.header
             loop = Loop(
@@ -129,10 +144,11 @@ class Runs:
                 measure=self.measure,
                 limits=Limits.from_json(options["limits"]),
             )
-            needed = _needed(loop)
+            needed, attempts, words = _ended(loop)
+        self.judged += attempts
         arm = "with" if self.tip.id in {tip.id for tip in tips} else "without"
-        ended = f"passed at attempt {needed}" if needed else "did not pass"
-        self.told(f"{run.name}, {arm} {self.tip.id}: {ended}")
+        place = f"{len(self.taken)}/{self.total} {run.spec.name}"
+        self.told(f"{place} {arm} {self.tip.id}: {words} ({run.name})")
         return needed
 
     def _run(self, path: Path, tips: Sequence[Tip]) -> runs.Run:
@@ -162,12 +178,20 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
     return asked == asdict(given)
 
 
-def _needed(loop: Loop) -> int | None:
-    """Attempts that a run needed to pass; what its budget cut off did not pass."""
+def _ended(loop: Loop) -> tuple[int | None, int, str]:
+    """Attempts that a run needed to pass (None: it did not), those that were judged, and in words how it
+    ended. What its budget cut off did not pass, nor what has yet to be measured where that was asked for."""
     try:
         outcome = loop.run()
     except OutOfBudget:
-        return None
-    if outcome.report.status == "rejected":
-        return None
-    return sum(event.kind == "report" for event in loop.journal.events())
+        outcome = None
+    attempts = sum(event.kind == "report" for event in loop.journal.events())
+    times = f"{attempts} attempt{'' if attempts == 1 else 's'}"
+    if outcome is None or outcome.stopped:
+        return None, attempts, f"did not pass: the run's part of the budget ended it after {times}"
+    status = outcome.report.status
+    if status == "rejected":
+        return None, attempts, f"did not pass in {times}"
+    if loop.measure and status == "checked":
+        return None, attempts, f"did not pass: its kernel of attempt {attempts} was not measured"
+    return attempts, attempts, f"passed at attempt {attempts}"

@@ -1,0 +1,54 @@
+"""What a person sees of many runs in a row: a line of what one is at now, where there is a terminal."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from rich.console import Console
+from rich.text import Text
+
+from agent.budget import Spent
+from verifier.report import Accepted, Checked, Rejected
+
+
+class Watch:
+    """A listener of loops that keeps drafts and gates to itself. ``speaks``: the provider's own words are
+    shown all the same, for they say where an answer is awaited."""
+
+    def __init__(self, console: Console, speaks: bool):
+        self.console, self.speaks = console, speaks
+        self._attempt = self._words = ""
+
+    def __enter__(self) -> Watch:
+        with ExitStack() as stack:
+            self._status = stack.enter_context(self.console.status("")) if self.console.is_terminal else None
+            self._shown = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._shown.close()
+
+    def attempt(self, number: int, limit: int) -> None:
+        self._attempt = f"attempt {number} of at most {limit}"
+        self._now("waiting for an answer")
+
+    def text(self, words: str) -> None:
+        *whole, self._words = (self._words + words).split("\n")
+        for line in whole if self.speaks else ():
+            self.console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
+
+    def gate(self, name: str, words: str) -> None:
+        self._now(f"{name} {words}")
+
+    def report(self, number: int, report: Accepted | Checked | Rejected) -> None:
+        self._now(report.status)
+
+    def tool(self, name: str, words: str) -> None:
+        self._now(name)
+
+    def spent(self, spent: Spent) -> None:
+        pass
+
+    def _now(self, words: str) -> None:
+        if self._status:
+            self._status.update(Text(f"{self._attempt}, {words}"[: self.console.width - 4], style="dim"))
