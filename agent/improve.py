@@ -30,8 +30,13 @@ A change is kept only if it is measured to be faster in one case at least (the l
 """
 
 
+BOUND = """\
+What bounds its steps, by the H100's datasheet. These are shares of the bound (the time that no version can
+beat), and not of the time measured: a kernel is timed whole, how long each of its steps takes is not known."""
+
+
 def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
-    """The message after an acceptance: measured times, roofline, the steps' shares, compiler's resources."""
+    """The message after an acceptance: measured times, what bounds each step, compiler's resources."""
     parts = [
         f"Accepted: it is right, and faster than {BASELINE}. {rounds} round(s) are left to make it faster.",
         *account(spec, report, program),
@@ -45,7 +50,7 @@ def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
     kernels = next(gate.figures["kernels"] for gate in report.gates if gate.gate == "compile")
     return [
         "\n".join(_case(timing) for timing in report.timings),
-        "What bounds its steps, by the H100's datasheet:\n"
+        f"{BOUND}\n"
         + "\n".join(_floors(program, case.name, case.sizes) for case in spec.cases if case.bench),
         "The compiler's account:\n" + "\n".join(_resources(k) for k in kernels),
     ]
@@ -88,7 +93,8 @@ def _fields(schedule: Mapping[str, Any]) -> str:
 def _floors(program: Program, case: str, sizes: Mapping[str, int]) -> str:
     bound = roofline(program, sizes)
     steps = "; ".join(
-        f"{floor.kind} of step {floor.step}: {floor.seconds / bound.seconds:.0%}, bound by {floor.binds}, "
+        f"{floor.kind} of step {floor.step}: {floor.seconds / bound.seconds:.0%} of the bound, "
+        f"bound by {floor.binds}, "
         f"{floor.bytes / 1e6:.1f} MB, {floor.flops / 1e9:.1f} GFLOP"
         for floor in bound.steps
     )

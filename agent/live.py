@@ -170,15 +170,16 @@ class Watch:
         self._update()
 
     def _now(self) -> str:
-        gates = list(self._states.items())  # at once, for the loop goes on
+        gates = list(self._states.items())  # at once, for the loop goes on meanwhile
         return " ".join(gates[-1]) if gates else "waiting for an answer"
 
     def _view(self) -> Group:
+        gates, said = list(self._states.items()), self._words.strip()  # each at once, as in `_now`
         rows: list[Any] = [self._row] if self._row else []
         rows.append(Text(self._title, style="bold").append(f"  {self._spent}", style="dim"))
-        if self._words.strip() and not self._states:
-            rows.append(Text(self._words.strip().splitlines()[-1][-100:], style="dim"))
-        for name, words in list(self._states.items()):  # at once, for the loop goes on
+        if said and not gates:
+            rows.append(Text(said.splitlines()[-1][-100:], style="dim"))
+        for name, words in gates:
             if words == "passed":
                 rows.append(Text(f"  ✓ {name}", style="green"))
             elif words.startswith("rejected"):

@@ -27,10 +27,21 @@ main()
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours, and where the cursor goes
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+PATIENCE = 300.0  # seconds, on a machine that has much else to do
+
+
+def eventually(
+    condition: Callable[[], bool],
+    process: subprocess.Popen[bytes] | None = None,
+    said: Callable[[], str] = str,
+) -> None:
+    """Wait for it; fails at once where the ``process`` that is to bring it about has ended, with what it
+    ``said``."""
+    deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline
+        ended = process is not None and process.poll() is not None
+        assert not ended or condition(), f"it ended before that: {said()[-4000:]}"
+        assert time.monotonic() < deadline, f"it did not come about: {said()[-4000:]}"
         time.sleep(0.05)
 
 
@@ -44,7 +55,7 @@ def going(
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "160"}
     with subprocess.Popen(command, env=environment, **given) as process:  # type: ignore[call-overload]
         try:
-            eventually(lambda: all(path.exists() for path in prompts))
+            eventually(lambda: all(path.exists() for path in prompts), process)
             yield process
         finally:
             process.kill()

@@ -87,7 +87,8 @@ def test_the_author_is_shown_where_the_time_goes(toy: Path) -> None:
         "- large (M = 4096, K = 4096, N = 4096): 2.0000 ms, 75% of the roofline; 1.300x torch.compile" in told
     )
     assert "tuned to step 0: tile_m 256, tile_n 128, pingpong False" in told
-    assert "gemm of step 0: 100%, bound by compute" in told and "137.4 GFLOP" in told
+    assert "shares of the bound" in told and "not of the time measured" in told
+    assert "gemm of step 0: 100% of the bound, bound by compute" in told and "137.4 GFLOP" in told
     assert "168 registers, 0 loads and 0 stores spilled, 16 HGMMA" in told
     assert told.endswith(improve.HOW.strip())
 

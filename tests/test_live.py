@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from attending import eventually, going, terminal
+from attending import PATIENCE, eventually, going, terminal
 from authoring import BROKEN, ROOT, fenced, write_toy
 from rich.console import Console
 
@@ -24,6 +24,27 @@ def test_the_live_view_takes_white_space() -> None:
             watch.text(words)
         watch.gate("trace", "started")
         watch.gate("trace", "passed")
+
+
+class Overtaken(Watch):
+    """Between any two looks at its words the loop begins its next attempt, which has said nothing yet."""
+
+    looks = 0
+
+    @property
+    def _words(self) -> str:
+        self.looks += 1
+        return "thinking" if self.looks == 1 else ""
+
+    @_words.setter
+    def _words(self, words: str) -> None:
+        pass
+
+
+def test_the_row_goes_on_while_the_loop_does() -> None:
+    watch = Overtaken(Console(file=io.StringIO(), force_terminal=True))
+    assert [str(row) for row in watch._view().renderables][-1] == "thinking"
+    assert watch.looks == 1
 
 
 def test_a_pipe_gets_whole_lines() -> None:
@@ -49,12 +70,13 @@ def test_a_run_has_a_row_and_a_key_that_stops_it(runs_home: Path, tmp_path: Path
     command = ["generate", str(write_toy(tmp_path)), *options]
     with terminal() as screen, going(command, [hands / "prompt-1.md"], **screen.streams) as process:
         (hands / "answer-1.md").write_text(fenced(BROKEN))
-        eventually((hands / "prompt-2.md").exists)
+        eventually((hands / "prompt-2.md").exists, process, lambda: screen.seen)
         (past,) = history.past()
-        eventually(lambda: f"1 {past.run} rejected waiting" in " ".join(screen.seen.split()))
+        row = f"1 {past.run} rejected waiting"
+        eventually(lambda: row in " ".join(screen.seen.split()), process, lambda: screen.seen)
         screen.press("x")
         screen.press("1")
-        process.wait(timeout=60)
+        process.wait(timeout=PATIENCE)
     assert process.returncode == 130
     assert "1 or q stops it" in screen.seen and f"coda-agent resume {past.run} goes on" in screen.seen
     (past,) = history.past()
@@ -95,8 +117,8 @@ def test_a_job_in_the_background_leaves_the_keys_to_others() -> None:
             start_new_session=True,
         )
         try:
-            eventually(lambda: "here" in screen.seen or shell.poll() is not None)
+            eventually(lambda: "here" in screen.seen, shell, lambda: screen.seen)
             screen.press("1")
-            assert shell.wait(timeout=60) == 0, screen.seen
+            assert shell.wait(timeout=PATIENCE) == 0, screen.seen
         finally:
             shell.kill()
