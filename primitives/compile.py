@@ -144,11 +144,21 @@ def compile_gemm(
     if lowered.raw and cached:
         return _loaded(lowered, kernel, schedule, sizes)
     from quack.gemm_runtime.host import _compile_gemm_epi
+
+    compile_it = _compile_gemm_epi if cached else _compile_gemm_epi.__wrapped__
+    return compile_it(
+        *_gemm_key(lowered, kernel, schedule, sizes), post_init_attrs=_attributes(kernel, schedule, sizes)
+    )
+
+
+def _gemm_key(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> tuple[Any, ...]:
+    """What QuACK compiles a step by."""
     from quack.gemm_runtime.identity import static_gemm_class_ref
 
     operand = numeric(kernel.dtype)
-    compile_it = _compile_gemm_epi if cached else _compile_gemm_epi.__wrapped__
-    return compile_it(
+    return (
         static_gemm_class_ref(getattr(load_module(lowered), kernel.name)),
         HOPPER,
         operand,
@@ -169,12 +179,18 @@ def compile_gemm(
         False,  # unbatched
         not kernel.b_transposed,
         tuple(sorted(_resource_key(a, sizes) for a in kernel.arguments)),
-        post_init_attrs=(
-            ("deep", schedule.deep),
-            ("evict_loads", schedule.evict_loads),
-            ("evict_stores", schedule.evict_stores),
-            ("head_widths", kernel.head_widths(sizes)),
-        ),
+    )
+
+
+def _attributes(
+    kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> tuple[tuple[str, Any], ...]:
+    """Of the step's class, which its object depends on too."""
+    return (
+        ("deep", schedule.deep),
+        ("evict_loads", schedule.evict_loads),
+        ("evict_stores", schedule.evict_stores),
+        ("head_widths", kernel.head_widths(sizes)),
     )
 
 
@@ -184,7 +200,29 @@ def compile_vector(lowered: Lowered, kernel: VectorKernel, *, cached: bool = Tru
         return _loaded(lowered, kernel, None, {})
     load_module(lowered)
     compile_it = _cached_vector() if cached else _compile_vector
-    return compile_it(lowered.module, kernel.name, tuple((a.role, a.dtype, a.rank) for a in kernel.arguments))
+    return compile_it(*_vector_key(lowered, kernel))
+
+
+def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
+    return lowered.module, kernel.name, tuple((a.role, a.dtype, a.rank) for a in kernel.arguments)
+
+
+def compiled(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
+    """Whether a step at one schedule and all vectors were compiled before, by any process of this cache: then
+    no worker need be started for them, which takes longer than loading what is there."""
+    if lowered.raw:
+        from primitives import raw
+
+        wanted = [raw.Wanted(lowered, vector, None, sizes) for vector in lowered.vectors]
+        return all(w.path().exists() for w in (*wanted, raw.Wanted(lowered, kernel, schedule, sizes)))
+    from quack.cache import jit
+    from quack.gemm_runtime.host import _compile_gemm_epi
+
+    attributes = ("post_init_attrs", _attributes(kernel, schedule, sizes))
+    keys = [(_compile_gemm_epi.__qualname__, *_gemm_key(lowered, kernel, schedule, sizes), attributes)]
+    keys += [(_compile_vector.__qualname__, *_vector_key(lowered, vector)) for vector in lowered.vectors]
+    folder = jit.get_cache_path() / jit._compute_source_fingerprint()
+    return all((folder / f"{jit._key_to_hash(key)}.o").exists() for key in keys)
 
 
 def compile_kernel(

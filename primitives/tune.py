@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from primitives import workers
-from primitives.compile import CompileError, cache_dir, compile_gemm, compile_vector, deepest_stack
+from primitives.compile import (
+    CompileError,
+    cache_dir,
+    compile_gemm,
+    compile_vector,
+    compiled,
+    deepest_stack,
+)
 from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule
 from primitives.lower import GemmKernel, Lowered, lower
@@ -206,12 +213,16 @@ _compiled: dict[tuple[str, str, int, Schedule, str], bool] = {}
 def compile_all(
     program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
 ) -> list[bool]:
-    """Fill the object cache with these (step, schedule) in parallel; whether each compiled."""
-    text = program._replace(schedule={}).to_json()
+    """Fill the object cache with these (step, schedule) in parallel; whether each compiled. Worker processes
+    are for what is not there yet."""
+    text, lowered = program._replace(schedule={}).to_json(), lower(program, raw)
+    kernels = {g.step: g for g in lowered.gemms}
     static = json.dumps({dim: sizes[dim] for dim in program.signature.static})
     # Rasterisation is a launch argument: one object serves every group size.
     wanted = [(text, static, step, s._replace(swizzle=8), raw) for step, s in schedules]
-    new = [w for w in dict.fromkeys(wanted) if w not in _compiled]
+    asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
+    _compiled.update((w, True) for w in asked if compiled(lowered, kernels[w[2]], w[3], sizes))
+    new = [w for w in asked if w not in _compiled]
     _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
     return [_compiled[w] for w in wanted]
 

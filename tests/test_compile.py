@@ -14,6 +14,7 @@ import triton
 from kernels import BACKWARD, NORM, QK_NORM, ROPE, kernel_names, signature, tensor, trace
 
 from primitives import compile as compiling
+from primitives import tune, workers
 from primitives.compile import PROBES, CompileError, Resources, cache_dir, deepest_stack, report
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
@@ -316,3 +317,15 @@ def test_the_deepest_stack_of_what_was_compiled(tmp_path: Path) -> None:
         subprocess.run([ptxas, "-arch=sm_90a", source, "-o", cubin], check=True)
     assert deepest_stack(tmp_path) == 640
     assert deepest_stack(tmp_path) == 0  # they are gone: the next configuration's are alone
+
+
+def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Schedule(128, 160, True, 1, 2, evict_stores=True)
+    other = chosen._replace(evict_loads=True)
+    assert tune.compile_all(NORM.program, NORM.sizes, [(0, chosen)]) == [True]
+    monkeypatch.setattr(tune, "_compiled", {})  # another process knows only what lies in the cache
+    asked = list[object]()
+    monkeypatch.setattr(workers, "run_all", lambda task, wanted: [bool(asked.append(w)) for w in wanted])
+    both = [(0, chosen._replace(swizzle=2)), (0, other)]
+    assert tune.compile_all(NORM.program, NORM.sizes, both) == [True, False]
+    assert len(asked) == 1
