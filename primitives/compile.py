@@ -204,7 +204,10 @@ def compile_vector(lowered: Lowered, kernel: VectorKernel, *, cached: bool = Tru
 
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
-    return lowered.module, kernel.name, tuple((a.role, a.dtype, a.rank) for a in kernel.arguments)
+    """What a kernel for vectors is compiled by. Words are interned: QuACK's cache hashes the pickled key, in
+    which one object twice is not what two equal ones are."""
+    arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
+    return lowered.module, kernel.name, tuple(arguments)
 
 
 def compiled(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:

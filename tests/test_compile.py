@@ -325,7 +325,12 @@ def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatc
     assert tune.compile_all(NORM.program, NORM.sizes, [(0, chosen)]) == [True]
     monkeypatch.setattr(tune, "_compiled", {})  # another process knows only what lies in the cache
     asked = list[object]()
-    monkeypatch.setattr(workers, "run_all", lambda task, wanted: [bool(asked.append(w)) for w in wanted])
+
+    def refuse(task: object, wanted: list[object]) -> list[bool]:
+        asked.extend(wanted)
+        return [False] * len(wanted)
+
+    monkeypatch.setattr(workers, "run_all", refuse)
     both = [(0, chosen._replace(swizzle=2)), (0, other)]
     assert tune.compile_all(NORM.program, NORM.sizes, both) == [True, False]
     assert len(asked) == 1
