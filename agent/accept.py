@@ -14,8 +14,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from agent.journal import Journal
+from agent.journal import Record, Snapshot
 from agent.loop import PIECE, Outcome
+from agent.runs import JOURNAL, folder
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError
 from primitives.lower import editable, lower
@@ -88,15 +89,22 @@ def recording(name: str, directory: Path = RECORDINGS, *, raw: bool = False) -> 
     return directory / (f"{name}.raw.jsonl" if raw else f"{name}.jsonl")
 
 
-def recorded(journal: Journal) -> str:
+def recorded(journal: Record) -> str:
     """A run as it is kept: without what is the machine's own, or in its report."""
     header = {key: journal.header[key] for key in HEADER if key in journal.header}
     return journal.export(header, leaving_out={PIECE})
 
 
+def export(run: str, path: Path) -> Path:
+    """Write a run as it stands, whatever came of it and whoever has it open, to ``path``, as ``recorded``.
+    Raises JournalError and OSError."""
+    write_atomic(path, recorded(Snapshot(folder(run) / JOURNAL)))
+    return path
+
+
 def accept(
     outcome: Outcome,
-    journal: Journal,
+    journal: Record,
     directory: Path = KERNELS,
     recordings: Path = RECORDINGS,
     *,

@@ -12,10 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from agent.history import Past, told
+from agent.history import Past, attended, told
 from agent.journal import Event, JournalError, glance
 from agent.loop import OTHER_VERSION, extract, measurement
 from agent.providers import Turn
+from agent.runs import JOURNAL
 from verifier.report import REPORT, Accepted, Checked, Rejected, Timing, joined
 from verifier.spec import SpecError, load
 
@@ -75,13 +76,14 @@ class Account:
 
 def read(directory: Path) -> Account:
     """What a run's folder tells; takes nothing from whoever has the run open. Raises JournalError."""
-    header, events = glance(directory / "journal.db")
+    journal = directory / JOURNAL
+    header, events = glance(journal)
     yaml = directory / "spec.yaml"
     try:
         grouped = _grouped(events)
         payloads = {event.key: event.payload for event in events}
         return Account(
-            past=told(directory.name, header, events),
+            past=attended(told(directory.name, header, events), journal),
             header=header,
             spec=yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else "",
             edited=_edited(yaml, header),

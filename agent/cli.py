@@ -261,11 +261,15 @@ def runs(as_json: Json = False) -> None:
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN.html, here.")] = None,
+    jsonl: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write its events there as JSON lines, and no page.")
+    ] = None,
 ) -> None:
-    """Write a run, as it stands, as one HTML page."""
+    """Write a run, as it stands, as one HTML page, or its events as JSON lines."""
+    from agent import accept as accepting
     from agent import page
 
-    typer.echo(page.write(run, out))
+    typer.echo(accepting.export(run, jsonl) if jsonl else page.write(run, out))
 
 
 @app.command()

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from agent.budget import Spent, spent
-from agent.journal import Event, JournalError, glance
+from agent.journal import Event, JournalError, glance, held
 from agent.loop import answers, last_verified, measurement, stands_at, used
 from agent.providers import Usage
-from agent.runs import names, runs_dir
+from agent.runs import JOURNAL, names, runs_dir
 from verifier.decision import BASELINE, CANDIDATE
 from verifier.report import REPORT, Accepted, Rejected, Timing, joined
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from pathlib import Path
 
+    from rich.table import Table
+    from rich.text import Text
+
+STOPPED = "stopped"  # the kind of event that says why a run ended before its time
 UNDECIDED = "authoring"  # no attempt has been verified yet
 
 
 @dataclass(frozen=True)
 class Past:
     """A run: what of, who wrote, and how it stands. ``status``: accepted, checked, rejected, authoring
-    (nothing verified yet) or unreadable, and then ``why``; ``why`` of a rejected one is gate and code."""
+    (nothing verified yet) or unreadable, and then ``why``; ``why`` of a rejected one is gate and code.
+    ``running``: a process has it open; else ``stopped``: why it ended before its time, if it did."""
 
     run: str
     status: str
@@ -38,6 +43,8 @@ class Past:
     spent: Spent = Spent()
     speedup: float | None = None  # over torch.compile, the geometric mean of the measured cases
     roofline: float | None = None  # the share of it that the kernel reaches, likewise
+    running: bool = False
+    stopped: str = ""
 
 
 def past() -> list[Past]:
@@ -46,33 +53,56 @@ def past() -> list[Past]:
 
 
 def as_dict(found: list[Past]) -> dict[str, Any]:
-    return {"runs": [asdict(run) for run in found]}
+    attempts, whole = _total(found)
+    total = {"runs": len(found), "attempts": attempts, "spent": asdict(whole)}
+    return {"runs": [asdict(run) for run in found], "total": total}
 
 
 def as_table(found: list[Past]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from agent.render import STYLE
-
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, overflow="fold")  # to be copied whole
     for heading in ("status", "author"):
         table.add_column(heading)
-    for heading in ("attempts", "tokens in", "tokens out", "dollars"):
+    for heading in ("attempts", "tokens", "dollars", "GPU s"):
         table.add_column(heading, justify="right")
     for run in found:
-        status = Text(run.status, style=STYLE.get(run.status, "dim"))
-        if run.why:
-            status.append(f" {run.why}", style="dim")
-        figures = (str(run.attempts), f"{run.usage.given:,}", f"{run.usage.output_tokens:,}")
-        table.add_row(Text(run.run), status, Text(run.author), *figures, dollars(run.spent))
-    whole = sum((run.usage for run in found), Usage())
+        table.add_row(Text(run.run), _state(run), Text(run.author), *_figures(run.attempts, run.spent))
+    attempts, whole = _total(found)
     table.add_section()
-    figures = (str(sum(run.attempts for run in found)), f"{whole.given:,}", f"{whole.output_tokens:,}")
-    spent = dollars(sum((run.spent for run in found), Spent()))
-    table.add_row(f"{len(found)} run(s)", "", "", *figures, spent, style="bold")
+    table.add_row(f"{len(found)} run(s)", "", "", *_figures(attempts, whole), style="bold")
+    if whole.uncertain_tokens:
+        uncertain = f"{whole.uncertain_tokens:,} tokens, ${whole.uncertain_dollars:.2f}"
+        table.caption = f"~ reserved for requests whose end nobody saw, {uncertain} in all"
     return table
+
+
+def _state(run: Past) -> Text:
+    """How it stands, and whether somebody is at it."""
+    from rich.text import Text
+
+    from agent.render import STYLE
+
+    state = "running" if run.running else f"stopped: {run.stopped.partition('; ')[0]}" if run.stopped else ""
+    if state and run.status == UNDECIDED:
+        return Text(state, style="dim")
+    standing = Text(run.status, style=STYLE.get(run.status, "dim"))
+    return standing.append(
+        "".join(f" {words}" for words in (run.why, state and f"({state})") if words), "dim"
+    )
+
+
+def _total(found: list[Past]) -> tuple[int, Spent]:
+    """Attempts, and what was spent."""
+    return sum(run.attempts for run in found), sum((run.spent for run in found), Spent())
+
+
+def _figures(attempts: int, spent: Spent) -> tuple[str, ...]:
+    tokens = f"{'~' if spent.uncertain_tokens else ''}{spent.tokens:,}" if spent.tokens else "–"
+    seconds = f"{spent.gpu_seconds:,.0f}" if spent.gpu_seconds else "–"
+    return str(attempts), tokens, dollars(spent), seconds
 
 
 def dollars(spent: Spent) -> str:
@@ -91,13 +121,14 @@ class Reading:
     def past(self) -> Past:
         """How the run stands now; never an error."""
         last = self._events[-1].seq if self._events else 0
+        path = runs_dir() / self.run / JOURNAL
         try:
-            header, new = glance(runs_dir() / self.run / "journal.db", last)
+            header, new = glance(path, last)
             self._events += new
             if new or self._past is None:
                 self._past = None  # that of another version's event is not told
                 self._past = told(self.run, header, self._events)
-            return self._past
+            return attended(self._past, path)
         except JournalError as error:
             return Past(self.run, "unreadable", str(error))
         except (ValueError, KeyError, TypeError):  # ValidationError among them
@@ -107,6 +138,11 @@ class Reading:
 def of(name: str) -> Past:
     """One run; never an error."""
     return Reading(name).past()
+
+
+def attended(run: Past, journal: Path) -> Past:
+    """A run with whether some process is at it now: then it goes on from where it had stopped."""
+    return replace(run, running=True, stopped="") if held(journal) else run
 
 
 def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
@@ -135,6 +171,7 @@ def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
         spent=spent(events),
         speedup=_mean(t.ratios[BASELINE].estimate for t in timings),
         roofline=_mean(t.roofline_milliseconds / t.milliseconds[CANDIDATE] for t in timings),
+        stopped=str(events[-1].payload["reason"]) if events and events[-1].kind == STOPPED else "",
     )
 
 

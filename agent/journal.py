@@ -7,8 +7,12 @@ where it was, without asking (and paying) for an answer twice. Only a step that 
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -21,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from primitives.files import sync_directory
 
-__all__ = ["Event", "Journal", "JournalError", "glance", "read_export"]
+__all__ = ["Event", "Journal", "JournalError", "Record", "Snapshot", "glance", "held", "read_export"]
 
 SCHEMA = 1
 _APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
@@ -56,14 +60,40 @@ class Event:
     time: str
 
 
-class Journal:
+class Record:
+    """A run's header and events, to be read."""
+
+    header: dict[str, Any]
+
+    def events(self) -> list[Event]:
+        """All committed events, in the order of their commits."""
+        raise NotImplementedError
+
+    def export(self, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()) -> str:
+        """The run as JSON lines, its header (or the one given) first, without events of some kinds."""
+        lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
+        lines += [json.dumps(asdict(event)) for event in self.events() if event.kind not in leaving_out]
+        return "\n".join(lines) + "\n"
+
+
+class Snapshot(Record):
+    """A journal as it was committed at one moment, whoever has it open. Raises JournalError as ``glance``."""
+
+    def __init__(self, path: Path):
+        self.header, self._events = glance(path)
+
+    def events(self) -> list[Event]:
+        return self._events
+
+
+class Journal(Record):
     """One run's journal, open for this process alone; `create` or `open` one, and close it."""
 
     def __init__(self, path: Path, lock: FileLock, connection: sqlite3.Connection):
         self.path = path
         self._lock = lock
         self._db = connection
-        self.header: dict[str, Any] = self._load(self._rows("SELECT json FROM header")[0][0])
+        self.header = self._load(self._rows("SELECT json FROM header")[0][0])
 
     @classmethod
     def create(cls, path: Path, header: dict[str, Any]) -> Journal:
@@ -118,14 +148,7 @@ class Journal:
         return self._load(text)
 
     def events(self) -> list[Event]:
-        """All committed events, in the order of their commits."""
         return [_event(self.path, row) for row in self._rows(_EVENTS, 0)]
-
-    def export(self, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()) -> str:
-        """The run as JSON lines, its header (or the one given) first, without events of some kinds."""
-        lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
-        lines += [json.dumps(asdict(event)) for event in self.events() if event.kind not in leaving_out]
-        return "\n".join(lines) + "\n"
 
     def close(self) -> None:
         """Give the journal free for others. Harmless when it is closed already."""
@@ -154,12 +177,61 @@ def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
     sound. Raises JournalError as ``Journal.open``."""
     if not path.is_file():
         raise JournalError(f"{path}: there is no journal; check the run's name")
-    with _explained(path), closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+    with _explained(path):
+        try:
+            return _read(path, f"{path.absolute().as_uri()}?mode=ro", after)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in _UNWRITABLE:
+                raise
+            return _read_aside(path, after, error)
+
+
+# SQLite's errors where it cannot make the index (-shm) that reading takes beside a journal.
+_UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
+
+
+def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]]:
+    """The journal at ``uri``, which is the one at ``path`` or a copy of it."""
+    with closing(sqlite3.connect(uri, uri=True)) as db:
         if not after:  # it reads the whole file
             _check(path, db)
         (text,) = db.execute("SELECT json FROM header").fetchone()
         rows = db.execute(_EVENTS, (after,)).fetchall()
     return _load(path, text), [_event(path, row) for row in rows]
+
+
+def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any], list[Event]]:
+    """On a disk that is full or cannot be written: what a clean end left is whole, and takes no index; else
+    a copy is read that has the log beside it."""
+    log = path.with_name(path.name + "-wal")
+    try:
+        if not log.exists() or not log.stat().st_size:
+            return _read(path, f"{path.absolute().as_uri()}?mode=ro&immutable=1", after)
+        with tempfile.TemporaryDirectory(prefix="coda-agent-") as scratch:
+            for file in (path, log):
+                shutil.copyfile(file, Path(scratch) / file.name)
+            return _read(path, f"{(Path(scratch) / path.name).as_uri()}?mode=ro", after)
+    except (sqlite3.OperationalError, OSError) as error:
+        remedy = "make room on its disk, or set TMPDIR to a directory that has room"
+        raise JournalError(
+            f"{path}: cannot be read where it is ({why}), nor from a copy ({error}); {remedy}"
+        ) from error
+
+
+def held(path: Path) -> bool:
+    """Whether a living process has this journal open. Takes nothing from it."""
+    try:
+        lock = os.open(_lock_of(path), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # Shared, so that two who ask do not take each other for an owner; `_lock` waits for those who ask.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError | PermissionError)  # what a lock that is held gives
+    finally:
+        os.close(lock)
+    return False
 
 
 _EVENTS = "SELECT seq, key, kind, payload, time FROM events WHERE seq > ? ORDER BY seq"
@@ -212,16 +284,23 @@ def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dic
 
 def _lock(path: Path) -> FileLock:
     """Held by the one process that has the journal open; the kernel drops it when that process dies."""
-    lock = FileLock(path.with_name(path.name + ".lock"), thread_local=False)
+    lock = FileLock(_lock_of(path), thread_local=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=_ASKED, poll_interval=_ASKED / 20)
     except Timeout:
         raise JournalError(f"run {path} is in use by another process; wait or stop it") from None
     except OSError as error:
         remedy = "choose a directory that can be made and written"
         raise JournalError(f"{path}: {error.strerror}; {remedy}") from error
     return lock
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+_ASKED = 0.2  # seconds: longer than any `held` keeps the lock from who opens the journal
 
 
 def _refuse_leftovers(path: Path) -> None:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from agent import improve, prompt, tools
 from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
-from agent.journal import Journal, JournalError
+from agent.journal import Journal, JournalError, Record
 from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from agent.work import Measure, Work
 from primitives.ir import Program, ProgramError
@@ -250,7 +250,7 @@ class Pieces:
         self.journal.once(self.prefix + piece, PIECE, lambda: found)
 
 
-def standing(journal: Journal, spec: Spec) -> Outcome | None:
+def standing(journal: Record, spec: Spec) -> Outcome | None:
     """How a run stands by its journal: its accepted kernel, or its last verified attempt, if there is one."""
     events = {e.key: e.payload for e in journal.events()}
     number = stands_at(events)
@@ -313,7 +313,7 @@ def measurement(events: Mapping[str, Any], number: int) -> Measurement | None:
         raise JournalError(OTHER_VERSION) from None
 
 
-def _authorship(journal: Journal, turn: Turn, number: int) -> Authorship:
+def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:
     """Who wrote what a run stands at; a replay's author is that of the run it replays."""
     run = journal.header.get("replays") or journal.header["run"]
     return Authorship(author=turn.author, attempts=number, run=str(run))

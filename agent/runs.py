@@ -10,11 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from agent.journal import Journal, JournalError
+from agent.journal import Journal, JournalError, Snapshot
 from primitives.files import write_atomic
 from verifier.spec import Spec, load
 
 STAMP = re.compile(r"-(\d{8}-\d{6})(?:-(\d+))?$")
+JOURNAL = "journal.db"  # in a run's folder
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 
 
@@ -48,7 +49,7 @@ def start(path: Path, options: dict[str, Any]) -> Run:
             break
     # The journal last: without one a folder is no run, so a start that was cut off leaves none.
     header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
-    return Run(name, Journal.create(runs_dir() / name / "journal.db", header), spec, text)
+    return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
 
 
 def _claim(directory: Path, spec: str) -> bool:
@@ -82,23 +83,35 @@ def reopen(name: str) -> Run:
     """An existing run, with the spec as it was then. Raises JournalError for one that is not there, or
     whose spec was edited since."""
     directory = folder(name)
-    journal = Journal.open(directory / "journal.db")
-    path = directory / "spec.yaml"
+    journal = Journal.open(directory / JOURNAL)
     try:
-        spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # checked when it started
-        if spec.hash != journal.header["spec_hash"]:
-            raise JournalError(f"{path}: not the spec that the run started with; undo the change")
+        spec, text = _spec(directory, journal.header)
     except BaseException:
         journal.close()
         raise
     return Run(directory.name, journal, spec, text)
 
 
+def look(name: str) -> tuple[Snapshot, Spec]:
+    """A run at this moment, whoever has it open, and its spec. Raises JournalError as ``reopen``."""
+    directory = folder(name)
+    taken = Snapshot(directory / JOURNAL)
+    return taken, _spec(directory, taken.header)[0]
+
+
+def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:
+    path = directory / "spec.yaml"
+    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # checked when it started
+    if spec.hash != header["spec_hash"]:
+        raise JournalError(f"{path}: not the spec that the run started with; undo the change")
+    return spec, text
+
+
 def names() -> list[str]:
     """All runs, oldest first."""
     if not runs_dir().is_dir():
         return []
-    return sorted((p.name for p in runs_dir().iterdir() if (p / "journal.db").is_file()), key=_age)
+    return sorted((p.name for p in runs_dir().iterdir() if (p / JOURNAL).is_file()), key=_age)
 
 
 def _age(name: str) -> tuple[str, int, str]:

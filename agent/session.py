@@ -115,16 +115,15 @@ def provider_of(run: Run) -> Provider:
 
 
 def standing(name: str) -> Outcome:
-    """How a run stands, from its journal alone: nothing is asked for or measured."""
+    """How a run stands, from its journal alone: nothing is asked for or measured, and it may be under way."""
     from agent import loop, runs
+    from agent.journal import held
 
-    run = runs.reopen(name)
-    try:
-        outcome = loop.standing(run.journal, run.spec)
-    finally:
-        run.journal.close()
+    outcome = loop.standing(*runs.look(name))
     if outcome is None:
-        raise Absent(f"run {run.name} has no verified kernel yet: coda-agent resume {run.name}")
+        run = runs.folder(name)
+        remedy = "it is under way" if held(run / runs.JOURNAL) else f"coda-agent resume {run.name}"
+        raise Absent(f"run {run.name} has no verified kernel yet: {remedy}")
     return outcome
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from authoring import BROKEN, TOY_KERNEL, fenced, make_run, measured, program_of, slow, write_toy
+from authoring import BROKEN, ROOT, TOY_KERNEL, fenced, make_run, measured, program_of, slow, write_toy
 from typer.testing import CliRunner
 
-from agent import history, runs
+from agent import account, history, runs
+from agent.budget import Ledger, Spent
 from agent.cli import app
 from agent.journal import Journal, JournalError, glance
 from agent.providers import Turn, Usage
@@ -53,6 +57,83 @@ def test_the_last_attempt_counts_and_tokens_add_up(toy: Path) -> None:
     assert found.usage == Usage(200, 20, 2000, 2) and found.author == "Ada via a script"
     run.journal.once("more", "more", dict)  # looking took nothing away
     run.journal.close()
+
+
+def listed(name: str) -> str:
+    """The row of a run, as one line."""
+    rows = CliRunner().invoke(app, ["runs"]).output.splitlines()
+    return next(" ".join(row.split()) for row in rows if name in row)
+
+
+def stop(name: str, reason: str, number: int = 1) -> None:
+    with Journal.open(runs.runs_dir() / name / runs.JOURNAL) as journal:
+        journal.once(f"stopped/{number}", "stopped", lambda: {"reason": reason})
+
+
+def test_a_run_runs_while_a_process_has_it_and_no_longer(toy: Path) -> None:
+    name = make_run(toy)
+    stop(name, "no connection; check the network")
+    code = f"""
+from agent import runs
+run = runs.reopen({name!r})
+print("open", flush=True)
+input()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout and child.stdout.readline() == b"open\n"
+        found = history.of(name)
+        assert (found.running, found.stopped, found.status) == (True, "", "checked")
+        assert "checked (running) Ada" in listed(name)
+        assert account.read(runs.runs_dir() / name).past == found
+        child.send_signal(signal.SIGKILL)
+    found = history.of(name)
+    assert (found.running, found.stopped) == (False, "no connection; check the network")
+    assert "checked (stopped: no connection) Ada" in listed(name)
+    assert account.read(runs.runs_dir() / name).past == found
+
+
+def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:
+    run = runs.start(toy, {"provider": "handoff", "author": "Ada"})
+    assert f"{run.name} running Ada" in listed(run.name)
+    run.journal.close()
+    assert f"{run.name} authoring Ada" in listed(run.name)  # killed, or a machine that went down
+    stop(run.name, "5 of 4 tokens are used up; resume the run with a larger --budget-tokens")
+    assert f"{run.name} stopped: 5 of 4 tokens are used up Ada" in listed(run.name)
+    with Journal.open(run.directory / runs.JOURNAL) as journal:
+        journal.once("prompt", "prompt", dict)
+    assert history.of(run.name).stopped == "" and f"{run.name} authoring Ada" in listed(run.name)
+
+
+def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
+    """Of a request that was never answered too, and of measuring; in all, as well."""
+    lost, paid = runs.start(toy, {"provider": "anthropic"}), runs.start(toy, {"provider": "anthropic"})
+    for run in (lost, paid):
+        charge = Ledger(run.journal, turn=1).reserve("claude-opus-5-5", 30_000, 6_311)
+        if run is paid:
+            charge.settle(Usage(1000, 200))
+            seconds = {"reason": "another power limit", "gpu_seconds": 71.5}
+            run.journal.once("void/1/0", "void", lambda seconds=seconds: seconds)  # type: ignore[misc]
+        run.journal.close()
+    first, second = history.past()
+    assert (first.spent.tokens, first.spent.uncertain_tokens) == (36_311, 36_311)
+    assert second.spent.tokens == 1200 and second.spent.gpu_seconds == 71.5
+    both = f"{first.spent.dollars + second.spent.dollars:.2f}"
+    assert listed(lost.name).endswith(f"0 ~36,311 ~{first.spent.dollars:.2f} –")
+    assert listed(paid.name).endswith(f"0 1,200 {second.spent.dollars:.2f} 72")
+    assert listed("2 run(s)") == f"2 run(s) 0 ~37,511 ~{both} 72"
+    assert "36,311 tokens, $" in listed("nobody saw")
+    asked = json.loads(CliRunner().invoke(app, ["runs", "--json"]).output)
+    assert (asked["total"]["runs"], asked["total"]["attempts"]) == (2, 0)
+    assert Spent(**asked["total"]["spent"]) == first.spent + second.spent
+    assert [Spent(**run["spent"]) for run in asked["runs"]] == [first.spent, second.spent]
+
+
+def test_runs_are_read_on_a_disk_without_room(toy: Path, runs_home: Path) -> None:
+    name = make_run(toy)
+    (runs_home / name / "journal.db-shm").symlink_to("journal.db-shm")  # there is no place for an index
+    assert history.of(name).status == "checked" and "checked" in listed(name)
+    assert "checked" in CliRunner().invoke(app, ["review", name, "--json"]).output
 
 
 @pytest.mark.parametrize(

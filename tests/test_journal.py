@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.journal import Event, Journal, JournalError, read_export
+from agent.journal import Event, Journal, JournalError, glance, held, read_export
 from primitives.files import write_atomic
 
 ROOT = Path(__file__).parent.parent
@@ -163,8 +165,34 @@ input()
             Journal.open(path)
         with pytest.raises(JournalError, match="in use"):
             Journal.create(path, {})
+        assert held(path)
         child.kill()
+    assert not held(path)
     Journal.open(path).close()
+
+
+def test_asking_who_has_a_journal_takes_it_from_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    assert not held(path) and list(tmp_path.iterdir()) == []
+    Journal.create(path, {}).close()
+    code = f"""
+from agent.journal import held
+from pathlib import Path
+print("asking", flush=True)
+while True:
+    held(Path({str(path)!r}))
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout and child.stdout.readline() == b"asking\n"
+            for _ in range(50):
+                Journal.open(path).close()
+        finally:
+            child.kill()
+    with (tmp_path / "run.db.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # as one that asks at this very moment
+        assert not held(path)
 
 
 def test_close_gives_the_journal_free_and_so_does_a_failed_open(tmp_path: Path) -> None:
@@ -303,6 +331,85 @@ except JournalError as error:
     assert "run.db" in done.stdout and "what was committed is safe" in done.stdout
     with Journal.open(path) as journal:
         assert [event.key for event in journal.events()] == ["small"]
+
+
+# reading where nothing can be written
+
+
+def cut_off(path: Path) -> None:
+    """A journal whose process was killed: its one event is in the log alone."""
+    code = f"""
+import os, signal
+from agent.journal import Journal
+from pathlib import Path
+journal = Journal.create(Path({str(path)!r}), {{"spec": "s"}})
+journal.once("a", "answer", lambda: {{"text": "kept"}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    path.with_name(path.name + "-shm").unlink()
+
+
+def no_index(path: Path) -> None:
+    """A link to itself, which nobody can open, whatever their rights."""
+    path.with_name(path.name + "-shm").symlink_to(path.name + "-shm")
+
+
+def test_a_journal_is_read_where_no_index_can_be_made(tmp_path: Path) -> None:
+    ended, killed = tmp_path / "ended.db", tmp_path / "killed.db"
+    with Journal.create(ended, {"spec": "s"}) as journal:
+        journal.once("a", "answer", lambda: {"text": "kept"})
+        journal.once("b", "answer", dict)
+    cut_off(killed)
+    for path in (ended, killed):
+        no_index(path)
+        with pytest.raises(sqlite3.OperationalError):
+            sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True).execute("SELECT * FROM events")
+        before = {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+        header, (event, *more) = glance(path)
+        assert header == {"spec": "s"} and event.payload == {"text": "kept"}
+        assert glance(path, event.seq) == (header, more)
+        assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+
+
+def test_what_can_be_read_nowhere_says_why(tmp_path: Path) -> None:
+    """On a disk without room: no file of the child's may grow."""
+    ended, killed = tmp_path / "ended.db", tmp_path / "killed.db"
+    Journal.create(ended, {"spec": "ended well"}).close()
+    cut_off(killed)
+    code = f"""
+import resource
+from agent.journal import JournalError, glance
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+print(glance(Path({str(ended)!r})))
+try:
+    glance(Path({str(killed)!r}))
+except JournalError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", code]
+    environment = {"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT)}
+    (tmp_path / "temporary").mkdir()
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    read, refused = done.stdout.splitlines()
+    assert "ended well" in read
+    assert refused.startswith(f"{killed}: cannot be read where it is (disk I/O error), nor from a copy (")
+    assert refused.endswith("make room on its disk, or set TMPDIR to a directory that has room")
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert [event.key for event in glance(killed)[1]] == ["a"]
+
+
+def test_a_damaged_copy_is_refused_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    cut_off(path)
+    no_index(path)
+    shutil.copyfile(path, tmp_path / "whole")
+    path.write_bytes(path.read_bytes()[:4096] + b"\xff" * 4096)
+    with pytest.raises(JournalError, match=r"run.db: .*restore it"):
+        glance(path)
+    shutil.copyfile(tmp_path / "whole", path)
+    assert len(glance(path)[1]) == 1
 
 
 # export

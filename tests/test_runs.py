@@ -7,10 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
-from authoring import TOY, make_run, write_toy
+from authoring import BROKEN, TOY, Notes, Scripted, fenced, make_run, write_toy
+from typer.testing import CliRunner
 
-from agent import runs
-from agent.journal import JournalError
+from agent import runs, session
+from agent.cli import OK, REJECTED, app
+from agent.journal import JournalError, read_export
+from agent.loop import Loop
+from verifier.report import REPORT
 from verifier.spec import SpecError, load
 
 STAMPED = re.compile(r"toy-\d{8}-\d{6}(-\d+)?")
@@ -72,14 +76,56 @@ def test_a_run_is_open_once(runs_home: Path, tmp_path: Path) -> None:
     runs.reopen(name).journal.close()
 
 
+def test_a_run_is_looked_at_while_it_is_open(runs_home: Path, tmp_path: Path) -> None:
+    name = make_run(write_toy(tmp_path))
+    run = runs.reopen(name)
+    with run.journal:
+        seen, spec = runs.look(name)
+        assert (seen.header, seen.events(), spec) == (run.journal.header, run.journal.events(), run.spec)
+        done = CliRunner().invoke(app, ["review", name])
+        assert done.exit_code == OK and "gemm(a, b) * per_row(v)" in done.output
+        run.journal.once("later", "later", dict)
+        assert seen.events() == run.journal.events()[:-1]
+
+
+def test_review_of_a_run_that_has_nothing_yet(runs_home: Path, tmp_path: Path) -> None:
+    run = runs.start(write_toy(tmp_path), {})
+    with run.journal, pytest.raises(session.Absent, match=f"{run.name} has no verified .*: it is under way"):
+        session.standing(run.name)
+    with pytest.raises(session.Absent, match=f"no verified kernel yet: coda-agent resume {run.name}"):
+        session.standing(run.name)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_run_that_failed_is_exported_even_while_it_goes_on(runs_home: Path, tmp_path: Path) -> None:
+    header = {"provider": "handoff", "attempts": 1, "author": "Ada", "directory": "/home/ada/secret project"}
+    run, out = runs.start(write_toy(tmp_path), header), tmp_path / "out" / "run.jsonl"
+    with run.journal:
+        work = session.work_of(run)
+        outcome = Loop(run.journal, run.spec, work, Scripted([fenced(BROKEN)]), Notes(), attempts=1).run()
+        run.journal.once("piece/1.0/x", "piece", dict)  # of this machine's
+        done = CliRunner().invoke(app, ["report", run.name, "--jsonl", str(out)])
+        assert done.exit_code == OK and done.output == f"{out}\n"
+        header, events = read_export(out)
+        assert events == run.journal.events()[:-1]
+    assert header == {key: value for key, value in run.journal.header.items() if key != "directory"}
+    (judged,) = [event.payload for event in events if event.kind == "report"]
+    assert REPORT.validate_python(judged["report"]) == outcome.report and judged["source"] == BROKEN
+    assert CliRunner().invoke(app, ["review", run.name]).exit_code == REJECTED
+    assert not list(tmp_path.glob("**/*.html"))
+    refused = CliRunner().invoke(app, ["report", "nothing", "--jsonl", str(out)])
+    assert refused.exit_code != OK and read_export(out)[1] == events
+
+
 @pytest.mark.parametrize(
     ("old", "new"), [("4096, N: 4096", "4096, N: 8192"), ("speedup: 1.1", "speedup: 0.9")]
 )
 def test_a_spec_that_was_edited_is_another(runs_home: Path, tmp_path: Path, old: str, new: str) -> None:
     name = make_run(write_toy(tmp_path))
     write_toy(runs_home / name, old, new).rename(runs_home / name / "spec.yaml")
-    with pytest.raises(JournalError, match="spec.yaml: not the spec that the run started with; undo"):
-        runs.reopen(name)
+    for open_it in (runs.reopen, runs.look):
+        with pytest.raises(JournalError, match="spec.yaml: not the spec that the run started with; undo"):
+            open_it(name)
     write_toy(runs_home / name, "name: toy\n", "# a comment\nname: toy\n").rename(
         runs_home / name / "spec.yaml"
     )
