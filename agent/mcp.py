@@ -167,8 +167,8 @@ class Bench:
 
     def propose_tip(self, run: str, lesson: str, failed: str, fix: str, ctx: Context) -> str:
         """Propose one lesson for later authors of other kernels, learned from a rejection that was mended in
-        this run: one line in the imperative, the gate and reason that it failed at, and what mended it. A
-        person decides whether it is kept."""
+        this run: one line in the imperative of at most 200 characters, the gate and reason that it failed at,
+        and what mended it. A person decides whether it is kept."""
         with self._opened(run) as opened:
             return _used(opened, tools.PROPOSE_TIP, ctx, lesson=lesson, failed=failed, fix=fix)
 

@@ -13,6 +13,7 @@ from typing import Any
 from agent import prompt
 from agent.journal import Journal
 from agent.providers import Call, Message, Tool, Turn
+from agent.tips import LONGEST_LESSON, TipsError, check_lesson
 from verifier.report import REPORT, Rejected
 from verifier.spec import Spec
 
@@ -56,7 +57,7 @@ PROPOSE_TIP = _tool(
     "propose_tip",
     "Propose one lesson for later authors of other kernels, learned from a rejection that you have since "
     "mended. A person decides whether it is kept.",
-    lesson="One line in the imperative, of use beyond this spec.",
+    lesson=f"One line in the imperative, of use beyond this spec; at most {LONGEST_LESSON} characters.",
     failed="The gate and reason that it was learned from.",
     fix="What mended it, in one line.",
 )
@@ -127,7 +128,16 @@ def _arguments(call: Call) -> dict[str, str] | str:
     given, wanted = dict(call.input), tool.schema["required"]
     if given.keys() != set(wanted) or not all(isinstance(value, str) for value in given.values()):
         return f"{call.name} takes {', '.join(wanted)}, each a string, and nothing else"
+    return _tip(given) if tool is PROPOSE_TIP else given
+
+
+def _tip(given: dict[str, str]) -> dict[str, str] | str:
+    """What the log would refuse later is refused now, while its author can still mend it."""
     longest = max(map(len, given.values()))
-    if tool is PROPOSE_TIP and longest > LONGEST:
+    if longest > LONGEST:
         return f"a tip's field has {longest} characters; {LONGEST} at most"
+    try:
+        check_lesson(given["lesson"])
+    except TipsError as error:
+        return str(error)
     return given

@@ -91,6 +91,8 @@ def test_submissions_are_attempts_and_are_answered_where_they_were_made(run: run
             "there is no tool 'shell'; there are check, submit, read, propose_tip",
         ),
         (("propose_tip", {"lesson": "a" * (LONGEST + 1), "failed": "b", "fix": "c"}), "2001 characters"),
+        (("propose_tip", {"lesson": "a" * 201, "failed": "b", "fix": "c"}), "at most 200"),
+        (("propose_tip", {"lesson": "# Say", "failed": "b", "fix": "c"}), "begin with the verb"),
     ],
 )
 def test_what_tools_say(run: runs.Run, call: tuple[str, dict[str, Any]], words: str) -> None:
