@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from agent.journal import Record, Snapshot
-from agent.loop import PIECE, Outcome
+from agent.loop import PIECE, STOPPED, Outcome
 from agent.runs import JOURNAL, folder
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError
@@ -92,7 +92,7 @@ def recording(name: str, directory: Path = RECORDINGS, *, raw: bool = False) -> 
 def recorded(journal: Record) -> str:
     """A run as it is kept: without what is the machine's own, or in its report."""
     header = {key: journal.header[key] for key in HEADER if key in journal.header}
-    return journal.export(header, leaving_out={PIECE})
+    return journal.export(header, leaving_out={PIECE, STOPPED})
 
 
 def export(run: str, path: Path) -> Path:

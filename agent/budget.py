@@ -1,7 +1,7 @@
 """What a run may spend and what it has spent: reserved before each request, settled after it.
 
 The journal is the ledger, so a kill loses no charge. A request that ends without its final usage (killed, cut
-off) stays charged at its reservation, and counts as uncertain.
+off, or its answer tells none) stays charged at its reservation, and counts as uncertain.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from agent.journal import Event, Journal
-from agent.providers import Charge, Usage
+from agent.providers import Charge, Turn, Usage
 
 RESERVED, SETTLED = "reserved", "settled"  # kinds of events
-GPU_SECONDS = "gpu_seconds"  # what a measurement made here took, beside it in its event
+GPU_SECONDS = "gpu_seconds"  # what a piece of a measurement made here took, beside it in its event
 FEWEST_TOKENS = 1024  # with less left, no answer is worth asking for
 MILLION = 1_000_000
 
@@ -98,8 +98,10 @@ def spent(events: Iterable[Event]) -> Spent:
             tokens, dollars = payload["input_tokens"] + payload["max_tokens"], payload["dollars"] or 0.0
             charges[place] = Spent(tokens, dollars, tokens, dollars)
         elif event.kind in (SETTLED, "answer"):
-            usage = Usage(**payload.get("usage", {}))
-            charges[last.get(place, place)] = Spent(usage.total, payload.get("dollars") or 0.0)
+            usage, request = Usage(**payload.get("usage", {})), last.get(place, place)
+            told = event.kind == SETTLED or usage.total > 0  # else its tokens are those reserved
+            if told or request not in charges:
+                charges[request] = Spent(usage.total, payload.get("dollars") or 0.0)
         gpu_seconds += payload.get(GPU_SECONDS, 0.0)
     return sum(charges.values(), Spent(gpu_seconds=gpu_seconds))
 
@@ -119,7 +121,8 @@ class Ledger:
         return spent(self.journal.events())
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
-        """Room for a request: its answer gets what is left, at most ``max_tokens``. Raises OutOfBudget."""
+        """Room for a request: its answer gets what is left, at most ``max_tokens``. Raises OutOfBudget, also
+        where dollars are limited and ``model``, which is known, has no known price."""
         so_far = self.afford()
         left = self._left(model, input_tokens, so_far)
         if left is not None and left < min(FEWEST_TOKENS, max_tokens):
@@ -135,49 +138,58 @@ class Ledger:
         self._model = model
         return _Charge(self.journal, place, model, granted)
 
-    def answered(self, usage: Usage) -> dict[str, Any]:
+    def answered(self, turn: Turn) -> dict[str, Any]:
         """What goes into an answer's event to settle the request that gave it."""
-        return {"dollars": price(self._model, usage)} if self._model else {}
-
-    def failed(self, usage: Usage) -> None:
-        """Charge for a turn without an answer that no reservation is for."""
-        if usage.total:
-            place = f"{self.turn}.failed.{1 + self._requests(SETTLED)}"
-            self.journal.once(
-                f"{SETTLED}/{place}", SETTLED, lambda: {"usage": asdict(usage), "dollars": None}
-            )
+        told = turn.dollars
+        dollars = price(self._model, turn.usage) if told is None and self._model else told
+        return {} if dollars is None else {"dollars": dollars}
 
     def afford(self) -> Spent:
-        """What was spent. Raises OutOfBudget where time or tokens are used up."""
+        """What was spent. Raises OutOfBudget where time, tokens or dollars are used up."""
         so_far = self.spent()
-        took = time.monotonic() - self.began
-        self._within({"tokens": so_far.tokens, "dollars": so_far.dollars, "seconds": took})
+        self._within("tokens", so_far.tokens)
+        self._within("dollars", so_far.dollars)
+        self.timely()
         return so_far
 
     def afford_gpu(self) -> None:
         """Raises OutOfBudget where no measurement may begin any more."""
-        self._within({"gpu_seconds": self.spent().gpu_seconds, "seconds": time.monotonic() - self.began})
+        self._within("gpu_seconds", self.spent().gpu_seconds)
+        self.timely()
+
+    @property
+    def deadline(self) -> float | None:
+        """The moment of ``time.monotonic`` at which this command's time is up; None: it may go on."""
+        return None if self.limits.seconds is None else self.began + self.limits.seconds
+
+    def timely(self) -> None:
+        """Raises OutOfBudget once this command's time is up."""
+        now = time.monotonic()
+        if self.deadline is not None and now >= self.deadline:  # in the terms that providers were told
+            raise self._used_up("seconds", now - self.began)
 
     def _requests(self, kind: str) -> int:
         """How many events of a kind this turn has."""
         return sum(e.key.startswith(f"{kind}/{self.turn}.") for e in self.journal.events())
 
-    def _within(self, used: Mapping[str, float]) -> None:
-        for name, value in used.items():
-            limit = getattr(self.limits, name)
-            if limit is not None and value >= limit:
-                option = f"--budget-{name.replace('_', '-')}"
-                raise OutOfBudget(
-                    f"{value:,.6g} of {limit:,.6g} {name.replace('_', ' ')} are used up; resume the run with "
-                    f"a larger {option}"
-                )
+    def _within(self, name: str, value: float) -> None:
+        limit = getattr(self.limits, name)
+        if limit is not None and value >= limit:
+            raise self._used_up(name, value)
+
+    def _used_up(self, name: str, value: float) -> OutOfBudget:
+        limit = getattr(self.limits, name)
+        return OutOfBudget(
+            f"{value:,.6g} of {limit:,.6g} {name.replace('_', ' ')} are used up; resume the run with a "
+            f"larger --budget-{name.replace('_', '-')}"
+        )
 
     def _left(self, model: str, input_tokens: int, so_far: Spent) -> int | None:
         """Tokens that an answer to so much input may have; None: unlimited."""
         limits, left = self.limits, []
         if limits.tokens is not None:
             left.append(limits.tokens - so_far.tokens - input_tokens)
-        if limits.dollars is not None:
+        if limits.dollars is not None and model:
             read = price(model, Usage(cache_write_tokens=input_tokens))
             written = price(model, Usage(output_tokens=MILLION))
             if read is None or written is None:
@@ -193,6 +205,7 @@ class _Charge:
     model: str
     max_tokens: int
 
-    def settle(self, usage: Usage) -> None:
-        payload = {"usage": asdict(usage), "dollars": price(self.model, usage)}
+    def settle(self, usage: Usage, dollars: float | None = None) -> None:
+        paid = price(self.model, usage) if dollars is None else dollars
+        payload = {"usage": asdict(usage), "dollars": paid}
         self.journal.once(f"{SETTLED}/{self.place}", SETTLED, lambda: payload)

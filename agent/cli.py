@@ -16,7 +16,7 @@ import typer
 
 from agent import session
 from agent.compare.command import compare
-from agent.options import Authoring, Budget, Gpu, Measuring, WeakJail, flags, grouped
+from agent.options import IMPROVE, Authoring, Budget, Further, Gpu, Measuring, WeakJail, flags, grouped
 from agent.show.command import show
 from agent.tips.command import tips
 
@@ -41,7 +41,7 @@ OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 Directory = Annotated[Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")]
-Improve = Annotated[int, typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")]
+Improve = Annotated[int, IMPROVE]
 Looked = Annotated[bool, typer.Option("--looked", help="You have read its text: raw CuTeDSL needs that.")]
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
@@ -142,19 +142,23 @@ def primitive(
 def resume(
     run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
     budget: Budget,
+    further: Further,
     measuring: Measuring,
     gpu: Gpu = None,
     as_json: Json = False,
 ) -> None:
     """Go on with a run that was cut off, ran out of budget, or whose measurement was imported; with several
-    at once. A budget that is given replaces each run's own."""
+    at once. What is given replaces each run's own."""
     from agent import runs
 
     session.need_gpu(gpu)
+    for name in run:
+        session.refuse_uncounted(session.header_of(name)["provider"], budget.limits())
     if len(run) > 1:
-        _attend([runs.folder(name).name for name in run], flags(gpu, budget, measuring), as_json)
+        _attend([runs.folder(name).name for name in run], flags(gpu, budget, further, measuring), as_json)
     else:
-        _go(runs.reopen(run[0]), gpu, measuring, as_json, budget.limits().to_json())
+        given = further.header() | {"limits": budget.limits().to_json()}
+        _go(runs.reopen(run[0]), gpu, measuring, as_json, given)
 
 
 @app.command()
@@ -407,12 +411,15 @@ def _header(
     name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, raw: bool = False
 ) -> dict[str, Any]:
     """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
-    what it may cost."""
+    what it may cost. What cannot work says so here, before there is a run."""
     provider = session.choose_provider(authoring.provider, name, raw=raw)
     given = {"directory": str(directory)} if directory else {}
     if provider == "replay":
         given["replays"] = session.recorded_run(name, raw=raw)
-    return authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
+    session.refuse_uncounted(provider, limits)
+    header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
+    session.make_provider(header, name, Path(name), raw=raw)
+    return header
 
 
 def _begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
@@ -450,7 +457,7 @@ def _go(
     gpu: bool | None,
     measuring: Measuring,
     as_json: bool,
-    limits: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> None:
     """Author until the end, and say how it ended."""
     from agent import live, render
@@ -459,7 +466,7 @@ def _go(
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
     try:
         with live.Watch(console, run.name) as watch:
-            outcome = session.author(run, watch, session.measurer(gpu, measuring.options(), watch), limits)
+            outcome = session.author(run, watch, session.measurer(gpu, measuring.options(), watch), given)
     except KeyboardInterrupt:
         typer.echo(f"coda-agent resume {run.name} goes on", err=True)
         raise

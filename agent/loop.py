@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from filelock import FileLock
 from pydantic import ValidationError
 
 from agent import improve, prompt, tools
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 OTHER_VERSION = "the run's journal was written by another version of coda-agent; start a new run"
 PIECE = "piece"  # the kind of event that holds a part of a measurement
+STOPPED = "stopped"  # the kind of event that says why a run ended before its time
 CALLS = 12  # turns that only use tools, before an attempt without an answer is over
 BLOCK = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
@@ -97,10 +99,12 @@ class Loop:
 
     def run(self) -> Outcome:
         """Go on until a kernel is accepted and improved, checked with nothing here to measure it, or attempts
-        or budget are used up. A change is kept that beats the kernel before. Raises ProviderError when there
-        is no answer to be had, OutOfBudget when it ends before the first report, and JournalError."""
+        or budget are used up, or there is no answer to be had; never less far than the run has come. A change
+        is kept that beats the kernel before. Raises ProviderError where no kernel was accepted before it,
+        OutOfBudget when it ends before the first report, and JournalError."""
         first = self.opening()
-        messages, limit = [Message("user", first.task)], self.attempts
+        made = last_verified({e.key: e.payload for e in self.journal.events()}) or 0
+        messages, limit = [Message("user", first.task)], max(self.attempts, made)
         outcome: Outcome | None = None
         kept: Outcome | None = None
         try:
@@ -111,16 +115,25 @@ class Loop:
                 if isinstance(outcome.report, Checked):
                     return outcome
                 if isinstance(outcome.report, Accepted):
-                    limit = limit if kept else number + self.improve
+                    limit = limit if kept else max(number + self.improve, made)
                     kept = outcome
                 if number >= limit:
                     return _ended(outcome, kept)
                 messages.append(tools.results(turn, words, self._reply(outcome, limit - number)))
-        except OutOfBudget as ended:
-            if outcome is None:
+        except (OutOfBudget, ProviderError) as ended:
+            self._stopped(str(ended))
+            if outcome is None or (kept is None and isinstance(ended, ProviderError)):
                 raise
             return _ended(outcome, kept, str(ended))
+        except KeyboardInterrupt:
+            self._stopped("interrupted")
+            raise
         raise AssertionError("the attempts have a limit")
+
+    def _stopped(self, reason: str) -> None:
+        """Write down why the run ends before its time; one that is resumed goes on all the same."""
+        number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
+        self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason})
 
     def _reply(self, outcome: Outcome, left: int) -> str:
         if isinstance(outcome.report, Rejected):
@@ -137,7 +150,8 @@ class Loop:
         """The next turn that submits something, and what its other calls gave; ``messages`` gains the turns
         that only use tools, with what these said."""
         for used in range(1 + CALLS):
-            question = Question(system, messages, tools.TOOLS, self.ledger, self.listener.text)
+            say, deadline = self.listener.text, self.ledger.deadline
+            question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline)
             turn = self._answer(question)
             words = self._used(question.number, turn)
             messages.append(Message("assistant", turn.text, turn.blocks))
@@ -153,10 +167,10 @@ class Loop:
             self.ledger.afford()
             try:
                 turn = self.provider.next_turn(question)
-            except ProviderError as error:
-                self.ledger.failed(error.usage)
+            except ProviderError:
+                self.ledger.timely()  # it may have waited as long as it could
                 raise
-            return turn.to_json() | self.ledger.answered(turn.usage)
+            return turn.to_json() | self.ledger.answered(turn)
 
         turn = Turn.from_json(self.journal.once(f"answer/{number}", "answer", ask))
         self.listener.spent(self.ledger.spent())
@@ -212,10 +226,13 @@ class Loop:
             self.ledger.afford_gpu()
         except OutOfBudget as ended:  # the kernel is checked, and can be measured elsewhere
             self.listener.text(f"not measured: {ended}\n")
+            self._stopped(f"not measured: {ended}")
             return None
-        pieces, began = Pieces.of(self.journal, number), time.monotonic()
-        found = self.measure(self.spec, program, pieces, as_kept(kept) if kept else self.work.rival(), raw)
-        payload = found.model_dump(mode="json") | {GPU_SECONDS: round(time.monotonic() - began, 1)}
+        rival = as_kept(kept) if kept else self.work.rival()
+        with _gpu():
+            pieces = Pieces.of(self.journal, number)
+            found = self.measure(self.spec, program, pieces, rival, raw)
+            payload = found.model_dump(mode="json") | pieces.charge()
         if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
             self.journal.once(pieces.void, "void", lambda: payload)
         else:
@@ -223,31 +240,51 @@ class Loop:
         return found
 
 
+def _gpu() -> FileLock:
+    """Held while a GPU measures for this user: two measurements at once would time each other."""
+    from primitives.compile import cache_dir
+
+    return FileLock(cache_dir() / "gpu.lock")
+
+
 def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
     """The kernel that is kept, if any; what came after it was paid for all the same."""
     return replace(kept or outcome, usage=outcome.usage, stopped=stopped)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pieces:
-    """Finished pieces of a measurement, in the journal: one that was cut off goes on."""
+    """Finished pieces of a measurement, in the journal: one that was cut off goes on. Each is charged with
+    the GPU's time ``since`` the one before, so that a kill loses the charge of one."""
 
     journal: Journal
     prefix: str
     void: str
+    since: float  # by time.monotonic
 
     @classmethod
     def of(cls, journal: Journal, number: int) -> Pieces:
         """Those of attempt ``number``, since its last measurement that was void."""
         voids = sum(e.key.startswith(f"void/{number}/") for e in journal.events())
-        return cls(journal, f"piece/{number}.{voids}/", f"void/{number}/{voids}")
+        return cls(journal, f"piece/{number}.{voids}/", f"void/{number}/{voids}", time.monotonic())
 
     def load(self, piece: str) -> dict[str, Any] | None:
         key = self.prefix + piece
-        return next((e.payload for e in self.journal.events() if e.key == key), None)
+        found = next((e.payload for e in self.journal.events() if e.key == key), None)
+        return _uncharged(found) if found is not None else None
 
     def save(self, piece: str, found: dict[str, Any]) -> None:
-        self.journal.once(self.prefix + piece, PIECE, lambda: found)
+        self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
+
+    def charge(self) -> dict[str, float]:
+        """What an event is charged with: the seconds that no event has yet."""
+        before, self.since = self.since, time.monotonic()
+        return {GPU_SECONDS: round(self.since - before, 3)}
+
+
+def _uncharged(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """A payload as it was measured."""
+    return {key: value for key, value in payload.items() if key != GPU_SECONDS}
 
 
 def standing(journal: Record, spec: Spec) -> Outcome | None:
@@ -306,7 +343,7 @@ def last_verified(events: Mapping[str, Any]) -> int | None:
 
 def measurement(events: Mapping[str, Any], number: int) -> Measurement | None:
     """What was measured of an attempt, by a run's payloads."""
-    found = {k: v for k, v in events.get(f"measurement/{number}", {}).items() if k != GPU_SECONDS}
+    found = _uncharged(events.get(f"measurement/{number}", {}))
     try:
         return MEASUREMENT.validate_python(found) if found else None
     except ValidationError:

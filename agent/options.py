@@ -95,6 +95,12 @@ class Budget:
         return Limits.from_json({n.removeprefix("budget_"): value for n, value in _given(self).items()})
 
 
+ATTEMPTS = typer.Option(min=1, max=50, help="Attempts at most.")
+IMPROVE = typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
+MAX_TOKENS = typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
+TIME_LIMIT = typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude.")
+
+
 @dataclass(frozen=True)
 class Authoring:
     """Who writes, and how often."""
@@ -102,20 +108,30 @@ class Authoring:
     provider: Annotated[
         ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded run.")
     ] = ProviderName.auto
-    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most.")] = 6
-    model: Annotated[str | None, typer.Option(help="Model of the anthropic provider.")] = None
+    attempts: Annotated[int, ATTEMPTS] = 6
+    model: Annotated[str | None, typer.Option(help="Model of anthropic or claude-code.")] = None
     author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author"
-    max_tokens: Annotated[
-        int, typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
-    ] = 32000
-    time_limit: Annotated[
-        float, typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude.")
-    ] = 3600.0
+    max_tokens: Annotated[int, MAX_TOKENS] = 32000
+    time_limit: Annotated[float, TIME_LIMIT] = 3600.0
     weak_jail: WeakJail = False
 
     def header(self) -> dict[str, Any]:
         """Of the run's journal."""
         return asdict(self) | {"directory": None}
+
+
+@dataclass(frozen=True)
+class Further:
+    """What a run that goes on has in place of what it began with; None: that."""
+
+    attempts: Annotated[int | None, ATTEMPTS] = None
+    improve: Annotated[int | None, IMPROVE] = None
+    max_tokens: Annotated[int | None, MAX_TOKENS] = None
+    time_limit: Annotated[float | None, TIME_LIMIT] = None
+
+    def header(self) -> dict[str, Any]:
+        """What it changes of the journal's."""
+        return _given(self)
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:

@@ -16,10 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
 from agent import accept, optimize, prompt, runs
-from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.raw.arithmetic import LINE, answer
@@ -154,8 +151,7 @@ class Proposing:
         """A primitive is right or wrong: nothing is timed."""
 
         def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
-            with FileLock(cache_dir() / "gpu.lock"):  # another's measurement has the GPU to itself
-                return proposal_gates.measure(self.proposal, spec, raw, progress)
+            return proposal_gates.measure(self.proposal, spec, raw, progress)
 
         return measure
 

@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from agent.budget import Limits
     from agent.loop import Listener, Outcome
     from agent.providers import Provider
     from agent.runs import Run
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from verifier.measure import Keep, Kept, Options
     from verifier.report import Measurement
     from verifier.spec import Spec
+
+
+UNCOUNTED = ("handoff", "mcp")  # providers whose authors' spending nobody here sees
 
 
 class Absent(Exception):
@@ -54,23 +58,36 @@ def recorded_run(spec: str, *, raw: bool = False) -> str:
     return str(header["run"])
 
 
+def refuse_uncounted(provider: str, limits: Limits) -> None:
+    """Raises BadParameter for a limit that a run by this provider could never reach."""
+    given = [f"--budget-{name}" for name in ("tokens", "dollars") if getattr(limits, name) is not None]
+    if provider in UNCOUNTED and given:
+        raise typer.BadParameter(
+            f"{' and '.join(given)} would limit nothing: what an author by {provider} spends is not told "
+            "here; use --attempts, --time-limit or --budget-seconds"
+        )
+
+
 def author(
-    run: Run, watch: Listener, measure: Measure | None, limits: Mapping[str, Any] | None = None
+    run: Run, watch: Listener, measure: Measure | None, given: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """Run the loop with what the run's header says; ``limits`` that are given replace its own."""
+    """Run the loop with what the run's header says; what is ``given`` in its place (of its limits, each by
+    itself) counts for this time."""
     from agent.budget import Limits
     from agent.loop import Loop
 
-    header, work = run.journal.header, work_of(run)
+    changes = dict(given or {})
+    limits = run.journal.header.get("limits", {}) | changes.pop("limits", {})
+    header, work = run.journal.header | changes, work_of(run)
     loop = Loop(
         run.journal,
         run.spec,
         work,
-        provider_of(run),
+        make_provider(header, run.spec.name, run.directory, raw=_raw(header)),
         watch,
         header["attempts"],
         measure and work.measuring(measure, watch.gate),
-        Limits.from_json(header.get("limits", {}) | dict(limits or {})),
+        Limits.from_json(limits),
         header.get("improve", 0),
     )
     return loop.run()
@@ -95,23 +112,42 @@ def work_of(run: Run) -> Work:
 
 def provider_of(run: Run) -> Provider:
     """The provider that the run's header names. Raises ProviderError."""
+    header = run.journal.header
+    return make_provider(header, run.spec.name, run.directory, raw=_raw(header))
+
+
+def make_provider(header: Mapping[str, Any], spec: str, run: Path, *, raw: bool) -> Provider:
+    """The provider that a header names, for a run of ``spec`` in the folder ``run``, which need not be there
+    yet. ``raw``: as in ``choose_provider``. Raises ProviderError."""
     from agent import providers
     from agent.accept import recording
 
-    header = run.journal.header
+    length = {"model": header["model"], "max_tokens": header.get("max_tokens")}
     options: dict[str, Any] = {
-        "anthropic": {"model": header["model"], "max_tokens": header.get("max_tokens")},
-        "claude-code": {"model": header["model"], "time_limit": header["time_limit"]},
+        "anthropic": length,
+        "claude-code": length | {"time_limit": header["time_limit"]},
         "handoff": {
-            "directory": Path(header["directory"] or run.directory / "handoff"),
+            "directory": Path(header["directory"] or run / "handoff"),
             "author": header["author"],
             "run": run.name,
             "time_limit": header["time_limit"],
         },
         "mcp": {},
-        "replay": {"path": recording(run.spec.name, raw=bool(header.keys() & {"optimizes", "proposes"}))},
+        "replay": {"path": recording(spec, raw=raw)},
     }[header["provider"]]
     return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
+
+
+def _raw(header: Mapping[str, Any]) -> bool:
+    return bool(header.keys() & {"optimizes", "proposes"})
+
+
+def header_of(name: str) -> dict[str, Any]:
+    """A run's header, whoever has the run open. Raises JournalError."""
+    from agent import runs
+    from agent.journal import glance
+
+    return glance(runs.folder(name) / runs.JOURNAL)[0]
 
 
 def standing(name: str) -> Outcome:
@@ -131,14 +167,10 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
     """What measures a checked kernel here, if anything does."""
     if not use_gpu(gpu):
         return None
-    from filelock import FileLock
-
-    from primitives.compile import cache_dir
     from verifier.measure import measure as run_gates
 
     def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
-        with FileLock(cache_dir() / "gpu.lock"):  # two measurements at once would time each other
-            return run_gates(spec, program, options, progress=watch.gate, keep=keep, kept=kept, raw=raw)
+        return run_gates(spec, program, options, progress=watch.gate, keep=keep, kept=kept, raw=raw)
 
     return measure
 
@@ -184,7 +216,7 @@ def console(quiet: bool) -> Any:
     """Where tables go: to errors where the output is for a program."""
     from rich.console import Console
 
-    console = Console(stderr=quiet)
+    console = Console(stderr=quiet, highlight=False)  # a run's name is one word, in one colour
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a pipe has no width: tables need some
     return console

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from authoring import BROKEN, TOY_KERNEL, USAGE, Notes, Scripted, fenced, measured, slow, write_toy
+from filelock import FileLock
 
 from agent import runs, session
 from agent.budget import FEWEST_TOKENS, Ledger, Limits, OutOfBudget, Spent, price, spent
 from agent.journal import Journal
 from agent.loop import Loop
 from agent.providers import ProviderError, Question, Turn, Usage
+from primitives.compile import cache_dir
 from primitives.ir import Program
+from verifier.measure import Keep
 from verifier.report import Checked, Measured, Rejected
 from verifier.spec import Spec
 
@@ -32,8 +40,9 @@ def ledger(journal: Journal, **limits: Any) -> Ledger:
     return Ledger(journal, Limits(**limits), turn=1)
 
 
-def answer(journal: Journal, ledger: Ledger, usage: Usage) -> None:
-    payload = Turn("text", usage, "Ada", "end_turn").to_json() | ledger.answered(usage)
+def answer(journal: Journal, ledger: Ledger, usage: Usage, dollars: float | None = None) -> None:
+    turn = Turn("text", usage, "Ada", "end_turn", dollars=dollars)
+    payload = turn.to_json() | ledger.answered(turn)
     journal.once(f"answer/{ledger.turn}", "answer", lambda: payload)
 
 
@@ -89,11 +98,43 @@ def test_turns_are_kept_apart(journal: Journal) -> None:
 def test_an_answer_without_a_meter_counts_its_tokens(journal: Journal) -> None:
     book = ledger(journal)
     answer(journal, book, USAGE)
+    assert book.spent() == Spent(USAGE.total)
+
+
+def test_what_a_provider_says_it_cost_counts_before_a_price(journal: Journal) -> None:
+    book = ledger(journal, dollars=10.0)
+    book.reserve(MODEL, 1000, 2000)
+    answer(journal, book, Usage(10, 10), dollars=3.5)
+    assert amounts(book) == pytest.approx((20, 3.5, 0, 0))
     book.turn = 2
-    book.failed(Usage(5, 5))
-    book.failed(Usage(5, 5))
-    book.failed(Usage())
-    assert book.spent() == Spent(USAGE.total + 20)
+    book.reserve(MODEL, 1000, 2000).settle(Usage(5, 5), 0.25)
+    assert amounts(book) == pytest.approx((30, 3.75, 0, 0))
+
+
+def test_a_model_that_only_the_answer_tells_is_reserved_in_tokens(journal: Journal) -> None:
+    book = ledger(journal, dollars=1.0)
+    assert book.reserve("", 1000, 2000).max_tokens == 2000
+    assert amounts(book) == (3000, 0, 3000, 0)
+    answer(journal, book, Usage(10, 10), dollars=3.5)
+    assert amounts(book) == (20, 3.5, 0, 0)
+    with pytest.raises(OutOfBudget, match="3.5 of 1 dollars are used up"):
+        book.reserve("", 1000, 2000)
+
+
+def test_an_answer_that_tells_no_tokens_leaves_its_request_charged(journal: Journal) -> None:
+    book = ledger(journal)
+    book.reserve("", 1000, 2000)
+    answer(journal, book, Usage())
+    assert amounts(book) == (3000, 0, 3000, 0)
+
+
+def test_a_ledger_of_another_version_is_read(journal: Journal) -> None:
+    """A turn that failed with its usage told, and a measurement charged whole, after its pieces."""
+    failed = {"usage": {"input_tokens": 5, "output_tokens": 5}, "dollars": None}
+    journal.once("settled/1.failed.1", "settled", lambda: failed)
+    journal.once("piece/1.0/numerics/large", "piece", lambda: {"conditions": {}})
+    journal.once("measurement/1", "measurement", lambda: {"status": "measured", "gpu_seconds": 12.5})
+    assert ledger(journal).spent() == Spent(10, gpu_seconds=12.5)
 
 
 def test_tokens_shrink_an_answer_and_end_a_run(journal: Journal) -> None:
@@ -151,7 +192,9 @@ def test_a_run_out_of_budget_ends_at_its_last_report_and_goes_on_with_more(
         outcome = loop(run, Metered([BAD, GOOD]), notes, limits=Limits(tokens=3000)).run()
         assert isinstance(outcome.report, Rejected) and "--budget-tokens" in outcome.stopped
         assert [s.tokens for s in notes.costs] == [USAGE.total]
-        assert [e.key for e in run.journal.events()] == ["prompt", "reserved/1.1", "answer/1", "report/1"]
+        keys = ["prompt", "reserved/1.1", "answer/1", "report/1", "stopped/1"]
+        assert [e.key for e in run.journal.events()] == keys
+        assert run.journal.events()[-1].payload == {"reason": outcome.stopped}
         outcome = loop(run, Metered([BAD, GOOD]), limits=Limits(tokens=9000)).run()
         assert isinstance(outcome.report, Checked) and not outcome.stopped
         assert spent(run.journal.events()).tokens == 2 * USAGE.total
@@ -165,13 +208,13 @@ def test_a_run_that_cannot_begin_says_so(begin: Callable[[], runs.Run]) -> None:
 
 def test_what_a_failed_turn_cost_is_charged(begin: Callable[[], runs.Run]) -> None:
     run = begin()
-    fault = ProviderError("cut", "wait", usage=Usage(7, 3))
     with run.journal, pytest.raises(ProviderError):
-        loop(run, Scripted([fault])).run()
+        loop(run, Metered([ProviderError("cut", "wait")])).run()
     again = runs.reopen(run.name)
     with again.journal:
-        loop(again, Scripted([GOOD])).run()
-        assert spent(again.journal.events()) == Spent(10 + USAGE.total)
+        loop(again, Metered([GOOD])).run()
+        found = spent(again.journal.events())
+        assert (found.uncertain_tokens, found.tokens) == (3000, 3000 + USAGE.total)
 
 
 def test_time_ends_a_run_before_the_next_request(begin: Callable[[], runs.Run]) -> None:
@@ -181,6 +224,75 @@ def test_time_ends_a_run_before_the_next_request(begin: Callable[[], runs.Run]) 
         going.ledger.began -= 3600
         with pytest.raises(OutOfBudget, match=r"of 3,600 seconds are used up.*--budget-seconds"):
             going.run()
+
+
+@dataclass
+class Late(Scripted):
+    """Its second answer does not come before the question's deadline."""
+
+    ledger: Ledger | None = None
+
+    def next_turn(self, question: Question) -> Turn:
+        if question.number == 2:
+            assert self.ledger is not None and question.deadline == self.ledger.began + 3600
+            self.ledger.began -= 3600
+            raise ProviderError("no answer", "wait", retryable=True)
+        return super().next_turn(question)
+
+
+def test_time_that_is_used_up_by_waiting_ends_a_run_as_budgets_do(begin: Callable[[], runs.Run]) -> None:
+    for accepted in (False, True):
+        run, provider = begin(), Late([GOOD if accepted else BAD])
+
+        def measure(spec: Spec, program: Program, *_: object) -> Measured:
+            return measured(spec, program)
+
+        with run.journal:
+            going = loop(run, provider, measure=measure, improve=1, limits=Limits(seconds=3600.0))
+            provider.ledger = going.ledger
+            outcome = going.run()
+        assert outcome.report.status == ("accepted" if accepted else "rejected")
+        assert re.search(r"of 3,600 seconds are used up.*--budget-seconds", outcome.stopped)
+
+
+def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
+    begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another's measurement has it for 1000 s; then one that is killed in its second piece, and one that
+    goes on."""
+    now = [0.0]
+    monkeypatch.setattr("agent.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
+    lock, held = FileLock(cache_dir() / "gpu.lock", thread_local=False), threading.Event()
+
+    def another() -> None:
+        with lock:
+            held.set()
+            time.sleep(0.3)
+            now[0] += 1000
+
+    def measure(spec: Spec, program: Program, keep: Keep, *_: object) -> Measured:
+        if keep.load("numerics/large") is None:
+            now[0] += 5
+            keep.save("numerics/large", {"conditions": {}})
+            now[0] += 100
+            raise KeyboardInterrupt
+        assert keep.load("numerics/large") == {"conditions": {}}
+        now[0] += 7
+        keep.save("score/large", {})
+        now[0] += 0.5
+        return measured(spec, program)
+
+    run, thread = begin(), threading.Thread(target=another)
+    thread.start()
+    held.wait()
+    with run.journal:
+        with pytest.raises(KeyboardInterrupt):
+            loop(run, Scripted([GOOD]), measure=measure).run()
+        thread.join()
+        assert spent(run.journal.events()).gpu_seconds == 5.0
+        outcome = loop(run, Scripted([GOOD]), measure=measure).run()
+        assert outcome.report.status == "accepted"
+        assert spent(run.journal.events()).gpu_seconds == 12.5
 
 
 def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Run]) -> None:
@@ -197,6 +309,8 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
         going = loop(run, Scripted([GOOD, GOOD]), measure=measure, limits=Limits(gpu_seconds=0.0))
         outcome = going.run()
         assert isinstance(outcome.report, Checked) and not measurements  # it awaits measurement elsewhere
+        stopped = run.journal.events()[-1]
+        assert stopped.key == "stopped/1" and "of 0 gpu seconds" in stopped.payload["reason"]
         going = loop(run, Scripted([GOOD, GOOD]), measure=measure, limits=Limits(gpu_seconds=60.0))
         outcome = going.run()
         assert len(measurements) == 2 and outcome.report.status == "accepted"

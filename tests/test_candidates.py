@@ -43,7 +43,7 @@ def free(name: str) -> bool:
 def test_the_best_of_two(toy: Path, tmp_path: Path) -> None:
     answer(tmp_path / "hands", 1, fenced(BROKEN))
     answer(tmp_path / "hands", 2, fenced(TOY_KERNEL))
-    more = ("--attempts", "1", "--budget-tokens", "9001", "--budget-seconds", "500")
+    more = ("--attempts", "1", "--budget-gpu-seconds", "90", "--budget-seconds", "500")
     done = coda_agent("generate", toy, *options(tmp_path / "hands"), *more)
     first, second = runs.names()
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def test_the_best_of_two(toy: Path, tmp_path: Path) -> None:
     assert [run.status for run in history.past()] == ["rejected", "checked"]
     for name in (first, second):
         header, _ = glance(runs.runs_dir() / name / "journal.db")
-        assert header["limits"] == {"tokens": 4500, "seconds": 500.0}
+        assert header["limits"] == {"gpu_seconds": 45.0, "seconds": 500.0}
 
 
 def two(toy: Path, directory: Path, **streams: int) -> AbstractContextManager[subprocess.Popen[bytes]]:

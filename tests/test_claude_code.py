@@ -6,13 +6,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import TOY_KERNEL, coda_agent, fenced, write_toy
+from authoring import BROKEN, TOY_KERNEL, Notes, coda_agent, fenced, write_toy
 
+from agent import runs, session
+from agent.budget import Ledger, Limits, OutOfBudget, Spent, price
+from agent.history import past
+from agent.journal import Journal
+from agent.loop import Loop
+from agent.prompt import tokens
 from agent.providers import Message, ProviderError, Question, Usage, make
 
 # It keeps what it was started with, and does as STAND_IN says.
@@ -41,6 +47,7 @@ RESULT: dict[str, Any] = {
     "usage": {"input_tokens": 5, "output_tokens": 7, "cache_read_input_tokens": 11,
               "cache_creation_input_tokens": 13, "service_tier": "standard"},
     "modelUsage": {"claude-haiku-4-5": {"outputTokens": 2}, "claude-opus-5-5": {"outputTokens": 5}},
+    "total_cost_usd": 3.5,
 }  # fmt: skip
 
 Plan = Callable[..., Path]
@@ -126,6 +133,79 @@ def test_no_answer_says_why(plan: Plan, answer: dict[str, Any], words: str, retr
     assert caught.value.retryable is retryable and len(str(caught.value)) < 800
 
 
+# what it costs
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    with Journal.create(tmp_path / "journal.db", {"run": "r"}) as journal:
+        yield Ledger(journal, turn=1)
+
+
+def test_dollars_are_those_the_command_tells_or_its_models_prices(plan: Plan) -> None:
+    def dollars(**changes: Any) -> float | None:
+        plan(RESULT | changes)
+        return make("claude-code").next_turn(Question("S", TASK)).dollars
+
+    models = {
+        "claude-opus-4-5": {"inputTokens": 5, "outputTokens": 7, "cacheReadInputTokens": 11},
+        "claude-haiku-4-5": {"inputTokens": 3, "cacheCreationInputTokens": 13},
+    }
+    opus, haiku = price("claude-opus-4-5", Usage(5, 7, 11)), price("claude-haiku-4-5", Usage(3, 0, 0, 13))
+    assert opus and haiku
+    assert dollars() == 3.5
+    for unknown in (None, "dear", -1, float("nan")):
+        assert dollars(total_cost_usd=unknown, modelUsage=models) == pytest.approx(opus + haiku)
+    assert dollars(total_cost_usd=None, modelUsage=models | {"claude-of-nowhere": {}}) is None
+    assert dollars(total_cost_usd=None, modelUsage=None) is None
+
+
+@pytest.mark.parametrize(("model", "known"), [("claude-opus-4-5", True), ("opus", False), (None, False)])
+def test_a_request_is_reserved_before_it_and_stays_charged_where_it_is_killed(
+    plan: Plan, ledger: Ledger, model: str | None, known: bool
+) -> None:
+    plan(hangs=True)
+    with pytest.raises(ProviderError):
+        options = {"model": model, "max_tokens": 4000, "time_limit": 0.2}
+        make("claude-code", **options).next_turn(Question("the system", TASK, meter=ledger))
+    read = tokens("the system") + tokens(TASK[0].text)
+    worst = price("claude-opus-4-5", Usage(cache_write_tokens=read, output_tokens=4000)) if known else 0.0
+    assert worst is not None and ledger.spent() == Spent(read + 4000, worst, read + 4000, worst)
+
+
+def test_what_a_failure_tells_settles_its_request(plan: Plan, ledger: Ledger) -> None:
+    def fails(**answer: Any) -> Spent:
+        plan(**answer)
+        before = ledger.spent().tokens
+        with pytest.raises(ProviderError):
+            make("claude-code").next_turn(Question("S", TASK, meter=ledger))
+        found = ledger.spent()
+        return Spent(found.tokens - before, found.dollars, found.uncertain_tokens)
+
+    assert fails(stdout=json.dumps(RESULT | {"stop_reason": "max_tokens"})) == Spent(36, 3.5)
+    assert fails(stderr="error: unknown option '--tools'", status=1) == Spent(0, 3.5)
+    assert fails(stderr="Invalid API key", status=1) == Spent(0, 3.5)
+    assert fails(stderr="boom", status=134).uncertain_tokens > 32_000
+
+
+def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: Ledger) -> None:
+    here = plan(RESULT)
+    make("claude-code").next_turn(Question("S", TASK))
+    assert kept(here)["env"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "32000"
+    ledger.limits = Limits(tokens=5000)
+    make("claude-code").next_turn(Question("S", TASK, meter=ledger))
+    left = 5000 - tokens("S") - tokens(TASK[0].text)
+    assert kept(here)["env"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(left)
+    with pytest.raises(OutOfBudget, match="5,000 of 5,000 tokens"):  # nobody has settled it
+        make("claude-code").next_turn(Question("S", TASK, meter=ledger))
+
+
+def test_it_waits_until_the_deadline_at_most(plan: Plan) -> None:
+    plan(hangs=True)
+    with pytest.raises(ProviderError, match="did not answer within 0"):
+        make("claude-code").next_turn(Question("S", TASK, deadline=time.monotonic() + 0.2))
+
+
 def test_one_that_hangs_is_ended_with_all_it_started(plan: Plan) -> None:
     here = plan(hangs=True)
     with pytest.raises(ProviderError, match="did not answer within 2 s; resume"):
@@ -149,6 +229,17 @@ def test_unknown_fields_and_a_missing_account_do_no_harm(plan: Plan) -> None:
     plan({"subtype": "success", "is_error": False, "result": "x", "usage": None, "news": 1})
     turn = make("claude-code").next_turn(Question("S", TASK))
     assert (turn.usage, turn.author) == (Usage(), "Claude via claude-code")
+
+
+def test_dollars_end_a_run(plan: Plan, tmp_path: Path, runs_home: Path) -> None:
+    plan(RESULT | {"result": fenced(BROKEN)})
+    run = runs.start(write_toy(tmp_path), {"provider": "claude-code"})
+    with run.journal:
+        author, limits = make("claude-code"), Limits(dollars=1.0)
+        loop = Loop(run.journal, run.spec, session.work_of(run), author, Notes(), limits=limits)
+        assert "3.5 of 1 dollars are used up" in loop.run().stopped
+    (found,) = past()
+    assert (found.attempts, found.spent) == (1, Spent(36, 3.5))
 
 
 def test_a_run_by_the_command_line(plan: Plan, tmp_path: Path) -> None:

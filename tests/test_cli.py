@@ -37,10 +37,10 @@ from authoring import (
     write_toy,
 )
 
-from agent import cli, runs, session
+from agent import cli, live, runs, session
 from agent.budget import Limits
 from agent.journal import read_export
-from agent.options import Budget, Measuring, flags
+from agent.options import Budget, Further, Measuring, flags
 from primitives.compile import CompileError
 from verifier.gates import Progress
 from verifier.measure import Keep, Kept, Options
@@ -227,9 +227,36 @@ def test_no_gpu(command: Command, spec: Path, kernel: Callable[[str], Path], tmp
 
 
 def test_no_key(command: Command, spec: Path) -> None:
-    done = command("generate", spec, "--provider", "anthropic", "--no-gpu")
-    assert done.status == 3 and "Traceback" not in done.err
-    assert "provider 'anthropic' has no API key; set ANTHROPIC_API_KEY, or use --provider handoff" in done.err
+    words = "provider 'anthropic' has no API key; set ANTHROPIC_API_KEY, or use --provider handoff"
+    for more in ((), ("--candidates", 2)):
+        done = command("generate", spec, "--provider", "anthropic", "--no-gpu", *more)
+        assert done.status == 3 and words in done.said()
+    done = command("optimize", "gemm_rope", "--provider", "anthropic", "--no-gpu")
+    assert done.status == 3 and words in done.said()
+    assert runs.names() == []
+
+
+def test_no_claude_command(
+    command: Command, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = command("generate", spec, "--provider", "claude-code", "--no-gpu")
+    assert done.status == 3 and "there is no `claude` command" in done.said()
+    assert runs.names() == []
+
+
+@pytest.mark.parametrize("budget", [("--budget-dollars", 1), ("--budget-tokens", 9, "--budget-dollars", 1)])
+def test_a_budget_that_nobody_counts(command: Command, spec: Path, budget: tuple[object, ...]) -> None:
+    done = command("generate", spec, "--provider", "handoff", "--no-gpu", *budget)
+    words = f"{' and '.join(str(option) for option in budget[::2])} would limit nothing"
+    assert done.status == 2 and words in done.err and "use --attempts, --time-limit" in done.err
+    assert runs.names() == []
+    other, mine = make_run(spec, provider="replay"), make_run(spec, provider="mcp")
+    done = command("resume", other, mine, "--no-gpu", *budget)
+    assert done.status == 2 and words in done.err and "author by mcp" in done.err
+    assert Budget(budget_seconds=9.0).limits().to_json() == {"seconds": 9.0}
+    session.refuse_uncounted("handoff", Budget(budget_seconds=9.0, budget_gpu_seconds=9.0).limits())
+    session.refuse_uncounted("replay", Budget(budget_dollars=1.0).limits())
 
 
 def test_no_key_and_no_recording(command: Command, spec: Path) -> None:
@@ -480,6 +507,47 @@ def test_generate_says_how_it_went(command: Command, spec: Path, tmp_path: Path)
     assert "attempt 1: rejected" in done.out and "trace/python: TypeError: gemm() missing" in done.out
     assert "attempt 2: checked" in done.out and "written by [/x] A via handoff in 2 attempt(s)" in done.out
     assert f"coda-agent bundle {name}" in done.out
+
+
+def test_resume_takes_what_may_be_more(command: Command, spec: Path, tmp_path: Path) -> None:
+    """A run of one attempt; what replaces its header's counts for that time."""
+    directory = answered(tmp_path / "handoff", "no code")
+    options = ("--provider", "handoff", "--directory", directory, "--attempts", 1)
+    assert command("generate", spec, *options, "--no-gpu").status == 1
+    (name,) = runs.names()
+    done = command("resume", name, "--no-gpu", "--attempts", 2, "--time-limit", 0.1)
+    assert done.status == 3 and "did not come within 0.1 s" in done.err and "--time-limit" in done.err
+    (directory / "answer-2.md").write_text("nor here")
+    more = ("--attempts", 2, "--time-limit", 60, "--improve", 2, "--max-tokens", 2048)
+    done = command("resume", name, "--no-gpu", *more)
+    assert done.status == 1 and "attempt 2: rejected" in done.out
+    assert f"in 2 attempt(s), run {name}" in command("resume", name, "--no-gpu").out
+    assert flags(None, Further(attempts=2, time_limit=60.0)) == ["--attempts", "2", "--time-limit", "60.0"]
+
+
+def test_what_is_given_replaces_the_header_s(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr("agent.providers.make", lambda name, **options: made.update(options))
+    monkeypatch.setattr("agent.loop.Loop.run", lambda loop: made.update(vars(loop)))
+    limits = {"tokens": 5000, "dollars": 2.0}
+    run = runs.reopen(make_run(spec, provider="claude-code", limits=limits, improve=1))
+    given = Further(attempts=9, improve=3, max_tokens=2048, time_limit=5.0).header()
+    with run.journal, live.Watch(session.console(True)) as watch:
+        session.author(run, watch, None, given | {"limits": {"dollars": 9.0}})
+        assert (made["max_tokens"], made["time_limit"]) == (2048, 5.0)
+        assert (made["attempts"], made["improve"]) == (9, 3)
+        assert made["limits"] == Limits(tokens=5000, dollars=9.0)
+        session.author(run, watch, None)
+        assert (made["attempts"], made["improve"], made["limits"]) == (6, 1, Limits(5000, 2.0))
+
+
+def test_a_run_s_name_is_not_coloured_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = session.console(False)
+    with console.capture() as shown:
+        console.print("the best: toy-20261121-032539")
+    assert shown.get() == "the best: toy-20261121-032539\n"
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -227,11 +227,47 @@ def test_no_answer_leaves_a_run_to_resume(begin: Callable[..., runs.Run]) -> Non
         author(run, Scripted([BAD, fault]))
     again = runs.reopen(run.name)
     with again.journal:
-        assert keys(again) == ["prompt", "answer/1", "report/1"]
+        assert keys(again) == ["prompt", "answer/1", "report/1", "stopped/1"]
+        assert again.journal.events()[-1].payload == {"reason": str(fault)}
         provider = Scripted(["never asked for", GOOD])
         outcome = author(again, provider)
         assert isinstance(outcome.report, Checked) and len(provider.asked) == 1
         assert [m.text for m in provider.asked[0][1][1:2]] == [BAD]
+
+
+def test_no_answer_in_a_round_leaves_the_accepted_kernel(begin: Callable[..., runs.Run]) -> None:
+    run, fault = begin(), ProviderError("no connection", "check the network", retryable=True)
+    with run.journal:
+        outcome = author(run, Scripted([GOOD, BAD, fault]), measure=fast, improve=3)
+        assert isinstance(outcome.report, Accepted) and outcome.source == TOY_KERNEL
+        assert outcome.stopped == str(fault) and outcome.usage == USAGE + USAGE
+        assert keys(run)[-1] == "stopped/1"
+        again = author(run, Scripted(["unused", "unused", BAD]), measure=fast, improve=2)
+        assert isinstance(again.report, Accepted) and not again.stopped
+        assert keys(run)[-2:] == ["answer/3", "report/3"]
+
+
+def test_an_interruption_is_written_down_each_time(begin: Callable[..., runs.Run]) -> None:
+    run = begin()
+    with run.journal:
+        for number in (1, 2):
+            with pytest.raises(KeyboardInterrupt):
+                author(run, Scripted([KeyboardInterrupt()]))
+            event = run.journal.events()[-1]
+            assert (event.key, event.kind) == (f"stopped/{number}", "stopped")
+            assert event.payload == {"reason": "interrupted"}
+        assert isinstance(author(run, Scripted([GOOD])).report, Checked)
+
+
+def test_a_run_stands_where_it_was_taken_whatever_it_may_do_now(begin: Callable[..., runs.Run]) -> None:
+    """Resumed with more attempts and rounds, it had those: without, it has come as far."""
+    run = begin()
+    with run.journal:
+        author(run, Scripted([BAD, WRONG, BAD]), attempts=3)
+        assert author(run, Scripted([]), attempts=1).authorship.attempts == 3
+        further = author(run, Scripted(["unused"] * 3 + [GOOD, BAD]), attempts=4, measure=fast, improve=1)
+        assert isinstance(further.report, Accepted) and keys(run)[-1] == "report/5"
+        assert author(run, Scripted([]), attempts=1) == further == standing(run.journal, run.spec)
 
 
 def test_the_prompt_of_a_resumed_run_is_the_first_ones(

@@ -32,7 +32,7 @@ class Coin:
     max_tokens: int
     settled: Usage | None = None
 
-    def settle(self, usage: Usage) -> None:
+    def settle(self, usage: Usage, dollars: float | None = None) -> None:
         self.settled = usage
 
 
@@ -415,11 +415,58 @@ def test_handoff_waits_for_a_slow_writer(tmp_path: Path) -> None:
     assert hand(tmp_path, time_limit=5, settle=0.3).next_turn(Question("S", ASK)).text == "  \none two three"
 
 
+def test_handoff_waits_for_a_block_of_code_to_be_closed(tmp_path: Path) -> None:
+    """A writer that pauses within its code, for far longer than an answer has to stand still."""
+    answer = tmp_path / "answer-1.md"
+    first, rest = "Two steps.\n\n```python\na = 1\n", "b = 2\n```\n"
+
+    def author() -> None:
+        wait_for(tmp_path / "prompt-1.md")
+        answer.write_text(first)
+        time.sleep(0.5)
+        with answer.open("a") as file:
+            file.write(rest)
+
+    in_background(author)
+    assert hand(tmp_path, time_limit=20, settle=0.05).next_turn(Question("S", ASK)).text == first + rest
+
+
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [
+        ("no code", True),
+        ("```python\na = 1\n```", True),
+        ("```python\na = 1\n``", False),
+        ("```yaml\na: 1\n```\nand\n```python\n", False),
+        ("~~~\n```\n~~~\n", True),
+        ("````md\n```python\n```\n", False),
+        ("a ``` in a line, ```code``` too\n```in one``` line\n", True),
+    ],
+)
+def test_handoff_takes_a_block_that_stays_open_after_a_long_while(
+    tmp_path: Path, text: str, closed: bool
+) -> None:
+    (tmp_path / "answer-1.md").write_text(text)
+    patient = hand(tmp_path, time_limit=0.2, settle=0.0)
+    if closed:
+        assert patient.next_turn(Question("S", ASK)).text == text
+        return
+    with pytest.raises(ProviderError, match="not whole, its last block of code is open.*close it") as caught:
+        patient.next_turn(Question("S", ASK))
+    assert caught.value.retryable
+    assert hand(tmp_path, time_limit=20, patience=0.3).next_turn(Question("S", ASK)).text == text
+
+
 def test_handoff_gives_up_at_its_limit(tmp_path: Path) -> None:
-    with pytest.raises(ProviderError, match=r"answer-1.md did not come within 0.1 s") as caught:
+    with pytest.raises(ProviderError, match=r"did not come within 0.1 s; .*--time-limit") as caught:
         hand(tmp_path / "new", time_limit=0.1).next_turn(Question("S", ASK))
     assert caught.value.retryable
     assert (tmp_path / "new" / "prompt-1.md").exists()
+
+
+def test_handoff_gives_up_at_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(ProviderError, match="did not come"):
+        hand(tmp_path, time_limit=600).next_turn(Question("S", ASK, deadline=time.monotonic() + 0.1))
 
 
 def test_handoff_stops_when_told(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ class Turn:
     """One finished assistant turn; never a truncated one.
 
     `author` says who wrote it and how it came here, such as "claude-opus-5-5 via anthropic". `usage` is its
-    own: requests that failed before are the meter's. `blocks`: as in Message.
+    own: requests that failed before are the meter's. `blocks`: as in Message. `dollars`: what it cost by the
+    provider's account, where it gives one; the ledger keeps that.
     """
 
     text: str
@@ -111,10 +112,12 @@ class Turn:
     stop_reason: str
     calls: tuple[Call, ...] = ()
     blocks: tuple[Mapping[str, Any], ...] = ()
+    dollars: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The payload of a journal's "answer" event."""
-        return {key: value for key, value in asdict(self).items() if value or key not in ("calls", "blocks")}
+        """The payload of a journal's "answer" event, but for what the ledger adds."""
+        told = {key: value for key, value in asdict(self).items() if key != "dollars"}
+        return {key: value for key, value in told.items() if value or key not in ("calls", "blocks")}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Turn:
@@ -137,18 +140,19 @@ class Turn:
 
 class Charge(Protocol):
     """One request's reservation. The turn's usage settles that of the request which gave it; any other stays
-    charged, for nobody knows what it cost, unless it is settled."""
+    charged, for nobody knows what it cost, unless it is settled. ``dollars``: as in Turn."""
 
     @property
     def max_tokens(self) -> int:
         """What the answer may have: at most what was asked for."""
         ...
 
-    def settle(self, usage: Usage) -> None: ...
+    def settle(self, usage: Usage, dollars: float | None = None) -> None: ...
 
 
 class Meter(Protocol):
-    """What each request is paid from, those that fail and are tried again included."""
+    """What each request is paid from, those that fail and are tried again included. ``model``: "" where only
+    the answer tells it; then tokens alone are reserved."""
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge: ...
 
@@ -157,7 +161,7 @@ class Meter(Protocol):
 class _Unpaid:
     max_tokens: int
 
-    def settle(self, usage: Usage) -> None: ...
+    def settle(self, usage: Usage, dollars: float | None = None) -> None: ...
 
 
 class _Free:
@@ -177,10 +181,10 @@ class Question:
     """What a provider is asked: the turn that follows `messages`.
 
     `system` is the prompt's stable prefix, the same in every question of a run, so that it can be cached.
-    `tools` are there to use, for a provider that can. `meter` pays; a provider that cannot count before it
-    asks leaves it alone, and its turn's usage is what was spent. `say` hears text as it arrives, for a person
-    to watch; only the turn counts. `deadline`: the moment of `time.monotonic` from which no answer is of use;
-    a provider gives up then, by a ProviderError.
+    `tools` are there to use, for a provider that can. `meter` pays; a provider whose author's tokens nobody
+    sees leaves it alone. `say` hears text as it arrives, for a person to watch; only the turn counts.
+    `deadline`: the moment of `time.monotonic` from which no answer is of use; a provider gives up then, by a
+    ProviderError.
     """
 
     system: str
@@ -207,15 +211,13 @@ class Provider(Protocol):
 
 
 class ProviderError(Exception):
-    """No answer. `retryable`: asking the same again later may succeed; `usage`: what it cost all the same,
-    where no meter paid."""
+    """No answer. `retryable`: asking the same again later may succeed."""
 
-    def __init__(self, message: str, remedy: str, *, retryable: bool = False, usage: Usage | None = None):
+    def __init__(self, message: str, remedy: str, *, retryable: bool = False):
         super().__init__(f"{message}; {remedy}")
         self.message = message
         self.remedy = remedy
         self.retryable = retryable
-        self.usage = usage or Usage()
 
 
 def make(name: str, **options: Any) -> Provider:
