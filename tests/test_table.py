@@ -260,7 +260,7 @@ def test_success_counts_every_run_that_is_kept(tmp_path: Path) -> None:
 def test_a_draft_that_failed_is_a_try_and_tips_are_counted() -> None:
     runs = {run.operator: run for run in table.read(KERNELS, RECORDINGS).runs}
     mended, at_once = runs["selu_statistics"], runs["mish_linear"]
-    assert (mended.drafts, mended.answers, mended.passed, mended.tips) == (2, 1, 2, 1)
+    assert (mended.drafts, mended.answers, mended.passed, mended.tips) == (2, 1, 2, 2)
     assert (at_once.drafts, at_once.answers, at_once.passed, at_once.tips) == (1, 1, 1, 0)
 
 
