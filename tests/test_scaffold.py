@@ -16,6 +16,7 @@ from authoring import RECORDINGS, ROOT
 
 from agent import cli
 from agent.journal import read_export
+from agent.scaffold.function import read
 from benchmarks.operators import OPTIONS
 from verifier.inputs import DTYPES, draw
 from verifier.reference import run
@@ -70,6 +71,46 @@ def capped_loss(x, w, target):
     logits = CAP * F.tanh(x @ w.mT / CAP) + 0 * F.silu(x @ w.mT) * silu
     picked = logits.float().gather(1, target[:, None])[:, 0]
     return {"loss": logits.logsumexp(-1) - picked, "x": x * 2}
+
+
+act = F.silu
+square = lambda v: v * v
+
+
+def gated(value, /, gate, *, slope=1.0, cap=None):
+    """Of two halves."""
+    return act(slope * gate) * (value if cap is None else value.clamp(max=cap))
+
+
+def rms(v, eps):
+    return v * torch.rsqrt(square(v.float()).mean(-1, keepdim=True) + eps)
+
+
+@torch.no_grad()
+def mlp(x, w, bias=None, *, scale: Tensor | None = None, eps: float = 1e-6):
+    """A gated projection."""
+    if scale is not None:
+        # a scale for every row
+        x = x * scale[:, None]
+    elif bias is not None and x.shape[0] > 1:
+        x = x - 1
+    else:
+        x = x * 1.0  # nothing to scale by
+    h = F.linear(x, w, bias)
+    # statistics in fp32
+    h = h.float()
+    h = rms(h, eps) if bias is None else rms(h + bias, eps)
+    for _ in range(2):
+        if not bias:
+            h = h + square(h * 0.5)
+    gate, up = h.chunk(2, dim=-1)
+    return gated(up, gate, slope=2.0).to(x.dtype)
+
+
+def biased(x, w, bias=None):
+    if bias is None:
+        return x @ w.T
+    return x @ w.T + bias
 '''
 SHAPES = {
     "norm_matmul": {"x": "M,K", "gamma": "K", "w": "[N, K]"},
@@ -77,6 +118,8 @@ SHAPES = {
     "two": {"y": "M,K", "w": "N,K", "x": "M,N"},
     "rotated": {"x": "M,K", "w": "2*H*P,K", "cos": "M,P", "sin": "M,P"},
     "capped_loss": {"x": "M,D", "w": "V,D", "target": "M"},
+    "mlp": {"x": "M,D", "w": "2*F,D"},
+    "biased": {"x": "M,D", "w": "N,D", "bias": "N"},
 }
 SIZES = {"M": 24, "K": 16, "D": 16, "N": 40, "F": 8, "H": 3, "P": 4, "V": 48}
 
@@ -230,6 +273,98 @@ def test_annotations_give_shapes_and_dtypes(new: Command) -> None:
     assert str(spec.signature().inputs["b"].shape[1]) == "N" and spec.outputs["out"].dtype == "fp16"
 
 
+def test_what_is_none_by_default_is_left_out_and_helpers_are_written_out(new: Command) -> None:
+    _, text = made(new, "mlp")
+    assert (
+        text[text.index("constants:") :]
+        == """\
+constants: {eps: 1.0e-6}
+outputs:
+  out: {shape: [M, F], dtype: bf16}
+# bias is left out: it is None by default
+# scale is left out: it is None by default
+# h.chunk(2, dim=-1) takes contiguous halves. The vocabulary has no such cut: its pairs takes
+# adjacent columns apart, since both then lie in one thread's registers. So store the two
+# interleaved (gate, up, gate, up, ...; of a weight, its rows), as specs/gemm_swiglu.yaml does, and
+# write:
+#   gate, up = h[..., 0::2], h[..., 1::2]
+reference: |
+  x = x * 1.0  # nothing to scale by
+  h = linear(x, w, None)
+  v_1 = h
+  h = h * torch.rsqrt((v_1 * v_1).mean(-1, keepdim=True) + eps)
+  for _ in range(2):
+      v_2 = h * 0.5
+      h = h + v_2 * v_2
+  gate, up = h.chunk(2, dim=-1)
+  out = silu(2.0 * gate) * up
+baseline: |
+  x = x * 1.0  # nothing to scale by
+  h = linear(x, w, None)
+  # statistics in fp32
+  h = h.float()
+  v_1 = h.float()
+  h = h * torch.rsqrt((v_1 * v_1).mean(-1, keepdim=True) + eps)
+  for _ in range(2):
+      v_2 = h * 0.5
+      h = h + v_2 * v_2
+  gate, up = h.chunk(2, dim=-1)
+  out = (silu(2.0 * gate) * up).to(x.dtype)
+cases:
+  - {name: large,  M: 16384, D: 4096, F: 4096}
+  - {name: decode, M: 128,   D: 4096, F: 4096, bench: report}
+  - {name: ragged, M: 1000,  D: 520,  F: 776, bench: false}
+accept: {speedup: 1.0}
+"""
+    )
+
+
+def test_what_was_left_out_is_said_with_how_to_have_it(new: Command) -> None:
+    done = new("ops.py:mlp", *shapes_of("mlp"))
+    assert (
+        "note: ops.py:65: bias is left out: it is None by default; --shape bias=... has it as an input\n"
+        in (done.err)
+    )
+    assert "note: ops.py:81: h.chunk(2, dim=-1) takes contiguous halves." in done.err
+    _, text = made(new, "biased")  # with --shape bias=N
+    assert "left out" not in text and text.count("out = x @ w.T + bias\n") == 1
+
+
+def test_a_cast_on_a_line_of_its_own_leaves_none(new: Command) -> None:
+    Path("odd.py").write_text(
+        "def f(x, w):\n    q, k = x @ w, x\n    # in fp32\n    q, k = q.float(), k.float()\n"
+        "    for _ in range(2):\n        q = q.half()\n    h: Tensor = q.to(x.dtype)\n    h = h.type_as(x)\n"
+        "    return h + k\n"
+    )
+    lines = [line.text for line in read("odd.py:f").reference]
+    assert lines == ["q, k = x @ w, x", "for _ in range(2):", "    pass", "h = q", "out = h + k"]
+
+
+CUTS = {
+    "z = x @ w\n    g, u = z.split(8, dim=1)": "g, u = z[:, 0::2], z[:, 1::2]",
+    "z = x @ w\n    g, u = torch.split(z, [8, 8], -1)": "g, u = z[..., 0::2], z[..., 1::2]",
+    "g, u = (x @ w).tensor_split(2, -1)": "g, u = z[..., 0::2], z[..., 1::2]",
+    "z = x @ w\n    n = z.shape[1] // 2\n    g = z[:, :n]\n    u = z[:, n:]": "z[:, 0::2], z[:, 1::2]",
+    "a, b = v.chunk(2)\n    g, u = x @ a.T, x @ b.T": "z = x @ v.mT, then z[:, 0::2], z[:, 1::2]",
+    "a, b = v[:8], v[8:]\n    g, u = x @ a.T, x @ b.T": "z = x @ v.mT, then z[:, 0::2], z[:, 1::2]",
+    "g, u = x @ w, x @ w\n    g = torch.cat((g, u), dim=-1)\n    u = 1": (
+        "torch.stack((g, u), -1).flatten(-2)"
+    ),
+    "z = x @ w\n    g, u = z[:, 0::2], z[:, 1::2]": "",
+    "z = x @ w\n    g, u, _ = z.split([8, 4, 4], dim=1)\n    u = 1": "",
+    "g, u = x.chunk(2)\n    g, u = x @ w, 1": "",
+}
+
+
+@pytest.mark.parametrize("body", CUTS)
+def test_halves_that_no_kernel_takes_apart_are_named(new: Command, body: str) -> None:
+    lines = f"    import torch\n    {body}\n    return g * u"
+    Path("odd.py").write_text(f"def f(x, w, v):\n{lines}\n")
+    read_notes = [note.text for note in read("odd.py:f").notes]
+    assert len(read_notes) == bool(CUTS[body])
+    assert all(note.endswith(CUTS[body]) for note in read_notes)
+
+
 def test_a_file_is_never_imported(new: Command) -> None:
     Path("ops.py").write_text("open('imported', 'w').close()\n" + OPS)
     made(new, "swiglu")
@@ -246,6 +381,7 @@ BODIES = {
     "no return": ("    y = x @ w", 2, "return a tensor, a tuple or a dict"),
     "an unknown name": ("    # why\n    h = x @ w\n    return helper(h)", 4, "'helper' is not defined"),
     "another library": ("    import numpy as np\n    return np.matmul(x, w)", 3, "use torch's names"),
+    "an imported helper": ("    from ops import two\n    return two(x, w)", 3, "write out what it computes"),
     "wrong shapes": ("    h = x\n    return h @ w.mT", 3, "cannot be multiplied"),
     "changed inputs": ("    x *= 2\n    return x @ w", 1, "input x is changed in place"),
     "a copy no more": ("    h = x.float()\n    h += 1\n    return h.type_as(x) @ w", 1, "input x is changed"),
@@ -271,9 +407,39 @@ def test_a_body_that_is_no_reference_is_refused_with_its_line(new: Command, why:
         ("\ndef f(x, w)\n    return x\n", "odd.py:2: ", "expected ':'"),
         ("def f(*args):\n    return args[0]\n", "odd.py:1: ", "*args may be any number of inputs; name each"),
         (
-            "def f(x, w, bias=None):\n    return x\n",
+            "def f(x, w, mode='fast'):\n    return x\n",
             "odd.py:1: ",
-            "bias=None is neither a tensor nor a number",
+            "mode='fast' is neither a tensor nor a number",
+        ),
+        (
+            "def f(x, w, n=None):\n    if n is None:\n        n = 2\n    if n:\n        x = w\n    return x",
+            "odd.py:4: ",
+            "no branches",
+        ),
+        (
+            "def g(a):\n    b = a * 2\n    return b\n\n\ndef f(x, w):\n    return g(x @ w)\n",
+            "odd.py:7: ",
+            "g is of line 1, and helpers are not followed, but for those that are one return expression",
+        ),
+        (
+            "def silu(a):\n    a = a * 2\n    return a\n\n\ndef f(x, w):\n    return silu(x @ w)\n",
+            "odd.py:7: ",  # not torch's
+            "silu is of line 1",
+        ),
+        (
+            "def g(a):\n    return g(a) + 1\n\n\ndef f(x, w):\n    return g(x @ w)\n",
+            "odd.py:2: ",
+            "helper g calls itself",
+        ),
+        (
+            "def g(a):\n    return a * c\n\n\ndef f(x, w):\n    c = x @ w\n    return g(c)\n",
+            "odd.py:7: ",
+            "helper g reads c, which is another value here; rename one of the two",
+        ),
+        (
+            "def g(a, b):\n    return a * b\n\n\ndef f(x, w):\n    return g(x @ w)\n",
+            "odd.py:6: ",
+            "g(x @ w) does not fit the parameters of g",
         ),
         ("def f(x, w, eps: float):\n    return x\n", "odd.py:1: ", "eps has no value; give it a default"),
         (

@@ -46,7 +46,7 @@ def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
 
     Raises ScaffoldError, and then nothing is written.
     """
-    function = read(target)
+    function = read(target, {*options.shape, *options.dtype})
     path = out or Path("specs") / f"{function.name}.yaml"
     if path.exists():
         raise ScaffoldError(f"{path}: there is such a file already; remove it, or choose another with --out")
@@ -59,6 +59,8 @@ def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
     draft.cases = _cases(draft, _measured(draft, options))
     draft.spec(check=True)
     write_atomic(path, str(draft))
+    for note in draft.notes():
+        typer.echo(f"note: {note}", err=True)
     return path, draft
 
 

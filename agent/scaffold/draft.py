@@ -58,10 +58,16 @@ class Draft:
             *([f"static: [{', '.join(self.static)}]"] if self.static else []),
             *_entries("outputs", self.outputs),
         ]
+        parts += [line for note in self.function.notes for line in _comment(note.text)]
         for key in TEXTS:
             if lines := self.text_of(key):
                 parts += [f"{key}: |", *(f"  {line.text}".rstrip() for line in lines)]
         return "\n".join([*parts, "cases:", *_table(self.cases), "accept: {speedup: 1.0}\n"])
+
+    def notes(self) -> list[str]:
+        """What to tell the person who has the file."""
+        told = ((n.number, "; ".join(filter(None, [n.text, n.remedy]))) for n in self.function.notes)
+        return [f"{self.function.path}:{number}: {words}".replace("\n", " ") for number, words in told]
 
     def spec(self, check: bool = False) -> Spec:
         """What the loader reads in it; ScaffoldError at the user's line where it objects."""
@@ -111,6 +117,12 @@ def _prose(key: str, text: str) -> str:
     if PLAIN.fullmatch(text) and len(text) <= WRAP:
         return f"{key}: {text}"
     return f"{key}: >-\n" + textwrap.indent(textwrap.fill(text, WRAP), "  ")
+
+
+def _comment(text: str) -> list[str]:
+    words, _, code = text.partition("\n")
+    lines = textwrap.wrap(words, WRAP - 2, break_on_hyphens=False) + [f"  {code}"] * bool(code)
+    return [f"# {line}" for line in lines]
 
 
 def _number(value: float) -> str:

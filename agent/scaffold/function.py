@@ -8,16 +8,19 @@ from __future__ import annotations
 import ast
 import copy
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from agent.scaffold.halves import halves
+from agent.scaffold.helpers import Inlined, helpers
+from agent.scaffold.special import Specialised
 from agent.scaffold.words import Names, Words, without_idle_dtypes
 from primitives.ir import VALUE_NAME
 
-__all__ = ["Function", "Line", "ScaffoldError", "Size", "Tensor", "read"]
+__all__ = ["Function", "Line", "Note", "ScaffoldError", "Size", "Tensor", "read"]
 
 DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # an assert's shapes are the spec's to state
 KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
@@ -63,6 +66,16 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Note:
+    """What a person should know of line ``number`` of the file: ``text``, whose second line if any is code,
+    goes into the spec as a comment; ``remedy`` is of use to who has the file."""
+
+    text: str
+    number: int
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
 class Function:
     """What a file says of one function. ``baseline``: its body with casts, where it has any."""
 
@@ -76,10 +89,12 @@ class Function:
     outputs: tuple[str, ...]
     reference: tuple[Line, ...]
     baseline: tuple[Line, ...] | None
+    notes: tuple[Note, ...] = ()
 
 
-def read(target: str) -> Function:
-    """The function of ``path/to/file.py:function``; ScaffoldError for one that no spec can be made of."""
+def read(target: str, wanted: Collection[str] = ()) -> Function:
+    """The function of ``path/to/file.py:function``; ScaffoldError for one that no spec can be made of. A
+    parameter that is None by default is left out, with all that takes it, unless it is ``wanted``."""
     name = target.rpartition(":")[2]
     path = Path(target.rpartition(":")[0])
     if not target.rpartition(":")[0] or not name.isidentifier():
@@ -87,7 +102,7 @@ def read(target: str) -> Function:
     source = _text(path)
     tree = _parsed(path, source)
     found = _found(path, tree, name)
-    return _Reader(path, source, tree, found).function()
+    return _Reader(path, source, tree, found, wanted).function()
 
 
 def _text(path: Path) -> str:
@@ -130,8 +145,12 @@ def _found(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
 class _Reader:
     """Takes one function apart; its methods raise ScaffoldError with a line of the file."""
 
-    def __init__(self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef):
-        self.path, self.node, self.lines = path, node, source.split("\n")
+    def __init__(
+        self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef, wanted: Collection[str]
+    ):
+        self.path, self.node, self.lines, self.tree = path, node, source.split("\n"), tree
+        self.wanted, self.absent, self.skipped = wanted, set[str](), set[int]()
+        self.notes: list[Note] = []
         self.tensors: list[Tensor] = []
         self.constants: dict[str, float] = {}
         self.sizes: dict[str, Size] = {}
@@ -148,10 +167,12 @@ class _Reader:
             if said.rpartition(".")[2] not in DECORATORS:
                 raise self.fail(decorator, f"@{said} may change what the function computes; take it off")
         self._parameters()
+        self._specialise()
         self._check(self.body)
         names, statements = self._returned()
         with_casts = tuple(self._transcribed(statements, casts=True))
         without = tuple(self._transcribed(statements, casts=False))
+        self._note_halves(statements)
         texts = [[line.text for line in lines] for lines in (with_casts, without)]
         return Function(
             path=self.path,
@@ -166,6 +187,7 @@ class _Reader:
             outputs=names,
             reference=without,
             baseline=with_casts if texts[0] != texts[1] else None,
+            notes=tuple(self.notes),
         )
 
     def _parameters(self) -> None:
@@ -189,11 +211,16 @@ class _Reader:
         except (ValueError, TypeError):
             value = ast.unparse(default) if default else None
         number = type(value) in (int, float)
+        none = default is not None and value is None
         if number and (isinstance(value, float) or said == "float"):
             self.constants[self._named(arg)] = float(value)
         elif isinstance(value, int) or (said == "int" and not default):
             self.sizes[arg.arg] = Size(value, keyword)
-        elif default:
+        elif none and arg.arg not in self.wanted:
+            self.absent.add(arg.arg)
+            remedy = f"--shape {arg.arg}=... has it as an input"
+            self.notes.append(Note(f"{arg.arg} is left out: it is None by default", arg.lineno, remedy))
+        elif default and not none:
             message = f"parameter {arg.arg}={ast.unparse(default)} is neither a tensor nor a number"
             raise self.fail(arg, f"{message}; take its default away, or give it a number")
         elif said in ("float", "bool", "str"):
@@ -206,22 +233,40 @@ class _Reader:
             raise self.fail(arg, f"parameter {arg.arg!r} is no name for a value; use a-z, 0-9 and _")
         return arg.arg
 
+    def _specialise(self) -> None:
+        """The body with helpers written out, as it is where what is left out is None."""
+        special = Specialised(self.absent, {t.name for t in self.tensors})
+        names = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)}
+        names |= {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
+        inlined = Inlined(helpers(self.tree, DECORATORS), self.names.own, names, self.fail)
+        body = list(inlined.body(list(special.body(self.body))))
+        # Again, for a helper may ask whether what it was given is None.
+        self.body = list(Specialised(self.absent, special.present).body(body))
+        self.skipped = special.skipped
+
+    def _note_halves(self, statements: Sequence[ast.stmt]) -> None:
+        made = [node for node in self._reworded(statements, casts=False) if node]
+        weights = [t.name for t in self.tensors[1:]]
+        for place, advice in halves(made, weights):
+            self.notes.append(Note(advice, getattr(place, "lineno", self.node.lineno)))
+
     def _check(self, body: Sequence[ast.stmt], depth: int = 0) -> None:
         """No statement that a reference may not hold."""
         for node in body:
             if isinstance(node, ast.For):
                 self._check([*node.body, *node.orelse], depth + 1)
-            last = depth == 0 and node is self.node.body[-1] and isinstance(node, ast.Return)
+            last = depth == 0 and node is self.body[-1] and isinstance(node, ast.Return)
             if not isinstance(node, KEPT + DROPPED) and not last:
                 remedy = next((r for kind, r in REMEDIES.items() if isinstance(node, kind)), "leave it out")
                 raise self.fail(node, f"{self.lines[node.lineno - 1].strip()!r}: {remedy}")
 
     def _returned(self) -> tuple[tuple[str, ...], list[ast.stmt]]:
         """The outputs' names, and the body with assignments in place of the return."""
-        last = self.node.body[-1]
+        last = self.body[-1] if self.body else None
         if not isinstance(last, ast.Return) or last.value is None:
             raise self.fail(
-                last, f"{self.node.name} ends without a value; return a tensor, a tuple or a dict"
+                last or self.node,
+                f"{self.node.name} ends without a value; return a tensor, a tuple or a dict",
             )
         results = list(self._results(last.value))
         names: list[str] = []
@@ -259,27 +304,30 @@ class _Reader:
         name = value.id if isinstance(value, ast.Name) else ""
         return name if VALUE_NAME.fullmatch(name) else otherwise
 
-    def _transcribed(self, statements: Sequence[ast.stmt], casts: bool) -> Iterator[Line]:
+    def _reworded(self, statements: Sequence[ast.stmt], casts: bool) -> list[ast.stmt | None]:
+        """Each statement in a reference's words; None for those that it does not need."""
         words = Words(self.names, casts)
         changed = [None if isinstance(n, DROPPED) else words.visit(copy.deepcopy(n)) for n in statements]
-        if not casts:
-            changed = without_idle_dtypes(changed)
-        end = (self.node.body[0].end_lineno or 1) if self.documented is not None else self.body[0].lineno - 1
-        for node, new in zip(statements, changed, strict=True):
+        return changed if casts else without_idle_dtypes(changed)
+
+    def _transcribed(self, statements: Sequence[ast.stmt], casts: bool) -> Iterator[Line]:
+        first = self.node.body[0]
+        end = (first.end_lineno or 1) if self.documented is not None else first.lineno - 1
+        for node, new in zip(statements, self._reworded(statements, casts), strict=True):
             start, end = end, node.end_lineno or node.lineno
             if new is None:
                 continue
             yield from self._comments(start, node.lineno - 1)
-            same = ast.dump(new) == ast.dump(node)
-            text = self._as_written(node) if same else None
-            if text is None:
+            text = self._as_written(node)
+            same = text is not None and _means(text, new)
+            if text is None or not same:
                 text = ast.unparse(ast.fix_missing_locations(new))
             step = 1 if same and node in self.body else 0
             yield from (Line(t, node.lineno + i * step) for i, t in enumerate(text.splitlines()))
 
     def _comments(self, start: int, end: int) -> Iterator[Line]:
         for number, text in enumerate(self.lines[start:end], start + 1):
-            if text.strip().startswith("#"):
+            if text.strip().startswith("#") and number not in self.skipped:
                 yield Line(text.strip(), number)
 
     def _as_written(self, node: ast.stmt) -> str | None:
@@ -303,6 +351,14 @@ def _hints(annotation: ast.expr | None) -> tuple[str | None, str | None]:
 def _assignment(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
     made = ast.Assign([ast.Name(name, ast.Store())], value)
     return ast.fix_missing_locations(ast.copy_location(made, place))
+
+
+def _means(text: str, node: ast.stmt) -> bool:
+    """Whether a text is just this statement."""
+    try:
+        return [ast.dump(read) for read in ast.parse(text).body] == [ast.dump(node)]
+    except SyntaxError:
+        return False
 
 
 def _names(node: ast.expr) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
@@ -15,20 +16,25 @@ FLOATS = ("bfloat16", "double", "float", "float16", "float32", "float64", "half"
 class Names:
     """What a function's names stand for. ``own``: its parameters and what it assigns, which hide the rest.
 
-    ``imported``: full names by alias. ``numbers``: of the file's top level. ``fail``: an error with a line.
+    ``imported``: full names by alias. ``numbers``: of the file's top level, which has ``defined`` more, by
+    line. ``fail``: an error with a line.
     """
 
     own: Set[str]
     imported: Mapping[str, str]
     numbers: Mapping[str, float]
+    defined: Mapping[str, int]
     fail: Callable[[ast.AST, str], Exception]
 
     @classmethod
     def of(cls, tree: ast.Module, node: ast.FunctionDef, fail: Callable[[ast.AST, str], Exception]) -> Names:
         stored = (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         own = {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)} | set(stored)
-        imported = {k: v for k, v in _imported([*tree.body, *ast.walk(node)]) if k not in own}
-        return cls(own, imported, {k: v for k, v in _numbers(tree) if k not in own}, fail)
+        imported = dict(_imported([*tree.body, *ast.walk(node)]))
+        imported |= _aliases(tree, imported)
+        imported = {k: v for k, v in imported.items() if k not in own}
+        defined = {k: line for k, line in top_level(tree) if k not in own}
+        return cls(own, imported, {k: v for k, v in _numbers(tree) if k not in own}, defined, fail)
 
 
 class Words(ast.NodeTransformer):
@@ -41,7 +47,21 @@ class Words(ast.NodeTransformer):
         if node.value is None:
             return None
         made = ast.Assign([node.target], node.value, lineno=node.lineno, col_offset=node.col_offset)
-        return self.generic_visit(made)
+        return self.visit_Assign(made)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        """None for ``h = h``, which a cast on a line of its own leaves behind."""
+        made = self.generic_visit(node)
+        idle = isinstance(made, ast.Assign) and [ast.unparse(made.value)] == list(
+            map(ast.unparse, made.targets)
+        )
+        return None if idle else made
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        made = self.generic_visit(node)
+        if isinstance(made, ast.For) and not made.body:
+            made.body = [ast.Pass()]
+        return made
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if self._dotted(node.func) == "math.sqrt" and len(node.args) == 1:
@@ -61,9 +81,17 @@ class Words(ast.NodeTransformer):
         return self._in_scope(dotted, node) if dotted else self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
+        if isinstance(node.ctx, ast.Store):  # an output may have the name of what the file defines
+            return node
         if node.id in self.names.numbers:
             return ast.Constant(self.names.numbers[node.id])
         dotted = self._dotted(node)
+        if not dotted and node.id in self.names.defined:
+            raise self.names.fail(
+                node,
+                f"{node.id} is of line {self.names.defined[node.id]}, and helpers are not followed, but for "
+                "those that are one return expression; write out here what it is",
+            )
         return self._in_scope(dotted, node) if dotted else node
 
     def _dotted(self, node: ast.AST) -> str | None:
@@ -85,9 +113,34 @@ class Words(ast.NodeTransformer):
             return ast.Constant(value)
         if dotted.partition(".")[0] != "torch":
             raise self.names.fail(
-                node, f"{ast.unparse(node)} is not in a reference's scope; use torch's names"
+                node,
+                f"{ast.unparse(node)} is not in a reference's scope, and what is imported is not followed; "
+                "use torch's names, or write out what it computes",
             )
         return ast.parse(dotted, mode="eval").body
+
+
+def top_level(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(name, line) of what a file's top level binds, but for imports."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        else:
+            names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            yield from ((n.id, n.lineno) for n in names)
+
+
+def _aliases(tree: ast.Module, imported: Mapping[str, str]) -> dict[str, str]:
+    """Full names by what a file's top level calls them: ``act = F.silu``."""
+    bound = Counter(name for name, _ in top_level(tree))
+    found: dict[str, str] = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name() | ast.Attribute() as value):
+                first, dot, rest = ast.unparse(value).partition(".")
+                if bound[name] == 1 and first in imported:
+                    found[name] = imported[first] + dot + rest
+    return found
 
 
 def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,144 @@
+"""Calls of a file's own helpers written out, where a helper is one return expression."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from agent.scaffold.words import top_level
+
+Fail = Callable[[ast.AST, str], Exception]
+
+BINDERS = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await)
+SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+
+
+class Helper:
+    """A function or lambda of the file's top level; ``value``: what it returns, None where it does more."""
+
+    def __init__(self, args: ast.arguments, value: ast.expr | None):
+        simple = value and not (
+            args.vararg or args.kwarg or any(isinstance(n, BINDERS) for n in ast.walk(value))
+        )
+        self.value = value if simple else None
+        self.positional = [a.arg for a in (*args.posonlyargs, *args.args)]
+        self.parameters = [*self.positional, *(a.arg for a in args.kwonlyargs)]
+        late = self.positional[len(self.positional) - len(args.defaults) :]
+        pairs = [*zip(late, args.defaults, strict=True)]
+        pairs += [(a.arg, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d]
+        self.defaults = {name: default for name, default in pairs if isinstance(default, ast.Constant)}
+
+    def bound(self, call: ast.Call) -> dict[str, ast.expr] | None:
+        """What its parameters are in a call; None where that cannot be told."""
+        if any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(self.positional):
+            return None
+        given: dict[str, ast.expr] = dict(zip(self.positional, call.args, strict=False))
+        for keyword in call.keywords:
+            if keyword.arg not in self.parameters or keyword.arg in given:
+                return None
+            given[keyword.arg] = keyword.value
+        bound = {**self.defaults, **given}
+        return bound if bound.keys() == set(self.parameters) else None
+
+
+def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
+    """Those of a file, by name; ``decorators`` change nothing."""
+    found: dict[str, Helper] = {}
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name, args=args, body=body):
+                told = body[1:] if ast.get_docstring(node) is not None else body
+                said = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in node.decorator_list}
+                value = told[0].value if len(told) == 1 and isinstance(told[0], ast.Return) else None
+                found[name] = Helper(args, value if said <= set(decorators) else None)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda(args=args, body=value)):
+                found[name] = Helper(args, value)
+    bound = Counter(name for name, _ in top_level(tree))
+    return {name: helper for name, helper in found.items() if bound[name] == 1}
+
+
+class Inlined(ast.NodeTransformer):
+    """Statements with helpers' calls written out. ``own``: the function's names, which hide the file's;
+    ``taken``: all names of the file, for a value that a helper reads twice gets one of its own."""
+
+    def __init__(self, known: Mapping[str, Helper], own: Collection[str], taken: set[str], fail: Fail):
+        self.known, self.own, self.taken, self.fail = known, own, set(taken), fail
+        self.before: list[ast.stmt] = []
+        self.statement: ast.stmt = ast.Pass()
+        self.calling: list[str] = []
+        self.scopes = 0
+
+    def body(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+        """Each statement, after the values that are computed once for it."""
+        for node in statements:
+            self.before, self.statement = [], node
+            if isinstance(node, ast.For):
+                node.iter = self.visit(node.iter)
+                before, inner = self.before, node.body
+                node.body = list(self.body(inner))
+                yield from (*before, node)
+            else:
+                made = self.visit(node)
+                yield from (*self.before, made)
+
+    def visit(self, node: ast.AST) -> Any:
+        scope = isinstance(node, SCOPES)
+        self.scopes += scope
+        made = super().visit(node)
+        self.scopes -= scope
+        return made
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Name) or node.func.id in self.own:
+            return node
+        name, helper = node.func.id, self.known.get(node.func.id)
+        if helper is None or helper.value is None:
+            return node
+        if name in self.calling:
+            raise self.fail(node, f"helper {name} calls itself; write out what it computes")
+        bound = helper.bound(node)
+        if bound is None:
+            raise self.fail(node, f"{ast.unparse(node)} does not fit the parameters of {name}; correct it")
+        self._refuse_capture(node, name, helper.value, bound)
+        value = _Bound(self._once(node, helper.value, bound)).visit(copy.deepcopy(helper.value))
+        self.calling.append(name)
+        made: ast.AST = self.visit(value)
+        self.calling.pop()
+        return made
+
+    def _refuse_capture(self, node: ast.Call, name: str, value: ast.expr, bound: Collection[str]) -> None:
+        """A name that means another thing here than where the helper stands."""
+        for read in (n.id for n in ast.walk(value) if isinstance(n, ast.Name) and n.id not in bound):
+            if read in self.own:
+                raise self.fail(
+                    node, f"helper {name} reads {read}, which is another value here; rename one of the two"
+                )
+
+    def _once(self, node: ast.Call, value: ast.expr, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
+        """The arguments, under a name where the helper reads one twice: else it would be computed twice."""
+        uses = Counter(n.id for n in ast.walk(value) if isinstance(n, ast.Name))
+        given = dict(bound)
+        for parameter, argument in bound.items():
+            if uses[parameter] > 1 and not isinstance(argument, ast.Name | ast.Constant):
+                if self.scopes:
+                    raise self.fail(node, f"{ast.unparse(node)}: write the helper's body out here")
+                name = next(
+                    n for i in range(1, len(self.taken) + 2) if (n := f"{parameter}_{i}") not in self.taken
+                )
+                self.taken.add(name)
+                made = ast.Assign([ast.Name(name, ast.Store())], argument)
+                self.before.append(ast.fix_missing_locations(ast.copy_location(made, self.statement)))
+                given[parameter] = ast.Name(name, ast.Load())
+        return given
+
+
+class _Bound(ast.NodeTransformer):
+    def __init__(self, given: Mapping[str, ast.expr]):
+        self.given = given
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self.given[node.id]) if node.id in self.given else node
