@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from agent.budget import Limits
     from agent.loop import Listener, Outcome
+    from agent.options import Authoring
     from agent.providers import Provider
     from agent.runs import Run
     from agent.work import Measure, Work
@@ -56,6 +57,21 @@ def recorded_run(spec: str, *, raw: bool = False) -> str:
 
     header, _ = read_export(recording(spec, raw=raw))
     return str(header["run"])
+
+
+def new_header(
+    name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, raw: bool = False
+) -> dict[str, Any]:
+    """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
+    what it may cost. What cannot work says so here, before there is a run."""
+    provider = choose_provider(authoring.provider, name, raw=raw)
+    given = {"directory": str(directory)} if directory else {}
+    if provider == "replay":
+        given["replays"] = recorded_run(name, raw=raw)
+    refuse_uncounted(provider, limits)
+    header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
+    make_provider(header, name, Path(name), raw=raw)
+    return header
 
 
 def refuse_uncounted(provider: str, limits: Limits) -> None:
