@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ COUNTED = 4311  # tokens of any request, as the server has it
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its headers
     server: _Server
 
     def do_GET(self) -> None:
@@ -35,8 +37,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.counted.append(json.loads(body))
             self.server.count(self)
             return
-        self.server.requests.append(json.loads(body))
+        request = json.loads(body)
+        self.server.requests.append(request)
         self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
+        if _blank_text(request):
+            said = "messages: text content blocks must contain non-whitespace text"
+            status(400, "invalid_request_error", said)(self)
+            return
         self.server.script.pop(0)(self)
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -59,18 +66,32 @@ class _Handler(BaseHTTPRequestHandler):
     def event(self, event: str, **fields: Any) -> None:
         self.chunk(f"event: {event}\ndata: {json.dumps({'type': event, **fields})}\n\n")
 
-    def begin(self, text: str) -> None:
-        """A stream up to the middle of its only text block."""
+    def start_message(self, usage: dict[str, int] = USAGE) -> None:
+        """A stream up to its first block."""
         message: dict[str, Any] = {
             "id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "content": [],
-            "stop_reason": None, "stop_sequence": None, "usage": USAGE,
+            "stop_reason": None, "stop_sequence": None, "usage": usage,
         }  # fmt: skip
         self.start_stream()
         self.event("message_start", message=message)
+
+    def begin(self, text: str, usage: dict[str, int] = USAGE) -> None:
+        """A stream up to the middle of its only text block."""
+        self.start_message(usage)
         self.event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         self.event("ping")
         for part in text.split(" "):
-            self.event("content_block_delta", index=0, delta={"type": "text_delta", "text": part + " "})
+            self.say(part + " ")
+
+    def say(self, text: str) -> None:
+        self.event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+    def end(self, stop_reason: str, output_tokens: int = 7, **details: Any) -> None:
+        """The end of a stream whose blocks have ended."""
+        delta = {"stop_reason": stop_reason, "stop_sequence": None, **details}
+        self.event("message_delta", delta=delta, usage={"output_tokens": output_tokens})
+        self.event("message_stop")
+        self.end_cleanly()
 
     def json(self, data: dict[str, Any]) -> None:
         body = json.dumps(data).encode()
@@ -86,6 +107,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 Reply = Callable[[_Handler], None]
+
+
+def _blank_text(request: dict[str, Any]) -> bool:
+    """Whether a message holds what the API refuses: a text block of nothing but whitespace."""
+    blocks = [block for message in request["messages"] for block in message["content"]]
+    return any(block["type"] == "text" and not block["text"].strip() for block in blocks)
 
 
 class _Server(ThreadingHTTPServer):
@@ -141,18 +168,45 @@ def describes(adaptive: bool = True, max_tokens: int = 64_000) -> Reply:
     return lambda handler: handler.json(data)
 
 
-def answer(text: str, stop_reason: str = "end_turn", output_tokens: int = 7, **details: Any) -> Reply:
+def answer(
+    text: str,
+    stop_reason: str = "end_turn",
+    output_tokens: int = 7,
+    usage: dict[str, int] = USAGE,
+    **details: Any,
+) -> Reply:
     """A whole answer, streamed a word at a time."""
 
     def reply(handler: _Handler) -> None:
-        handler.begin(text)
+        handler.begin(text, usage)
         handler.event("content_block_stop", index=0)
-        delta = {"stop_reason": stop_reason, "stop_sequence": None, **details}
-        handler.event("message_delta", delta=delta, usage={"output_tokens": output_tokens})
-        handler.event("message_stop")
-        handler.end_cleanly()
+        handler.end(stop_reason, output_tokens, **details)
 
     return reply
+
+
+def slowly(*parts: str, pause: float, ping: bool = False) -> Reply:
+    """A whole answer with a pause of so many seconds after each part, and a ping in the middle of it."""
+
+    def reply(handler: _Handler) -> None:
+        handler.start_message()
+        handler.event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        for part in parts:
+            handler.say(part)
+            for half in range(2):
+                handler.server.over.wait(pause / 2)
+                if ping and not half:
+                    handler.event("ping")
+        handler.event("content_block_stop", index=0)
+        handler.end("end_turn")
+
+    return reply
+
+
+def nothing(handler: _Handler) -> None:
+    """A whole answer without a block."""
+    handler.start_message()
+    handler.end("end_turn")
 
 
 def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "", cut: bool = False) -> Reply:
@@ -183,11 +237,7 @@ def uses(*calls: tuple[str, dict[str, Any]], text: str = "", thinking: str = "",
                 handler.event("content_block_delta", index=index, delta=delta)
             handler.event("content_block_stop", index=index)
             index += 1
-        reason = "max_tokens" if cut else "tool_use"
-        ended = {"stop_reason": reason, "stop_sequence": None}
-        handler.event("message_delta", delta=ended, usage={"output_tokens": 7})
-        handler.event("message_stop")
-        handler.end_cleanly()
+        handler.end("max_tokens" if cut else "tool_use")
 
     return reply
 
@@ -231,6 +281,17 @@ def stalls(handler: _Handler) -> None:
     """Silence in the middle, until the server goes."""
     handler.begin("half an")
     handler.server.over.wait(30)
+    handler.cut()
+
+
+def pings(handler: _Handler) -> None:
+    """Pings in the middle, and nothing else, for ten seconds or until somebody goes."""
+    handler.begin("half an")
+    with suppress(OSError):
+        for _ in range(500):
+            if handler.server.over.wait(0.02):
+                break
+            handler.event("ping")
     handler.cut()
 
 

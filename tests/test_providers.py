@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -16,8 +17,11 @@ import fake_messages as fake
 import pytest
 from fake_messages import FakeMessages, Reply
 
+from agent.budget import Ledger, Limits, OutOfBudget
 from agent.journal import Journal
 from agent.providers import FREE, Call, Message, Meter, Provider, ProviderError, Question, Turn, Usage, make
+from agent.providers.patience import Patience
+from agent.providers.scrub import Scrub, Stream
 from agent.tools import TOOLS
 
 KEY = "sk-ant-secret-0123456789"
@@ -50,6 +54,21 @@ class Purse:
         return self.charges[-1]
 
 
+@dataclass
+class Night:
+    """Time that passes only by sleeping."""
+
+    now: float = 1000.0
+    waits: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now += seconds
+
+    def patience(self, **options: float) -> Patience:
+        return Patience(clock=lambda: self.now, sleep=self.sleep, **options)
+
+
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "CODA_AGENT_MODEL", "HTTP_PROXY", "ALL_PROXY"):
@@ -58,12 +77,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def claude(server: FakeMessages, **options: Any) -> Provider:
-    defaults = {"api_key": KEY, "base_url": server.url, "backoff": 0.01, "retries": 2, "timeout": 5.0}
+    defaults = {"api_key": KEY, "base_url": server.url, "timeout": 5.0, "patience": Night().patience()}
     return make("anthropic", **{**defaults, **options})
 
 
 def ask(
-    *script: Reply, meter: Meter = FREE, **options: Any
+    *script: Reply, meter: Meter = FREE, deadline: float | None = None, **options: Any
 ) -> tuple[Turn | ProviderError, FakeMessages, str]:
     """One turn against a scripted server: the turn or the error, the server, the text that was streamed."""
     streamed: list[str] = []
@@ -71,7 +90,7 @@ def ask(
     with FakeMessages(*script) as server:
         try:
             result = claude(server, **options).next_turn(
-                Question("SYSTEM", ASK, meter=meter, say=streamed.append)
+                Question("SYSTEM", ASK, meter=meter, say=streamed.append, deadline=deadline)
             )
         except ProviderError as error:
             result = error
@@ -187,9 +206,8 @@ PASSING = {
 @pytest.mark.parametrize("name", PASSING)
 def test_a_fault_that_passes_is_tried_again(name: str) -> None:
     fault, uncertain = PASSING[name]
-    began, purse = time.monotonic(), Purse()
-    result, server, streamed = ask(fault, fake.answer("here it is"), meter=purse, max_retry_after=0.05)
-    assert time.monotonic() - began < 30
+    purse = Purse()
+    result, server, streamed = ask(fault, fake.answer("here it is"), meter=purse)
     assert isinstance(result, Turn)
     assert (result.text, result.usage) == ("here it is ", USAGE)  # no half of the broken attempt
     assert len(server.requests) == 2
@@ -198,37 +216,94 @@ def test_a_fault_that_passes_is_tried_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_fault_that_stays_is_given_up(name: str) -> None:
-    result, server, _ = ask(*[PASSING[name][0]] * 4, max_retry_after=0.02)
+def test_a_fault_that_stays_is_given_up_when_patience_is_over(name: str) -> None:
+    night = Night()
+    result, server, streamed = ask(*[PASSING[name][0]] * 40, patience=night.patience(total=300.0))
     assert refused(result).retryable
-    assert "3 attempts" in str(result)
-    assert len(server.requests) == 3
+    assert sum(night.waits) == pytest.approx(300.0) and max(night.waits) <= 60.0
+    assert len(server.requests) == len(night.waits) + 1 >= 6  # the last when patience is just over
+    assert f"({len(server.requests)} requests in 5 min)" in str(result)
+    assert streamed.count("asking again in") == len(night.waits)
+
+
+def test_an_outage_of_most_of_two_hours_is_outlived() -> None:
+    night = Night()
+
+    def overloaded(handler: Any) -> None:
+        over = night.now > 1000.0 + 110 * 60
+        (fake.answer("here it is") if over else fake.status(529, "overloaded_error"))(handler)
+
+    result, server, streamed = ask(*[overloaded] * 400, patience=night.patience())
+    assert isinstance(result, Turn) and result.text == "here it is "
+    assert 110 < len(server.requests) < 200
+    assert night.waits[0] <= 1.0 and all(45.0 <= wait <= 60.0 for wait in night.waits[7:])
+    assert "529 overloaded_error: no; asking again in 1 s, for 120 min at most]" in streamed
+
+
+def test_a_run_s_deadline_ends_patience() -> None:
+    night, purse = Night(), Purse()
+    faults = [fake.status(529, "overloaded_error")] * 40
+    result, server, streamed = ask(*faults, meter=purse, patience=night.patience(), deadline=1100.0)
+    assert night.now == pytest.approx(1100.0)  # no earlier: only then is the run's time used up
+    assert len(server.requests) == len(night.waits)
+    assert "the run's time ended" in str(refused(result)) and "529" in str(result)
+    assert "--budget-seconds" in str(result)
+    assert streamed.count("the run's time ends in") == 1
+    result, server, _ = ask(fake.answer("a"), meter=purse, patience=night.patience(), deadline=1100.0)
+    assert "the run's time ended" in str(refused(result))
+    assert not server.requests and len(purse.charges) == len(night.waits)
 
 
 def test_retry_after_is_obeyed_up_to_the_cap() -> None:
-    began = time.monotonic()
-    ask(fake.status(429, "rate_limit_error", retry_after="0.4"), fake.answer("a"), max_retry_after=60.0)
-    assert 0.4 <= time.monotonic() - began < 30
-    began = time.monotonic()
-    ask(fake.status(529, "overloaded_error", retry_after_ms="300"), fake.answer("a"), max_retry_after=60.0)
-    assert 0.3 <= time.monotonic() - began < 30
-    began = time.monotonic()  # no wish is no leave to hammer the server
-    ask(fake.status(429, "rate_limit_error", retry_after="0"), fake.answer("a"), backoff=0.3)
-    assert 0.2 <= time.monotonic() - began < 30
+    night = Night()
+    asked = [{"retry_after": "7"}, {"retry_after_ms": "300"}, {"retry_after": "3600"}, {"retry_after": "0"}]
+    faults = [fake.status(429, "rate_limit_error", **headers) for headers in asked]
+    ask(*faults, fake.answer("a"), patience=night.patience())
+    assert night.waits[:3] == [7.0, 0.3, 60.0]
+    assert 6.0 <= night.waits[3] <= 8.0  # no wish is no leave to hammer the server
 
 
 def test_a_stall_ends_at_the_timeout() -> None:
     began = time.monotonic()
-    result, _, _ = ask(fake.stalls, timeout=0.3, retries=0)
+    result, _, _ = ask(fake.stalls, timeout=0.3, patience=Patience(total=0.0))
     assert 0.3 <= time.monotonic() - began < 30
     assert refused(result).retryable and "ReadTimeout" in str(result)
+
+
+def test_pings_do_not_prolong_an_answer() -> None:
+    purse = Purse()
+    result, server, _ = ask(fake.pings, fake.answer("here it is"), meter=purse, answer_time=1.0)
+    assert isinstance(result, Turn) and result.text == "here it is "
+    assert [c.settled for c in purse.charges] == [None, None]  # nobody knows what the first cost
+    result, server, _ = ask(fake.pings, answer_time=0.1, patience=Patience(total=0.0))
+    assert "no whole answer within 0 s" in str(refused(result)) and refused(result).retryable
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("hangs", [fake.pings, fake.stalls])
+def test_a_run_s_deadline_ends_an_answer(hangs: Reply) -> None:
+    night, purse = Night(), Purse()
+    options = {"patience": night.patience(), "timeout": 600.0}
+    result, server, _ = ask(hangs, meter=purse, deadline=night.now + 0.3, **options)
+    assert "the run's time ended before there was an answer" in str(refused(result))
+    assert "RemoteProtocolError" not in str(result)  # it is not the server that ended it
+    assert len(server.requests) == 1
+    assert [c.settled for c in purse.charges] == [None]
+
+
+@pytest.mark.parametrize("ping", [False, True])
+def test_a_slow_answer_is_whole(ping: bool) -> None:
+    """Slower in all than the silence that counts as a stall, but never silent for so long."""
+    result, server, streamed = ask(fake.slowly("one ", "two ", "three", pause=0.4, ping=ping), timeout=1.0)
+    assert isinstance(result, Turn) and result.text == streamed == "one two three"
+    assert len(server.requests) == 1
 
 
 def test_no_server_is_a_fault_of_the_line() -> None:
     with FakeMessages() as server:
         pass
     with pytest.raises(ProviderError, match="no connection: ConnectError") as caught:
-        claude(server, retries=1).next_turn(Question("SYSTEM", ASK))
+        claude(server).next_turn(Question("SYSTEM", ASK))
     assert caught.value.retryable
 
 
@@ -239,9 +314,11 @@ def test_no_server_is_a_fault_of_the_line() -> None:
         (fake.answer("no", "refusal"), "hints"),
         (fake.answer("no", "model_context_window_exceeded"), "fewer rounds"),
         (fake.answer("no", "tool_use"), "--model"),
-        (fake.answer(""), "no text"),
         (fake.status(400, "invalid_request_error"), "--max-tokens"),
+        (fake.status(400, "invalid_request_error", "Your credit balance is too low"), "credit balance"),
         (fake.status(401, "authentication_error"), "ANTHROPIC_API_KEY"),
+        (fake.status(402, "billing_error"), "billing"),
+        (fake.status(403, "permission_error"), "may use this model"),
         (fake.status(404, "not_found_error"), "CODA_AGENT_MODEL"),
         (fake.status(429, "rate_limit_error", x_should_retry="false"), "message"),
         (fake.error_in_stream("invalid_request_error"), "message"),
@@ -269,12 +346,47 @@ def test_an_answer_of_no_use_is_paid() -> None:
     assert [c.settled for c in purse.charges] == [Usage(11, 99, 4000, 300)]
 
 
-def test_what_was_never_sent_costs_nothing() -> None:
+@pytest.mark.parametrize("empty", [fake.answer(""), fake.nothing])
+def test_an_empty_answer_is_asked_for_again_and_paid(empty: Reply) -> None:
     purse = Purse()
-    with FakeMessages() as server:
-        pass
-    with pytest.raises(ProviderError):
-        claude(server, retries=0).next_turn(Question("SYSTEM", ASK, meter=purse))
+    result, server, streamed = ask(empty, empty, fake.answer("here it is"), meter=purse)
+    assert isinstance(result, Turn) and result.text == "here it is "
+    assert [c.settled for c in purse.charges] == [USAGE, USAGE, None]  # the turn settles its own
+    assert streamed.count("the answer holds no text; asking again") == 2
+    result, server, _ = ask(*[empty] * 9, meter=purse)
+    assert "the answer holds no text (3 requests" in str(refused(result))
+    assert len(server.requests) == 3
+
+
+def test_empty_answers_are_counted_without_the_faults_before_them() -> None:
+    overload = fake.status(529, "overloaded_error")
+    result, _, _ = ask(*[overload] * 5, fake.nothing, overload, fake.nothing, fake.answer("here it is"))
+    assert isinstance(result, Turn)
+
+
+def test_an_answer_that_the_budget_cut_ends_out_of_budget(tmp_path: Path) -> None:
+    cut = fake.answer("half", "max_tokens", output_tokens=1500)
+    remedy = r"budget had 1,689 tokens .*resume the run with a larger --budget-tokens or --budget-dollars"
+    with Journal.create(tmp_path / "run.db", {"spec": "s"}) as journal:
+        ledger = Ledger(journal, Limits(tokens=fake.COUNTED + 1689), turn=1)
+        with pytest.raises(OutOfBudget, match=remedy) as caught:
+            ask(cut, meter=ledger)
+        assert ledger.spent().tokens == Usage(11, 1500, 4000, 300).total
+        assert ledger.spent().uncertain_tokens == 0
+    assert caught.value.__context__ is None  # which may hold the key in a header
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_what_was_never_sent_costs_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens, or nobody shakes hands."""
+    monkeypatch.setattr("agent.providers.anthropic.ASIDE", 0.1)
+    purse, mute = Purse(), socket.create_server(("127.0.0.1", 0))
+    url = f"{scheme}://127.0.0.1:{mute.getsockname()[1]}"
+    if scheme == "http":
+        mute.close()
+    provider = make("anthropic", api_key=KEY, base_url=url, timeout=0.1, patience=Patience(total=0.0))
+    with mute, pytest.raises(ProviderError, match="no connection: Connect"):
+        provider.next_turn(Question("SYSTEM", ASK, meter=purse))
     assert [c.settled for c in purse.charges] == [Usage()]
 
 
@@ -324,6 +436,45 @@ def test_tools_are_offered_and_their_use_is_repeated_with_its_thinking() -> None
     assert second["messages"][2]["content"] == [{**said.blocks[0], **CACHED}]
 
 
+SAID = Message("user", "fine", ({"type": "tool_result", "tool_use_id": "toolu_1", "content": "fine"},))
+
+
+def test_blank_text_before_a_call_is_not_kept() -> None:
+    with FakeMessages(fake.uses(("check", {"source": "a = 1"}), text=""), fake.answer("done")) as server:
+        provider = claude(server)
+        turn = provider.next_turn(Question("SYSTEM", ASK, tools=TOOLS))
+        assert [block["type"] for block in turn.blocks] == ["tool_use"]
+        talk = [*ASK, Message("assistant", turn.text, turn.blocks), SAID]
+        assert provider.next_turn(Question("SYSTEM", talk, tools=TOOLS)).text == "done "
+
+
+def test_blank_text_that_was_kept_is_not_sent() -> None:
+    """By a version that kept it: its journals can be resumed."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "check", "input": {"source": "a = 1"}}
+    old = Message("assistant", " \n", ({"type": "text", "text": " \n"}, call))
+    with FakeMessages(fake.answer("done")) as server:
+        assert claude(server).next_turn(Question("SYSTEM", [*ASK, old, SAID])).text == "done "
+    assert server.requests[0]["messages"][1]["content"] == [call]
+
+
+def test_the_server_refuses_blank_text() -> None:
+    with FakeMessages(fake.answer("a")) as server, pytest.raises(ProviderError, match="non-whitespace text"):
+        claude(server).next_turn(Question("SYSTEM", [Message("user", " \n")]))
+
+
+def test_a_cache_that_is_none_is_said_once() -> None:
+    none = {**fake.USAGE, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+    for usage, times in ((none, 1), (fake.USAGE, 0)):
+        said: list[str] = []
+        with FakeMessages(*[fake.answer("a", usage=usage)] * 3) as server:
+            provider = claude(server)
+            provider.next_turn(Question("SYSTEM", ASK, say=said.append))
+            assert "nothing was cached" not in "".join(said)  # the first fills it
+            for _ in range(2):
+                provider.next_turn(Question("SYSTEM", TALK, say=said.append))
+        assert "".join(said).count("nothing was cached") == times
+
+
 def test_a_tool_s_input_that_was_cut_is_no_use_of_it() -> None:
     result, _, _ = ask(fake.uses(("submit", {"source": "a = 1"}), cut=True))
     assert "cut off at 32000 tokens" in str(refused(result))
@@ -348,6 +499,31 @@ def test_the_key_is_in_no_error() -> None:
     assert KEY not in "".join(traceback.format_exception(refused(result)))
     _, _, streamed = ask(fake.status(500, "api_error", f"key {KEY}"), fake.answer("a"))
     assert "[key]" in streamed and KEY not in streamed
+
+
+def test_the_key_is_in_no_turn(tmp_path: Path) -> None:
+    """A turn is journalled, and what is streamed may be logged."""
+    use = fake.uses(("check", {"source": [f"key = '{KEY}'"], KEY: 1}), text=f"it is {KEY}!", thinking=KEY)
+    result, _, streamed = ask(use)
+    assert isinstance(result, Turn)
+    assert KEY not in repr(result) + streamed
+    assert result.text == streamed == "it is [key]! "
+    assert result.calls[0].input == {"source": ["key = '[key]'"], "[key]": 1}
+    # thinking is signed as it was: the API would refuse another text
+    assert [block["type"] for block in result.blocks] == ["text", "tool_use"]
+    with Journal.create(tmp_path / "run.db", {"spec": "s"}) as journal:
+        journal.once("answer/1", "answer", result.to_json)
+        assert KEY not in journal.export()
+
+
+@pytest.mark.parametrize("at", range(1, len(KEY)))
+def test_a_key_in_pieces_is_not_streamed(at: int) -> None:
+    said: list[str] = []
+    stream = Stream(Scrub(KEY), said.append)
+    for piece in (f"a sk {KEY[:at]}", KEY[at:], f"{KEY}sk", KEY[:at]):
+        stream.piece(piece)
+    stream.end()
+    assert "".join(said) == f"a sk [key][key]sk{KEY[:at]}"
 
 
 @pytest.mark.parametrize("key", [KEY + "\nX: y", KEY + "é", "a b" + KEY])

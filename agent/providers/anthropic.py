@@ -2,18 +2,17 @@
 
 What can go wrong on the way is decided here, once, for all faults alike: the SDK's own retries are off, since
 they obey a Retry-After of an hour and stop where the stream begins. A fault of the line (no connection, 408,
-409, 429, 5xx, an overload inside the stream, a cut or stalled or early-ended stream) is tried again a bounded
-number of times; what trying again cannot mend (a wrong key or model, an answer cut at max_tokens, a refusal)
-is raised at once with its remedy.
+409, 429, 5xx, an overload inside the stream, a cut, stalled, endless or early-ended stream) is tried again
+for as long as patience lasts, an empty answer a few times; what trying again cannot mend (a wrong key or
+model, an answer cut at max_tokens, a refusal) is raised at once with its remedy.
 """
 
 from __future__ import annotations
 
-import email.utils
 import json
+import math
 import os
-import random
-import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,10 +22,15 @@ import anthropic
 import httpx2
 from anthropic.lib.streaming import MessageStream
 
+from agent.budget import OutOfBudget
 from agent.providers import Call, Charge, Message, OnText, ProviderError, Question, Turn, Usage
+from agent.providers.patience import Asking, Patience, TookTooLong, retry_after, whole_within
+from agent.providers.scrub import Scrub, Stream
 
 DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
+ANSWER_TIME = 1800.0  # seconds for an answer of at most so many tokens; for more, in proportion
+EMPTY = 3  # answers to one question that may hold nothing, before it is given up
 
 CACHED = {"type": "ephemeral"}
 ASIDE = 15.0  # seconds for what can be done without: counting, and describing the model
@@ -38,11 +42,12 @@ _MALFORMED = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why an attempt gave no message; `retry_after` is the server's wish in seconds, 0 where it has none."""
+    """Why a request gave no answer. `most`: how many requests for one answer may end so before it is given
+    up; `retry_after`: the server's wish in seconds, 0 where it has none."""
 
     message: str
     remedy: str
-    retryable: bool
+    most: float = 1
     retry_after: float = 0.0
 
 
@@ -52,9 +57,8 @@ class Anthropic:
 
     `model`: or CODA_AGENT_MODEL, or the default. `max_tokens` bounds one answer, thinking included. `effort`
     and `thinking=False` are for models that take them. `api_key`: or ANTHROPIC_API_KEY. `timeout`: seconds of
-    silence that count as a stall. `retries`: how often a fault of the line is tried again, waiting `backoff`
-    seconds, doubled each time, or what the server asks, but never more than `max_retry_after`.
-    Raises ProviderError without a key.
+    silence that count as a stall. `answer_time`: seconds within which an answer has to be whole. `patience`:
+    how long a fault of the line is tried again. Raises ProviderError without a key.
     """
 
     name = "anthropic"
@@ -69,45 +73,48 @@ class Anthropic:
         api_key: str | None = None,
         base_url: str | None = None,
         timeout: float = 300.0,
-        retries: int = 4,
-        backoff: float = 1.0,
-        max_retry_after: float = 60.0,
+        answer_time: float | None = None,
+        patience: Patience | None = None,
     ):
-        self._key = _check_key(api_key or os.environ.get("ANTHROPIC_API_KEY") or "")
+        key = _check_key(api_key or os.environ.get("ANTHROPIC_API_KEY") or "")
+        self._scrub = Scrub(key)
         self.model = model or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
         self._max_tokens = max_tokens
         self._optional: dict[str, Any] = {"thinking": {"type": "adaptive"}} if thinking else {}
         if effort:
             self._optional["output_config"] = {"effort": effort}
         self._learned = False
-        self._retries = retries
-        self._backoff = backoff
-        self._max_retry_after = max_retry_after
-        self._client = anthropic.Anthropic(
-            api_key=self._key,
-            base_url=base_url,
-            timeout=anthropic.Timeout(timeout, connect=min(timeout, 10.0)),
-            max_retries=0,
-        )
+        self._remarked = False
+        self._timeout = timeout
+        self._answer_time = answer_time or ANSWER_TIME * max(1.0, max_tokens / DEFAULT_MAX_TOKENS)
+        self._patience = patience or Patience()
+        self._client = anthropic.Anthropic(api_key=key, base_url=base_url, max_retries=0)
 
     def next_turn(self, question: Question) -> Turn:
-        """One whole answer. Raises ProviderError as the module says."""
+        """One whole answer. Raises ProviderError as the module says and at the question's deadline, and
+        OutOfBudget where the meter has too little for a whole one."""
         self._learn()
         request = self._request(question)
         read = self._count(request)
-        attempts = 0
-        while True:
+        asking, ended, why = Asking(self._patience, question.deadline), Counter[_Fault](), ""
+        while (left := asking.time_left()) > 0:
             charge = question.meter.reserve(self.model, read, self._max_tokens)
-            result = self._attempt(request, charge, question.say)
-            attempts += 1
+            result = self._attempt(request, charge, question.say, min(self._answer_time, left))
+            asking.requests += 1
             if isinstance(result, Turn):
+                self._remark(result, question)
                 return result
-            if not result.retryable or attempts > self._retries:
-                # raised here, with no SDK exception as its context: one may hold the key in a header
-                raise self._error(result, attempts)
-            wait = self._wait(attempts, result.retry_after)
-            question.say(f"\n[{self._scrub(result.message)}; asking again in {wait:.0f} s]\n")
-            time.sleep(wait)
+            # raised here, with no SDK exception as its context: one may hold the key in a header
+            if isinstance(result, OutOfBudget):
+                raise result
+            ended[result] += 1
+            why = self._scrub.text(result.message)
+            if ended[result] >= result.most or asking.over():
+                made = f" ({asking})" if asking.requests > 1 else ""
+                raise ProviderError(why + made, result.remedy, retryable=result.most > 1)
+            asking.wait(why, result.retry_after, question.say)
+        late = "the run's time ended before there was an answer" + (f": {why} ({asking})" if why else "")
+        raise ProviderError(late, "resume the run with a larger --budget-seconds", retryable=True)
 
     def _request(self, question: Question) -> dict[str, Any]:
         """Everything but the answer's length. Two marks for the cache: the prefix that all runs share, and
@@ -146,31 +153,39 @@ class Anthropic:
         except (anthropic.APIError, httpx2.RequestError, *_MALFORMED):
             return len(json.dumps(request)) // 2
 
-    def _attempt(self, request: dict[str, Any], charge: Charge, say: OnText) -> Turn | _Fault:
-        """One request. It is settled where its cost is known, else it stays charged."""
+    def _attempt(
+        self, request: dict[str, Any], charge: Charge, say: OnText, seconds: float
+    ) -> Turn | _Fault | OutOfBudget:
+        """One request, cut off after so long. Settled where its cost is known, else it stays charged."""
+        silence = min(self._timeout, seconds)
+        timeout = anthropic.Timeout(silence, connect=min(silence, 10.0))
+        sent = self._client.messages.stream(max_tokens=charge.max_tokens, timeout=timeout, **request)
         stream: MessageStream[None] | None = None
         try:
-            with self._client.messages.stream(max_tokens=charge.max_tokens, **request) as stream:
-                if not _drain(stream, say):
+            with sent as stream, whole_within(stream.response, seconds):
+                if not _drain(stream, Stream(self._scrub, say)):
                     return _broken("the response holds no message")
-                result = self._judge(stream.get_final_message(), charge.max_tokens)
-                if isinstance(result, _Fault) and not result.retryable:  # whole, and of no use
-                    charge.settle(_usage(stream.get_final_message()))
+                message = stream.get_final_message()
+                result = self._judge(message, charge.max_tokens)
+                if not isinstance(result, Turn) and message.stop_reason:  # whole, and of no use
+                    charge.settle(_usage(message))
                 return result
         except anthropic.APIStatusError as error:
             if stream is None:  # refused before it began
                 charge.settle(Usage())
             return _status_fault(error)
         except anthropic.APIConnectionError as error:  # before the stream; its own text names no cause
-            if isinstance(error.__cause__, httpx2.ConnectError):  # it was never sent
+            if isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout):  # never sent
                 charge.settle(Usage())
             return _broken(f"no connection: {_name(error.__cause__ or error)}")
         except httpx2.RequestError as error:
             return _broken(f"the stream broke: {_name(error)}")
+        except TookTooLong as error:
+            return _broken(str(error))
         except _MalformedStream as error:
             return _broken(f"the stream is malformed: {error}")
 
-    def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | _Fault:
+    def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | _Fault | OutOfBudget:
         """What to make of a stream that came to its end."""
         usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
@@ -178,42 +193,56 @@ class Anthropic:
         author = f"{message.model} via anthropic"
         match message.stop_reason:
             case "tool_use" if calls:
-                return Turn(text, usage, author, message.stop_reason, calls, _kept(message))
+                return self._scrubbed(
+                    Turn(text, usage, author, message.stop_reason, calls, self._kept(message))
+                )
             case "end_turn" | "stop_sequence" if text.strip():
-                return Turn(text, usage, author, message.stop_reason)
+                return self._scrubbed(Turn(text, usage, author, message.stop_reason))
             case "end_turn" | "stop_sequence":
-                return _Fault("the answer holds no text", "resume the run to ask again", False)
+                return _Fault("the answer holds no text", "resume the run to ask again", EMPTY)
             case None:
                 return _broken("the stream ended in the middle of the answer")
+            case "max_tokens" if max_tokens < self._max_tokens:
+                return OutOfBudget(
+                    f"the budget had {max_tokens:,} tokens for an answer, which was cut off there, thinking "
+                    "included; resume the run with a larger --budget-tokens or --budget-dollars"
+                )
             case "max_tokens":
                 cut = f"the answer was cut off at {max_tokens} tokens, thinking included"
-                remedy = "raise --max-tokens in a new run, or what is left of the budget"
-                return _Fault(cut, remedy, False)
+                return _Fault(cut, "raise --max-tokens in a new run")
             case "refusal":
                 details = message.stop_details
                 reason = (details.explanation or details.category) if details else None
                 refused = f"{message.model} refused to answer" + (f" ({reason})" if reason else "")
                 remedy = "reword the spec's hints, or choose another --model, in a new run"
-                return _Fault(refused, remedy, False)
+                return _Fault(refused, remedy)
             case "model_context_window_exceeded":
                 full = f"the conversation is longer than {message.model} can read"
-                return _Fault(full, "start a new run, or allow fewer rounds", False)
+                return _Fault(full, "start a new run, or allow fewer rounds")
             case other:
                 odd = f"the answer ended with stop_reason {other!r}, which no request here leads to"
-                return _Fault(odd, "choose another --model in a new run", False)
+                return _Fault(odd, "choose another --model in a new run")
 
-    def _wait(self, attempts: int, retry_after: float) -> float:
-        """Seconds before the next attempt; the jitter keeps parallel runs from returning in step."""
-        if retry_after:
-            return min(retry_after, self._max_retry_after)
-        return min(self._backoff * 2 ** (attempts - 1), self._max_retry_after) * random.uniform(0.75, 1.0)
+    def _scrubbed(self, turn: Turn) -> Turn:
+        return Turn.from_json(self._scrub.data(turn.to_json()))
 
-    def _error(self, fault: _Fault, attempts: int) -> ProviderError:
-        message = self._scrub(fault.message) + (f" ({attempts} attempts)" if attempts > 1 else "")
-        return ProviderError(message, fault.remedy, retryable=fault.retryable)
+    def _kept(self, message: anthropic.types.Message) -> tuple[dict[str, Any], ...]:
+        """An answer's blocks as the next request has to repeat them. Thinking that led to a call is signed,
+        so where it holds the key it can only be left out."""
+        return tuple(
+            {field: getattr(block, field) for field in ("type", *_REPEATED[block.type])}
+            for block in message.content
+            if block.type in _REPEATED
+            if not (block.type == "text" and _blank(block.text))
+            if not (block.type == "thinking" and self._scrub.secret in block.thinking)
+        )
 
-    def _scrub(self, text: str) -> str:
-        return text.replace(self._key, "[key]")
+    def _remark(self, turn: Turn, question: Question) -> None:
+        """Say, once, that the marks for the cache do nothing: no error tells. The first answer fills it."""
+        cached = turn.usage.cache_read_tokens or turn.usage.cache_write_tokens
+        if question.number > 1 and not cached and not self._remarked:
+            self._remarked = True
+            question.say(f"\n[nothing was cached: the prompt may be too short for {self.model}'s cache]\n")
 
 
 def _check_key(key: str) -> str:
@@ -227,16 +256,13 @@ def _check_key(key: str) -> str:
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
-    return [dict(block) for block in message.blocks] or [{"type": "text", "text": message.text}]
+    blocks = [dict(b) for b in message.blocks if not (b["type"] == "text" and _blank(b["text"]))]
+    return blocks or [{"type": "text", "text": message.text}]
 
 
-def _kept(message: anthropic.types.Message) -> tuple[dict[str, Any], ...]:
-    """An answer's blocks as the next request has to repeat them: thinking that led to a call is signed."""
-    return tuple(
-        {field: getattr(block, field) for field in ("type", *_REPEATED[block.type])}
-        for block in message.content
-        if block.type in _REPEATED
-    )
+def _blank(text: str) -> bool:
+    """Whether the API, which may put such a text before a call, refuses to be sent it."""
+    return not text.strip()
 
 
 _REPEATED = {
@@ -251,13 +277,14 @@ class _MalformedStream(Exception):
     """The server's events make no message."""
 
 
-def _drain(stream: MessageStream[None], say: OnText) -> bool:
+def _drain(stream: MessageStream[None], heard: Stream) -> bool:
     """Read the stream to its end; whether a message began in it."""
     started = False
     for event in _events(stream):
         started = started or event.type == "message_start"
         if event.type == "text":
-            say(event.text)
+            heard.piece(event.text)
+    heard.end()
     return started
 
 
@@ -280,7 +307,7 @@ def _usage(message: anthropic.types.Message) -> Usage:
 
 
 def _broken(message: str) -> _Fault:
-    return _Fault(message, "check the network and resume the run", True)
+    return _Fault(message, "check the network and resume the run", math.inf)
 
 
 def _status_fault(error: anthropic.APIStatusError) -> _Fault:
@@ -291,8 +318,8 @@ def _status_fault(error: anthropic.APIStatusError) -> _Fault:
     headers = error.response.headers
     passing = status in (408, 409, 429) or status >= 500 or (status == 200 and kind in _PASSING)
     if {"true": True, "false": False}.get(headers.get("x-should-retry", ""), passing):
-        return _Fault(message, "resume the run later", True, _retry_after(headers))
-    return _Fault(message, _REMEDIES.get(status, "see the API's message"), False)
+        return _Fault(message, "resume the run later", math.inf, retry_after(headers))
+    return _Fault(message, _REMEDIES.get(status, "see the API's message"))
 
 
 #: errors inside a stream that pass with time
@@ -301,21 +328,11 @@ _PASSING = {"overloaded_error", "api_error", "rate_limit_error", "timeout_error"
 _REMEDIES = {
     400: "check --model and --max-tokens against what the model takes, in a new run",
     401: "check ANTHROPIC_API_KEY",
+    402: "see to the account's billing, and resume the run",
     403: "use a key that may use this model",
     404: "check --model or CODA_AGENT_MODEL",
     413: "allow fewer rounds, or shorten the tips",
 }
-
-
-def _retry_after(headers: httpx2.Headers) -> float:
-    """Seconds the server asks to wait: Retry-After as a number or a date, or its variant in milliseconds."""
-    for value, scale in ((headers.get("retry-after-ms"), 1e-3), (headers.get("retry-after"), 1.0)):
-        try:
-            return max(0.0, float(value or "") * scale)  # NaN is no wish: 0
-        except ValueError:
-            continue
-    date = email.utils.parsedate_tz(headers.get("retry-after") or "")
-    return max(0.0, email.utils.mktime_tz(date) - time.time()) if date else 0.0
 
 
 def _name(error: BaseException) -> str:

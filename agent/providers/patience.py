@@ -1,0 +1,122 @@
+"""How long a provider that asks over a network goes on: from one request to the next, and within one answer.
+
+Outages last from seconds to hours, and runs are left alone overnight. So time bounds how long a fault of the
+line is tried again, not a number of attempts; what no waiting mends never gets here. A stream is bounded too:
+the API's pings keep one that brings nothing from ever falling silent.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import math
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import httpx2
+
+
+@dataclass(frozen=True)
+class Patience:
+    """In seconds: how long one question is asked again, the first wait, which doubles each time, and the
+    longest, which a Retry-After is held to as well."""
+
+    total: float = 2 * 3600.0
+    backoff: float = 1.0
+    longest: float = 60.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Asking:
+    """One question's requests: how many there were, and how long there will be more.
+
+    `deadline`: the moment of the clock from which no answer is of use, or None.
+    """
+
+    def __init__(self, patience: Patience, deadline: float | None):
+        self._patience = patience
+        self._deadline = math.inf if deadline is None else deadline
+        self._began = patience.clock()
+        self.requests = 0
+
+    def time_left(self) -> float:
+        """Seconds to the deadline."""
+        return self._deadline - self._patience.clock()
+
+    def over(self) -> bool:
+        """Whether patience is. The last wait ends with it, so that one more request is made just then."""
+        return self._taken() >= self._patience.total
+
+    def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
+        """Sleep before the next request, for as long as the server asks or backoff has it, within patience
+        and deadline; `say` hears why and how long."""
+        patience = self._patience
+        doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
+        # the jitter keeps parallel runs from returning in step
+        wished = retry_after or min(doubled, patience.longest) * random.uniform(0.75, 1.0)
+        left, time_left = patience.total - self._taken(), self.time_left()
+        seconds = max(0.0, min(wished, patience.longest, left, time_left))
+        ahead = f"asking again in {_spelled(seconds)}, for {_spelled(left)} at most"
+        if time_left <= seconds:
+            ahead = f"the run's time ends in {_spelled(seconds)}"
+        say(f"\n[{why}; {ahead}]\n")
+        patience.sleep(seconds)
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests in {_spelled(self._taken())}"
+
+    def _taken(self) -> float:
+        return self._patience.clock() - self._began
+
+
+class TookTooLong(Exception):
+    """A response was not whole in its time."""
+
+
+@contextmanager
+def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
+    """Shut the connection of a response that is being read when its time is over. Raises TookTooLong then.
+
+    The reader may be waiting for bytes, or be given pings without end that the SDK swallows: only what ends
+    the connection reaches it in both cases.
+    """
+    line = response.extensions["network_stream"].get_extra_info("socket")
+    late = threading.Event()
+
+    def shut() -> None:
+        late.set()
+        with suppress(OSError):  # it ended meanwhile
+            line.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, shut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except httpx2.RequestError:
+        if late.is_set():
+            raise TookTooLong(f"no whole answer within {_spelled(seconds)}") from None
+        raise
+    finally:
+        timer.cancel()
+
+
+def retry_after(headers: httpx2.Headers) -> float:
+    """Seconds the server asks to wait: Retry-After as a number or a date, or its variant in milliseconds; 0
+    where it has no wish."""
+    for value, scale in ((headers.get("retry-after-ms"), 1e-3), (headers.get("retry-after"), 1.0)):
+        try:
+            return max(0.0, float(value or "") * scale)  # NaN is no wish: 0
+        except ValueError:
+            continue
+    date = email.utils.parsedate_tz(headers.get("retry-after") or "")
+    return max(0.0, email.utils.mktime_tz(date) - time.time()) if date else 0.0
+
+
+def _spelled(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

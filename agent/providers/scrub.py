@@ -1,0 +1,49 @@
+"""A key in nothing that is kept or shown, for servers and proxies may repeat what they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Scrub:
+    """Takes `secret` out of strings, and out of JSON data wherever strings stand in it."""
+
+    secret: str
+
+    def text(self, text: str) -> str:
+        return text.replace(self.secret, "[key]")
+
+    def data(self, data: Any) -> Any:
+        """A copy of JSON data, tuples becoming lists."""
+        if isinstance(data, str):
+            return self.text(data)
+        if isinstance(data, Mapping):
+            return {self.data(name): self.data(value) for name, value in data.items()}
+        if isinstance(data, list | tuple):
+            return [self.data(item) for item in data]
+        return data
+
+
+class Stream:
+    """Text on its way to a listener, piece by piece: an end that may begin the secret waits for the next."""
+
+    def __init__(self, scrub: Scrub, say: Callable[[str], None]):
+        self._scrub = scrub
+        self._say = say
+        self._held = ""
+
+    def piece(self, text: str) -> None:
+        """Say what can be said."""
+        known, secret = self._scrub.text(self._held + text), self._scrub.secret
+        ends = (known[at:] for at in range(max(0, len(known) - len(secret) + 1), len(known)))
+        self._held = next((end for end in ends if secret.startswith(end)), "")
+        if sure := known.removesuffix(self._held):
+            self._say(sure)
+
+    def end(self) -> None:
+        """Say the rest."""
+        if self._held:
+            self._say(self._held)
