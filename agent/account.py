@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from agent.history import Past, attended, told
+from agent.history import Past, attended, timings_of, told
 from agent.journal import Event, JournalError, glance
 from agent.loop import OTHER_VERSION, extract, measurement
 from agent.providers import Turn
@@ -144,17 +144,10 @@ def _attempt(payloads: Mapping[str, Any], number: int, own: Sequence[Event]) -> 
         drafts=tuple(_draft(e.payload) for e in own if e.kind == "draft"),
         source=source,
         report=report,
-        timings=_timings(report),
+        timings=timings_of(report),
         voids=tuple(str(e.payload["reason"]) for e in own if e.kind == "void"),
     )
 
 
 def _draft(payload: Mapping[str, Any]) -> Draft:
     return Draft(payload["source"], REPORT.validate_python(payload["report"]))
-
-
-def _timings(report: Verdict | None) -> tuple[Timing, ...]:
-    if isinstance(report, Accepted):
-        return report.timings
-    rows = report.evidence.get("timings", ()) if isinstance(report, Rejected) else ()
-    return tuple(Timing.model_validate({"samples": {}} | row) for row in rows)  # evidence leaves those out

@@ -23,6 +23,7 @@ from agent.tips.command import tips
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from agent.budget import Limits
     from agent.runs import Run
     from verifier.report import Accepted, Checked, Rejected
 
@@ -66,8 +67,7 @@ def generate(
     from verifier.spec import load
 
     name = load(spec, check=False).name  # a spec that cannot be read says so first
-    limits = budget.limits().shared(candidates)
-    header = session.new_header(name, authoring, limits, directory) | {"improve": improve}
+    header = _header(name, authoring, budget.limits().shared(candidates), directory) | {"improve": improve}
     session.need_gpu(gpu)
     if candidates > 1:
         _attend(_begun(spec, header, candidates), flags(gpu, measuring), as_json)
@@ -94,7 +94,7 @@ def optimize(
 
     path = Path("specs") / f"{name}.yaml"
     base(load(path, check=False))  # one that is not there says so first
-    header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
+    header = _header(name, authoring, budget.limits(), directory, raw=True)
     header |= {"improve": improve, "optimizes": name}
     session.need_gpu(gpu)
     _go(runs.start(path, header), gpu, measuring, as_json)
@@ -132,7 +132,7 @@ def primitive(
         typer.echo(f"{path}:\n{session.source(path)}\nComplete it, then: coda-agent primitive {name}")
         return
     path = proposals.proposed(name)
-    header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
+    header = _header(name, authoring, budget.limits(), directory, raw=True)
     session.need_gpu(gpu)
     _go(proposals.start(path, header), gpu, Measuring(), as_json)
 
@@ -263,17 +263,26 @@ def runs(as_json: Json = False) -> None:
 
 @app.command()
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN.html, here.")] = None,
     jsonl: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write its events there as JSON lines, and no page.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Write a run, as it stands, as one HTML page, or its events as JSON lines."""
+    """Write a run, as it stands, as one HTML page, or its events as JSON lines. Several runs, or the
+    candidates of one command, are also compared: what each cost and came to, and what paid."""
     from agent import accept as accepting
-    from agent import page
+    from agent.page import compared
 
-    typer.echo(accepting.export(run, jsonl) if jsonl else page.write(run, out))
+    if jsonl and len(run) > 1:
+        raise typer.BadParameter("--jsonl takes one run")
+    if jsonl:
+        typer.echo(accepting.export(run[0], jsonl))
+    elif as_json:
+        typer.echo(json.dumps(compared.as_dict(run), indent=1))
+    else:
+        typer.echo("\n".join(map(str, compared.write(run, out))))
 
 
 @app.command()
@@ -407,13 +416,31 @@ app.command()(show)
 app.command()(compare)
 
 
+def _header(
+    name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, raw: bool = False
+) -> dict[str, Any]:
+    """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
+    what it may cost. What cannot work says so here, before there is a run."""
+    provider = session.choose_provider(authoring.provider, name, raw=raw)
+    given = {"directory": str(directory)} if directory else {}
+    if provider == "replay":
+        given["replays"] = session.recorded_run(name, raw=raw)
+    session.refuse_uncounted(provider, limits)
+    header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
+    session.make_provider(header, name, Path(name), raw=raw)
+    return header
+
+
 def _begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
     """So many runs that nobody works at yet."""
     from agent import runs
 
-    names, directory = [], header["directory"]
+    names: list[str] = []
+    directory = header["directory"]
     for place in range(1, number + 1):
-        own = {"directory": str(Path(directory) / str(place))} if directory else {}
+        own: dict[str, Any] = {"candidate": place, "candidates": number}
+        own |= {"group": names[0]} if names else {}  # of a run that says none, its own name
+        own |= {"directory": str(Path(directory) / str(place))} if directory else {}
         run = runs.start(spec, header | own)
         run.journal.close()
         names.append(run.name)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from agent.budget import Spent, spent
 from agent.journal import Event, JournalError, glance, held
-from agent.loop import answers, last_verified, measurement, stands_at, used
+from agent.loop import STOPPED, answers, last_verified, measurement, stands_at, used
 from agent.providers import Usage
 from agent.runs import JOURNAL, names, runs_dir
 from verifier.decision import BASELINE, CANDIDATE
-from verifier.report import REPORT, Accepted, Rejected, Timing, joined
+from verifier.report import REPORT, Accepted, Checked, Rejected, Timing, joined
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-STOPPED = "stopped"  # the kind of event that says why a run ended before its time
 UNDECIDED = "authoring"  # no attempt has been verified yet
 
 
@@ -41,8 +40,10 @@ class Past:
     ended: str = ""
     usage: Usage = Usage()
     spent: Spent = Spent()
-    speedup: float | None = None  # over torch.compile, the geometric mean of the measured cases
-    roofline: float | None = None  # the share of it that the kernel reaches, likewise
+    # Of the accepted kernel, else the fastest that was measured and rejected: geometric means over the cases.
+    milliseconds: float | None = None
+    speedup: float | None = None  # over torch.compile
+    roofline: float | None = None  # the share of it that the kernel reaches
     running: bool = False
     stopped: str = ""
 
@@ -157,7 +158,7 @@ def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
         found = joined(report, measurement(payloads, at))
         status = found.status
         why = f"{found.gate}/{found.code}" if isinstance(found, Rejected) else ""
-        timings = found.timings if isinstance(found, Accepted) else ()
+        timings = found.timings if isinstance(found, Accepted) else _fastest_rejected(payloads)
     return Past(
         run=name,
         status=status,
@@ -169,10 +170,26 @@ def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
         ended=events[-1].time if events else "",
         usage=used(turns),
         spent=spent(events),
+        milliseconds=_mean(t.milliseconds[CANDIDATE] for t in timings),
         speedup=_mean(t.ratios[BASELINE].estimate for t in timings),
         roofline=_mean(t.roofline_milliseconds / t.milliseconds[CANDIDATE] for t in timings),
         stopped=str(events[-1].payload["reason"]) if events and events[-1].kind == STOPPED else "",
     )
+
+
+def timings_of(report: Accepted | Checked | Rejected | None) -> tuple[Timing, ...]:
+    """Those of a kernel that was measured, be it too slow."""
+    if isinstance(report, Accepted):
+        return report.timings
+    rows = report.evidence.get("timings", ()) if isinstance(report, Rejected) else ()
+    return tuple(Timing.model_validate({"samples": {}} | row) for row in rows)  # evidence leaves those out
+
+
+def _fastest_rejected(payloads: dict[str, Any]) -> tuple[Timing, ...]:
+    numbers = [int(key.partition("/")[2]) for key in payloads if key.startswith("measurement/")]
+    found = [m for n in numbers if isinstance(m := measurement(payloads, n), Rejected)]
+    rows = filter(None, map(timings_of, found))
+    return max(rows, key=lambda rows: _mean(t.ratios[BASELINE].estimate for t in rows) or 0.0, default=())
 
 
 def _answered_since(events: list[Event]) -> bool:

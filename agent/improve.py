@@ -32,7 +32,7 @@ A change is kept only if it is measured to be faster in one case at least (the l
 
 BOUND = """\
 What bounds its steps, by the H100's datasheet. These are shares of the bound (the time that no version can
-beat), and not of the time measured: a kernel is timed whole, how long each of its steps takes is not known."""
+beat), and not of the time measured: a kernel is timed whole, and how long each step takes is not known."""
 
 
 def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:

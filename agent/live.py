@@ -26,16 +26,20 @@ from verifier.report import Accepted, Checked, Rejected
 
 TICK = 0.25
 STOP_ALL = "q"
+ASIDE = "; in parentheses: measured and not accepted"
 
 
 def table(rows: Iterable[tuple[int, history.Past, str]], caption: str) -> Table:
-    """A row a run: its number, how it stands, what it is at now, what it has spent, how fast it is."""
-    made = Table(box=None, pad_edge=False, caption=caption)
+    """A row a run: its number, how it stands, what it is at now, what it has spent, how fast its best kernel
+    is: its time, over torch.compile, and of the roofline. That of one that was rejected is in parentheses."""
+    shown = list(rows)
+    rejected = any(past.milliseconds and past.status != "accepted" for _, past, _ in shown)
+    made = Table(box=None, pad_edge=False, caption=caption + (ASIDE if rejected else ""))
     for heading in ("", "run", "status", "now"):  # where there is little room, these give way
         made.add_column(heading)
-    for heading in ("attempts", "tokens", "dollars", "speedup", "roofline"):
+    for heading in ("attempts", "tokens", "dollars", "best ms", "speedup", "roofline"):
         made.add_column(heading, justify="right", no_wrap=True)
-    for number, past, now in rows:
+    for number, past, now in shown:
         made.add_row(
             str(number),
             _cut(past.run),
@@ -44,10 +48,16 @@ def table(rows: Iterable[tuple[int, history.Past, str]], caption: str) -> Table:
             str(past.attempts),
             f"{past.spent.tokens:,}",
             history.dollars(past.spent),
-            f"{past.speedup:.3f}" if past.speedup else "",
-            f"{past.roofline:.0%}" if past.roofline else "",
+            *_speed(past),
         )
     return made
+
+
+def _speed(past: history.Past) -> tuple[str, str, str]:
+    if past.milliseconds is None or past.speedup is None or past.roofline is None:
+        return "", "", ""
+    words = f"{past.milliseconds:.3f}", f"{past.speedup:.3f}", f"{past.roofline:.0%}"
+    return words if past.status == "accepted" else (f"({words[0]})", f"({words[1]})", f"({words[2]})")
 
 
 def _cut(words: str, style: str = "") -> Text:

@@ -30,19 +30,18 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours, and where the cursor
 PATIENCE = 300.0  # seconds, on a machine that has much else to do
 
 
-def eventually(
-    condition: Callable[[], bool],
-    process: subprocess.Popen[bytes] | None = None,
-    said: Callable[[], str] = str,
-) -> None:
-    """Wait for it; fails at once where the ``process`` that is to bring it about has ended, with what it
-    ``said``."""
+def eventually(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait for it; fails at once where the ``process`` that is to bring it about has ended."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         ended = process is not None and process.poll() is not None
-        assert not ended or condition(), f"it ended before that: {said()[-4000:]}"
-        assert time.monotonic() < deadline, f"it did not come about: {said()[-4000:]}"
+        assert not ended or condition(), f"it ended before that: {_errors(process)}"
+        assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def _errors(process: subprocess.Popen[bytes] | None) -> str:
+    return process.stderr.read().decode() if process and process.stderr else "see its terminal"
 
 
 @contextmanager
@@ -101,6 +100,9 @@ def terminal() -> Iterator[Terminal]:
     reading.start()
     try:
         yield made
+    except BaseException as failed:
+        failed.add_note(f"on the terminal: {made.seen[-4000:]}")
+        raise
     finally:
         over.set()
         reading.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from contextlib import AbstractContextManager
@@ -9,10 +10,24 @@ from pathlib import Path
 
 import pytest
 from attending import PATIENCE, eventually, going, terminal
-from authoring import BROKEN, TOY_KERNEL, accepted_run, coda_agent, fenced, make_run, write_toy
+from authoring import (
+    BROKEN,
+    TOY_KERNEL,
+    accepted_run,
+    coda_agent,
+    fenced,
+    make_run,
+    measured,
+    program_of,
+    slow,
+    write_toy,
+)
+from typer.testing import CliRunner
 
 from agent import candidates, history, runs
+from agent.cli import app
 from agent.journal import JournalError, glance
+from verifier.spec import load
 
 
 @pytest.fixture
@@ -53,6 +68,11 @@ def test_the_best_of_two(toy: Path, tmp_path: Path) -> None:
     for name in (first, second):
         header, _ = glance(runs.runs_dir() / name / "journal.db")
         assert header["limits"] == {"gpu_seconds": 45.0, "seconds": 500.0}
+        assert header["candidates"] == 2 and header.get("group", name) == first
+    told = json.loads(CliRunner().invoke(app, ["report", second, "--json"]).output)
+    assert [run["run"] for run in told["runs"]] == [first, second]
+    assert [run["strategy"]["candidate"] for run in told["runs"]] == [1, 2]
+    assert told["paid"].startswith(f"Which run paid is undecided: checked, and not measured: {second}")
 
 
 def two(toy: Path, directory: Path, **streams: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
@@ -88,9 +108,9 @@ def test_a_key_stops_one_on_a_terminal(toy: Path, tmp_path: Path) -> None:
         first, second = runs.names()
         # The candidates may be there first, and a key that is pressed before the view is there is dropped.
         caption = "a number stops that candidate, q stops all"
-        eventually(lambda: caption in screen.seen, process, lambda: screen.seen)
+        eventually(lambda: caption in screen.seen, process)
         screen.press("1")
-        eventually(lambda: free(first), process, lambda: screen.seen)
+        eventually(lambda: free(first), process)
         assert not free(second)
         screen.press("q")
         process.wait(timeout=PATIENCE)
@@ -102,7 +122,11 @@ def test_a_key_stops_one_on_a_terminal(toy: Path, tmp_path: Path) -> None:
 def test_the_table_has_what_journals_tell(toy: Path) -> None:
     from rich.console import Console
 
-    names = [make_run(toy), accepted_run(toy)]
+    spec = load(toy, check=False)
+    rows = measured(spec, program_of(spec, TOY_KERNEL), 0.9).timings
+    evidence = {"timings": [t.model_dump(mode="json", exclude={"samples"}) for t in rows]}
+    too_slow = slow(spec).model_copy(update={"evidence": evidence})
+    names = [make_run(toy), accepted_run(toy), make_run(toy, found=too_slow)]
     console = Console(width=200)
     with candidates.started([], []) as none:
         assert none == []
@@ -116,8 +140,11 @@ def test_the_table_has_what_journals_tell(toy: Path) -> None:
                 [candidates.Candidate(i, history.Reading(n), done) for i, n in enumerate(names, 1)]
             )
         )
-    rows = [line.split() for line in capture.get().splitlines()]
-    assert rows[1][:3] == ["1", names[0], "checked"] and rows[2][:3] == ["2", names[1], "accepted"]
-    assert rows[2][-2:] == ["1.300", "75%"]
+    lines = [line.split() for line in capture.get().splitlines()]
+    assert lines[1][:3] == ["1", names[0], "checked"] and lines[2][:3] == ["2", names[1], "accepted"]
+    assert lines[2][-3:] == ["2.000", "1.300", "75%"]
+    assert lines[3][:3] == ["3", names[2], "rejected"]
+    assert lines[3][-3:] == ["(2.000)", "(0.900)", "(75%)"]
+    assert "q stops all; in parentheses: measured and not accepted" in capture.get()
     ranked = sorted(map(history.of, names), key=candidates._merit)
-    assert [past.run for past in ranked] == names[::-1]
+    assert [past.run for past in ranked] == [names[1], names[0], names[2]]

@@ -243,3 +243,4 @@ def test_what_is_not_faster_is_not_kept(
     with pytest.raises(Failed, match=words) as caught:
         decided(*speedups)
     assert caught.value.code == "no_faster" and f"{speedups[0]:.3f}x" in caught.value.message
+    assert [row["case"] for row in caught.value.evidence["timings"]] == ["large", "wide"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from authoring import (
 from typer.testing import CliRunner
 
 from agent import page, runs
+from agent.budget import GPU_SECONDS
 from agent.cli import app
 from agent.journal import Journal, JournalError
 from agent.page.charts import LEFT, LONG, Mark, duration, number, timeline
@@ -100,11 +102,11 @@ class Tree(HTMLParser):
 
 ELEMENTS = """
 html head meta title style body main header section h1 h2 h3 p ul li dl div dt dd strong span pre code
-details summary table caption thead tbody tr th td svg rect line text
+details summary table caption thead tbody tr th td svg rect line text a
 """
 ATTRIBUTES = """
 lang charset http-equiv content name class id scope tabindex viewbox role aria-label x y x1 x2 y1 y2
-width height text-anchor
+width height text-anchor href
 """
 
 
@@ -119,6 +121,7 @@ def parsed(text: str) -> Node:
     assert {name for n in root.walk() for name in n.attributes} <= {*ATTRIBUTES.split()}
     (style,) = root.every("style")
     assert "url(" not in style.text and "@import" not in style.text
+    assert all(re.fullmatch(r"[\w.-]+\.html", a.get("href")) for a in root.every("a"))  # beside it
     ids = [n.get("id") for n in root.walk() if n.get("id")]
     assert len(ids) == len(set(ids))
     assert all(svg.get("role") == "img" and svg.get("aria-label") for svg in root.every("svg"))
@@ -226,18 +229,35 @@ def test_rounds_say_what_each_cost_and_brought(toy: Path, out: Path) -> None:
     run = runs.reopen(name)
     with run.journal as journal:
         turn = Turn(fenced(TOY_KERNEL), Usage(), "Ada via handoff", "end_turn")
-        journal.once("answer/4", "answer", turn.to_json)
+        journal.once("answer/4", "answer", lambda: turn.to_json() | {"dollars": 0.25})
         report = judged(checked(spec, program), TOY_KERNEL, program.to_json())
         journal.once("report/4", "report", lambda: report)
-        journal.once("measurement/4", "measurement", lambda: change.model_dump(mode="json"))
-    assert cells(shown(name, out), "What each cost")[1:] == [
-        ["1", "first", "rejected", "1,111", "0", ""],
-        ["2", "repair", "rejected", "1,111", "1", ""],
-        ["3", "repair", "accepted", "1,111", "0", ""],
-        ["4", "improvement", "accepted", "not counted", "0",
+        took = {GPU_SECONDS: 40.0}
+        journal.once("measurement/4", "measurement", lambda: change.model_dump(mode="json") | took)
+    root = shown(name, out)
+    assert cells(root, "What each cost")[1:] == [
+        ["1", "first", "rejected", "1,111", "–", "–", "0", ""],
+        ["2", "repair", "rejected", "1,111", "–", "–", "1", ""],
+        ["3", "repair", "accepted", "1,111", "–", "–", "0", ""],
+        ["4", "improvement", "accepted", "not counted", "0.25", "40", "0",
          "large 1.300 [1.250, 1.352], wide 1.300 [1.250, 1.352]"],
     ]  # fmt: skip
+    (section,) = (s for s in root.every("section") if s.every("h2")[0].text == "Rounds")
+    ratios = "large 1.300 [1.250, 1.352], wide 1.300 [1.250, 1.352]"
+    assert [p.text for p in section.every("p")] == [
+        "2 repair rounds cost 2,222 tokens, and led from rejected at trace (arguments) to accepted; "
+        f"over torch.compile, each by its own measurement: {ratios}.",
+        "1 improvement round cost 0 tokens, $0.25, 40 s of GPU: attempt 4 was kept, with "
+        f"{ratios} times the speed of the kernel before.",
+    ]
     assert "Rounds" not in shown(make_run(toy), out).text
+
+
+def test_a_run_that_ended_before_its_time_says_why(toy: Path, out: Path) -> None:
+    name = make_run(toy)
+    with runs.reopen(name).journal as journal:
+        journal.once("stopped/1", "stopped", lambda: {"reason": "9 of 9 tokens are used up"})
+    assert "9 of 9 tokens are used up" in shown(name, out).every("header")[0].text
 
 
 def test_figures_that_this_version_has_no_words_for_are_shown_as_they_are(toy: Path, out: Path) -> None:

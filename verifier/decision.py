@@ -80,7 +80,8 @@ def _improvement(rows: Sequence[Timing]) -> None:
     if ratios and (slower or not any(r.low > 1 for r in ratios.values())):
         told = ", ".join(f"{c}: {r.estimate:.3f}x [{r.low:.3f}, {r.high:.3f}]" for c, r in ratios.items())
         why = f"it is slower on {', '.join(slower)}" if slower else "no case is faster beyond doubt"
-        raise Failed("no_faster", f"not kept, for {why}; its speed over that of {KEPT}: {told}")
+        words = f"not kept, for {why}; its speed over that of {KEPT}: {told}"
+        raise Failed("no_faster", words, timings=[x.model_dump(exclude={"samples"}) for x in rows])
 
 
 def _believable(program: Program, t: Timing) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from agent.account import KINDS, Account, Attempt, Draft, Step, Verdict, read
+from agent.history import dollars
 from agent.loop import BLOCK
 from agent.page.charts import Mark, bars, duration, number, timeline
 from agent.page.markup import Html, code, details, document, element, facts, table
+from agent.page.rounds import improved, repaired, rounds, speeds
 from agent.providers import Turn, Usage
 from agent.render import figures
 from agent.runs import folder
@@ -62,13 +64,22 @@ def _head(run: Account) -> Html:
         "attempts": f"{len(run.attempts)}{limit}",
         "tokens": _tokens(past.usage),
         "spent": str(past.spent),
-        "budget": ", ".join(f"{v:g} {k.replace('_', ' ')}" for k, v in header.get("limits", {}).items())
-        or "none",
+        "budget": budget(header),
         "started": _moment(past.started),
         "last event": _moment(past.ended),
         "from the first event to the last": _total(run),
     }
+    if past.stopped:
+        pairs["stopped"] = past.stopped
+    if "candidates" in header:
+        pairs["candidate"] = f"{header['candidate']} of {header['candidates']}"
     return element("header", element("h1", past.run), facts(pairs.items()))
+
+
+def budget(header: Mapping[str, Any]) -> str:
+    """What a run may spend, in words."""
+    limits = header.get("limits", {}).items()
+    return ", ".join(f"{value:,.15g} {name.replace('_', ' ')}" for name, value in limits) or "none"
 
 
 def _tokens(usage: Usage) -> str:
@@ -116,24 +127,27 @@ def _total(run: Account) -> str:
 def _rounds(run: Account) -> Html:
     """What each attempt cost and brought: the first, repairs of what was rejected, improvements of what was
     accepted."""
-    if len(run.attempts) < 2:
+    found = rounds(run)
+    if len(found) < 2:
         return Html()
-    rows, improving = [], False
-    for attempt in run.attempts:
-        kind = "improvement" if improving else "first" if attempt.number == 1 else "repair"
-        improving |= attempt.status == "accepted"
-        tokens = sum(turn.usage.total for turn in attempt.turns)
-        cost = f"{tokens:,}" if tokens else "not counted"
-        rows.append(
-            (str(attempt.number), kind, attempt.status, cost, str(len(attempt.drafts)), _gain(attempt))
+    rows = [
+        (
+            str(r.attempt.number),
+            r.kind,
+            r.attempt.status,
+            f"{r.spent.tokens:,}" if r.spent.tokens else "not counted",
+            dollars(r.spent),
+            f"{r.spent.gpu_seconds:.0f}" if r.spent.gpu_seconds else "–",
+            str(len(r.attempt.drafts)),
+            speeds(r.gain),
         )
-    headings = ("attempt", "round", "outcome", "tokens", "drafts", f"speed over {KEPT}")
-    return element("section", element("h2", "Rounds"), table("What each cost and brought", headings, rows))
-
-
-def _gain(attempt: Attempt) -> str:
-    ratios = {t.case: t.ratios[KEPT] for t in attempt.timings if KEPT in t.ratios}
-    return ", ".join(f"{case} {r.estimate:.3f} [{r.low:.3f}, {r.high:.3f}]" for case, r in ratios.items())
+        for r in found
+    ]
+    headings = ("attempt", "round", "outcome", "tokens", "dollars", "GPU s", "drafts", f"speed over {KEPT}")
+    said = [element("p", words) for words in (repaired(found), improved(found)) if words]
+    return element(
+        "section", element("h2", "Rounds"), *said, table("What each cost and brought", headings, rows)
+    )
 
 
 def _swatch(css: str, kind: str) -> Html:

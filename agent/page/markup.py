@@ -112,7 +112,7 @@ pre { margin: .4rem 0; padding: .7rem; overflow-x: auto; background: var(--soft)
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .5rem 1.5rem;
   margin: .6rem 0; }
 dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; overflow-wrap: anywhere; }
-details { margin: .4rem 0; } summary { cursor: pointer; color: var(--fair); }
+details { margin: .4rem 0; } summary { cursor: pointer; } summary, a { color: var(--fair); }
 .wide { overflow-x: auto; margin: .6rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--dim); padding-bottom: .2rem; }
