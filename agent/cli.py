@@ -23,7 +23,6 @@ from agent.tips.command import tips
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.budget import Limits
     from agent.runs import Run
     from verifier.report import Accepted, Checked, Rejected
 
@@ -67,7 +66,8 @@ def generate(
     from verifier.spec import load
 
     name = load(spec, check=False).name  # a spec that cannot be read says so first
-    header = _header(name, authoring, budget.limits().shared(candidates), directory) | {"improve": improve}
+    limits = budget.limits().shared(candidates)
+    header = session.new_header(name, authoring, limits, directory) | {"improve": improve}
     session.need_gpu(gpu)
     if candidates > 1:
         _attend(_begun(spec, header, candidates), flags(gpu, measuring), as_json)
@@ -94,7 +94,7 @@ def optimize(
 
     path = Path("specs") / f"{name}.yaml"
     base(load(path, check=False))  # one that is not there says so first
-    header = _header(name, authoring, budget.limits(), directory, raw=True)
+    header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
     header |= {"improve": improve, "optimizes": name}
     session.need_gpu(gpu)
     _go(runs.start(path, header), gpu, measuring, as_json)
@@ -132,7 +132,7 @@ def primitive(
         typer.echo(f"{path}:\n{session.source(path)}\nComplete it, then: coda-agent primitive {name}")
         return
     path = proposals.proposed(name)
-    header = _header(name, authoring, budget.limits(), directory, raw=True)
+    header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
     session.need_gpu(gpu)
     _go(proposals.start(path, header), gpu, Measuring(), as_json)
 
@@ -414,21 +414,6 @@ def doctor(as_json: Json = False) -> None:
 
 app.command()(show)
 app.command()(compare)
-
-
-def _header(
-    name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, raw: bool = False
-) -> dict[str, Any]:
-    """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
-    what it may cost. What cannot work says so here, before there is a run."""
-    provider = session.choose_provider(authoring.provider, name, raw=raw)
-    given = {"directory": str(directory)} if directory else {}
-    if provider == "replay":
-        given["replays"] = session.recorded_run(name, raw=raw)
-    session.refuse_uncounted(provider, limits)
-    header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
-    session.make_provider(header, name, Path(name), raw=raw)
-    return header
 
 
 def _begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
