@@ -310,7 +310,7 @@ def test_no_server_is_a_fault_of_the_line() -> None:
 @pytest.mark.parametrize(
     ("fault", "remedy"),
     [
-        (fake.answer("half", "max_tokens"), "raise --max-tokens in a new run"),
+        (fake.answer("half", "max_tokens"), "resume the run with a larger --max-tokens"),
         (fake.answer("no", "refusal"), "hints"),
         (fake.answer("no", "model_context_window_exceeded"), "fewer rounds"),
         (fake.answer("no", "tool_use"), "--model"),

@@ -209,7 +209,7 @@ class Anthropic:
                 )
             case "max_tokens":
                 cut = f"the answer was cut off at {max_tokens} tokens, thinking included"
-                return _Fault(cut, "raise --max-tokens in a new run")
+                return _Fault(cut, "resume the run with a larger --max-tokens")
             case "refusal":
                 details = message.stop_details
                 reason = (details.explanation or details.category) if details else None
