@@ -1,19 +1,14 @@
-"""The loop: what an author is told, when it ends, and that a kill costs no answer that was given."""
+"""The loop: what an author is told, when it ends, and how it goes on."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from authoring import (
     BROKEN,
-    ROOT,
     TOY_KERNEL,
     TWICE,
     UNSCALED,
@@ -281,160 +276,3 @@ def test_the_prompt_of_a_resumed_run_is_the_first_ones(
     with again.journal:
         author(again, provider)
     assert "another version's words" not in provider.asked[0][0]
-
-
-# Killed: real processes that run the loop, kill themselves at their first new event of a kind, before or
-# after its commit, and note each request with write(2), which no kill takes back. One interpreter that has
-# imported all forks them, one for each line it reads. The gates are stood in for: they ask nobody.
-REFUSED, VOID = 3, "void/3/0"  # a turn whose first request is refused, and the first measurement
-PROCESSES = f"""
-import os, signal, sys, traceback
-import torch  # which lowering imports: here once, and no thread of it runs before a fork
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from authoring import BROKEN, TOY_KERNEL, USAGE, Notes, Scripted, checked, fenced, measured, program_of
-from agent import budget, journal, loop, runs, session
-from agent.providers import Call, Turn, Usage
-from verifier import verify
-from verifier.report import Rejected, Unmeasured
-from verifier.verify import Verdict
-
-name, log = sys.argv[1:]
-
-def note(text):
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(descriptor, (text + "\\n").encode())
-    os.close(descriptor)
-
-class Asked(Scripted):
-    def next_turn(self, question):
-        charge = question.meter.reserve("claude-opus-5-5", 1000, 500)
-        if question.number == {REFUSED}:  # by a server that is overloaded: a request of no cost
-            note("refused")
-            charge.settle(Usage())
-            question.meter.reserve("claude-opus-5-5", 1000, 500)
-        turn = super().next_turn(question)
-        note(f"asked {{question.number}}")
-        return turn
-
-LOOKING = Turn("I look.", USAGE, "Ada via a script", "tool_use", (
-    Call("1", "check", {{"source": BROKEN}}),
-    Call("2", "propose_tip", {{"lesson": "Give gemm two operands.", "failed": "trace/call", "fix": "two"}}),
-))
-
-def check(spec, source, **options):
-    note("checked")
-    if source == BROKEN:
-        return Verdict(Rejected(gate="trace", code="call", message="gemm takes two"), None)
-    program = program_of(spec, source)
-    return Verdict(checked(spec, program), program)
-
-def measure(spec, program, keep, kept, raw):
-    note("proved")
-    keep.save("numerics/large", {{"seconds": 1.0}})
-    note("measured")
-    if keep.void == {VOID!r}:
-        return Unmeasured(reason="the GPU was at another power limit")
-    return measured(spec, program)
-
-def killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def run_until(point):
-    real, verify.check = journal.Journal.once, check
-    def once(self, key, kind, produce):
-        new = key not in [e.key for e in self.events()]
-        def produced():
-            payload = produce()
-            if new and point == f"before {{kind}}":
-                killed()
-            return payload
-        payload = real(self, key, kind, produced)
-        if new and point == f"after {{kind}}":
-            killed()
-        return payload
-    journal.Journal.once = once
-    run = runs.reopen(name)
-    provider = Asked([LOOKING, fenced(BROKEN), "no code", fenced(TOY_KERNEL)])
-    outcome = loop.Loop(run.journal, run.spec, session.work_of(run), provider, Notes(), measure=measure).run()
-    note(f"{{outcome.report.status}} {{outcome.authorship.attempts}} {{outcome.usage.input_tokens}}")
-    spent = budget.spent(run.journal.events())
-    note(f"{{spent.uncertain_tokens}} of {{spent.tokens}} tokens uncertain")
-
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        try:
-            run_until(line.strip())
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-EVENTS = [
-    "prompt", "answer/1", "draft/1.1", "tip/1.2", "answer/2", "report/1", "answer/3", "report/2", "answer/4",
-    "report/3", "piece/3.0/numerics/large", VOID, "piece/3.1/numerics/large", "measurement/3",
-]  # fmt: skip
-# What a process that is killed at a point on its way to an answer has added to the ledger.
-RESERVING: dict[str, list[str]] = {"before reserved": [], "after reserved": ["reserved"]}
-SETTLING = {"before settled": ["reserved"], "after settled": ["reserved", "settled"]}
-
-
-@contextmanager
-def processes(name: str, log: Path) -> Iterator[Callable[[str], int]]:
-    """Runs the loop in a process of its own up to a point, and gives its exit status: -9 if killed."""
-    command = [sys.executable, "-c", PROCESSES, name, str(log)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdin and parent.stdout
-        say, hear = parent.stdin, parent.stdout
-
-        def run(point: str) -> int:
-            print(point, file=say, flush=True)
-            return int(hear.readline())
-
-        yield run
-        say.close()
-    assert parent.returncode == 0
-
-
-def test_killed_at_every_event_no_answered_turn_is_asked_again(
-    begin: Callable[..., runs.Run], tmp_path: Path
-) -> None:
-    started, log = begin(), tmp_path / "log"
-    started.journal.close()
-
-    def found() -> list[str]:
-        run = runs.reopen(started.name)
-        with run.journal:
-            return keys(run)
-
-    def kept() -> list[str]:
-        return [key for key in found() if not key.startswith(("reserved/", "settled/"))]
-
-    with processes(started.name, log) as process:
-        for done, event in enumerate(EVENTS):
-            kind = event.partition("/")[0]
-            ledger = RESERVING if kind == "answer" else {}
-            if event == f"answer/{REFUSED}":
-                ledger = RESERVING | SETTLING
-            for point, left in ledger.items():
-                before = found()
-                assert process(point) == -signal.SIGKILL
-                assert [key.partition("/")[0] for key in found()[len(before) :]] == left
-                assert kept() == EVENTS[:done]
-            for point, now in (("before", EVENTS[:done]), ("after", EVENTS[: done + 1])):
-                assert process(f"{point} {kind}") == -signal.SIGKILL
-                assert kept() == now
-        assert process("the end") == 0
-    # Each step twice: the first was killed before its commit. Never thrice: the second was committed.
-    steps = [["asked 1"], ["checked"], ["asked 2"], ["checked"]]
-    steps += [["refused"], ["refused", "asked 3"]]  # a refusal is no answer, be it settled: it is asked again
-    steps += [["asked 4"], ["checked"]]
-    # What is kept of a measurement is its pieces: the step itself goes on, and is no request to anyone. The
-    # one after a void one starts from nothing.
-    steps += 2 * [["proved"], ["proved", "measured"]]
-    # Of a turn's three reservations one was answered; the others were lost after they were committed, as was
-    # the refused one that was never settled.
-    lost, answered = (4 * 2 + 1) * 1500, 4 * USAGE.total
-    ending = [f"accepted 3 {4 * USAGE.input_tokens}", f"{lost} of {lost + answered} tokens uncertain"]
-    assert log.read_text().splitlines() == [said for step in steps for said in 2 * step] + ending

@@ -1,0 +1,263 @@
+"""Processes that run the real command until an event of a journal, and kill themselves just before its commit
+or just after it.
+
+One interpreter that has imported all forks them, one for each errand that it reads. Their authors, gates and
+GPU are stood in for: each notes that it was asked by write(2), which no kill takes back.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from authoring import (
+    BROKEN,
+    ROOT,
+    TOY_KERNEL,
+    USAGE,
+    Scripted,
+    checked,
+    fenced,
+    measured,
+    program_of,
+)
+
+from agent import accept, journal, providers, runs, session
+from agent.loop import STOPPED
+from agent.providers import Call, ProviderError, Question, Turn, Usage
+from primitives.ir import Program
+from verifier import verify
+from verifier.gates import identity
+from verifier.report import Measured, Rejected, Unmeasured
+from verifier.spec import Spec
+
+MODEL = "claude-opus-5-5"
+READ, WRITTEN = 1000, 500  # what each request reserves
+REFUSED = 3  # a kernel's turn whose first request is refused
+VOID = "void/3/0"  # and its first measurement
+FAILED = Usage(700, 30)  # of an edit's first request, which gives no answer
+
+
+@dataclass(frozen=True)
+class Errand:
+    """A command, and where it ends: "before" or "after" a kind of event. ``cast``: who stands in, by a class
+    of this module; ``kernels``: in place of generated_kernels/."""
+
+    arguments: Sequence[str]
+    cast: str
+    runs: str
+    log: str
+    kernels: str = ""
+    point: str = "its end"
+
+
+class Cast(Protocol):
+    """Who stands in for the author, for the gates of any machine and for the GPU's."""
+
+    def author(self) -> providers.Provider: ...
+    def check(self, spec: Spec, source: str) -> verify.Verdict: ...
+    def measure(
+        self, spec: Spec, program: Program, keep: Any, kept: object, raw: str
+    ) -> Measured | Unmeasured: ...
+
+
+LOOKING = Turn("I look.", USAGE, "Ada via a script", "tool_use", (
+    Call("1", "check", {"source": BROKEN}),
+    Call("2", "propose_tip", {"lesson": "Give gemm two operands.", "failed": "trace/call", "fix": "two"}),
+))  # fmt: skip
+
+
+@dataclass
+class Kernel:
+    """A kernel in the third attempt, whose second measurement counts."""
+
+    note: Callable[[str], None]
+
+    def author(self) -> providers.Provider:
+        note = self.note
+
+        class Refused(Scripted):
+            def next_turn(self, question: Question) -> Turn:
+                charge = question.meter.reserve(MODEL, READ, WRITTEN)
+                if question.number == REFUSED:  # by a server that is overloaded: a request of no cost
+                    note("refused")
+                    charge.settle(Usage())
+                    question.meter.reserve(MODEL, READ, WRITTEN)
+                turn = super().next_turn(question)
+                note(f"asked {question.number}")
+                return turn
+
+        return Refused([LOOKING, fenced(BROKEN), "no code", fenced(TOY_KERNEL)])
+
+    def check(self, spec: Spec, source: str) -> verify.Verdict:
+        self.note("checked")
+        if source == BROKEN:
+            return verify.Verdict(Rejected(gate="trace", code="call", message="gemm takes two"), None)
+        program = program_of(spec, source)
+        return verify.Verdict(checked(spec, program), program)
+
+    def measure(
+        self, spec: Spec, program: Program, keep: Any, kept: object, raw: str
+    ) -> Measured | Unmeasured:
+        self.note("proved")
+        keep.save("numerics/large", {"seconds": 1.0})
+        self.note("measured")
+        if keep.void == VOID:
+            return Unmeasured(reason="the GPU was at another power limit")
+        return measured(spec, program)
+
+
+@dataclass
+class Edit:
+    """An edit of an accepted kernel's text, and a round to make it faster; the first request fails, for good
+    once the run has stopped by it. No GPU is here."""
+
+    note: Callable[[str], None]
+
+    def author(self) -> providers.Provider:
+        note = self.note
+
+        class Failing(Scripted):
+            def next_turn(self, question: Question) -> Turn:
+                charge = question.meter.reserve(MODEL, READ, WRITTEN)
+                (name,) = runs.names()
+                _, events = journal.glance(runs.runs_dir() / name / runs.JOURNAL)
+                if STOPPED not in [event.kind for event in events]:
+                    note("failed")
+                    charge.settle(FAILED)
+                    raise ProviderError("no answer", "ask again")
+                note(f"asked {question.number}")
+                return super().next_turn(question)
+
+        return Failing([fenced("# an edit\n"), fenced("# another\n")])
+
+    def check(self, spec: Spec, source: str) -> verify.Verdict:
+        self.note("checked")
+        program = program_of(spec, TOY_KERNEL)
+        report = checked(spec, program).model_copy(update={"identity": identity(spec, program, source)})
+        return verify.Verdict(report, program)
+
+    def measure(
+        self, spec: Spec, program: Program, keep: Any, kept: object, raw: str
+    ) -> Measured | Unmeasured:
+        raise AssertionError("there is no GPU")
+
+
+def kill_at(point: str) -> None:
+    """This process at the first new event of a kind, as ``Errand.point`` has it."""
+    real = journal.Journal.once
+
+    def once(
+        self: journal.Journal, key: str, kind: str, produce: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        new = key not in [event.key for event in self.events()]
+
+        def produced() -> dict[str, Any]:
+            payload = produce()
+            reached(new, f"before {kind}")
+            return payload
+
+        payload = real(self, key, kind, produced)
+        reached(new, f"after {kind}")
+        return payload
+
+    def reached(new: bool, here: str) -> None:
+        if new and here == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    journal.Journal.once = once  # type: ignore[method-assign]
+
+
+def _stand_in(cast: Cast, kernels: str) -> None:
+    def make(name: str, **options: object) -> providers.Provider:
+        return cast.author()
+
+    def check(spec: Spec, source: str, **options: object) -> verify.Verdict:
+        return cast.check(spec, source)
+
+    def check_raw(spec: Spec, program: Program, source: str, **options: object) -> verify.Verdict:
+        return cast.check(spec, source)
+
+    providers.make = make
+    verify.check, verify.check_raw = check, check_raw  # type: ignore[assignment]
+    here = isinstance(cast, Kernel)
+    session.measurer = lambda gpu, options, watch: cast.measure if here else None
+    accept.KERNELS = Path(kernels)
+
+
+def _perform(errand: Errand) -> None:
+    from agent import cli
+
+    os.environ["CODA_AGENT_RUNS"] = errand.runs
+    log = Path(errand.log)
+
+    def note(words: str) -> None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, f"{words}\n".encode())
+        os.close(descriptor)
+
+    said = os.open(log.with_name("said"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    _stand_in(Kernel(note) if errand.cast == "Kernel" else Edit(note), errand.kernels)
+    kill_at(errand.point)
+    sys.argv = ["coda-agent", *errand.arguments]
+    cli.main()
+
+
+def _serve() -> None:
+    """Forks until there are no more errands; each one's exit status is a line. What they need is imported
+    here, once."""
+    import torch  # which lowering imports: no thread of it runs before a fork  # noqa: F401
+
+    import verifier.measure  # noqa: F401
+    from agent import bundle, cli, live, optimize, render  # noqa: F401
+
+    gc.freeze()  # else each child's collections would copy this process's memory
+    gc.disable()
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            try:
+                _perform(Errand(**json.loads(line)))
+            except SystemExit as ended:
+                sys.stdout.flush()
+                os._exit(int(ended.code or 0))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(70)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+@contextmanager
+def processes() -> Iterator[Callable[[Errand], int]]:
+    """Runs each errand in a process of its own, and gives its exit status: -9 if it was killed."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, __file__]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin and parent.stdout
+        say, hear = parent.stdin, parent.stdout
+
+        def run(errand: Errand) -> int:
+            print(json.dumps(asdict(errand)), file=say, flush=True)
+            return int(hear.readline())
+
+        yield run
+        say.close()
+    assert parent.returncode == 0
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,197 @@
+"""Killed at every event of a journal: real processes, real SIGKILLs, resumed by the real command. What was
+answered is never asked for again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from authoring import (
+    HEADER,
+    ROOT,
+    USAGE,
+    accepted_run,
+    coda_agent,
+    measured,
+    write_toy,
+)
+from killing import FAILED, READ, REFUSED, VOID, WRITTEN, Errand, processes
+
+from agent import accept, budget, bundle, runs
+from agent.cli import OK
+from agent.journal import Event, glance
+from agent.loop import standing
+from primitives.ir import Program
+from verifier.gates import identity
+from verifier.report import Accepted, Measured, Rejected
+
+# What a process that is killed at a point on its way to an event has added to the ledger.
+RESERVING: dict[str, list[str]] = {"before reserved": [], "after reserved": ["reserved"]}
+SETTLING = {"before settled": ["reserved"], "after settled": ["reserved", "settled"]}
+NOTHING: dict[str, list[str]] = {}
+RESERVED = READ + WRITTEN
+
+
+def events(name: str) -> list[Event]:
+    return glance(runs.runs_dir() / name / runs.JOURNAL)[1]
+
+
+def keys(name: str) -> list[str]:
+    return [event.key for event in events(name)]
+
+
+def kept(name: str) -> list[str]:
+    """What a run has but for its ledger."""
+    return [key for key in keys(name) if not key.startswith(("reserved/", "settled/"))]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Callable[[Errand], int]]:
+    with processes() as run:
+        yield run
+
+
+@dataclass
+class Kills:
+    """A run's, one after the other; ``done``: the events that it must have by now."""
+
+    run: str
+    process: Callable[[Errand], int]
+    errand: Errand
+    done: list[str]
+
+    def around(self, event: str, ledger: Mapping[str, Sequence[str]] = NOTHING, *given: str) -> None:
+        """Before and after an event's commit, and those of the ledger's on the way to it."""
+        kind = event.partition("/")[0]
+        errand = replace(self.errand, arguments=given or self.errand.arguments)
+        for point, left in ledger.items():
+            before = keys(self.run)
+            assert self.process(replace(errand, point=point)) == -signal.SIGKILL
+            assert [key.partition("/")[0] for key in keys(self.run)[len(before) :]] == left
+            assert kept(self.run) == self.done
+        for point, now in (("before", self.done), ("after", [*self.done, event])):
+            assert self.process(replace(errand, point=f"{point} {kind}")) == -signal.SIGKILL
+            assert kept(self.run) == now
+        self.done.append(event)
+
+    def end(self, *given: str) -> int:
+        return self.process(replace(self.errand, arguments=given or self.errand.arguments))
+
+
+def spent(name: str) -> budget.Spent:
+    return budget.spent(events(name))
+
+
+def test_a_kernel_killed_at_every_event(
+    runs_home: Path, tmp_path: Path, process: Callable[[Errand], int]
+) -> None:
+    """Of its tools, a refused request, three attempts, a void measurement and a good one."""
+    started, log = runs.start(write_toy(tmp_path), HEADER), tmp_path / "log"
+    started.journal.close()
+    errand = Errand(["resume", started.name], "Kernel", str(runs_home), str(log))
+    kills = Kills(started.name, process, errand, [])
+    for event in (
+        "prompt", "answer/1", "draft/1.1", "tip/1.2", "answer/2", "report/1", "answer/3", "report/2",
+        "answer/4", "report/3", "piece/3.0/numerics/large", VOID, "piece/3.1/numerics/large", "measurement/3",
+    ):  # fmt: skip
+        ledger = RESERVING if event.startswith("answer/") else NOTHING
+        kills.around(event, RESERVING | SETTLING if event == f"answer/{REFUSED}" else ledger)
+    assert kills.end() == OK
+    # Each step twice: the first was killed before its commit. Never thrice: the second was committed.
+    steps = [["asked 1"], ["checked"], ["asked 2"], ["checked"]]
+    steps += [["refused"], ["refused", "asked 3"]]  # a refusal is no answer, be it settled: it is asked again
+    steps += [["asked 4"], ["checked"]]
+    # What is kept of a measurement is its pieces: the step itself goes on, and is no request to anyone. The
+    # one after a void one starts from nothing.
+    steps += 2 * [["proved"], ["proved", "measured"]]
+    assert log.read_text().splitlines() == [said for step in steps for said in 2 * step]
+    outcome = standing(*runs.look(started.name))
+    assert outcome is not None and isinstance(outcome.report, Accepted)
+    assert outcome.authorship.attempts == 3 and outcome.usage.input_tokens == 4 * USAGE.input_tokens
+    # Of a turn's three reservations one was answered; the others were lost after they were committed, as was
+    # the refused one that was never settled.
+    lost, answered = (4 * 2 + 1) * RESERVED, 4 * USAGE.total
+    found = spent(started.name)
+    assert (found.uncertain_tokens, found.tokens) == (lost, lost + answered)
+
+
+@pytest.fixture
+def optimizing(runs_home: Path, tmp_path: Path) -> tuple[str, Path]:
+    """A run that edits an accepted kernel in two rounds, and where that kernel is kept."""
+    spec, kernels = write_toy(tmp_path), tmp_path / "kernels"
+    before = accepted_run(spec)
+    with runs.reopen(before).journal as journal:
+        outcome = standing(*runs.look(before))
+        assert outcome is not None
+        kernels.mkdir()
+        accept.accept(outcome, journal, kernels, tmp_path)
+    shutil.rmtree(runs_home / before)
+    header = HEADER | {"optimizes": "toy", "improve": 2, "directory": str(tmp_path / "hands")}
+    started = runs.start(spec, header)
+    started.journal.close()
+    return started.name, kernels
+
+
+def results(name: str, attempt: int, path: Path) -> list[str]:
+    """What imports a made-up measurement of an attempt: the first is fast, a change to it is no faster."""
+    seen, spec = runs.look(name)
+    judged = next(e.payload for e in seen.events() if e.key == f"report/{attempt}")
+    program = Program.from_json(judged["program"], spec.signature())
+    own = identity(spec, program, judged["raw"])
+    found: Measured | Rejected = measured(spec, program).model_copy(update={"identity": own})
+    if attempt > 1:
+        found = Rejected(gate="decision", code="no_faster", message="no case is faster beyond doubt")
+    one = bundle.Result(run=name, attempt=attempt, identity=own, measurement=found.model_dump(mode="json"))
+    path.write_text(bundle.Results(results=(one,)).model_dump_json())
+    return ["import", str(path)]
+
+
+def the_command(point: str, *arguments: str) -> int:
+    """The real one with its own author, in a process of its own that ends at a point."""
+    code = "import killing, sys; killing.kill_at(sys.argv.pop(1)); from agent.cli import main; main()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", code, point, *arguments]
+    return subprocess.run(command, env=environment, check=False, capture_output=True).returncode
+
+
+def test_an_edit_killed_at_every_event(
+    optimizing: tuple[str, Path], runs_home: Path, tmp_path: Path, process: Callable[[Errand], int]
+) -> None:
+    """Of its base, a request that fails, an attempt, two imported measurements and a round; then by nobody's
+    stand-ins."""
+    (name, kernels), log, hands = optimizing, tmp_path / "log", tmp_path / "hands"
+    errand = Errand(["resume", name, "--no-gpu"], "Edit", str(runs_home), str(log), str(kernels))
+    kills = Kills(name, process, errand, [])
+    kills.around("base")
+    kills.around("prompt")
+    kills.around("stopped/1", RESERVING | SETTLING)
+    for attempt in (1, 2):
+        kills.around(f"answer/{attempt}", RESERVING)
+        kills.around(f"report/{attempt}")
+        assert kills.end() == OK and kept(name) == kills.done  # it awaits its measurement
+        imports = results(name, attempt, tmp_path / "results.json")
+        kills.around(f"measurement/{attempt}", NOTHING, *imports)
+        assert kills.end(*imports) == OK and kept(name) == kills.done
+    steps = ["failed"] * 4 + ["asked 1", "checked", "asked 2", "checked"]
+    assert log.read_text().splitlines() == [*steps[:4], *(step for step in steps[4:] for _ in "12")]
+    # The last answer is a file's, which is gone by the time that the run goes on.
+    hands.mkdir()
+    (hands / "answer-3.md").write_text("no code")
+    assert the_command("after answer", *errand.arguments) == -signal.SIGKILL
+    assert kept(name) == [*kills.done, "answer/3"]
+    shutil.rmtree(hands)
+    done = coda_agent(*errand.arguments)
+    assert done.returncode == OK and "attempt 3: rejected" in done.stdout, done.stderr
+    assert kept(name) == [*kills.done, "answer/3", "report/3"] and not hands.exists()
+    outcome = standing(*runs.look(name))
+    assert outcome is not None and isinstance(outcome.report, Accepted) and outcome.raw == "# an edit\n"
+    # Two reservations of each turn's three were lost, and of the failed request's; it was paid for thrice.
+    lost, paid = (2 + 2 + 2) * RESERVED, 3 * FAILED.total + 2 * USAGE.total
+    assert (spent(name).uncertain_tokens, spent(name).tokens) == (lost, lost + paid)
