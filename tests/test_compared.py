@@ -201,7 +201,7 @@ def test_candidates_that_a_model_answers_tell_their_dollars(toy: Path, runs_home
         done = coda_agent(
             "generate", toy, "--no-gpu", "--provider", "anthropic", "--model", "claude-opus-4-5",
             "--candidates", "2", "--attempts", "2", "--budget-dollars", "3",
-            ANTHROPIC_BASE_URL=server.url, ANTHROPIC_API_KEY="k",
+            ANTHROPIC_BASE_URL=server.url, ANTHROPIC_API_KEY="sk-of-nobody",
         )  # fmt: skip
     assert done.returncode == 1, done.stderr
     told = compared.as_dict(runs.names()[:1])

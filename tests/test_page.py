@@ -195,6 +195,8 @@ def test_the_head_says_how_the_run_stands(toy: Path, out: Path) -> None:
     assert (said["author"], said["attempts"]) == ("Ada via handoff", "3 of at most 6")
     assert said["tokens"] == "300 in, 3,000 read from the cache, 3 written to it, 30 out"
     assert said["spent"] == "3,333 tokens" and said["budget"] == "none"
+    again = shown(make_run(toy, improve=2), out).every("header")[0].text
+    assert "1 of at most 6 and 2 to improve it" in again
     assert HEADER["directory"] not in out.read_text(encoding="utf-8")  # it is nobody's business
 
 

@@ -55,6 +55,7 @@ def _head(run: Account) -> Html:
     past, header = run.past, run.header
     replayed = f", of run {header['replays']}" if header.get("replays") else ""
     limit = f" of at most {header['attempts']}" if header.get("attempts") else ""
+    limit += f" and {header['improve']} to improve it" if header.get("improve") else ""
     status = [element("strong", past.status, class_=past.status), element("span", f" {past.why}")]
     pairs = {
         "spec": past.spec,
