@@ -27,7 +27,10 @@ ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = Path(__file__).parent / "recordings"
 # What a recording keeps of a run's header: the rest is about the machine it ran on, such as local paths.
-HEADER = ("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes")
+HEADER = (
+    *("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes"),
+    *("measures_tip", "without_tips", "with_tips"),
+)
 
 
 class AcceptError(Exception):

@@ -1,5 +1,5 @@
 """Operators as people write them in PyTorch, none of which has a spec in ``specs/``: what an author makes of an
-operator that nobody prepared for it. The last five lack something in the vocabulary: what their formula names
+operator that nobody prepared for it. The last six lack something in the vocabulary: what their formula names
 has to be made of what there is, and the first thing that comes to mind overflows or is too coarse.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
@@ -29,9 +29,12 @@ OPTIONS = {
     "swiglu_clamped": "--shape x=M,D --shape w=2*F,D --shape bias=2*F --dtype amax=fp32",
     "mish_linear": "--shape x=M,K --shape w=N,K --shape bias=N",
     "erf_gelu_bwd": "--shape dy=M,D --shape w_down=D,F --shape z=M,F",
-    "smoothed_head": "--shape x=M,K --shape w=V,K --shape target=M --dtype target=int32 --dtype loss=fp32",
+    "smoothed_head": (
+        "--shape x=M,K --shape w=V,K --shape target=M --dtype target=int32 --dtype loss=fp32"
+    ),
     "sigmoid_loss_head": "--shape x=M,K --shape w=N,K --shape sign=M,N --dtype loss=fp32",
     "selu_statistics": "--shape x=M,K --shape w=N,K --dtype mean=fp32 --dtype least=fp32",
+    "elu_linear": "--shape x=M,K --shape w=N,K --shape bias=N",
 }
 
 
@@ -136,3 +139,8 @@ def selu_statistics(x, w):
     """SELU's activation with each row's mean and least value."""
     h = F.selu(F.linear(x, w))
     return {"h": h, "mean": h.float().mean(-1), "least": h.float().amin(-1)}
+
+
+def elu_linear(x, w, bias):
+    """Projection with a bias and ELU."""
+    return F.elu(F.linear(x, w) + bias)
