@@ -1,6 +1,6 @@
 """Operators as people write them in PyTorch, none of which has a spec in ``specs/``: what an author makes
-of an operator that nobody prepared for it. The last six lack something in the vocabulary: what their formula names
-has to be made of what there is, and the first thing that comes to mind overflows or is too coarse.
+of an operator that nobody prepared for it. The last six lack something in the vocabulary: what their formula
+names has to be made of what there is, and the first thing that comes to mind overflows or is too coarse.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
 scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. README's authoring table has the
