@@ -29,9 +29,7 @@ OPTIONS = {
     "swiglu_clamped": "--shape x=M,D --shape w=2*F,D --shape bias=2*F --dtype amax=fp32",
     "mish_linear": "--shape x=M,K --shape w=N,K --shape bias=N",
     "erf_gelu_bwd": "--shape dy=M,D --shape w_down=D,F --shape z=M,F",
-    "smoothed_head": (
-        "--shape x=M,K --shape w=V,K --shape target=M --dtype target=int32 --dtype loss=fp32"
-    ),
+    "smoothed_head": ("--shape x=M,K --shape w=V,K --shape target=M --dtype target=int32 --dtype loss=fp32"),
     "sigmoid_loss_head": "--shape x=M,K --shape w=N,K --shape sign=M,N --dtype loss=fp32",
     "selu_statistics": "--shape x=M,K --shape w=N,K --dtype mean=fp32 --dtype least=fp32",
     "elu_linear": "--shape x=M,K --shape w=N,K --shape bias=N",

@@ -258,6 +258,7 @@ def test_a_second_call_goes_on_where_the_first_was_cut_off(taught: Taught, tmp_p
     taught.fails_after = 4
     cut = command(tmp_path, "tip-1", "--runs", 2)
     assert isinstance(cut.exception, ProviderError) and read_tips(tips.TIPS)[0].measured == ""
+    assert "the same command goes on from here" in cut.stderr
     begun = runs.names()
     assert command(tmp_path, "tip-1", "--runs", 2).exit_code == 0
     assert len(taught.asked) == 6 and set(begun) < set(runs.names()) and len(runs.names()) == 4

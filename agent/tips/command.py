@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -138,6 +139,7 @@ def measure(
     tried = _tried(ids, specs)
     session.need_gpu(gpu)
     provider, each = _provider(authoring.provider, specs), 2 * runs * len(specs)
+    session.refuse_uncounted(provider, budget.limits())
     part = trials.part(budget.limits(), each * len(tried))
     options = authoring.header() | {"provider": provider, "limits": part.to_json()}
     typer.echo(_plan(tried, specs, runs, part))
@@ -146,13 +148,24 @@ def measure(
         with Watch(Console(stderr=True), speaks=provider == "handoff") as watch:
             measurer = session.measurer(gpu, Options(), watch)
             author = trials.Runs(tip, known, options, watch, each, measurer, typer.echo)
-            trial = trials.measure(tip, known, specs, runs, author)
+            with _told_how_to_go_on():
+                trial = trials.measure(tip, known, specs, runs, author)
         if not author.judged:
             remedy = "give more, or fewer --runs"
             raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
         typer.echo(f"{tip.id} {trial}")  # said before it is kept: a log that refuses it loses nothing
         on = ", ".join(dict.fromkeys(path.stem for path in specs))
         log.change(tip.id, log.TIPS, measured=f"{trial}; on {on}, by {_writer(authoring, provider)}")
+
+
+@contextmanager
+def _told_how_to_go_on() -> Iterator[None]:
+    """Words after whatever ends a measurement before its time; the error follows."""
+    try:
+        yield
+    except BaseException:
+        typer.echo("stopped; what was measured is kept: the same command goes on from here", err=True)
+        raise
 
 
 def _tried(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
