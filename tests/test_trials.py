@@ -179,8 +179,8 @@ def taught(runs_home: Path, tmp_path: Path, no_compiler: None, monkeypatch: pyte
 
 
 def command(directory: Path, *arguments: object) -> Result:
-    toy, options = str(directory / "toy.yaml"), ["--provider", "handoff", "--attempts", "2"]
-    return CliRunner().invoke(app, ["tips", "measure", *map(str, arguments), "--specs", toy, *options])
+    options = ["--provider", "claude-code", "--attempts", "2", "--specs", str(directory / "toy.yaml")]
+    return CliRunner().invoke(app, ["tips", "measure", *options, *map(str, arguments)])
 
 
 def headers() -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ def test_a_tip_is_measured_by_real_runs(taught: Taught, tmp_path: Path) -> None:
     assert first.measured.startswith(figures) and figures in result.output and second.measured == ""
     assert first.measured.endswith(
         "within the limit undecided: 2/2 with, 2/2 without, difference +0.00 [-0.66, +0.66]; on toy, by "
-        "handoff (unnamed author)"
+        "claude-code"
     )
 
 
@@ -248,7 +248,9 @@ def test_a_budget_is_that_of_all_runs(taught: Taught, tmp_path: Path) -> None:
 
 
 def test_a_proposed_tip_is_in_the_runs_with_it_alone(taught: Taught, tmp_path: Path) -> None:
-    assert command(tmp_path, "tip-2", "--runs", 1).exit_code == 0
+    given = ["--provider", "handoff", "--author", "Ada"]
+    assert command(tmp_path, "tip-2", "--runs", 1, *given).exit_code == 0
+    assert read_tips(tips.TIPS)[1].measured.endswith("; on toy, by handoff (Ada)")
     assert sorted((h["without_tips"], h["with_tips"]) for h in headers()) == [([], []), ([], ["tip-2"])]
     assert sorted("- Be brief" in system for system in taught.asked) == [False, True]
     assert read_tips(tips.TIPS)[1].state == PROPOSED  # a person accepts it
@@ -315,6 +317,11 @@ def test_a_budget_that_buys_no_answer_gives_no_verdict(taught: Taught, tmp_path:
     error = command(tmp_path, "tip-1", "--runs", 1, "--budget-tokens", 1).exception
     assert isinstance(error, TipsError) and "no run's part of the budget was enough" in str(error)
     assert taught.asked == [] and read_tips(tips.TIPS)[0].measured == ""
+
+
+def test_a_budget_that_an_author_cannot_reach_is_refused(taught: Taught, tmp_path: Path) -> None:
+    result = command(tmp_path, "tip-1", "--provider", "handoff", "--budget-tokens", 10**6)
+    assert result.exit_code == 2 and runs.names() == []
 
 
 def test_what_cannot_be_measured_is_refused_before_any_run(taught: Taught, tmp_path: Path) -> None:
