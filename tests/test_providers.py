@@ -226,6 +226,13 @@ def test_a_fault_that_stays_is_given_up_when_patience_is_over(name: str) -> None
     assert streamed.count("asking again in") == len(night.waits)
 
 
+@pytest.mark.parametrize("name", [name for name, (_, uncertain) in PASSING.items() if uncertain])
+def test_answers_that_may_cost_something_do_not_break_off_all_night(name: str) -> None:
+    night = Night()
+    result, server, _ = ask(*[PASSING[name][0]] * 40, patience=night.patience())
+    assert refused(result).retryable and len(server.requests) == 12
+
+
 def test_an_outage_of_most_of_two_hours_is_outlived() -> None:
     night = Night()
 

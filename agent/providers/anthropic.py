@@ -3,8 +3,9 @@
 What can go wrong on the way is decided here, once, for all faults alike: the SDK's own retries are off, since
 they obey a Retry-After of an hour and stop where the stream begins. A fault of the line (no connection, 408,
 409, 429, 5xx, an overload inside the stream, a cut, stalled, endless or early-ended stream) is tried again
-for as long as patience lasts, an empty answer a few times; what trying again cannot mend (a wrong key or
-model, an answer cut at max_tokens, a refusal) is raised at once with its remedy.
+for as long as patience lasts, but a few times only where it may have cost something, or the answer is empty;
+what trying again cannot mend (a wrong key or model, an answer cut at max_tokens, a refusal) is raised at once
+with its remedy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import anthropic
@@ -31,6 +32,7 @@ DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
 ANSWER_TIME = 1800.0  # seconds for an answer of at most so many tokens; for more, in proportion
 EMPTY = 3  # answers to one question that may hold nothing, before it is given up
+UNKNOWN = 12  # requests for one that may break off when they may have cost something: a night of them is dear
 
 CACHED = {"type": "ephemeral"}
 ASIDE = 15.0  # seconds for what can be done without: counting, and describing the model
@@ -43,12 +45,13 @@ _MALFORMED = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 @dataclass(frozen=True)
 class _Fault:
     """Why a request gave no answer. `most`: how many requests for one answer may end so before it is given
-    up; `retry_after`: the server's wish in seconds, 0 where it has none."""
+    up; `retry_after`: the server's wish in seconds, 0 where it has none; `unknown`: nobody knows its cost."""
 
     message: str
     remedy: str
     most: float = 1
     retry_after: float = 0.0
+    unknown: bool = False
 
 
 class Anthropic:
@@ -109,7 +112,8 @@ class Anthropic:
                 raise result
             ended[result] += 1
             why = self._scrub.text(result.message)
-            if ended[result] >= result.most or asking.over():
+            unknown = sum(times for fault, times in ended.items() if fault.unknown)
+            if ended[result] >= result.most or unknown >= UNKNOWN or asking.over():
                 made = f" ({asking})" if asking.requests > 1 else ""
                 raise ProviderError(why + made, result.remedy, retryable=result.most > 1)
             asking.wait(why, result.retry_after, question.say)
@@ -173,11 +177,13 @@ class Anthropic:
         except anthropic.APIStatusError as error:
             if stream is None:  # refused before it began
                 charge.settle(Usage())
-            return _status_fault(error)
+            return replace(_status_fault(error), unknown=stream is not None)
         except anthropic.APIConnectionError as error:  # before the stream; its own text names no cause
-            if isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout):  # never sent
+            sent_none = isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout)
+            if sent_none:
                 charge.settle(Usage())
-            return _broken(f"no connection: {_name(error.__cause__ or error)}")
+            found = _broken(f"no connection: {_name(error.__cause__ or error)}")
+            return replace(found, unknown=not sent_none)
         except httpx2.RequestError as error:
             return _broken(f"the stream broke: {_name(error)}")
         except TookTooLong as error:
@@ -307,7 +313,7 @@ def _usage(message: anthropic.types.Message) -> Usage:
 
 
 def _broken(message: str) -> _Fault:
-    return _Fault(message, "check the network and resume the run", math.inf)
+    return _Fault(message, "check the network and resume the run", math.inf, unknown=True)
 
 
 def _status_fault(error: anthropic.APIStatusError) -> _Fault:
