@@ -32,7 +32,7 @@ A change is kept only if it is measured to be faster in one case at least (the l
 
 BOUND = """\
 What bounds its steps, by the H100's datasheet. These are shares of the bound (the time that no version can
-beat), and not of the time measured: a kernel is timed whole, and how long each step takes is not known."""
+beat), not of the time measured."""
 
 
 def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
@@ -49,7 +49,7 @@ def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
     """What is known of an accepted kernel's speed, in paragraphs."""
     kernels = next(gate.figures["kernels"] for gate in report.gates if gate.gate == "compile")
     return [
-        "\n".join(_case(timing) for timing in report.timings),
+        "\n".join(case_words(timing) for timing in report.timings),
         f"{BOUND}\n"
         + "\n".join(_floors(program, case.name, case.sizes) for case in spec.cases if case.bench),
         "The compiler's account:\n" + "\n".join(_resources(k) for k in kernels),
@@ -76,14 +76,22 @@ def _items(found: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
     return found.items()
 
 
-def _case(t: Timing) -> str:
+def case_words(t: Timing) -> str:
+    """What was measured of one case, in a line."""
     own = t.milliseconds[CANDIDATE]
     rivals = ", ".join(f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items())
     chosen = "; ".join(f"step {step}: {_fields(schedule)}" for step, schedule in t.schedules.items())
     return (
         f"- {t.case} ({', '.join(f'{d} = {n}' for d, n in t.sizes.items())}): {own:.4f} ms, "
-        f"{t.roofline_milliseconds / own:.0%} of the roofline; {rivals}; tuned to {chosen}"
+        f"{t.roofline_milliseconds / own:.0%} of the roofline; {rivals}; {_parts(t)}tuned to {chosen}"
     )
+
+
+def _parts(t: Timing) -> str:
+    """What each part took by itself; nothing where the kernel is one, or they were not timed."""
+    whole = sum(t.parts.values())
+    told = [f"{name} {taken:.4f} ms ({taken / whole:.0%})" for name, taken in t.parts.items()]
+    return f"its parts, each by itself: {', '.join(told)}; " if told else ""
 
 
 def _fields(schedule: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from primitives.compile import compile_gemm, compile_vector, load_module
 from primitives.cut import cut
@@ -150,6 +150,7 @@ def _picker(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 Launch = Callable[[Sequence[Any]], None]
+Part = tuple[Literal["gemm", "vector"], int]  # of a program: a step's GEMM, or the vectors final after it
 
 
 class Plan:
@@ -159,6 +160,7 @@ class Plan:
     no allocation and no decision. Tensors must have the shapes, dtypes and device of the plan.
     One stream at a time: the workspace (bytes; made where none, or too small a one, is given) is shared
     between calls. ``raw``: an edited text to compile in place of the program's own, in a confined child.
+    ``parts``: what is launched, in order.
     """
 
     def __init__(
@@ -186,9 +188,13 @@ class Plan:
         for key, value in fixed.items():
             self._slots.fix(key, value)
         kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
-        self._launches: list[tuple[int, Launch]] = [
-            (k.step, self._gemm(k) if isinstance(k, GemmKernel) else self._vector(k)) for k in kernels
+        self._launches: list[tuple[Part, Launch]] = [
+            (("gemm", k.step), self._gemm(k))
+            if isinstance(k, GemmKernel)
+            else (("vector", k.step), self._vector(k))
+            for k in kernels
         ]
+        self.parts = list(dict.fromkeys(part for part, _ in self._launches))
         added = {self._names[k.adds] for k in self.lowered.gemms if k.adds is not None}
         self._added = [(o, name) for o, name in program.signature.updates.items() if name in added]
 
@@ -325,8 +331,17 @@ class Plan:
     ) -> None:
         """One GEMM and the vectors that are final after it, on what ``run`` left for it."""
         slots = self._fill(inputs, outputs)
-        for number, launch in self._launches:
+        for (_, number), launch in self._launches:
             if number == step:
+                launch(slots)
+
+    def run_part(
+        self, wanted: Part, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """One of ``parts``, on what ``run`` left for it."""
+        slots = self._fill(inputs, outputs)
+        for part, launch in self._launches:
+            if part == wanted:
                 launch(slots)
 
     def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import TOY_KERNEL, Notes, Scripted, fenced, make_run, measured, program_of, write_toy
+from authoring import TOY_KERNEL, Notes, Scripted, fenced, make_run, measured, program_of, timing, write_toy
 
 from agent import bundle, history, improve, runs, session
 from agent.accept import accept
@@ -18,7 +18,7 @@ from verifier.evidence import problems
 from verifier.gates import Failed
 from verifier.measure import Kept, Options
 from verifier.report import Accepted, Checked, Measured, Rejected
-from verifier.spec import Spec
+from verifier.spec import Spec, load
 
 GOOD = fenced(TOY_KERNEL)
 
@@ -91,6 +91,17 @@ def test_the_author_is_shown_where_the_time_goes(toy: Path) -> None:
     assert "gemm of step 0: 100% of the bound, bound by compute" in told and "137.4 GFLOP" in told
     assert "168 registers, 0 loads and 0 stores spilled, 16 HGMMA" in told
     assert told.endswith(improve.HOW.strip())
+
+
+def test_the_author_is_shown_what_each_part_takes(toy: Path) -> None:
+    (case, *_) = load(toy, check=False).cases
+    alone = improve.case_words(timing(case))
+    assert "its parts" not in alone
+    both = timing(case).model_copy(update={"parts": {"gemm of step 0": 1.9, "vector of step 0": 0.1}})
+    told = improve.case_words(both)
+    assert (
+        "its parts, each by itself: gemm of step 0 1.9000 ms (95%), vector of step 0 0.1000 ms (5%)" in told
+    )
 
 
 def test_a_change_that_is_wrong_is_fed_back_and_the_kernel_stays(toy: Path) -> None:

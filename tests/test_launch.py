@@ -56,6 +56,18 @@ def test_outputs_have_the_specs_shapes_and_dtypes(calls):
     }
 
 
+def test_parts_run_by_themselves(calls):
+    plan, inputs, outputs = planned(kernels.NORM.program)
+    assert plan.parts == [("gemm", 0), ("vector", 0)]
+    plan.run(inputs, outputs)
+    (gemm, gemm_given), (finish, finish_given) = calls
+    calls.clear()
+    plan.run_part(("vector", 0), inputs, outputs)
+    plan.run_part(("gemm", 0), inputs, outputs)
+    assert [name for name, _ in calls] == [finish, gemm]
+    assert all(one is other for one, other in zip(calls[0][1][:-1], finish_given[:-1], strict=True))
+
+
 def test_one_step_and_its_finish(calls):
     program = kernels.NORM.program
     plan, inputs, outputs = planned(program, Schedule(128, 160))

@@ -80,6 +80,7 @@ class Workers:
             "samples": samples,
             "host_microseconds": {"candidate": 12.0, "cuBLAS matmul": 17.0},
             "graph_milliseconds": own,
+            "parts": {"gemm of step 0": own * generator.gauss(1, 0.005), "vector of step 0": 0.01},
             "input_sets": 2,
             "conditions": {"gpu": "NVIDIA H100", "driver": "1", "sm_mhz": [1, 2, 3]},
             "seeds": {"benchmark/0": len(self.asked)},
@@ -163,6 +164,10 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     assert large.milliseconds["torch.compile"] / large.milliseconds["candidate"] == pytest.approx(
         speedup.estimate, rel=5e-3
     )
+    assert large.parts == {
+        "gemm of step 0": pytest.approx(large.milliseconds["candidate"], rel=0.05),
+        "vector of step 0": 0.01,
+    }
     assert found.conditions["gpu"] == "NVIDIA H100" and len(found.controls) == 3
     assert found.conditions["during"]["score/2/wide"] == {"sm_mhz": [1, 2, 3]}
     assert found.seeds["score/1/large/controlled.0/benchmark/0"] and found.seeds["tune/wide/tuning"] == 1

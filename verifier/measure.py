@@ -337,6 +337,10 @@ class _Session:
                 for arm in scores[0]["host_microseconds"]
             },
             graph_milliseconds=round(median(s["graph_milliseconds"] for s in scores), 5),
+            parts={
+                part: round(median(s["parts"][part] for s in scores), 5)
+                for part in scores[0].get("parts", ())
+            },
             tuning_seconds=tuned["seconds"],
             finalists=tuned["finalists"],
             processes=len(scores),

@@ -61,8 +61,9 @@ class Timing(_Record):
     """One measured case: schedules by step, the median of each arm, and its ratio to the candidate.
 
     ``samples``: milliseconds by arm, process and round. ``cold``: every timed call found an evicted L2.
-    ``graph_milliseconds``: the candidate replayed from a CUDA graph. ``finalists``: by step, the schedules
-    of tuning's last race, fastest first: worth trying next time.
+    ``graph_milliseconds``: the candidate replayed from a CUDA graph. ``parts``: milliseconds of each of its
+    parts by itself, in the roofline's words, where it has several. ``finalists``: by step, the schedules of
+    tuning's last race, fastest first: worth trying next time.
     """
 
     case: str
@@ -73,6 +74,7 @@ class Timing(_Record):
     roofline_milliseconds: float
     host_microseconds: dict[str, float]
     graph_milliseconds: float | None = None
+    parts: dict[str, float] = Field(default_factory=dict)
     tuning_seconds: float
     finalists: dict[str, tuple[dict[str, Any], ...]] = Field(default_factory=dict)
     processes: int = 1

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LONGEST = 1.5  # seconds of rounds: clocks at the power limit swing within one
 HOST_CALLS = 50
+PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
 MOST_SETS = 8  # each is proved by the fp64 oracle
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
@@ -64,12 +65,14 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
     samples, conditions = timed(arms, race.rounds, cold=race.cold)
     sets.compare()
     host = {a.name: timing.host_time(a.call, HOST_CALLS) for a in arms if a.name in (CANDIDATE, CUBLAS)}
+    parts = _parts(sets, race.cold)
     graph = samples.pop(GRAPH)
     controls = _judged(samples[CANDIDATE], samples.pop(SAME), samples.pop(LATE)) if race.controlled else {}
     return controls | {
         "samples": {name: milliseconds(s) for name, s in samples.items()},
         "host_microseconds": {name: round(seconds * 1e6, 2) for name, seconds in host.items()},
         "graph_milliseconds": round(graph.median * 1e3, 6),
+        "parts": parts,
         "input_sets": len(sets.inputs),
         "conditions": conditions,
         "seeds": {f"benchmark/{i}": seed for i, seed in enumerate(sets.seeds)},
@@ -97,6 +100,23 @@ def timed(
 def milliseconds(samples: timing.Samples) -> list[float]:
     """By round, as they are kept."""
     return [round(x * 1e3, 6) for x in samples.seconds]
+
+
+def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
+    """Milliseconds of each part of the candidate by itself, for whoever wants to make it faster; nothing
+    where it is one. Together they may take longer than the whole, whose launches overlap."""
+    parts = sets.plan.parts
+    if len(parts) == 1:
+        return {}
+    pairs = list(zip(sets.inputs, sets.outputs, strict=True))
+    arms = [
+        timing.Arm(
+            f"{kind} of step {step}", rotating([partial(sets.plan.run_part, (kind, step), *p) for p in pairs])
+        )
+        for kind, step in parts
+    ]
+    samples = timing.measure(arms, rounds=PART_ROUNDS, warmup_seconds=0.1, cold=cold)
+    return {name: round(s.median * 1e3, 6) for name, s in samples.items()}
 
 
 def _controls(sets: _Sets) -> list[timing.Arm]:
