@@ -7,6 +7,8 @@ host decision taken; calling it launches. A ``Kernel`` checks its tensors and ke
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,9 +64,18 @@ def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
 
 
 def check_tensors(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sizes of tensors that are what the signature says; LaunchError naming what is wrong otherwise."""
+    """The sizes of tensors that are what the signature says; LaunchError naming what is wrong otherwise.
+
+    A tensor that requires grad is refused while PyTorch records gradients: a kernel is no autograd function,
+    so a loss made of its outputs would train nothing, and nobody would be told.
+    """
+    import torch
+
     if set(inputs) != set(signature.inputs):
         raise LaunchError(f"inputs must be {', '.join(signature.inputs)}; got {', '.join(inputs)}")
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise LaunchError(f"input {name!r} must be a tensor; it is of type {type(tensor).__name__}")
     devices = {str(t.device) for t in inputs.values()}
     if len(devices) != 1 or not next(iter(devices)).startswith("cuda"):
         raise LaunchError(f"inputs must be on one CUDA device; they are on {', '.join(sorted(devices))}")
@@ -78,10 +89,46 @@ def check_tensors(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> d
             raise LaunchError(
                 f"input {name!r} must be contiguous and {ALIGNMENT}-byte aligned: call .contiguous()"
             )
+        if dense(tensor) is not tensor:
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise LaunchError(
+                f"input {name!r} of shape {shape} has strides {strides}, which bulk copies do not take: "
+                f"call .flatten().view{shape}"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise LaunchError(
+                f"input {name!r} requires grad, and a kernel's outputs carry none: call .detach(), or launch "
+                "under torch.no_grad()"
+            )
+    _check_updates(signature, inputs)
     try:
         return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
     except ValueError as error:
         raise LaunchError(str(error)) from None
+
+
+def _check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
+    """LaunchError where an input that is written over shares memory with another one. What the program itself
+    reads of it, element by element where the output is computed, was checked when it was traced."""
+    spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
+    for output, written in signature.updates.items():
+        start, end = spans[written]
+        for other, (first, last) in spans.items():
+            if other != written and first < end and start < last:
+                raise LaunchError(
+                    f"output {output!r} is written over input {written!r}, with which input {other!r} shares "
+                    f"memory: give {other!r} a tensor of its own, with .clone()"
+                )
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements with the strides of a fresh tensor, no copy; most tensors come back as they are.
+    PyTorch calls one row contiguous whatever its stride, which bulk copies want to be a multiple of 16 bytes.
+    """
+    if 1 not in tensor.shape or not tensor.is_contiguous():
+        return tensor
+    strides = tuple(prod(max(1, n) for n in tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
 
 def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
@@ -369,7 +416,8 @@ class Plan:
 class Kernel:
     """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
 
-    The first call with new shapes plans and tunes (seconds to minutes, kept on disk); later ones launch.
+    It launches on the tensors' device, on that one's current stream. The first call with new shapes plans
+    and tunes (seconds to minutes, kept on disk); later ones launch.
     ``schedules`` by step replace tuning; with ``known`` ones it only races those. ``raw``: as for ``Plan``.
     """
 
@@ -404,14 +452,30 @@ class Kernel:
             check_sizes(self.program, sizes)  # of a plan's sizes this is known
             steps = {n for n, _ in enumerate(cut(self.program).gemms)}
             schedules = self.schedules
-            if not steps <= schedules.keys():
-                schedules = {**tuned(self.program, inputs, sizes, self.known, self.raw), **schedules}
-            self._plans[key] = Plan(self.program, sizes, schedules, device, raw=self.raw)
+            with _current(device):
+                if not steps <= schedules.keys():
+                    schedules = {**tuned(self.program, inputs, sizes, self.known, self.raw), **schedules}
+                self._plans[key] = Plan(self.program, sizes, schedules, device, raw=self.raw)
         return self._plans[key]
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Outputs by name; one that updates an input is that input's tensor, written over."""
-        plan = self.plan(inputs)
-        outputs = plan.in_place(inputs)
-        plan.run(inputs, outputs)
-        return outputs
+        """Outputs by name; one that updates an input is that input's tensor, written over. LaunchError for
+        inputs that cannot be launched on."""
+        import torch
+
+        taken = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+        plan = self.plan(taken)
+        outputs = plan.in_place(taken)
+        with _current(plan.device):
+            plan.run(taken, outputs)
+        return outputs | {output: inputs[name] for output, name in self.program.signature.updates.items()}
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, ``device`` is PyTorch's current one: a kernel goes to that one's stream, wherever its tensors
+    lie."""
+    import torch
+
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

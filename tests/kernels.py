@@ -206,6 +206,15 @@ ACCUMULATE = Example(
     ("return {'dw_new': dw + gemm(dy.mT, x)}",),
     {"M": 32, "K": 24, "N": 40},
 )
+IN_PLACE = Example(
+    signature(
+        {"x": tensor("M, K"), "w": tensor("N, K"), "d": tensor("M, N")},
+        {"o": tensor("M, N")},
+        updates={"o": "d"},
+    ),
+    ("return {'o': d * 0.5 + gemm(x, w.mT)}",),
+    {"M": 24, "K": 32, "N": 40},
+)
 ALPHA = Example(
     signature(
         {"y": tensor("M, K"), "w": tensor("N, K"), "x": tensor("M, N"), "alpha": tensor("", "fp32")},

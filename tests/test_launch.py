@@ -13,7 +13,7 @@ import torch
 from primitives import launch, tune
 from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program, Schedule
-from primitives.launch import Kernel, LaunchError, Plan, alignment_errors, check_inputs
+from primitives.launch import Kernel, LaunchError, Plan, alignment_errors
 from primitives.lower import lower
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
@@ -237,149 +237,16 @@ def test_one_row_and_vectors_of_it(calls):
     assert (1, 1, 2) in [tuple(t.shape) for t in plan._slots.fixed if isinstance(t, torch.Tensor)]
 
 
-class On:
-    """A tensor that says it lies on a GPU."""
-
-    def __init__(self, tensor: torch.Tensor, device: str = "cuda:0"):
-        self._tensor, self.device = tensor, device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-
-def on_gpu(program: Program, **changed: Any) -> dict[str, Any]:
-    """Inputs of the program's at SIZES, some replaced; ``None`` leaves one out."""
-    _, inputs, _ = planned(program)
-    tensors = {
-        k: v if isinstance(v, On) else On(v) for k, v in {**inputs, **changed}.items() if v is not None
-    }
-    return tensors
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-BAD: dict[str, tuple[kernels.Example, dict[str, Any], str]] = {
-    "one on the CPU": (
-        kernels.ALPHA,
-        {"x": On(zeros(100, 200), "cpu")},
-        "inputs must be on one CUDA device; they are on cpu, cuda:0",
-    ),
-    "two GPUs": (kernels.ALPHA, {"alpha": On(torch.tensor(1.0), "cuda:1")}, "they are on cuda:0, cuda:1"),
-    "dtype": (
-        kernels.ALPHA,
-        {"x": zeros(100, 200, dtype=torch.float16)},
-        "'x' is torch.float16; the spec says bf16",
-    ),
-    "dtype of an index": (
-        kernels.CROSS_ENTROPY,
-        {"target": zeros(100, dtype=torch.int32)},
-        "'target' is torch.int32; the spec says int64",
-    ),
-    "dtype of a scalar": (
-        kernels.ALPHA,
-        {"alpha": torch.tensor(1)},
-        "'alpha' is torch.int64; the spec says fp32",
-    ),
-    "other fp8": (
-        kernels.FP8,
-        {"x": zeros(100, 64).to(torch.float8_e5m2)},
-        "'x' is torch.float8_e5m2; the spec says fp8_e4m3",
-    ),
-    "a number": (
-        kernels.ALPHA,
-        {"alpha": zeros(1, dtype=torch.float32)},
-        "'alpha' has 1 dims; the spec says 0",
-    ),
-    "rank": (kernels.ALPHA, {"x": zeros(100 * 200)}, "'x' has 1 dims; the spec says 2"),
-    "missing": (kernels.ALPHA, {"w": None}, "inputs must be y, w, x, alpha; got y, x, alpha"),
-    "extra": (kernels.ALPHA, {"z": zeros(1, 1)}, "inputs must be y, w, x, alpha; got y, w, x, alpha, z"),
-    "transposed": (
-        kernels.ALPHA,
-        {"x": zeros(200, 100).mT},
-        "'x' must be contiguous and 16-byte aligned: call .contig",
-    ),
-    "every other column": (kernels.ALPHA, {"x": zeros(100, 400)[:, ::2]}, "'x' must be contiguous"),
-    "a slice of columns": (kernels.ALPHA, {"x": zeros(100, 208)[:, :200]}, "'x' must be contiguous"),
-    "every other position": (
-        kernels.QK_NORM,
-        {"positions": zeros(200, dtype=torch.int32)[::2]},
-        "'positions' must be contiguous",
-    ),
-    "expanded": (kernels.ALPHA, {"x": zeros(1, 200).expand(100, 200)}, "'x' must be contiguous"),
-    "unaligned": (kernels.ALPHA, {"x": zeros(100 * 200 + 1)[1:].view(100, 200)}, "16-byte aligned"),
-    "unaligned vector": (
-        kernels.QK_NORM,
-        {"positions": zeros(101, dtype=torch.int32)[1:]},
-        "16-byte aligned",
-    ),
-    "shapes apart": (kernels.ALPHA, {"x": zeros(104, 200)}, "input 'x' has shape \\(104, 200\\)"),
-    "no rows": (
-        kernels.ALPHA,
-        {"y": zeros(0, 64), "x": zeros(0, 200)},
-        "input 'y', axis 0: no positive M makes M = 0",
-    ),
-    "no inner size": (
-        kernels.ALPHA,
-        {"y": zeros(100, 0), "w": zeros(200, 0)},
-        "input 'y', axis 1: no positive K makes K = 0",
-    ),
-    "no columns": (
-        kernels.ALPHA,
-        {"w": zeros(0, 64), "x": zeros(100, 0)},
-        "input 'w', axis 0: no positive N makes N = 0",
-    ),
-    "no heads": (
-        kernels.QK_NORM,
-        {"w": zeros(0, 64)},
-        "input 'w', axis 0: no positive H makes 2\\*H\\*P = 0",
-    ),
-    "odd columns where pairs are": (kernels.SWIGLU, {"w": zeros(207, 64)}, "no positive F makes 2\\*F = 207"),
-    "part of a head": (kernels.QK_NORM, {"w": zeros(200, 64)}, "no positive H makes 2\\*H\\*P = 200"),
-    "rows of 12 bytes": (
-        kernels.ALPHA,
-        {"w": zeros(206, 64), "x": zeros(100, 206)},
-        "x: rows of 206 bf16 are no multiple of 16 bytes",
-    ),
-    "K of fp8": (
-        kernels.FP8,
-        {"x": zeros(100, 72).to(torch.float8_e4m3fn), "w": zeros(200, 72).to(torch.float8_e4m3fn)},
-        "x: rows of 72 fp8_e4m3 are no multiple of 16 bytes",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_inputs_that_cannot_be_launched_on_are_refused(calls, name):
-    example, changed, words = BAD[name]
-    with pytest.raises(LaunchError, match=words):
-        check_inputs(example.program, on_gpu(example.program, **changed))
-
-
-@pytest.mark.parametrize("example", kernels.EXAMPLES.values(), ids=kernels.EXAMPLES)
-def test_good_inputs_give_the_sizes(calls, example):
-    sizes = check_inputs(example.program, on_gpu(example.program))
-    assert sizes == {d: SIZES[d] for d in example.signature.dims}
-
-
-def test_a_scalar_may_lie_anywhere_and_one_row_is_enough(calls):
-    alpha = torch.zeros(3)[1]
-    inputs = on_gpu(kernels.ALPHA.program, alpha=alpha, y=zeros(1, 64), x=zeros(1, 200))
-    assert check_inputs(kernels.ALPHA.program, inputs)["M"] == 1
-
-
-def test_outputs_without_elements_are_refused(calls):
-    shape = kernels.tensor
-    declared = kernels.signature(
-        {"x": shape("M, K"), "w": shape("N, K"), "v": shape("N - 8")}, {"o": shape("M, N")}
-    )
-    program = kernels.trace(declared, "return {'o': gemm(x, w.mT)}")
-    good = {"x": On(zeros(8, 64)), "w": On(zeros(16, 64)), "v": On(zeros(8))}
-    assert check_inputs(program, good) == {"M": 8, "K": 64, "N": 16}
-    bad = {"x": On(zeros(8, 64)), "w": On(zeros(8, 64)), "v": On(zeros(0))}
-    with pytest.raises(LaunchError, match=r"v would be \[0\] at .*: every extent is at least 1"):
-        check_inputs(program, bad)
+def test_one_row_gets_the_strides_of_a_row_and_stays_where_it_is(calls, anywhere):
+    kernel = Kernel(kernels.IN_PLACE.program, {0: Schedule()})
+    w = torch.zeros(200, 64, dtype=torch.bfloat16)
+    inputs = {"x": w[:64, :1].clone().mT, "w": w, "d": w[:, :1].clone().mT}
+    assert inputs["x"].stride() == inputs["d"].stride() == (1, 1)
+    outputs = kernel(**inputs)
+    (_, (x, b, d, c, *_)) = calls[0]
+    assert x.stride() == (64, 1) and same(x, inputs["x"]) and b is w
+    assert d.stride() == c.stride() == (200, 1) and same(d, c) and same(d, inputs["d"])
+    assert outputs["o"] is inputs["d"]  # as the caller has it
 
 
 def test_statistics_of_heads_need_no_alignment():
