@@ -166,70 +166,159 @@ def not_equal(a, b):
 def where(condition, a, b):
     """Per element ``a`` where the comparison ``condition`` holds, else ``b``. Both are computed.
 
-    ``relu = where(t > 0, t, 0)``
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, and what both take.
+    Paper: family 1, elementwise.
+
+        far = abs(t) > 3
+        kept = where(far, 0, t)
     """
 
 
 @elementwise(torch=lambda torch, a, b: torch.maximum(a, b), cute="cute.arch.fmax({0}, {1})")
 def maximum(a, b):
-    """The larger of ``a`` and ``b`` per element. ``maximum(t, 0)`` is ReLU."""
+    """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. Where one is NaN it is the other,
+    which torch's passes on.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
+    Paper: family 1, elementwise.
+
+        low = maximum(t, -2)
+        high = maximum(low, per_row(v))
+    """
 
 
 @elementwise(torch=lambda torch, a, b: torch.minimum(a, b), cute="(-cute.arch.fmax(-{0}, -{1}))")
 def minimum(a, b):
-    """The smaller of ``a`` and ``b`` per element."""
+    """The smaller of ``a`` and ``b`` per element. Where one is NaN it is the other, which torch's passes on.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element.
+    Paper: family 1, elementwise.
+
+        low = minimum(t, 6)
+        least = minimum(low, per_column(b))
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.abs(a), cute="cute.arch.fmax({0}, -{0})")
 def abs(a):
-    """The magnitude of ``a``."""
+    """The magnitude of ``a``.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
+    Paper: family 1, elementwise.
+
+        size = abs(t)
+        near = size < 0.5
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.exp(a), cute="cute.math.exp({0}, fastmath=True)")
 def exp(a):
-    """``e ** a``, by the hardware's ex2: about 2 ulp of fp32."""
+    """``e ** a``, by the hardware's ex2: about 2 ulp of fp32.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element, 1 of them MUFU.
+    Paper: family 1, elementwise.
+
+        half = -0.5 * t ** 2
+        bell = exp(half)
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.log(a), cute="cute.math.log({0}, fastmath=True)")
 def log(a):
-    """Natural logarithm, by the hardware's lg2."""
+    """Natural logarithm, by the hardware's lg2.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element, 1 of them MUFU.
+    Paper: family 1, elementwise.
+
+        size = 1 + abs(t)
+        level = log(size)
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.sqrt(a), cute="cute.math.sqrt({0})")
 def sqrt(a):
-    """Square root."""
+    """Square root, rounded correctly; rsqrt is much cheaper.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 15 instructions an element, 1 of them MUFU.
+    Paper: family 1, elementwise.
+
+        length = sqrt(1 + t ** 2)
+        ratio = t / length
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.rsqrt(a), cute="cute.math.rsqrt({0}, fastmath=True)")
 def rsqrt(a):
-    """``1 / sqrt(a)``, by the hardware's rsqrt: about 2 ulp."""
+    """``1 / sqrt(a)``, by the hardware's rsqrt: about 2 ulp.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, a MUFU.
+    Paper: family 1, elementwise.
+
+        inverse = rsqrt(1 + t ** 2)
+        ratio = inverse * t
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.tanh(a), cute="cute.math.tanh({0})", fast="tanh_fast({0})")
 def tanh(a):
-    """Hyperbolic tangent."""
+    """Hyperbolic tangent.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, a MUFU; exact, 17 with 2
+    MUFU. Paper: family 1, elementwise.
+
+        bent = tanh(0.5 * t)
+        rest = t - bent
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.sin(a), cute="sine({0})", fast="sine_fast({0})")
 def sin(a):
-    """Sine of an angle in radians: the argument is reduced exactly enough for positions up to 2**20."""
+    """Sine of an angle in radians: the argument is reduced exactly enough for positions up to 2**20.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact,
+    about 82. Paper: family 1, elementwise.
+
+        turns = 6.2831853 * t
+        wave = sin(turns)
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.cos(a), cute="cosine({0})", fast="cosine_fast({0})")
 def cos(a):
-    """Cosine of an angle in radians, as sin."""
+    """Cosine of an angle in radians, as sin.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact,
+    about 84. Paper: family 1, elementwise.
+
+        angle = 0.5 * t
+        wave = cos(angle)
+    """
 
 
 @elementwise(torch=lambda torch, a: torch.sigmoid(a), cute="sigmoid({0})", fast="sigmoid_fast({0})")
 def sigmoid(a):
-    """``1 / (1 + exp(-a))``. Two special-function instructions: compute it once and reuse the value."""
+    """``1 / (1 + exp(-a))``. Compute it once and reuse the value.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 3 instructions an element, 1 of them MUFU; exact, 6
+    with 2 MUFU. Paper: family 1, elementwise.
+
+        gate = sigmoid(t)
+        odd = 2 * gate - 1
+    """
 
 
 @elementwise(
     torch=lambda torch, a: a * torch.sigmoid(a), cute="({0} * sigmoid({0}))", fast="({0} * sigmoid_fast({0}))"
 )
 def silu(a):
-    """``a * sigmoid(a)``, also called swish."""
+    """``a * sigmoid(a)``, also called swish.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 4 instructions an element, 1 of them MUFU; exact, 7
+    with 2 MUFU. Paper: family 1, elementwise.
+
+        bent = silu(t)
+        shifted = bent + 0.25
+    """
 
 
 @elementwise(
@@ -238,9 +327,14 @@ def silu(a):
     fast="gelu_fast({0})",
 )
 def gelu(a):
-    """GELU in its tanh form: ``0.5 * a * (1 + tanh(0.7978845608 * (a + 0.044715 * a**3)))``.
+    """GELU in its tanh form: ``0.5 * a * (1 + tanh(0.7978845608 * (a + 0.044715 * a**3)))``. Its derivative
+    has no primitive of its own: write it with tanh, which both share.
 
-    Its derivative has no primitive of its own: write it with tanh, which both share.
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact, 11
+    with 2 MUFU. Paper: family 1, elementwise.
+
+        bent = gelu(t)
+        mixed = bent + 0.1 * t
     """
 
 
@@ -257,11 +351,14 @@ register(Operation("as_tile", _as_tile, lambda torch, a, t: torch.broadcast_to(a
 
 def rope(t: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     """Rotary embedding of a tile [M, H*2P]: in each head, columns 2j and 2j + 1 are turned by the angle
-    ``positions[row] * inv_freq[j]``.
+    ``positions[row] * inv_freq[j]``. Backward: rope with -inv_freq.
 
-    ``positions`` [M] (integers, or fp32) and ``inv_freq`` [P]; P is a static dim, so that no head straddles
-    tiles. Angles and rotation are fp32. Cost: a sine and a cosine a pair. Backward: rope with -inv_freq.
-    ``turned = rope(t, positions, inv_freq)``
+    Shapes: ``positions`` [M], ``inv_freq`` [P]; P is a static dim, so that no head straddles tiles. Dtypes:
+    integers or fp32; angles and rotation are fp32. Cost: 7 instructions an element, 1 of them MUFU (a sine
+    and a cosine a pair); exact, about 85. Paper: family 1, elementwise.
+
+        turned = rope(t, steps, freq)
+        back = rope(turned, steps, -freq)
     """
     even, odd = pairs(t)
     angle = multiply(apply("as_tile", per_row(positions), even), per_head(inv_freq))

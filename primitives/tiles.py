@@ -82,37 +82,51 @@ register(Operation("column_index", _index, _columns))
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product of ``a`` [M, K] and ``b`` [K, N], accumulated in fp32: the tile [M, N] that an
-    epilogue works on. Starts a step.
+    """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on. Starts
+    a step.
 
-    ``a`` and ``b`` are inputs, transposes ``x.mT`` of such, or tiles of an earlier step (which are
-    then stored once, rounded to the other operand's dtype). Both have one 16-bit dtype, or both are
-    fp8_e4m3: then ``a`` is an input and ``b`` the transpose of one (both are contiguous along K).
-    ``t = gemm(x, w.mT)`` with ``w`` [N, K]
+    Shapes: [M, K] by [K, N] to [M, N]; inputs, transposes ``x.mT`` of such (a weight [N, K] is used as
+    ``w.mT``), or tiles of an earlier step (which are then stored once, rounded to the other operand's dtype).
+    Dtypes: both have one 16-bit dtype, or both are fp8_e4m3: then ``a`` is an input and ``b`` the transpose
+    of one (both are contiguous along K). Cost: 2*M*N*K FLOPs and a kernel; a tile handed on is written and
+    read again, 4 bytes an element. Paper: family 3, tiles.
+
+        t = gemm(left, right.mT)
+        back = gemm(t, right)
     """
     return apply("gemm", a, b)
 
 
 def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Take adjacent columns apart: a tile [M, 2F] gives (even columns, odd columns), each [M, F].
+    """Take adjacent columns apart: even ones and odd ones, as two tiles. Also of per_head(v).
 
-    Both lanes of a pair live in one thread's registers, so this costs nothing. Also of per_head(v).
-    ``left, right = pairs(t)``
+    Shapes: [M, 2F] to twice [M, F]. Dtypes: any to fp32. Cost: none, both lie in one thread's registers.
+    Paper: family 3, tiles.
+
+        left, right = pairs(t)
+        apart = left - right
     """
     return apply("even", t), apply("odd", t)
 
 
 def join(even: Tensor, odd: Tensor) -> Tensor:
-    """Interleave two tiles [M, F] back into one [M, 2F]: the inverse of pairs.
+    """Interleave two tiles: the inverse of pairs.
 
-    ``t = join(left, right)``
+    Shapes: twice [M, F] to [M, 2F]. Dtypes: fp32. Cost: none. Paper: family 3, tiles.
+
+        left, right = pairs(t)
+        swapped = join(right, left)
     """
     return apply("join", even, odd)
 
 
 def column_index(t: Tensor) -> Tensor:
-    """The number of each column of a tile [M, N], from 0, as a tile: for masks and one-hot rows.
+    """The number of each column of a tile, from 0: for masks and one-hot rows.
 
-    ``kept = where(column_index(t) < per_row(lengths), t, 0)``
+    Shapes: [M, N] to [M, N]. Dtypes: fp32, exact up to 2**24. Cost: half an instruction an element.
+    Paper: family 3, tiles.
+
+        place = column_index(t)
+        kept = where(place < per_row(v), t, 0)
     """
     return apply("column_index", t)

@@ -68,27 +68,41 @@ register(Operation("per_head", _per_head, lambda torch, v: v))
 
 
 def per_row(v: Tensor) -> Tensor:
-    """Spread a vector [M] over a tile [M, N]: one value a row.
+    """Spread a vector over a tile: one value a row. It must be final before the tile's step runs: an input,
+    or made from reductions of an *earlier* gemm. A row scale may so wait for the next gemm (the deferred row
+    scale).
 
-    The vector must be final before the tile's step runs: an input, or made from reductions of an
-    *earlier* gemm. Paper: the deferred row scale. ``scaled = gemm(t, w) * per_row(scale)``
+    Shapes: [M], over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an element; the vector
+    once a CTA tile. Paper: family 2, vectors.
+
+        share = t / per_row(v)
+        rest = 1 - share
     """
     return apply("per_row", v)
 
 
 def per_column(v: Tensor) -> Tensor:
-    """Spread a vector [N] over a tile [M, N]: one value a column, such as a bias.
+    """Spread a vector over a tile: one value a column, such as a bias.
 
-    N is the tile's number of columns. ``biased = t + per_column(bias)``
+    Shapes: [N], the tile's columns, over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an
+    element; the vector once a CTA tile. Paper: family 2, vectors.
+
+        centred = t - per_column(b)
+        size = abs(centred)
     """
     return apply("per_column", v)
 
 
 def per_head(v: Tensor) -> Tensor:
-    """Spread over a tile [M, H*W] of H heads, W columns each, what is the same for each head or all over one.
+    """Spread over a tile of heads what is the same for each head or all over one. Meets a tile; two of a kind
+    may meet before.
 
-    ``v`` is a head statistic [M, H] (spread over its head's columns), a vector [W] or an input tile [M, W]
-    (both repeated for each head). W is made of static dims. Meets a tile; two of a kind may meet before.
-    ``t = gemm(a, b) / per_head(peak) + per_head(bias)``
+    Shapes: over [M, H*W], H heads of W columns, W made of static dims: a head statistic [M, H] (over its
+    head's columns), a vector [W] or an input tile [M, W] (both repeated for each head). Dtypes: any to fp32.
+    Cost: for a statistic none, for a vector half a load from memory an element, for a tile 5 instructions,
+    brought in bulk for each head. Paper: family 2, vectors.
+
+        shifted = t - per_head(g)
+        ratio = shifted / per_head(1 + g * g)
     """
     return apply("per_head", v)

@@ -1,0 +1,121 @@
+"""The primitives' pages: all that a page must say, and examples that trace and give no kernel away."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+from authoring import KERNELS
+from kernels import signature, tensor, trace
+from merged import MERGED
+
+import primitives
+from agent.prompt import FAMILIES, tokens, vocabulary
+from primitives.ir import Program, ProgramError
+
+# What ``coda-agent primitive`` merged has the page that its author wrote.
+PAGES = sorted(set(primitives.__all__) - {"kernel"} - {p.name for p in MERGED})
+FORM = re.compile(
+    r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
+    r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
+    re.DOTALL,
+)
+COLUMNS = {
+    "2*F": "F",
+    "H*W": "W",
+    "2*H*P": "P",
+}  # of the examples' tile, in pairs or heads, and what is static
+OUTPUTS = ("M, {0}", "M, F", "M, K", "M, H", "M", "{0}")
+NODES = {"pairs": "even", "rope": "sin"}  # what a page's primitive is in a program, where not its own name
+
+
+def page(name: str) -> re.Match[str]:
+    text = inspect.getdoc(getattr(primitives, name)) or ""
+    found = FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", text))  # paragraphs, unwrapped
+    assert found, f"{name}: its page has another form:\n{text}"
+    return found
+
+
+def example(name: str) -> list[str]:
+    return [line.strip() for line in page(name)["example"].splitlines()]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_says_shapes_dtypes_cost_and_family(name: str) -> None:
+    found = page(name)
+    module = import_module(getattr(primitives, name).__module__)
+    assert module.__name__ == f"primitives.{found['family']}" and found["family"] in FAMILIES
+    assert (module.__doc__ or "").startswith(f"Family {found['number']}, {found['family']}")
+    assert re.search(r"\d|none|half", found["cost"])
+
+
+def programs(lines: list[str]) -> Iterator[Program]:
+    """What an example traces to, on a tile ``t`` of pairs or heads, whatever its last line makes."""
+    result = lines[-1].partition(" = ")[0]
+    for columns, static in COLUMNS.items():
+        declared = {
+            "left": tensor("M, K"), "right": tensor(f"{columns}, K"), "v": tensor("M", "fp32"),
+            "b": tensor(columns), "g": tensor(static), "freq": tensor(static, "fp32"),
+            "steps": tensor("M", "int32"), "index": tensor("M", "int64"),
+        }  # fmt: skip
+        for shape in OUTPUTS:
+            output = {"o": tensor(shape.format(columns), "fp32" if shape in ("M", "{0}", "M, H") else "bf16")}
+            try:
+                sized = signature(declared, output, (static,))
+                yield trace(sized, "t = gemm(left, right.mT)", *lines, f"return {{'o': {result}}}")
+            except ProgramError:
+                continue
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_an_example_traces_and_shows_its_primitive(name: str) -> None:
+    lines = example(name)
+    used = {node.func.id for line in lines for node in ast.walk(ast.parse(line)) if is_call(node)}
+    assert name in used
+    traced = list(programs(lines))
+    assert traced
+    assert all(NODES.get(name, name) in {n.op for n in program.nodes} for program in traced)
+
+
+def is_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+class Nameless(ast.NodeTransformer):
+    """An expression whose variables are all called alike."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return node if node.id in primitives.__all__ else ast.Name("any")
+
+
+def shapes(line: str) -> Iterator[str]:
+    """The expressions in a line that combine two operations and more, without their names."""
+    for node in ast.walk(ast.parse(line)):
+        steps = sum(isinstance(n, ast.Call | ast.BinOp | ast.Compare | ast.UnaryOp) for n in ast.walk(node))
+        if isinstance(node, ast.expr) and steps > 1:
+            yield ast.dump(Nameless().visit(node))
+
+
+def test_no_example_is_a_line_of_a_kernel_by_any_names() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in KERNELS.glob("*.py") if path.name.count(".") == 1]
+    assert len(sources) >= 30
+    lines = {line.strip() for source in sources for line in source.splitlines()}
+    kernels = {shape for source in sources for shape in shapes(source)}
+    for name in PAGES:
+        for line in example(name):
+            assert line not in lines
+            assert not kernels & set(shapes(line)), line
+
+
+def test_a_kernels_line_under_other_names_would_show() -> None:
+    theirs = "gate = silu(left) * right + 1"
+    assert set(shapes("x = silu(a) * b")) <= set(shapes(theirs)) and not set(shapes("x = silu(a)"))
+
+
+def test_pages_stay_short() -> None:
+    assert tokens(vocabulary()) < 4_000
+    assert max(tokens(inspect.getdoc(getattr(primitives, name)) or "") for name in PAGES) < 220
