@@ -25,7 +25,7 @@ from verifier.decision import BASELINE, KEPT
 from verifier.quack_baseline import LIBRARY_ARMS
 from verifier.report import Accepted, Timing
 
-__all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "write"]
+__all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "success", "write"]
 
 GROUPS = {  # in the order of the tables
     "CODA's ten": (
@@ -139,22 +139,20 @@ class Tables:
     runs: tuple[RunRow, ...]
     edits: tuple[Row, ...] = ()  # of edited texts
 
-    def success(self, tries: int) -> int:
-        """How many runs passed within that many tries."""
-        return sum(run.passed is not None and run.passed <= tries for run in self.runs)
+    def of_specs(self) -> tuple[RunRow, ...]:
+        """The runs whose operator is one of ``specs/``, and no other function that a model was tried on."""
+        return tuple(run for run in self.runs if run.group != OTHERS)
 
     def to_json(self) -> dict[str, Any]:
-        """The rows as data; ``success`` by attempts, and empty without runs."""
-        total = len(self.runs)
-        rates = {
-            str(k): {"runs": total, "passed": self.success(k), "interval": wilson(self.success(k), total)}
-            for k in TRIES
-            if total
-        }
+        """The rows as data; ``success`` by attempts, of all runs and of the specs', empty without runs."""
         return {
             "measured": [asdict(row) for row in self.rows],
             "edited": [asdict(row) for row in self.edits],
-            "authoring": {"runs": [asdict(run) for run in self.runs], "success": rates},
+            "authoring": {
+                "runs": [asdict(run) for run in self.runs],
+                "success": _rates(self.runs),
+                "success_of_specs": _rates(self.of_specs()),
+            },
         }
 
     def parts(self) -> dict[str, str]:
@@ -163,6 +161,11 @@ class Tables:
 
     def __str__(self) -> str:
         return "\n".join(self.parts().values())
+
+
+def success(runs: Iterable[RunRow], tries: int) -> int:
+    """How many runs passed within that many tries."""
+    return sum(run.passed is not None and run.passed <= tries for run in runs)
 
 
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
@@ -257,6 +260,11 @@ def _run(path: Path, accepted: set[str]) -> RunRow:
         tips=sum(e.kind == TIP for e in events),
         accepted=header["run"] in accepted,
     )
+
+
+def _rates(runs: Sequence[RunRow]) -> dict[str, dict[str, Any]]:
+    total, passed = len(runs), {k: success(runs, k) for k in TRIES if runs}
+    return {str(k): {"runs": total, "passed": n, "interval": wilson(n, total)} for k, n in passed.items()}
 
 
 # ── Markdown ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -380,13 +388,17 @@ def _authoring(tables: Tables) -> str:
 
 
 def _rate(tables: Tables, tries: int) -> str:
-    passed, total = tables.success(tries), len(tables.runs)
-    low, high = wilson(passed, total)
+    """The share that passed: of the specs' runs by themselves, which the others are not like, then of all."""
     within = "at the first try" if tries == 1 else f"within {tries} tries"
-    return (
-        f"Passed {within}: {passed} of {_count(total, 'recorded run')}, "
-        f"{passed / total:.0%} [{low:.1%}, {high:.1%}].\n"
-    )
+    of_specs = tables.of_specs()
+    specs = f"{_share(of_specs, tries)} of specs in `specs/`; " if of_specs else ""
+    return f"Passed {within}: {specs}{_share(tables.runs, tries)} in all.\n"
+
+
+def _share(runs: Sequence[RunRow], tries: int) -> str:
+    passed, total = success(runs, tries), len(runs)
+    low, high = wilson(passed, total)
+    return f"{passed} of {_count(total, 'run')}, {passed / total:.0%} [{low:.1%}, {high:.1%}],"
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:

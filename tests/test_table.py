@@ -245,7 +245,8 @@ def test_success_counts_every_run_that_is_kept(tmp_path: Path) -> None:
     put_run(tmp_path, "unheard_of", "rejected", author="A | B\n")
     put_report(tmp_path, "gemm_rope")
     tables = read(tmp_path)
-    assert [tables.success(k) for k in (1, 2, 3, 4)] == [1, 1, 2, 3]
+    assert [table.success(tables.runs, k) for k in (1, 2, 3, 4)] == [1, 1, 2, 3]
+    assert [run.operator for run in tables.of_specs()] == ["gemm_rope", "gemm_rope", "gemm_geglu"]
     shown = tables.parts()["authoring"]
     assert cells(shown) == [
         ["`gemm_rope`", "Ada", "0", "3", "3", "1,100", "60", "0", "checked"],
@@ -253,8 +254,22 @@ def test_success_counts_every_run_that_is_kept(tmp_path: Path) -> None:
         ["`gemm_geglu`", "Ada", "0", "4", "4", "1,100", "80", "0", "checked"],
         ["`unheard_of`", r"A \| B", "0", "1", "–", "1,100", "20", "0", "none"],
     ]
-    assert "Passed at the first try: 1 of 4 recorded runs, 25% [4.6%, 69.9%].\n" in shown
-    assert "Passed within 3 tries: 2 of 4 recorded runs, 50% [15.0%, 85.0%].\n" in shown
+    assert (
+        "Passed at the first try: 1 of 3 runs, 33% [6.1%, 79.2%], of specs in `specs/`; "
+        "1 of 4 runs, 25% [4.6%, 69.9%], in all.\n"
+    ) in shown
+    assert (
+        "Passed within 3 tries: 2 of 3 runs, 67% [20.8%, 93.9%], of specs in `specs/`; "
+        "2 of 4 runs, 50% [15.0%, 85.0%], in all.\n"
+    ) in shown
+
+
+def test_runs_of_other_functions_alone_have_one_rate(tmp_path: Path) -> None:
+    put_run(tmp_path, "unheard_of", "checked")
+    tables = read(tmp_path)
+    said = "Passed at the first try: 1 of 1 run, 100% [20.7%, 100.0%], in all.\n"
+    assert said in tables.parts()["authoring"]
+    assert tables.to_json()["authoring"]["success_of_specs"] == {}
 
 
 def test_a_draft_that_failed_is_a_try_and_tips_are_counted() -> None:
@@ -310,7 +325,11 @@ def test_without_evidence_the_tables_say_so(tmp_path: Path) -> None:
         "No kernel's CuTeDSL has been edited yet.",
         "No run has been recorded yet.",
     ]
-    assert tables.to_json() == {"measured": [], "edited": [], "authoring": {"runs": [], "success": {}}}
+    assert tables.to_json() == {
+        "measured": [],
+        "edited": [],
+        "authoring": {"runs": [], "success": {}, "success_of_specs": {}},
+    }
 
 
 def test_an_edit_stands_beside_the_kernel_that_it_was_made_from(tmp_path: Path) -> None:
@@ -340,6 +359,7 @@ def test_the_command_prints_writes_and_gives_data(tmp_path: Path, monkeypatch: p
     data = json.loads(said("--json"))
     assert data["measured"][0]["speedup"] == {"estimate": 1.5, "low": 1.25, "high": 1.75}
     assert data["authoring"]["runs"][0]["passed"] == 1
+    assert data["authoring"]["success"]["3"] == data["authoring"]["success_of_specs"]["3"]
     assert data["authoring"]["success"]["3"]["runs"] == 1
 
 
