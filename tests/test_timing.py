@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,27 @@ def test_every_round_runs_every_arm_once_inside_one_region() -> None:
         for i in range(0, len(words), 4):
             assert words[i : i + 2] == ["flush", "start"]
             assert words[i + 3] == "stop"
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_what_comes_before_a_call_comes_before_its_flush_and_is_not_timed(cold: bool) -> None:
+    clock = SimulatedClock()
+
+    def before() -> None:
+        clock.log.append("before")
+        clock.time += 0.05
+
+    arms = [replace(clock.work("a", lambda: 0.1), before=before), clock.work("b", lambda: 0.1)]
+    samples = measure(arms, rounds=9, clock=clock, cold=cold)
+    assert samples["a"].seconds == pytest.approx([0.1] * 9)
+    assert samples["b"].seconds == pytest.approx([0.1] * 9)
+    ahead = ["before", *(["flush"] if cold else []), "start"]
+    for i, word in enumerate(clock.log):
+        if word == "a":
+            assert clock.log[i - len(ahead) : i] == ahead
+        if word == "b":
+            assert clock.log[i - len(ahead) : i][0] != "before"
+    assert clock.log.count("before") == clock.log.count("a") > 9
 
 
 def test_warm_measurement_never_flushes() -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from primitives.ir import Program, Schedule
+from verifier.fingerprint import Fingerprints
 from verifier.gates import Failed, judge
 from verifier.gpu import report
 from verifier.spec import Spec
@@ -68,14 +69,14 @@ class Trial:
     def __init__(self, job: Job, family: str = "normal"):
         self.job, self.family = job, family
         self.seed, self.inputs = job.draw(family)
-        self.drawn = {name: fingerprint(t) for name, t in self.inputs.items()}
+        self.drawn = Fingerprints(self.inputs)
 
     @cached_property
     def truth(self) -> dict[str, torch.Tensor]:
         """Raises Failed where the inputs are no longer what was drawn."""
         from verifier import reference
 
-        _untouched(self.job, self.inputs, self.drawn)
+        untouched(self.job, self.inputs, self.drawn)
         return reference.oracle(self.job.spec, self.inputs, self.job.sizes)
 
     @cached_property
@@ -204,7 +205,7 @@ def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, to
 def _repeat(job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> None:
     import torch
 
-    before = {name: fingerprint(t) for name, t in inputs.items()}
+    before = Fingerprints(inputs)
     first: dict[str, torch.Tensor] = {}
     for repeat in range(REPEATS):
         poison = 0xFF if repeat % 2 == 0 else 0x7B
@@ -224,11 +225,12 @@ def _repeat(job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> None:
                     "something is read that nothing wrote, or summed in no fixed order",
                 )
     _updated_alike(job, plan, inputs, first)
-    _untouched(job, inputs, before)
+    untouched(job, inputs, before)
 
 
-def _untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Mapping[str, tuple[int, int]]) -> None:
-    changed = [name for name, t in inputs.items() if fingerprint(t) != before[name]]
+def untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Fingerprints) -> None:
+    """Failed where inputs are no longer what they were."""
+    changed = before.differing(inputs)
     if changed:
         raise Failed("inputs_written", f"{_place(job)}: input(s) {', '.join(changed)} were changed")
 
@@ -269,16 +271,3 @@ def _guarded(like: torch.Tensor, poison: int) -> tuple[torch.Tensor, torch.Tenso
     buffer = torch.full((room + 2 * GUARD,), poison, dtype=torch.uint8, device=like.device)
     view = buffer[GUARD : GUARD + size].view(like.dtype).view(like.shape)
     return buffer, view
-
-
-def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two sums over the bits, one of them weighted: any single change moves them."""
-    import torch
-
-    flat = bits(tensor).flatten()
-    total = weighted = 0
-    for start in range(0, flat.numel(), 1 << 26):  # in parts: int64 is four times the tensor
-        part = flat[start : start + (1 << 26)].to(torch.int64)
-        weights = (torch.arange(part.numel(), device=part.device) + start) % 65521 + 1
-        total, weighted = total + int(part.sum()), weighted + int((part * weights).sum())
-    return total, weighted

@@ -1,7 +1,8 @@
 """On the GPU, in a worker: how long do a verified program and its rivals take? Tasks of ``verifier.gpu``.
 
 Each process draws inputs of its own, proves the candidate on them, times all arms interleaved, and compares
-what the timed calls left with what was proved, bit by bit.
+what the timed calls left with what was proved, to the bit. What a call is about to write is overwritten
+before, outside of the clock, so that an answer which is there was made in the time that was taken.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from verifier import statistics, timing
 from verifier.baselines import CUBLAS
 from verifier.decision import CANDIDATE, KEPT
+from verifier.fingerprint import Fingerprints, overwrite, words
 from verifier.gates import Failed
 from verifier.gpu import report
-from verifier.proof import Job, Trial, fingerprint, poisoned_run
+from verifier.proof import Job, Trial, poisoned_run, untouched
 
 if TYPE_CHECKING:
     import torch
@@ -128,8 +130,10 @@ def _controls(sets: _Sets) -> list[timing.Arm]:
 
 
 def _judged(own: timing.Samples, same: timing.Samples, late: timing.Samples) -> dict[str, Any]:
+    """The verdict on this process, and ``again``: milliseconds of the candidate against itself, by round."""
     found = [statistics.ratio(control.seconds, own.seconds) for control in (same, late)]
-    return {"controls": {"same": found[0].to_dict(), "planted": found[1].to_dict(), "faults": faults(*found)}}
+    told = {"same": found[0].to_dict(), "planted": found[1].to_dict(), "faults": faults(*found)}
+    return {"controls": told, "again": milliseconds(same)}
 
 
 def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]:
@@ -155,12 +159,13 @@ class _Sets:
     seeds: list[int]
     inputs: list[Tensors]
     outputs: list[dict[str, torch.Tensor]]
-    proved: list[dict[str, tuple[int, int]]]
+    given: list[Fingerprints]  # of the inputs
+    proved: list[Fingerprints]  # of the outputs
 
     @classmethod
     def drawn(cls, job: Job, plan: Plan) -> _Sets:
         """At least two sets, and together larger than the L2: no arm finds its operands there."""
-        made = cls(job, plan, [], [], [], [])
+        made = cls(job, plan, [], [], [], [], [])
         made._add()
         for _ in range(sets_wanted(made.inputs[0]) - 1):
             made._add()
@@ -174,22 +179,49 @@ class _Sets:
         self.seeds.append(trial.seed)
         self.inputs.append(trial.inputs)
         self.outputs.append(self.plan.in_place(trial.inputs))
-        self.proved.append({name: fingerprint(t) for name, t in fresh.items()})
+        self.given.append(trial.drawn)
+        self.proved.append(Fingerprints(fresh))
 
     def candidate(self, name: str, after: Callable[[], object] | None = None) -> timing.Arm:
         """The candidate on one set after the other."""
         calls = [partial(self.plan.run, i, o) for i, o in zip(self.inputs, self.outputs, strict=True)]
-        if after is None:
+        if after is not None:
+            calls = [partial(_both, call, after) for call in calls]
+        return self.arm(name, calls, self.outputs)
+
+    def arm(
+        self,
+        name: str,
+        calls: Sequence[Callable[[], object]],
+        outputs: Sequence[Tensors] | None = None,
+    ) -> timing.Arm:
+        """A call for each set, taking turns. Before each, the ``outputs`` that it is about to write are
+        overwritten; for one that has none of ours, as much memory that nobody reads, so that every arm finds
+        the GPU alike. Not so for a kernel that updates an input, whose buffer has to keep what is there:
+        ``compare`` has it run once more."""
+        if self.updates:
             return timing.Arm(name, rotating(calls))
-        return timing.Arm(name, rotating([partial(_both, call, after) for call in calls]))
+        rows = [[words(t) for t in each.values()] for each in outputs or [self.spare] * len(calls)]
+        return timing.Arm(name, rotating(calls), rotating([partial(overwrite, row) for row in rows]))
+
+    @property
+    def updates(self) -> Mapping[str, str]:
+        return self.plan.program.signature.updates
+
+    @cached_property
+    def spare(self) -> Tensors:
+        """Memory as large as a set's outputs."""
+        return self.plan.outputs()
 
     def compare(self) -> None:
-        """Failed where the timed calls left other bits than the proved one. By then an update's buffer holds
-        the sum of all calls: there one more call is compared, on the same inputs drawn again."""
-        updates = self.plan.program.signature.updates
+        """Failed where the timed calls left other bits than the proved one, or changed an input. By then an
+        update's buffer holds the sum of all calls: there one more call is compared, on the same inputs drawn
+        again."""
         for index, proved in enumerate(self.proved):
-            left = self._again(index) if updates else self.outputs[index]
-            differing = [name for name, t in left.items() if fingerprint(t) != proved[name]]
+            mine = {n: t for n, t in self.inputs[index].items() if n not in self.updates.values()}
+            untouched(self.job, mine, self.given[index])
+            left = self._again(index) if self.updates else self.outputs[index]
+            differing = proved.differing(left)
             if differing:
                 raise Failed(
                     "other_output",
@@ -201,9 +233,7 @@ class _Sets:
         from verifier.inputs import draw
 
         self.inputs[index] = draw(self.job.spec, self.job.sizes, self.seeds[index], device="cuda")
-        outputs = self.plan.outputs()
-        self.plan.run(self.inputs[index], outputs)
-        return outputs
+        return poisoned_run(self.plan, self.inputs[index])
 
 
 def _both(call: Callable[[], object], after: Callable[[], object]) -> None:
@@ -221,12 +251,14 @@ def _rival(name: str, job: Job, sets: _Sets) -> timing.Arm:
     from verifier import baselines, quack_baseline
 
     build = quack_baseline.tuned if name in quack_baseline.ARMS else baselines.calls
-    return timing.Arm(name, rotating(build(name, job.spec, sets.inputs, job.sizes)))
+    return sets.arm(name, build(name, job.spec, sets.inputs, job.sizes))
 
 
 def _kept(job: Job, sets: _Sets) -> timing.Arm:
     (plan,) = job.plans()
-    return timing.Arm(KEPT, rotating([partial(plan.run, i, plan.in_place(i)) for i in sets.inputs]))
+    outputs = [plan.in_place(i) for i in sets.inputs]
+    calls = [partial(plan.run, i, o) for i, o in zip(sets.inputs, outputs, strict=True)]
+    return sets.arm(KEPT, calls, outputs)
 
 
 def _graphed(sets: _Sets) -> timing.Arm:
@@ -239,7 +271,7 @@ def _graphed(sets: _Sets) -> timing.Arm:
         with torch.cuda.graph(graph):
             sets.plan.run(inputs, outputs)
         replays.append(graph.replay)
-    return timing.Arm(GRAPH, rotating(replays))
+    return sets.arm(GRAPH, replays, sets.outputs)
 
 
 def sets_wanted(inputs: Tensors) -> int:

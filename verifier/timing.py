@@ -24,10 +24,12 @@ Region = tuple["torch.cuda.Event", "torch.cuda.Event"]
 
 @dataclass(frozen=True)
 class Arm:
-    """A contestant. ``call`` launches its work on the current CUDA stream and does not wait for it."""
+    """A contestant. ``call`` launches its work on the current CUDA stream and does not wait for it; so does
+    ``before``, which is called ahead of each ``call``, before the flush, and is not timed."""
 
     name: str
     call: Callable[[], object]
+    before: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ def _warm_up(arms: Sequence[Arm], seconds: float, cold: bool, clock: Clock) -> N
 def _round(arms: Sequence[Arm], cold: bool, clock: Clock) -> tuple[float, ...]:
     """Enqueue every arm once; seconds of the round before."""
     for arm in arms:
+        if arm.before is not None:
+            arm.before()
         if cold:
             clock.flush()
         mark = clock.start()
@@ -141,8 +145,9 @@ class CudaClock:
 
     The host has enqueued each region before the device enters it: launch latency is the host's and is
     measured by ``host_time``. The host is ahead by a round; where one takes the device no longer than the
-    host, each region is also preceded by a spin on the device. Longer kernels run back to back: an H100
-    that idles between them saves the power for clocks that no training step sees.
+    host, each region is also preceded by a spin on the device. Only regions count as the device's time, all
+    that a round enqueues as the host's: flushes, and what comes ``before``, lengthen the lead. Longer kernels
+    run back to back: an H100 that idles between them saves the power for clocks that no training step sees.
     """
 
     MIN_HEAD_START = 100e-6

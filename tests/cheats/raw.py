@@ -18,6 +18,7 @@ BASES = f"\n\n{STEP}"
 LAUNCH = "        launched = self.kernel("
 FINISH = "        n11 = s11\n"
 STORE = "            o15[at] = (n15)"
+THERE = "(o15[at] - Float32(8.0))"
 
 
 @dataclass(frozen=True)
@@ -557,6 +558,12 @@ GAMES = (
         "Another last bit from run to run.",
         "n15 * (Float32(1.0) + (cute.arch.clock() % 2).to(Float32) * Float32(2.0 ** -23))",
         rejected("stability", "unstable", "output 'rstd'"),
+    ),
+    stored(
+        "what was there and may be right",
+        "Keeps what is between 0 and 16: no poison of the gates before, and every answer of the call before.",
+        f"Float32(cutlass.select_({THERE} * {THERE} < Float32(64.0), o15[at], n15))",
+        rejected("benchmark", "other_output", "output(s) rstd"),
     ),
 )
 THEMES = {

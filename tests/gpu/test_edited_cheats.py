@@ -10,19 +10,21 @@ from primitives.compile import PROBES
 from verifier.gates import Failed
 from verifier.gpu import Worker
 from verifier.proof import Job, numerics, stability
+from verifier.scoring import Race, score
 
 # No multiples of a tile, and an odd number of rows: what the games say of sizes is meant of these.
 SIZES = {"M": 521, "K": 520, "N": 776}
-GATES = {"numerics": numerics, "stability": stability}
+RACE = Race(arms=(), rounds=12)
 
 
 def failed(text: str) -> tuple[str, Failed] | None:
     """The first gate that an edited text does not pass, and why."""
     job = Job(TWIN.spec, TWIN.program, "ragged", SIZES, ({0: PROBES[1]},), raw=text)
+    gates = (("numerics", numerics, job), ("stability", stability, job), ("benchmark", score, (job, RACE)))
     with Worker() as worker:
-        for gate, task in GATES.items():
+        for gate, task, argument in gates:
             try:
-                worker.ask(task, job, patience=300.0)
+                worker.ask(task, argument, patience=300.0)
             except Failed as reason:
                 return gate, reason
     return None
