@@ -126,7 +126,8 @@ def _entry(name: str) -> Entry:
         if "proposes" in run.journal.header:
             raise BundleError(
                 f"run {run.name} is of a primitive: copy its folder to the H100's {runs.runs_dir()}, and "
-                f"there: coda-agent resume {run.name} --gpu"
+                f"there: coda-agent resume {run.name} --gpu; where its recording is in the checkout there: "
+                f"coda-agent primitive {run.journal.header['spec']} --provider replay --gpu"
             )
         events = {e.key: e.payload for e in run.journal.events()}
         attempt = last_verified(events)

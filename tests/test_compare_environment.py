@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -28,8 +27,6 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(environment, "PACKAGE", f"{NAME}=={VERSION}")
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of a worker: its task is there
     return folder
 
 
@@ -49,6 +46,8 @@ def test_its_package_is_its_own_and_the_rest_is_borrowed(index: Path) -> None:
     assert environment.python() == environment.install() == python
     found = environment.versions(python, (NAME, "torch"))
     assert found == {NAME: VERSION, "torch": torch.__version__}
+    purelib = environment._said(python, "-c", environment._PURELIB).strip()
+    (Path(purelib) / "tests.pth").write_text(f"{Path(__file__).parent}\n")  # a worker's task is there
     with Worker(python=python) as worker:
         answer = worker.ask(worker_tasks.environment_of, NAME, patience=60.0)
     assert answer == {"own": VERSION, "torch": torch.__version__}

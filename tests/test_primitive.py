@@ -387,7 +387,8 @@ def test_it_is_no_kernel(begun: runs.Run) -> None:
         assert outcome is not None
         with pytest.raises(accept.AcceptError, match="coda-agent primitive softsign --merge"):
             accept.accept(outcome, opened.journal, looked=True)
-    with pytest.raises(bundle.BundleError, match="resume softsign-.* --gpu"):
+    both = "resume softsign-.* --gpu.* primitive softsign --provider replay --gpu"
+    with pytest.raises(bundle.BundleError, match=both):
         bundle.pack([begun.name], Path("bundle.json"))
 
 

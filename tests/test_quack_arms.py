@@ -216,6 +216,7 @@ def test_arms_are_left_out_where_there_is_none() -> None:
     assert admitted(spec_of("gemm_relu2"), wanted) == wanted
     assert admitted(spec_of("gemm_fp8_row_scale"), wanted) == ("torch.compile",)
     assert admitted(spec_of("gemm_cross_entropy_bwd"), wanted) == ("torch.compile", MATMUL)
+    assert admitted(spec_of("gemm_cross_entropy_bwd"), wanted, beside_kept=True) == ("torch.compile",)
     with pytest.raises(ValueError, match="no epilogue for spec 'gemm_fp8_row_scale'"):
         quack_library.quack_library("gemm_fp8_row_scale", {}, {}, {})
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from primitives import children, workers
+from verifier.gpu import Worker
 
 ROOT = Path(__file__).parent.parent
 
@@ -187,3 +188,23 @@ def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "[True, False, True]\n", done.stderr
+
+
+def test_a_gpu_worker_of_another_environment_is_not_given_our_pythonpath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What is there would come before the packages of its own."""
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    (tmp_path / "quack.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    look = (
+        "dict(quack=__import__('importlib.util').util.find_spec('quack').origin, path=__import__('sys').path)"
+    )
+    with Worker() as worker:
+        assert worker.ask(eval, look, patience=60.0)["quack"] == str(tmp_path / "quack.py")
+    with Worker(python=str(other)) as worker:
+        found = worker.ask(eval, look, patience=60.0)
+    assert found["quack"].endswith("site-packages/quack/__init__.py")
+    assert str(ROOT) in found["path"] and str(tmp_path) not in found["path"]

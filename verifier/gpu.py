@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ from verifier.gates import Failed, Progress, silent
 
 Task = Callable[[Any], dict[str, Any]]  # a module's function; its answer is JSON
 
+ROOT = str(Path(__file__).parent.parent)  # where our own packages are
 SAID = 2000  # characters of a lost worker's last words
 _CUDA_ERROR = re.compile(r"cuda\w*[ _](?:driver )?error|cudaError|CUDA_ERROR", re.IGNORECASE)
 _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misaligned", re.IGNORECASE)
@@ -49,7 +51,8 @@ class Worker:
     """A process that owns the GPU while it works on a task. Starting returns at once: imports take seconds.
 
     ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import while the
-    asker still works on something else. ``python``: of an environment with other versions of packages.
+    asker still works on something else. ``python``: of an environment with other versions of packages, which
+    the asker's PYTHONPATH would come before: it is not passed on there.
     """
 
     def __init__(self, wrapper: Sequence[str] = (), ahead: Sequence[str] = (), python: str = sys.executable):
@@ -59,7 +62,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
-            env=os.environ | {"PYTHONPATH": children.path()},
+            env=os.environ | {"PYTHONPATH": children.path() if python == sys.executable else ROOT},
             start_new_session=True,
         )
         self._unread = b""

@@ -356,7 +356,7 @@ class _Session:
         return [case for case in self.spec.cases if case.bench]
 
     def _arms(self) -> tuple[str, ...]:
-        return admitted(self.spec, self.options.arms)
+        return admitted(self.spec, self.options.arms, beside_kept=bool(self.raw and self.kept))
 
     def _bound(self, case: Case) -> float:
         return roofline(self.program, case.sizes).seconds

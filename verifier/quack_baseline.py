@@ -44,10 +44,13 @@ SMALL = 256  # a size to compile at, where sizes are symbolic
 Configs = list["GemmConfig"]
 
 
-def admitted(spec: Spec, arms: Sequence[str]) -> tuple[str, ...]:
-    """The arms without those of QuACK where it has no epilogue for the spec, or takes no such operands."""
+def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> tuple[str, ...]:
+    """The arms without those of QuACK where it has no epilogue for the spec, or takes no such operands.
+
+    ``beside_kept``: of an edited text that is measured against the kernel before it, which says more than
+    QuACK's bare matmul, whose tuning would take longer than the edit's."""
     fp8 = any(given.dtype == "fp8_e4m3" for given in spec.inputs.values())
-    there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not fp8}
+    there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not fp8 and not beside_kept}
     return tuple(name for name in arms if there.get(name, True))
 
 

@@ -92,12 +92,24 @@ class Entry:
     inexact: tuple[str, ...] = ()
 
 
-@cache
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` under torch.compile: one kernel where PyTorch alone would run several."""
-    import torch
+    """``function`` under torch.compile: one kernel where PyTorch alone would run several, and one of its own
+    for each shape of its arguments. Left to itself it would make a dynamic one of the second shape on, which
+    is slower."""
 
-    return torch.compile(function)
+    def call(*given: Any) -> Any:
+        return _compiled(function, tuple(getattr(each, "shape", each) for each in given))(*given)
+
+    return call
+
+
+@cache
+def _compiled(function: Callable[..., Any], shapes: tuple[Any, ...]) -> Callable[..., Any]:
+    """``shapes``: those of tensors, and other arguments as they are."""
+    from verifier.baselines import under_compile
+
+    compiled: Callable[..., Any] = under_compile(function, "default")
+    return compiled
 
 
 def column_sum(partials: Tensors, *, name: str, out: Tensor) -> dict[str, Tensor]:

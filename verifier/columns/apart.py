@@ -207,7 +207,9 @@ def entry(mode: str, backend: str = "inductor") -> dict[str, Entry]:
 def _build(name: str, mode: str, backend: str, g: Given) -> Prepared:
     chosen = FORMULATIONS[name]
     step = _compiled(name, mode, backend, tuple(sorted(g.sizes.items())))
-    return Prepared(partial(step, *chosen.arrange(g)), partial(chosen.read, g))
+    given = chosen.arrange(g)
+    own = tuple(t for t in given if not any(t is each for each in g.inputs.values()))
+    return Prepared(partial(step, *given), partial(chosen.read, g), own)
 
 
 @cache

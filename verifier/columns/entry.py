@@ -20,10 +20,16 @@ __all__ = ["Entry", "Given", "Prepared", "followed", "multiplied"]
 class Prepared(NamedTuple):
     """``call`` launches all work of one call on the current CUDA stream, and does not wait for it. ``read``
     takes what a call gave and gives outputs of the spec by name, in the spec's layout, as far as the
-    library has them: outside the clock."""
+    library has them: outside the clock. ``arranged``: operands in the library's own layout, made outside the
+    clock, which a user would keep in place of the spec's: no memory that a call holds."""
 
     call: Callable[[], Any]
     read: Callable[[Any], dict[str, Tensor]]
+    arranged: tuple[Tensor, ...] = ()
+
+    @property
+    def arranged_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.arranged)
 
 
 def followed(
@@ -38,7 +44,7 @@ def followed(
         multiply(found[1], w.mT, out)
         return found
 
-    return Prepared(call, lambda found: first.read(found) | {name: out})
+    return Prepared(call, lambda found: first.read(found) | {name: out}, first.arranged)
 
 
 def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -6,10 +6,12 @@ Importing this module imports nothing heavy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verifier.columns.apart import columns_together, rows_apart, scaled_rows, tables
 from verifier.columns.entry import Entry, Given, Prepared, followed, multiplied
+from verifier.columns.toolkit import BUILD, last_words, prepare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +33,7 @@ def _gated(g: Given, name: str) -> Prepared:
         torch.mm(x, w.mT, out=preact)
         return preact, act_and_mul(preact, out=act)
 
-    return Prepared(call, lambda found: {"preact": columns_together(found[0]), "act": found[1]})
+    return Prepared(call, lambda found: {"preact": columns_together(found[0]), "act": found[1]}, (w,))
 
 
 def _swiglu(g: Given) -> Prepared:
@@ -101,7 +103,7 @@ def _turned(g: Given, *, normed: bool) -> Prepared:
         apply_rope_with_cos_sin_cache_inplace(rows, queries, keys, width, cache, is_neox=False)
         return q
 
-    return Prepared(call, lambda found: {"q": found})
+    return Prepared(call, lambda found: {"q": found}, (cache, rows))
 
 
 def _rope(g: Given) -> Prepared:
@@ -120,20 +122,38 @@ ADDED = (
     "write over x; "
 )
 
+
+def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
+    """FlashInfer builds an operator when it is first called."""
+
+    def built(g: Given) -> Prepared:
+        prepare()
+        try:
+            prepared = build(g)
+            prepared.call()
+        except RuntimeError as error:
+            if BUILD not in str(error):
+                raise
+            raise RuntimeError(f"its build failed: {last_words(str(error))}") from None
+        return prepared
+
+    return Entry(built, note)
+
+
 ENTRIES: dict[str, Entry] = {
-    "gemm_swiglu": Entry(_swiglu, APART),
-    "gemm_rmsnorm_swiglu": Entry(_swiglu, SCALED + APART),
-    "gemm_rmsnorm_swiglu_fp16": Entry(_swiglu, SCALED + APART),
-    "gemm_swiglu_mlp": Entry(_swiglu_mlp, APART),
-    "gemm_geglu": Entry(_geglu, APART),
-    "gemm_residual_partial_rmsnorm": Entry(
+    "gemm_swiglu": _entry(_swiglu, APART),
+    "gemm_rmsnorm_swiglu": _entry(_swiglu, SCALED + APART),
+    "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, SCALED + APART),
+    "gemm_swiglu_mlp": _entry(_swiglu_mlp, APART),
+    "gemm_geglu": _entry(_geglu, APART),
+    "gemm_residual_partial_rmsnorm": _entry(
         _residual_partial_rmsnorm, ADDED + "gives the normalised stream in place of hg, and no rstd"
     ),
-    "gemm_residual_rmsnorm_gemm": Entry(_residual_rmsnorm_gemm, ADDED + "gives no rstd"),
-    "gemm_rope": Entry(_rope, TURNED),
-    "gemm_rope_positions": Entry(_rope, TURNED),
-    "gemm_rmsnorm_rope": Entry(_rope, SCALED + TURNED),
-    "gemm_qk_norm_rope": Entry(_qk_norm_rope, TURNED + "; gives no rstd"),
+    "gemm_residual_rmsnorm_gemm": _entry(_residual_rmsnorm_gemm, ADDED + "gives no rstd"),
+    "gemm_rope": _entry(_rope, TURNED),
+    "gemm_rope_positions": _entry(_rope, TURNED),
+    "gemm_rmsnorm_rope": _entry(_rope, SCALED + TURNED),
+    "gemm_qk_norm_rope": _entry(_qk_norm_rope, TURNED + "; gives no rstd"),
 }
 
 ABSENT: dict[str, str] = {

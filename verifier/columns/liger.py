@@ -51,7 +51,7 @@ def _swiglu(g: Given) -> Prepared:
         torch.mm(x, w.mT, out=preact)
         return swiglu_fused_gate_up_forward(preact)
 
-    return Prepared(call, lambda found: {"preact": columns_together(found[0]), "act": found[1]})
+    return Prepared(call, lambda found: {"preact": columns_together(found[0]), "act": found[1]}, (w,))
 
 
 def _swiglu_mlp(g: Given) -> Prepared:
@@ -73,9 +73,10 @@ def _geglu(g: Given) -> Prepared:
             torch.mm(x, each.mT, out=out)
         return geglu_forward(gate, up)
 
-    return Prepared(
-        call, lambda found: {"preact": columns_together(torch.cat(found[:2], 1)), "act": found[2]}
-    )
+    def read(found: Any) -> dict[str, Tensor]:
+        return {"preact": columns_together(torch.cat(found[:2], 1)), "act": found[2]}
+
+    return Prepared(call, read, tuple(weights))
 
 
 def _relu2(g: Given) -> Prepared:
@@ -105,7 +106,10 @@ def _swiglu_bwd(g: Given) -> Prepared:
         act = swiglu_fused_gate_up_forward(z)[1]
         return dz, act, fused(row_dots)(dz, z)
 
-    return Prepared(call, lambda found: {"dz": columns_together(found[0]), "act": found[1], "s": found[2]})
+    def read(found: Any) -> dict[str, Tensor]:
+        return {"dz": columns_together(found[0]), "act": found[1], "s": found[2]}
+
+    return Prepared(call, read, (z,))
 
 
 # ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +151,7 @@ def _residual_partial_layernorm(g: Given) -> Prepared:
         torch.addmm(x, y, w.mT, out=h)
         return layer_norm_forward(h, gamma, beta, g.constants["eps"])
 
-    return Prepared(call, lambda found: {"h": h, "mean": found[2], "rstd": found[3]})
+    return Prepared(call, lambda found: {"h": h, "mean": found[2], "rstd": found[3]}, (beta,))
 
 
 def _residual_rmsnorm_bwd(g: Given) -> Prepared:
@@ -203,7 +207,8 @@ def _rope(g: Given) -> Prepared:
         rope_forward(q, k, cos, sin, rotary_dim=2 * pairs)  # in place
         return outs
 
-    return Prepared(call, lambda found: {"q": heads_together(torch.cat(found, 1), pairs)})
+    arranged = (*weights, cos, sin)
+    return Prepared(call, lambda found: {"q": heads_together(torch.cat(found, 1), pairs)}, arranged)
 
 
 def _qk_norm_rope(g: Given) -> Prepared:
@@ -230,7 +235,7 @@ def _qk_norm_rope(g: Given) -> Prepared:
         rstd = torch.cat([each[2].view(rows, -1) for each in found], 1)
         return {"q": heads_together(q, pairs), "rstd": rstd}
 
-    return Prepared(call, read)
+    return Prepared(call, read, (*weights, gamma, cos, sin))
 
 
 # ── Cross-entropy ─────────────────────────────────────────────────────────────────────────────────────────
@@ -282,7 +287,7 @@ def _cross_entropy(g: Given) -> Prepared:
         launch(X_ptr=logits, Y_ptr=target, loss_ptr=loss)
         return logits, loss
 
-    return Prepared(call, lambda found: {"logits": found[0]})
+    return Prepared(call, lambda found: {"logits": found[0]}, (target,))
 
 
 SCALED = "PyTorch scales x's rows first, one pass; "

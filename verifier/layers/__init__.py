@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verifier.baselines import MAX_AUTOTUNE, MODES
+from verifier.baselines import MAX_AUTOTUNE, under_compile
 from verifier.columns import COMPILE, EAGER, LIGER, LIGER_APART, PROGRAM
 
 if TYPE_CHECKING:
@@ -24,21 +24,18 @@ def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any,
 
     Compiles on the first calls. ValueError for an unknown name, ImportError where Liger is not installed.
     """
-    import torch
-
     from verifier.layers.fused import Fused, unrotated
     from verifier.layers.liger import Liger
     from verifier.layers.plain import Plain
 
     weights, next_norm = drawn.weights, drawn.next_norm
-    compiled = partial(torch.compile, fullgraph=True, dynamic=False)
     if name == EAGER:
         return Plain(shape, weights, next_norm)
     if name in (COMPILE, MAX_AUTOTUNE):
-        mode = MODES["max-autotune" if name == MAX_AUTOTUNE else "default"]
-        return Plain(shape, weights, next_norm, partial(compiled, mode=mode))
+        mode = "max-autotune" if name == MAX_AUTOTUNE else "default"
+        return Plain(shape, weights, next_norm, partial(under_compile, mode=mode))
     if name in (LIGER, LIGER_APART):
         return Liger(shape, weights, next_norm, apart=name == LIGER_APART)
     if name == PROGRAM:
-        return Fused(shape, weights, next_norm, runner, compiled(unrotated))
+        return Fused(shape, weights, next_norm, runner, under_compile(unrotated, "default"))
     raise ValueError(f"variant {name!r} is unknown; use one of {', '.join(VARIANTS)}")

@@ -163,6 +163,9 @@ class Fused(Layer[Stream, Saved]):
         normed = (stream.hg * stream.rstd[:, None]).type_as(stream.hg)
         return {"y": stream.h, "normed": normed}
 
+    def arranged(self) -> tuple[Tensor, ...]:
+        return self.weights.qkv, self.weights.gate_up, self.table
+
     def gradients(self, found: Mapping[str, Tensor]) -> Gradients:
         weights = unpacked(self.shape, Weights(*(found[name] for name in Weights._fields)))
         return {"x": found["x"], **weights._asdict()}

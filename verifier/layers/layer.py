@@ -46,6 +46,10 @@ class Layer(ABC, Generic[Stream, Saved]):
     def outputs(self, stream: Stream) -> dict[str, Tensor]:
         """Of a stream that the layer gave: "y" [tokens, D], and what the next norm makes of it, "normed"."""
 
+    def arranged(self) -> tuple[Tensor, ...]:
+        """Copies of weights in the variant's own layout, which one would keep in place of the drawn ones."""
+        return ()
+
     def gradients(self, found: Mapping[str, Tensor]) -> Gradients:
         """Gradients that ``backward`` gave, in the layout of ``Weights``."""
         return dict(found)

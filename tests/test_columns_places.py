@@ -1,0 +1,290 @@
+"""Where the libraries of the columns run: the environment of upstream CODA's worker and its tuner's races,
+the toolkit that FlashInfer builds with, and what arms keep outside the clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_columns_libraries import case
+
+from verifier import quack_epilogue
+from verifier.columns import apart, flashinfer, toolkit, tuner, upstream
+from verifier.columns.entry import Prepared
+from verifier.quack_epilogue import fused
+
+ITEM = 2  # bytes of bf16
+
+
+# ── Upstream CODA's process ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_worker_of_another_environment_says_which_package_is_not_the_pinned_one() -> None:
+    installed = version("quack-kernels")
+    with pytest.raises(RuntimeError, match=f"quack-kernels 0.6.1, and its worker finds {installed}") as said:
+        upstream.ENTRIES["gemm_swiglu"].build(case("gemm_swiglu")[1])
+    assert "coda-agent compare --install" in str(said.value)
+
+
+def test_the_pinned_versions_pass_and_a_missing_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "PINNED", {"torch": version("torch")})
+    tuner.check()
+    monkeypatch.setattr(tuner, "PINNED", {"no-such-package": "1.0"})
+    with pytest.raises(RuntimeError, match=r"wants no-such-package 1\.0, and its worker finds missing"):
+        tuner.check()
+
+
+class Event:
+    """A clock on which each call takes a millisecond."""
+
+    calls = 0
+
+    def __init__(self, enable_timing: bool):
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = Event.calls
+
+    def elapsed_time(self, end: Event) -> float:
+        return float(end.at - self.at)
+
+
+class Graph:
+    replayed = 0
+
+    def replay(self) -> None:
+        Event.calls += Graph.replayed
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CUDA's clock and graphs, played: what is captured is the calls since the last synchronisation."""
+    Event.calls = 0
+    mark = [0]
+
+    def synchronize() -> None:
+        mark[0], Graph.replayed = Event.calls, Event.calls - mark[0]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    yield
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("sets", "timed"), [(1, 20), (4, 20), (16, 16), (32, 32)])
+def test_a_race_is_some_thirty_calls_and_goes_round_the_sets(sets: int, timed: int) -> None:
+    seen: list[int] = []
+
+    def kernel(number: int, *, out: int, config: str) -> None:
+        assert out == -number and config == "tile"
+        seen.append(number)
+        Event.calls += 1
+
+    numbers = range(sets)
+    given = [(n,) for n in numbers], [{"out": -n} for n in numbers], {"config": "tile"}
+    assert tuner.raced(kernel, *given, quantiles=(0.5, 0.2, 0.8)) == [1.0, 1.0, 1.0]
+    assert len(seen) == tuner.WARM + timed and set(seen) == set(numbers)
+    assert tuner.raced(kernel, *given) == 1.0
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_quacks_own_tuner_races_so_says_so_and_keeps_what_it_chose(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from quack import autotuner
+    from quack.cache import async_compile
+
+    for owner, name in (
+        (autotuner, "_bench_cuda_graph_l2_rotate"),
+        (autotuner.Autotuner, "_bench"),
+        (async_compile.CompilePool, "poll"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
+    monkeypatch.setattr(autotuner, "_gpu_warmup", lambda: None)
+    monkeypatch.setenv("QUACK_CACHE_AUTOTUNING", "1")
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
+    heard: list[str] = []
+    monkeypatch.setattr(tuner, "report", lambda gate, words: heard.append(words))
+    tuner.shorten(autotuner, async_compile)
+    calls: list[int] = []
+
+    def _kernel(x: torch.Tensor, config: int) -> None:
+        calls.append(config)
+        Event.calls += config
+
+    def tuned() -> Any:
+        configs = [autotuner.AutotuneConfig(config=n) for n in (3, 1, 2)]
+        return autotuner.autotune(configs=configs, cache_results=False)(_kernel)
+
+    first, x = tuned(), torch.zeros(4)
+    first(x)
+    assert first.best_config.kwargs == {"config": 1}
+    assert heard == ["kernel, try 1", "kernel, try 2", "kernel, try 3"]
+    assert len(calls) == 3 * (tuner.WARM + tuner.TIMED) + 1
+    calls.clear()
+    tuned()(x)  # as in another process
+    assert calls == [1]
+
+
+def test_waiting_for_compilers_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(tuner, "report", lambda gate, words: heard.append(words))
+    poll = tuner._heard(lambda pool, sha: (sha, None))
+    assert poll(None, "a") == ("a", None) and not heard
+    monkeypatch.setattr(tuner, "SECONDS", -1.0)
+    assert poll(None, "b") == ("b", None) and heard == ["compiling"]
+
+
+def test_every_cell_of_upstreams_says_how_it_was_tuned() -> None:
+    assert all(entry.note.endswith(upstream.TUNED) for entry in upstream.ENTRIES.values())
+    assert f"{tuner.TIMED} timed calls" in upstream.TUNED
+
+
+def test_what_its_tuner_keeps_is_of_this_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert tuner.kept() == tmp_path / "upstream" / "NVIDIA-H100-80GB-HBM3-20-calls"
+
+
+# ── The toolkit that FlashInfer builds with ───────────────────────────────────────────────────────────────
+
+
+def touched(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvcc that calls another's in bin, two whole toolkits, and one without a runtime."""
+    root = tmp_path / "local"
+    touched(root / "bin" / "nvcc", root / "cuda-13.2" / "bin" / "nvcc")
+    for name in ("cuda-12.9", "cuda-13.0"):
+        touched(root / name / "bin" / "nvcc", root / name / "lib64" / "libcudart.so")
+    monkeypatch.setattr(toolkit, "TOOLKITS", root)
+    monkeypatch.setattr(toolkit, "DRIVERS", (tmp_path / "driver",))
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in ("CUDA_HOME", "CUDA_PATH", "LIBRARY_PATH", "FLASHINFER_CUDA_ARCH_LIST"):
+        os.environ.pop(name, None)
+    return tmp_path
+
+
+def test_the_newest_toolkit_that_can_be_linked_with_is_taken(system: Path) -> None:
+    touched(system / "local" / "cuda-13.0" / "lib64" / "stubs" / "libcuda.so")
+    toolkit.prepare.__wrapped__()
+    home = system / "local" / "cuda-13.0"
+    assert os.environ["CUDA_HOME"] == str(home)
+    assert os.environ["LIBRARY_PATH"] == str(home / "lib64" / "stubs")
+    assert os.environ["FLASHINFER_CUDA_ARCH_LIST"] == "9.0a"
+
+
+def test_a_toolkit_of_the_users_is_kept_if_it_is_whole(system: Path) -> None:
+    os.environ["CUDA_HOME"] = str(system / "local" / "cuda-12.9")
+    os.environ["LIBRARY_PATH"] = "/theirs"
+    toolkit.prepare.__wrapped__()
+    assert os.environ["CUDA_HOME"].endswith("cuda-12.9") and os.environ["LIBRARY_PATH"] == "/theirs"
+    os.environ["CUDA_HOME"] = str(system / "local")
+    toolkit.prepare.__wrapped__()
+    assert os.environ["CUDA_HOME"].endswith("cuda-13.0")
+
+
+def test_a_driver_that_left_its_numbered_name_alone_can_be_linked_with(system: Path) -> None:
+    touched(system / "driver" / "libcuda.so.1")
+    for _ in range(2):  # the second time the link is there
+        toolkit.prepare.__wrapped__()
+    link = system / "cache" / "libcuda" / "libcuda.so"
+    assert os.environ["LIBRARY_PATH"].split(os.pathsep)[0] == str(link.parent)
+    assert link.resolve() == (system / "driver" / "libcuda.so.1").resolve()
+
+
+def test_a_failed_build_is_told_by_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["Ninja build failed. Ninja output:", *("[1/2] nvcc " + "-I/include " * 200 for _ in range(2))]
+    lines += ["/usr/bin/ld: cannot find -lcudart", "collect2: error: ld returned 1 exit status"]
+    said = "\n".join([*lines, "ninja: build stopped: subcommand failed.", ""])
+
+    def fails(words: str) -> Callable[..., Prepared]:
+        def call() -> None:
+            raise RuntimeError(words)
+
+        return lambda g: Prepared(call, dict)
+
+    monkeypatch.setattr(flashinfer, "prepare", lambda: None)
+    _, given = case("gemm_swiglu")
+    with pytest.raises(RuntimeError) as caught:
+        flashinfer._entry(fails(said)).build(given)
+    (told,) = str(caught.value).splitlines()
+    assert told.startswith("its build failed: ") and len(told) < 280
+    assert told.endswith("ld: cannot find -lcudart | collect2: error: ld returned 1 exit status")
+    with pytest.raises(RuntimeError, match="^CUDA error: of another kind$"):
+        flashinfer._entry(fails("CUDA error: of another kind")).build(given)
+
+
+# ── What is kept outside the clock ────────────────────────────────────────────────────────────────────────
+
+
+def test_operands_in_a_librarys_own_layout_are_no_memory_of_a_call() -> None:
+    _, given = case("gemm_rmsnorm_rope")
+    prepared = apart.entry("default", backend="eager")["gemm_rmsnorm_rope"].build(given)
+    w, table = given.inputs["w"], given.inputs["cos_sin"]
+    assert prepared.arranged_bytes == w.numel() * ITEM + table.numel() * table.element_size()
+    _, given = case("gemm_swiglu_bwd")
+    prepared = apart.entry("default", backend="eager")["gemm_swiglu_bwd"].build(given)
+    assert prepared.arranged_bytes == given.inputs["z"].numel() * ITEM
+
+
+def test_a_finishing_pass_is_compiled_for_each_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Callable[..., Any]] = []
+
+    def under_compile(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
+        assert mode == "default"
+        made.append(function)
+        return function
+
+    monkeypatch.setattr("verifier.baselines.under_compile", under_compile)
+    quack_epilogue._compiled.cache_clear()
+
+    def scaled(x: torch.Tensor, by: int) -> torch.Tensor:
+        return x * by
+
+    for rows in (4, 4, 6, 4):
+        assert fused(scaled)(torch.ones(rows), 3).tolist() == [3.0] * rows
+    assert len(made) == 2
+    fused(scaled)(torch.ones(4), 5)
+    assert len(made) == 3
+    quack_epilogue._compiled.cache_clear()
+
+
+def test_a_pass_for_more_shapes_than_a_code_object_keeps_stays_static() -> None:
+    """Twelve shapes: PyTorch keeps eight results of one code object, and makes the second dynamic."""
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(inputs[0].shape)
+        return graph.forward
+
+    from verifier import baselines
+
+    step: Any = baselines.under_compile
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(baselines, "under_compile", lambda f, mode: step(f, mode, backend))
+        quack_epilogue._compiled.cache_clear()
+        for rows in (*range(2, 14), 2):
+            assert fused(_doubled)(torch.ones(rows)).sum() == 2 * rows
+        quack_epilogue._compiled.cache_clear()
+    assert seen == [torch.Size([rows]) for rows in range(2, 14)]
+    assert all(type(size) is int for shape in seen for size in shape)
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
