@@ -75,7 +75,8 @@ class Workers:
             arm: [own * factors.get(arm, 1.0) * generator.gauss(1, 0.005) for _ in range(race.rounds)]
             for arm in ("candidate", *race.arms, *kept)
         }
-        controls = {"controls": {"faults": next(self.faults)}} if race.controlled else {}
+        again = [own * generator.gauss(1, 0.005) for _ in range(race.rounds)]
+        controls = {"controls": {"faults": next(self.faults)}, "again": again} if race.controlled else {}
         return controls | {
             "samples": samples,
             "host_microseconds": {"candidate": 12.0, "cuBLAS matmul": 17.0},
@@ -155,6 +156,8 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     assert len({worker for worker, _ in scored}) == 3 and {w for w, _ in tuned} == {0}
     assert not {w for w, _ in scored} & {w for w, _ in tuned}
     assert [held["case"] for held in found.controls] == ["large"] * 3
+    itself = found.gates[2].figures["against_itself"]
+    assert itself["low"] < 1 < itself["high"] < 1.05 and itself["detectable"] is not None
     large = found.timings[0]
     assert large.processes == 3 and len(large.samples["candidate"]) == 3
     assert len(large.samples["candidate"][0]) == large.rounds == Options().rounds
@@ -223,14 +226,16 @@ def test_a_process_that_does_not_find_what_was_planted_is_replaced_and_then_void
 ) -> None:
     workers.faults = iter([["a kernel against itself came out at 1.0090"], [], [], []])
     found = run(spec)
-    assert isinstance(found, Measured) and len(found.controls) == 3
+    assert isinstance(found, Measured)
+    told = [(held["process"], held["attempt"], bool(held["faults"])) for held in found.controls]
+    assert told == [(0, 0, True), (0, 1, False), (1, 0, False), (2, 0, False)]
     assert [case for _, case in workers.tasks("score")] == ["large"] + ["large", "wide"] * 3
     assert len({worker for worker, _ in workers.tasks("score")}) == 4
     assert {t.processes for t in found.timings} == {3}
     workers.faults = itertools.repeat(["planted 2% came out at 0.1%"])
     void = run(spec)
     assert isinstance(void, Unmeasured) and void.reason == "process 0: planted 2% came out at 0.1%"
-    assert len(void.evidence["controls"]) == 3
+    assert [held["attempt"] for held in void.evidence["controls"]] == [0, 1, 2]
 
 
 def test_a_lost_worker_rejects_the_candidate_and_the_gpu_is_looked_at(spec: Spec, workers: Workers) -> None:

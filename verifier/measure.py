@@ -156,6 +156,7 @@ class _Session:
     scorers: dict[int, Worker] = field(default_factory=dict)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
     scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, a piece a process
+    controls: list[dict[str, Any]] = field(default_factory=list)  # of every process that was tried
     seconds: dict[str, float] = field(default_factory=dict)  # by stage, of pieces that were not kept before
 
     def run(self) -> Measured:
@@ -168,8 +169,9 @@ class _Session:
             with gates.gate("sanitizer") as figures:
                 figures |= self._sanitized()
         with gates.gate("benchmark") as figures:
-            timings, held = self._benchmark()
+            timings = self._benchmark()
             figures |= {"stages": self._stages(), "tuning_share": self._share("tune")}
+            figures |= {"against_itself": self._against_itself()}
         with gates.gate("decision") as figures:
             decide(self.spec, self.program, timings, figures)
         conditions = {name: p["conditions"] for name, p in self.found.items() if "conditions" in p}
@@ -178,7 +180,7 @@ class _Session:
             gates=tuple(gates.passed),
             timings=timings,
             conditions=_conditions(conditions),
-            controls=held,
+            controls=tuple(self.controls),
             seconds=self._stages() | {"all": round(time.monotonic() - start, 1)},
             seeds={f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()},
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -284,32 +286,41 @@ class _Session:
         found = self._piece(f"{gate}/{note}{job.case}", self._ask(task, job))
         return {key: value for key, value in found.items() if key != "seeds"}
 
-    def _benchmark(self) -> tuple[tuple[Timing, ...], tuple[dict[str, Any], ...]]:
+    def _benchmark(self) -> tuple[Timing, ...]:
         if self.prover is not None:  # its memory is the scorers' now
             self.prover.close()
             self.prover = None
         cases = self._measured_cases()
-        control = min(cases, key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
-        held = []
+        control = self._control_case()
         for process in range(self.options.processes):
-            held.append(self._controlled(process, control))
+            self._controlled(process, control)
             for case in cases:
                 if case is not control:
                     self._scored(process, case)
             self._retire(process)
-        return tuple(self._timing(case) for case in cases), tuple(held)
+        return tuple(self._timing(case) for case in cases)
 
-    def _controlled(self, process: int, case: Case) -> dict[str, Any]:
-        """The score of a process that finds what was planted, and nothing where there is nothing."""
-        seen = []
+    def _control_case(self) -> Case:
+        return min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
+
+    def _controlled(self, process: int, case: Case) -> None:
+        """The score of a process that finds what was planted, and nothing where there is nothing. Those that
+        did not are told, and do not count."""
         for attempt in range(1 + RETRIES):
             found = self._scored(process, case, attempt)["controls"]
-            seen.append({"case": case.name} | found)
+            self.controls.append({"process": process, "attempt": attempt, "case": case.name} | found)
             if not found["faults"]:
-                return seen[-1]
+                return
             self.scores[case.name].pop()
             self._retire(process)
-        raise Void(f"process {process}: " + "; ".join(seen[-1]["faults"]), controls=seen)
+        raise Void(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
+
+    def _against_itself(self) -> dict[str, Any]:
+        """The kernel to itself over the processes that count, as any arm to it: for information, since each
+        process was judged by itself."""
+        scores = self.scores[self._control_case().name]
+        again, own = [s["again"] for s in scores], [s["samples"][CANDIDATE] for s in scores]
+        return compared(again, own).model_dump()
 
     def _scored(self, process: int, case: Case, attempt: int | None = None) -> dict[str, Any]:
         """``attempt``: of a score with controls."""
