@@ -80,14 +80,15 @@ def base(spec: Spec, directory: Path | None = None) -> Base:
             f"{directory}: no accepted kernel of {spec.name}; author one first: coda-agent generate "
             f"specs/{spec.name}.yaml"
         )
-    return Base(found.program, _bare(found.report), found.raw, _counted(spec, found.program, directory))
+    counted = _counted(spec, found.program, directory, found.raw)
+    return Base(found.program, _bare(found.report), found.raw, counted)
 
 
-def _counted(spec: Spec, program: Program, directory: Path) -> str:
-    path = directory / f"{spec.name}.counters.csv"
+def _counted(spec: Spec, program: Program, directory: Path, raw: str) -> str:
+    path = directory / f"{spec.name}{'.raw' if raw else ''}.counters.csv"
     if not path.exists():
         return ""
-    export, found = counters.counted(program, spec, path)
+    export, found = counters.counted(program, spec, path, raw=raw)
     return f"At {export.case or spec.cases[0].name}:\n\n{counters.words(found)}"
 
 

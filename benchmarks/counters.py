@@ -1,57 +1,113 @@
-"""One kernel for Nsight Compute to count: ``python -m benchmarks.counters NAME [--case CASE] [--raw FILE]``.
+"""Hardware counters of one kernel: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
 
-On an H100, under ``ncu`` (docs/performance.md has the command). Launches an accepted kernel N times (3 unless
-said otherwise) on normal inputs at a case of its spec (the first), with the schedules that its report
-measured that case with. ``--raw``: an edited text to run in its place. ``--metrics`` prints the metrics to
-ask ncu for, joined by commas, and runs nothing.
+On an H100 with Nsight Compute. ``--ncu`` compiles all first, profiles, and writes the export that
+``coda-agent show --counters`` finds: NAME.counters.csv in generated_kernels/, or NAME.raw.counters.csv beside
+an edited text FILE. Without it this is what ncu runs: it launches an accepted kernel N times (3 unless said
+otherwise) on normal inputs at a case of its spec (the first), with the schedules that its report measured
+that case with. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to ask ncu for.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from agent.show import tuned
+from agent.show import beside, tuned
 from agent.show.counters import wanted
+from primitives.files import write_atomic
 from primitives.ir import Program
 from verifier.spec import load
 
 ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ROOT / "generated_kernels"
+OURS = "regex:coda_(lowered|edited)"  # in the name of every kernel: of a program's own text, or an edited one
+LISTED = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)', re.MULTILINE)  # a metric, in a line of --query-metrics
+FEWEST = 100  # metrics: a list with less is an error's words
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.counters", description="On an H100, under ncu."
-    )
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.counters", description="On an H100.")
     parser.add_argument("name", nargs="?", help="an accepted kernel")
     parser.add_argument("--case", help="of its spec; the first unless said otherwise")
     parser.add_argument("--times", type=int, default=3, help="launches")
     parser.add_argument("--raw", type=Path, help="an edited text of it, such as NAME.raw.py")
+    parser.add_argument("--ncu", action="store_true", help="profile it, and keep the export")
+    parser.add_argument("--compile-only", action="store_true", help="launch nothing")
     parser.add_argument("--metrics", action="store_true", help="print what to ask ncu for, and run nothing")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    name, case, raw = arguments.name, arguments.case, arguments.raw
     if arguments.metrics:
-        print(",".join(wanted()))
-    elif arguments.name:
-        launch(arguments.name, arguments.case, arguments.times, arguments.raw)
-    else:
+        print(",".join(wanted(available(ncu()))))
+    elif not name:
         parser.error("NAME: give an accepted kernel's, such as gemm_swiglu_bwd")
+    elif arguments.ncu:
+        print(f"wrote {profile(name, case, arguments.times, raw)}")
+    else:
+        launch(name, case, 0 if arguments.compile_only else arguments.times, raw)
+
+
+def ncu() -> str | None:
+    """Nsight Compute's command, on the PATH or beside a CUDA toolkit."""
+    there = sorted(Path("/usr/local").glob("cuda*/bin/ncu"))
+    return shutil.which("ncu") or (str(there[-1]) if there else None)
+
+
+def available(command: str | None) -> set[str]:
+    """The metrics that this GPU has, without suffixes: ncu stops at one that it does not know. Empty where
+    there is no ncu, or it does not say."""
+    if command is None:
+        return set()
+    said = subprocess.run([command, "--query-metrics"], capture_output=True, text=True).stdout
+    found = set(LISTED.findall(said))
+    return found if len(found) >= FEWEST else set()
+
+
+def profile(name: str, case: str | None, times: int, raw: Path | None) -> Path:
+    """The export's path. SystemExit where ncu is missing, or what it runs fails."""
+    command = ncu()
+    if command is None:
+        raise SystemExit("ncu is not here: install Nsight Compute, which CUDA toolkits have")
+    path = beside(raw, "raw.counters.csv") if raw else KERNELS / f"{name}.counters.csv"
+    child = [sys.executable, "-m", "benchmarks.counters", name, "--times", str(times)]
+    child += ["--case", case] if case else []
+    child += ["--raw", str(raw.resolve())] if raw else []
+    _said([*child, "--compile-only"])  # a compiler that ncu has got hold of takes long, if it ends at all
+    asked = ["--clock-control", "none", "--csv", "--page", "raw", "-k", OURS]
+    said = _said([command, *asked, "--metrics", ",".join(wanted(available(command))), *child])
+    if '"ID",' not in said:
+        raise SystemExit(f"ncu counted no kernel; it said: {said.strip()[-2000:]}")
+    write_atomic(path, said)
+    return path
+
+
+def _said(command: Sequence[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} failed: {done.stdout.strip()[-2000:]}")
+    return done.stdout
 
 
 def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
-    """SystemExit where there is no such kernel or case, or the report has not measured it."""
-    path = ROOT / "generated_kernels" / f"{name}.program.json"
+    """Compiles, and launches so many times. SystemExit where there is no such kernel or case, or the report
+    has not measured it."""
+    path = KERNELS / f"{name}.program.json"
     if not path.exists():
         raise SystemExit(f"{path}: there is no such kernel; accepted ones are in {path.parent}")
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     chosen = next((c for c in spec.cases if case in (None, c.name)), None)
     if chosen is None:
         raise SystemExit(f"--case {case}: {name} has the cases {', '.join(c.name for c in spec.cases)}")
+    own = beside(raw, "raw.program.json") if raw else path
+    path = own if own.exists() else path
     program = Program.from_json(path.read_text(encoding="utf-8"), spec.signature())
     schedules = tuned(path, program, chosen.name)
     if not schedules:
-        raise SystemExit(
-            f"{name}.report.json: no schedules of this program at {chosen.name}; verify it again"
-        )
+        raise SystemExit(f"{path.name}: its report has no schedules at {chosen.name}; verify it again")
 
     import torch
 
@@ -64,7 +120,10 @@ def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
         plan.run(inputs, outputs)
     torch.cuda.synchronize()
     sizes = ", ".join(f"{dim} {size}" for dim, size in chosen.sizes.items())
-    print(f"# {name} at {chosen.name}: {sizes}")  # agent.show.counters reads the case from it
+    what = (
+        f"{name}.raw at {chosen.name}, text {plan.lowered.hash[:12]}" if raw else f"{name} at {chosen.name}"
+    )
+    print(f"# {what}: {sizes}")  # agent.show.counters reads from it what was counted
 
 
 if __name__ == "__main__":

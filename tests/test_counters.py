@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels import BACKWARD
 from operators import SPECS, of_spec, two_steps
 from rich.console import Console
 from typer.testing import CliRunner
@@ -18,8 +20,11 @@ from agent.accept import KernelError
 from agent.cli import app
 from agent.show import counters
 from agent.show.counters import Counters, CountersError, Export
+from benchmarks import counters as command
+from primitives.compile import PROBES, report
 from primitives.ir import Program, Schedule
-from primitives.lower import lower
+from primitives.lower import editable, lower
+from primitives.raw import Wanted
 from primitives.sass import Listing
 from verifier.spec import load
 
@@ -234,6 +239,145 @@ def tuned_there(case: str) -> dict[int, Schedule]:
     timings = json.loads(KEPT.with_name("gemm_swiglu_bwd.report.json").read_text())["timings"]
     (found,) = (t["schedules"] for t in timings if t["case"] == case)
     return {int(step): Schedule.from_json(fields) for step, fields in found.items()}
+
+
+# ── Edited texts, and the command that counts ─────────────────────────────────────────────────────────────
+
+EDITED = editable(PROGRAM)
+TEXT = lower(PROGRAM, EDITED)
+
+
+def edited_export(text: str = TEXT.hash[:12], module: str = TEXT.module) -> str:
+    first, last = TEXT.gemms[0].name, TEXT.vectors[-1].name
+    said = f"# gemm_swiglu_bwd.raw at 1B square, text {text}: M 16384, D 2048, F 5632"
+    return raw([first, last, first], said).replace("coda_lowered_8a68ed9784a60c16", module)
+
+
+def test_an_edited_texts_export_is_its_own(path: Path) -> None:
+    path.write_text(edited_export())
+    export = counters.read(path)
+    assert (export.program, export.case) == ("gemm_swiglu_bwd.raw", "1B square")
+    step, finish = counters.counters(PROGRAM, export, SIZES, EDITED)
+    assert (step.kernel, step.launches, step.other_text) == ("Step0", 2, False)
+    assert finish.kernel.startswith("Finish") and finish.launches == 1
+    with pytest.raises(CountersError, match="is of gemm_swiglu_bwd.raw, not gemm_swiglu_bwd;"):
+        counters.counters(PROGRAM, export, SIZES)
+    path.write_text(edited_export("0123456789ab"))
+    assert all(c.other_text for c in counters.counters(PROGRAM, counters.read(path), SIZES, EDITED))
+    path.write_text(raw(launched(PROGRAM), said=""))
+    with pytest.raises(CountersError, match="of no kernel of this program"):
+        counters.counters(PROGRAM, counters.read(path), SIZES, EDITED)
+
+
+def test_the_command_and_an_author_find_an_edited_texts_export_beside_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agent.optimize import _counted
+
+    spec = load(SPECS / "gemm_swiglu_bwd.yaml", check=False)
+    for suffix, text in {
+        "raw.py": EDITED,
+        "raw.program.json": KEPT.read_text(),
+        "raw.counters.csv": edited_export().replace("1B square", "1B"),
+    }.items():
+        path.with_name(f"gemm_swiglu_bwd.{suffix}").write_text(text)
+    monkeypatch.setattr("primitives.compile.report", lambda *given, **more: ())
+    kernel = path.with_name("gemm_swiglu_bwd.raw.py")
+    options = ["--spec", str(SPECS / "gemm_swiglu_bwd.yaml"), "--counters", "--json"]
+    data = json.loads(CliRunner().invoke(app, ["show", str(kernel), *options]).output)
+    assert [c["kernel"] for c in data["counters"]][0] == "Step0"
+    path.unlink()  # the export of the program's own text
+    assert "Step0, median of 2 launches" in _counted(spec, PROGRAM, path.parent, EDITED)
+    assert _counted(spec, PROGRAM, path.parent, "") == ""
+
+
+def test_the_filter_takes_the_names_of_kernels_as_they_are_compiled() -> None:
+    """In the objects themselves, of a program's own text and of an edited one."""
+    program = BACKWARD.program
+    text, sizes, (probe, *_) = editable(program), {dim: 256 for dim in program.signature.dims}, PROBES
+    report(program, sizes, (probe,), text)
+    lowered = lower(program, text)
+    wanted = Wanted(lowered, lowered.gemms[0], probe, sizes)
+    names = set(re.findall(rb"kernel_cutlass_\w+", wanted.path().read_bytes()))
+    assert names and all(re.search(command.OURS.removeprefix("regex:").encode(), name) for name in names)
+    export = Export(Path("x"), None, None, tuple((name.decode(), {"a__b": 1.0}) for name in names))
+    assert [c.kernel for c in counters.counters(program, export, sizes, text)] == ["Step0"]
+    assert re.search(command.OURS.removeprefix("regex:"), mangled("Step0"))
+
+
+def test_a_metric_that_a_gpu_lacks_is_not_asked_for() -> None:
+    lacks = counters.METRICS["tensor"].names[0].partition(".")[0]
+    names = [n for m in counters.METRICS.values() for n in m.names] + counters.wanted()
+    asked = counters.wanted({name.partition(".")[0] for name in names} - {lacks, "lts__t_sectors_op_read"})
+    assert counters.METRICS["tensor"].names[1] in asked and counters.METRICS["tensor"].names[0] not in asked
+    assert "lts__t_sectors_op_read.sum" not in asked and "gpu__time_duration.sum" in asked
+    assert "launch__grid_size" in counters.wanted({"gpu__time_duration"})
+    assert len(counters.wanted({"gpu__time_duration"})) == 3
+
+
+NCU = """#!/bin/sh
+if [ "$1" = --query-metrics ]; then cat {listed}; exit 0; fi
+echo "$@" > {asked}
+cat {answer}
+"""
+
+
+@pytest.fixture
+def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with Nsight Compute, played: what it lists and answers, and what it was asked."""
+    listed = ["Device NVIDIA H100 (GH100)", "Metric Name   Metric Unit   Metric Description"]
+    every = [*counters.wanted(), *(name for metric in counters.METRICS.values() for name in metric.names)]
+    names = {name.partition(".")[0] for name in every} - {"sm__pipe_tensor_cycles_active"}
+    listed += [f"{name}   cycle   # of {name}" for name in sorted(names)]
+    listed += [f"sm__other_{n}   cycle   another" for n in range(command.FEWEST)]
+    (tmp_path / "listed").write_text("\n".join(listed))
+    (tmp_path / "answer").write_text(edited_export())
+    script = tmp_path / "ncu"
+    files = {name: tmp_path / name for name in ("listed", "asked", "answer")}
+    script.write_text(NCU.format(**files))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path
+
+
+def test_profiling_compiles_first_and_names_the_export(ncu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[list[str]] = []
+    run = command._said
+
+    def heard(given: list[str]) -> str:
+        said.append(given)
+        return "" if "--compile-only" in given else run(given)
+
+    monkeypatch.setattr(command, "_said", heard)
+    text = ncu / "gemm_swiglu_bwd.raw.py"
+    command.main(["gemm_swiglu_bwd", "--ncu", "--case", "1B", "--raw", str(text)])
+    first, second = said
+    assert "--compile-only" in first and second[0] == str(ncu / "ncu")
+    assert second[-len(first) + 1 :] == first[:-1]  # what ncu runs is what was compiled
+    asked = (ncu / "asked").read_text()
+    assert "-k regex:coda_(lowered|edited)" in asked and "sm__pipe_tensor_cycles_active" not in asked
+    assert counters.METRICS["tensor"].names[1] in asked
+    assert counters.read(ncu / "gemm_swiglu_bwd.raw.counters.csv").program == "gemm_swiglu_bwd.raw"
+    (ncu / "answer").write_text("==ERROR== ERR_NVGPUCTRPERM")
+    with pytest.raises(SystemExit, match="ncu counted no kernel; it said: ==ERROR== ERR_NVGPUCTRPERM"):
+        command.main(["gemm_swiglu_bwd", "--ncu", "--raw", str(text)])
+
+
+def test_what_ncu_lists_is_read_and_silence_asks_for_all(
+    ncu: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.main(["--metrics"])
+    asked = capsys.readouterr().out.strip().split(",")
+    assert "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active" not in asked
+    (ncu / "listed").write_text("==ERROR== no device\n")
+    command.main(["--metrics"])
+    assert capsys.readouterr().out.strip().split(",") == counters.wanted()
+
+
+def test_profiling_what_does_not_compile_says_why(ncu: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no_kernel\.program\.json: there is no such kernel"):
+        command.main(["no_kernel", "--ncu"])
+    assert not (ncu / "asked").exists()
 
 
 def test_the_schedules_of_a_report_beside_the_kernel(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def show(
         chosen = case or loaded.cases[0].name
         listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen), raw)
     if counters or counters_from:
-        path = counters_from or showing.beside(kernel, "counters.csv")
-        export, found = counting.counted(program, loaded, path, case)
+        path = counters_from or showing.beside(kernel, "raw.counters.csv" if raw else "counters.csv")
+        export, found = counting.counted(program, loaded, path, case, raw)
     if as_json:
         data = shown.to_dict()
         data["sass"] = listings and listing.as_dict(listings, full=full)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,10 +107,16 @@ _ASKED = (
 _NO_STALL = ("selected", "not_selected")  # they issue, or could
 
 
-def wanted() -> list[str]:
-    """The metrics to ask ncu for: of each figure the first name, and every reason to stall."""
+def wanted(available: Collection[str] = ()) -> list[str]:
+    """The metrics to ask ncu for: of each figure the first name, and every reason to stall. ``available``:
+    names without suffixes, where it is known what a GPU has; a figure that it lacks is left out."""
+
+    def there(name: str) -> bool:
+        return not available or name.startswith("launch__") or name.partition(".")[0] in available
+
+    figures = [next(filter(there, metric.names), None) for metric in METRICS.values()]
     stalls = [f"smsp__average_warps_issue_stalled_{r}_per_issue_active.ratio" for r in _ASKED.split()]
-    return [*(metric.names[0] for metric in METRICS.values()), *stalls]
+    return [*filter(None, figures), *filter(there, stalls)]
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,14 @@ class Counters:
 @dataclass(frozen=True)
 class Export:
     """What a file holds: the program and case that it is of, where it says so, and each launch's kernel with
-    its values by ncu's names, in seconds, bytes, percent or counts."""
+    its values by ncu's names, in seconds, bytes, percent or counts. Of an edited text the program's name
+    ends in .raw, and ``text`` begins its hash."""
 
     path: Path
     program: str | None
     case: str | None
     launches: tuple[tuple[str, dict[str, float]], ...]
+    text: str | None = None
 
 
 def read(path: Path, case: str | None = None) -> Export:
@@ -157,14 +165,14 @@ def read(path: Path, case: str | None = None) -> Export:
         raise CountersError(f"{path}:{start + 1}: no column Kernel Name; export with ncu --csv --page raw")
     rows = [dict(zip(header, row, strict=True)) for row in cells if len(row) == len(header)]
     said = next((found for line in lines if (found := _SAID.match(line))), None)
-    program, measured = (said[1], said[2]) if said else (None, case)
+    program, measured, text = (said[1], said[2], said[3]) if said else (None, case, None)
     if case not in (None, measured):
         raise CountersError(f"{path}: is of case {measured}, not {case}; leave out --case, or profile it")
     launches = _details(rows) if "Metric Name" in header else _raw(rows)
-    return Export(path, program, measured, tuple(launches))
+    return Export(path, program, measured, tuple(launches), text)
 
 
-_SAID = re.compile(r"# (\S+) at (\S+):")  # what benchmarks.counters prints
+_SAID = re.compile(r"# (\S+) at (.+?)(?:, text ([0-9a-f]+))?:")  # what benchmarks.counters prints
 
 
 def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -203,24 +211,26 @@ def _value(text: str, unit: str) -> float | None:
 
 
 def counters(
-    program: Program, export: Export, sizes: Mapping[str, int] | None = None
+    program: Program, export: Export, sizes: Mapping[str, int] | None = None, raw: str = ""
 ) -> tuple[Counters, ...]:
-    """An export's figures of each kernel of a program that it has, in the order they run; ``sizes`` are its
-    case's. CountersError if it has none."""
-    name = program.signature.name
+    """An export's figures of each kernel of a program, or of an edited text ``raw`` of it, that it has, in
+    the order they run; ``sizes`` are its case's. CountersError if it has none."""
+    name = program.signature.name + (".raw" if raw else "")
     if export.program not in (None, name):
         raise CountersError(f"{export.path}: is of {export.program}, not {name}; profile {name}")
-    lowered = lower(program)
+    lowered = lower(program, raw)
+    another = export.text is not None and not lowered.hash.startswith(export.text)
     floors = {(f.step, str(f.kind)): f for f in roofline(program, sizes).steps} if sizes else {}
     kernels = [(g.step, "gemm", g.name) for g in lowered.gemms]
     kernels += [(v.step, "vector", v.name) for v in lowered.vectors]
     found = []
     for step, kind, name in sorted(kernels):
-        stem, _, digest = name.rpartition("_")
-        pattern = re.compile(rf"{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
+        stem, digest = (name, None) if raw else name.rsplit("_", 1)  # an edited text's names have no hash
+        module = f"coda_{'edited' if raw else 'lowered'}_"
+        pattern = re.compile(rf"{module}.*?{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
         own = [(m[1], values) for text, values in export.launches if (m := pattern.search(text))]
         if own:
-            other = any(d != digest for d, _ in own)
+            other = another or any(d != digest for d, _ in own)
             found.append(_summary(stem, [values for _, values in own], floors.get((step, kind)), other))
     if not found:
         there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
@@ -297,13 +307,13 @@ def _short(value: float) -> str:
 
 
 def counted(
-    program: Program, spec: Spec, path: Path, case: str | None = None
+    program: Program, spec: Spec, path: Path, case: str | None = None, raw: str = ""
 ) -> tuple[Export, tuple[Counters, ...]]:
-    """A file's export and its figures, at the sizes of the case that it says it is of, else of the spec's
-    first. Raises CountersError."""
+    """A file's export and its figures, of an edited text where one is given, at the sizes of the case that
+    it says it is of, else of the spec's first. Raises CountersError."""
     export = read(path, case)
     sizes = {each.name: each.sizes for each in spec.cases}
-    return export, counters(program, export, sizes.get(export.case or spec.cases[0].name))
+    return export, counters(program, export, sizes.get(export.case or spec.cases[0].name), raw)
 
 
 def words(found: Sequence[Counters]) -> str:
