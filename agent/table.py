@@ -71,6 +71,7 @@ WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
 TRIES = (1, 3)
 JUDGED = (DRAFT, "report", "measurement")  # kinds of events
 HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
+ELSEWHERE = "comparison"  # the place of ``agent.compare.markdown``
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -189,14 +190,17 @@ def write(path: Path, tables: Tables) -> None:
     """Put the tables between the comments of a Markdown file. Raises TableError where some lack, OSError."""
     text = path.read_text(encoding="utf-8")
     parts = tables.parts()
-    names = [match[2] for match in _BLOCK.finditer(text)]
+    names = [match[2] for match in _BLOCK.finditer(text) if match[2] != ELSEWHERE]
     if sorted(names) != sorted(parts):
         wanted = ", ".join(f"<!-- table: {name} -->" for name in parts)
         raise TableError(
             f"{path}: has tables {', '.join(names) or 'none'}; mark one place each with {wanted}, "
             "and its end with <!-- /table -->"
         )
-    write_atomic(path, _BLOCK.sub(lambda match: match[1] + parts[match[2]] + match[3], text))
+    write_atomic(
+        path,
+        _BLOCK.sub(lambda m: m[0] if m[2] == ELSEWHERE else m[1] + parts[m[2]] + m[3], text),
+    )
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -37,6 +37,7 @@ def arm(milliseconds: float, spread: float = 0.0, **changes: Any) -> Arm:
         "key": "1",
         "losses": {"y": Loss(relative=1.7e-3, yardsticks=1.01)},
         "bytes": 3 << 20,
+        "seconds": 41.5,
     }
     return Arm(milliseconds=rounds, **given | changes)
 
@@ -53,6 +54,7 @@ def sitting(
         "roofline": 0.8,
         "conditions": CONDITIONS,
         "date": "2001-02-03T04:05:06+00:00",
+        "seconds": 321.5,
     }
     return Sitting(
         operator=operator, case=case, arms={ANCHOR: arm(1.0, losses={}), **arms}, **given | changes

@@ -6,14 +6,19 @@ refuses or fails at is that arm's answer, and stops no other.
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives.ir import Program, Schedule
 from verifier import timing
+from verifier.gates import Failed
 from verifier.gpu import cuda_error, report
 from verifier.scoring import milliseconds, rotating, timed
 
@@ -22,6 +27,10 @@ if TYPE_CHECKING:
 
 SAID = 300  # characters of what an arm failed with
 GATE = "compare"
+PREPARING, TIMING = "inputs and truth", "timing"  # what is at work where no arm is
+BEAT, LONGEST = 60.0, 1800.0  # seconds
+WARM = 4.0  # seconds: a cool GPU is faster than any that has worked for a while
+OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's, by its name
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,12 @@ class Contender:
 
 
 class Entrant(NamedTuple):
-    """An arm that is ready on the first of the stage's inputs, and how far its outputs are from the truth."""
+    """An arm that is ready on the first of the stage's inputs, and how far its outputs are from the truth.
+    ``arranged``: bytes of what was prepared in an input's place, which no call is charged with."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
+    arranged: int = 0
 
 
 class Stage(ABC):
@@ -66,47 +77,118 @@ class Stage(ABC):
         """It is large, and only ``enter`` wants it."""
 
 
-def contest(stage: Stage, names: Sequence[str], anchor: str, rounds: int) -> dict[str, Any]:
-    """``arms``: of each its milliseconds by round, its losses and its bytes; ``failed``: why others have
-    none; ``conditions``. RuntimeError where the anchor is among those."""
-    import torch
-
+def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds: int) -> dict[str, Any]:
+    """``arms``: of each its milliseconds by round, its losses, its bytes and the seconds that it took to
+    prepare; ``failed``: why others have none; ``conditions``. Failed where the anchor is among those, which
+    comes first."""
+    report(GATE, PREPARING)  # before it may take the process along
+    with _heard(PREPARING):
+        stage = made()
     seated: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     arms = []
     for name in names:
-        report(GATE, name)  # before it may take the process along
-        before = torch.cuda.memory_allocated()
+        report(GATE, name)
         try:
-            call, losses = stage.enter(name)
-            peak = _peak(call, before)
-            calls = [call, *(stage.again(name, turn) for turn in range(1, stage.turns))]
-            for each in calls:  # what fails must fail here
-                each()
-            torch.cuda.synchronize()
+            with _heard(name):
+                arm, seated[name] = _entered(stage, name)
         except Exception as error:  # a library may raise anything: it is its cell that says so
             if cuda_error(str(error)):
                 raise  # this process is of no more use to anyone
+            if name == anchor:
+                raise Failed("no_anchor", f"{anchor} did not run: {_words(error)}") from None
             failed[name] = _words(error)
         else:
-            seated[name] = {"losses": losses, "bytes": peak}
-            arms.append(timing.Arm(name, rotating(calls)))
-    if anchor not in seated:
-        raise RuntimeError(f"{anchor} did not run: {failed[anchor]}")
+            arms.append(arm)
+        if name in failed:
+            _release()
     stage.forget_truth()
-    report(GATE, "timing")
-    samples, conditions = timed(arms, rounds)
+    _release()
+    report(GATE, TIMING)
+    samples, conditions = _raced(arms, seated, failed, anchor, rounds)
     for name, found in seated.items():
         found["milliseconds"] = milliseconds(samples[name])
     return {"arms": seated, "failed": failed, "conditions": conditions}
 
 
-def machine(_: object) -> dict[str, Any]:
-    """``gpu``, and the ``ceilings`` that it reaches: the fastest of several cuBLAS products (FLOP/s of 16-bit
-    and of fp8 operands) and of copies (B/s, read and written)."""
+def _entered(stage: Stage, name: str) -> tuple[timing.Arm, dict[str, Any]]:
+    """An arm that ran on every set of inputs, and what is known of it before it is timed."""
     import torch
 
+    begun, before = time.monotonic(), torch.cuda.memory_allocated()
+    entrant = stage.enter(name)
+    peak = _peak(entrant.call, before)
+    calls = [entrant.call, *(stage.again(name, turn) for turn in range(1, stage.turns))]
+    for each in calls:  # what fails must fail here
+        each()
+    torch.cuda.synchronize()
+    known = {
+        "losses": entrant.losses,
+        "bytes": max(peak - entrant.arranged, 0),
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+    return timing.Arm(name, rotating(calls)), known
+
+
+def _raced(
+    arms: list[timing.Arm], seated: dict[str, Any], failed: dict[str, str], anchor: str, rounds: int
+) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
+    """The samples of those that have room beside each other: where there is none, whoever holds the most
+    memory fails. Raises what PyTorch does where only the anchor is left."""
+    while True:
+        try:
+            return timed(arms, rounds)
+        except Exception as error:
+            rivals = [name for name in seated if name != anchor]
+            if type(error).__name__ != OUT_OF_MEMORY or not rivals:
+                raise
+            most = max(rivals, key=lambda name: seated[name]["bytes"])
+        failed[most] = "out of memory while all took turns, of which this one holds the most"
+        del seated[most]
+        arms = [arm for arm in arms if arm.name != most]
+        _release()
+
+
+@contextmanager
+def _heard(words: str) -> Iterator[None]:
+    """Says so every BEAT seconds for at most LONGEST: a compiler may be silent for longer than whoever
+    listens has patience. A kernel that does not end while it is prepared is found after that."""
+    done = threading.Event()
+
+    def beat() -> None:
+        for _ in range(int(LONGEST / BEAT)):
+            if done.wait(BEAT):
+                return
+            report(GATE, words)
+
+    beating = threading.Thread(target=beat, daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        done.set()
+        beating.join()
+
+
+def _release() -> None:
+    """Give back what nobody refers to any more: to the driver, which other libraries allocate from."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def gpu(_: object) -> dict[str, Any]:
+    """``gpu``: what this machine's is called."""
     from verifier.conditions import device
+
+    return {"gpu": device()["gpu"]}
+
+
+def machine(_: object) -> dict[str, Any]:
+    """The ``ceilings`` that a warm GPU reaches: the fastest of several cuBLAS products (FLOP/s of 16-bit and
+    of fp8 operands) and of copies (B/s, read and written); and what it is called."""
+    import torch
 
     n, size = 8192, 1 << 30
     a = torch.randn(n, n, device="cuda").bfloat16()
@@ -122,9 +204,9 @@ def machine(_: object) -> dict[str, Any]:
     }
     work = {"tensor": 2 * n**3, "tensor_fp8": 2 * n**3, "memory": 2 * size}
     arms = [timing.Arm(name, call) for name, call in calls.items()]
-    samples = timing.measure(arms, rounds=20, warmup_seconds=0.2)
+    samples = timing.measure(arms, rounds=20, warmup_seconds=WARM)
     ceilings = {name: work[name] / min(found.seconds) for name, found in samples.items()}
-    return {"gpu": device()["gpu"], "ceilings": ceilings}
+    return gpu(None) | {"ceilings": ceilings}
 
 
 def _peak(call: Callable[[], object], before: int) -> int:

@@ -17,6 +17,8 @@ from verifier.spec import Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
+FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
+
 
 @dataclass(frozen=True)
 class Seats:
@@ -31,7 +33,7 @@ class Seats:
 
 def sit(seats: Seats) -> dict[str, Any]:
     """An operator at one case's sizes, every arm on the same inputs: see ``contest``."""
-    return contest(_Operator(seats), seats.arms, ANCHOR, seats.rounds)
+    return contest(partial(_Operator, seats), seats.arms, ANCHOR, seats.rounds)
 
 
 class _Operator(Stage):
@@ -44,15 +46,20 @@ class _Operator(Stage):
         self.sets = [self._drawn()]
         self.sets += [self._drawn() for _ in range(sets_wanted(self.sets[0]) - 1)]
         self.turns = len(self.sets)
-        self.truth: Mapping[str, Tensor] = reference.oracle(seats.spec, self.sets[0], seats.sizes)
+        exact = reference.oracle(seats.spec, self.sets[0], seats.sizes)
+        self.truth: Mapping[str, Tensor] = {name: self._kept(name, exact.pop(name)) for name in (*exact,)}
         self.yardstick: Mapping[str, Tensor] = reference.yardstick(seats.spec, self.sets[0], seats.sizes)
 
     def enter(self, arm: str) -> Entrant:
         first = self._prepared(arm, self.sets[0])
-        return Entrant(first.call, self._losses(first.read(first.call())))
+        return Entrant(first.call, self._losses(first.read(first.call())), first.arranged_bytes)
 
     def again(self, arm: str, turn: int) -> Callable[[], object]:
         return self._prepared(arm, self.sets[turn]).call
+
+    def _kept(self, name: str, exact: Tensor) -> Tensor:
+        """The truth of an output that has few bits is as good in fp32: of a 70B model's logits it is 8 GB."""
+        return exact.float() if self.seats.spec.outputs[name].dtype in FEW_BITS else exact
 
     def forget_truth(self) -> None:
         self.truth, self.yardstick = {}, {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import truediv
@@ -14,6 +14,8 @@ from verifier import statistics
 from verifier.columns import COLUMNS, LLM
 from verifier.decision import central
 from verifier.statistics import Interval
+
+NAMES = tuple(column.name for column in COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,16 @@ class Line:
     case: str
     sizes: Mapping[str, int]
     roofline: float
-    cells: Mapping[str, Cell | Empty]  # by column
+    cells: Mapping[str, Cell | Empty]  # by column, of those that are to be shown
 
     def cell(self, column: str) -> Cell | None:
         found = self.cells.get(column)
         return found if isinstance(found, Cell) else None
 
 
-def lines(results: Results) -> list[Line]:
-    """A line for every row that was measured."""
-    return [_line(results, operator, case) for operator, case in results.rows()]
+def lines(results: Results, columns: Collection[str] = NAMES) -> list[Line]:
+    """A line for every row that was measured, with cells of these columns."""
+    return [_line(results, operator, case, columns) for operator, case in results.rows()]
 
 
 def standing(results: Results) -> list[Sitting]:
@@ -64,7 +66,7 @@ def standing(results: Results) -> list[Sitting]:
     return [sitting for name in results.rows() for sitting in _Row(results.of(*name)).standing()]
 
 
-def _line(results: Results, operator: str, case: str) -> Line:
+def _line(results: Results, operator: str, case: str, columns: Collection[str]) -> Line:
     row = _Row(results.of(operator, case))
     absent = results.absent.get(operator, {})
     best = {
@@ -72,7 +74,7 @@ def _line(results: Results, operator: str, case: str) -> Line:
         for column in COLUMNS
     }
     cells: dict[str, Cell | Empty] = {}
-    for column in COLUMNS:
+    for column in (c for c in COLUMNS if c.name in columns):
         if arm := best[column.name]:
             cells[column.name] = row.cell(arm, None if column.name == LLM else best[LLM])
         else:
@@ -94,12 +96,14 @@ class _Row:
             now = timed[-1].arms[self.anchor].key
             timed = [s for s in timed if s.anchor == self.anchor and s.arms[s.anchor].key == now]
         self.timed = timed
+        self.sittings = sittings
         self.keys: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         for sitting in sittings:
             for arm, failure in sitting.failed.items():
-                self.keys.pop(arm, None)
-                self.failed[arm] = failure.reason
+                if self.keys.get(arm) != failure.key:  # else it has figures of another process
+                    self.keys.pop(arm, None)
+                    self.failed[arm] = failure.reason
             for arm, found in sitting.arms.items() if sitting in timed else ():
                 self.keys[arm] = found.key
                 self.failed.pop(arm, None)
@@ -134,9 +138,19 @@ class _Row:
             anchored=anchored,
             losses=worst,
             bytes=max(found.bytes for found in own),
-            note=own[-1].note,
+            note="; ".join(filter(None, (own[-1].note, self._failing(arm)))),
             processes=len(own),
         )
+
+    def _failing(self, arm: str) -> str:
+        """What an arm that has figures failed with in a process of which it has none."""
+        timed = {s.process for s in self._with(arm)}
+        reasons = [
+            s.failed[arm].reason
+            for s in self.sittings
+            if arm in s.failed and s.failed[arm].key == self.keys[arm] and s.process not in timed
+        ]
+        return f"failed in another process: {reasons[-1]}" if reasons else ""
 
     def _with(self, *arms: str) -> list[Sitting]:
         """The sittings that had all of these, as they are now."""

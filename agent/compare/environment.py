@@ -50,8 +50,8 @@ def install() -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", None) or str(error)
         raise ResultsError(
-            f"{place}: {PACKAGE} could not be installed: {words.strip()[-500:]}; without it: "
-            "--columns without upstream"
+            f"{place}: {PACKAGE} could not be installed: {words.strip()[-500:]}; without it "
+            "coda-agent compare measures every other column"
         ) from None
     (place / "ready").touch()
     return made

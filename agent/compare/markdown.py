@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agent.compare import summary
-from agent.compare.cells import Cell, Empty, Line, lines
-from agent.compare.results import Results
+from agent.compare.cells import NAMES, Cell, Empty, Line, lines
+from agent.compare.results import Results, ResultsError
 from agent.compare.summary import NOTHING, RIVALS, Finding, Summary, against, findings, measured
 from agent.page.charts import number
 from agent.page.markup import visible
+from primitives.files import write_atomic
 from verifier.columns import COLUMNS, LLM, MATMUL, ROOFLINE
 from verifier.statistics import Interval
 
 ABSENT, ANCHORED = "–", "†"
-NAMES = tuple(column.name for column in COLUMNS)
 FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
 SUMMARY = ("operator", f"time over {LLM}'s [95%]", "rows", "wins", "ties", "losses")
 CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
 MIB = 2**20
+START, END = "<!-- table: comparison -->", "<!-- /table -->"
+_PLACE = re.compile(f"({START}\n).*?({END})", re.DOTALL)
 _MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # what Markdown reads as its own anywhere in a line
 
 
@@ -60,55 +63,69 @@ class Notes:
         return ((place, text) for text, place in self.numbers.items())
 
 
-def markdown(results: Results) -> str:
+def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
     """The whole: what was measured on what, tables, notes, the summary and the paper's claims."""
-    found = summary.ordered(lines(results))
+    found = summary.ordered(lines(results, columns))
     if not found:
         return f"{NOTHING}\n"
     tables, notes = sheets(found)
-    parts = [f"{plain(measured(results))}\n", _legend(), *map(_sheet, tables)]
-    listed = "".join(f"{place}. {plain(text)}\n" for place, text in notes)
-    parts += [f"**Notes**\n\n{listed}"] if listed else []
-    parts += [_summary(against(found, column)) for column in RIVALS]
+    parts = [f"{plain(measured(results))}\n", _legend(columns_of(found)), *map(_sheet, tables)]
+    parts += _notes(notes)
+    parts += [_summary(against(found, column)) for column in rivals(found)]
     parts.append(_claims(findings(found)))
     return "\n".join(parts)
 
 
+def brief(results: Results, columns: Collection[str] = NAMES) -> str:
+    """The ratios alone, with what they come to: for a README."""
+    found = summary.ordered(lines(results, columns))
+    if not found:
+        return f"{NOTHING}\n"
+    notes = Notes()
+    parts = [f"{plain(measured(results))}\n", _sheet(_ratios(found, notes)), *_notes(notes)]
+    return "\n".join([*parts, *(f"{against(found, column)}\n" for column in rivals(found))])
+
+
+def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
+    """Put ``brief`` between the comments of a Markdown file that mark its place. Raises ResultsError where
+    there is no such place, OSError."""
+    text = path.read_text(encoding="utf-8")
+    if len(_PLACE.findall(text)) != 1:
+        raise ResultsError(f"{path}: mark one place for the comparison with {START}, and its end with {END}")
+    made = brief(results, columns)
+    write_atomic(path, _PLACE.sub(lambda match: match[1] + made + match[2], text))
+
+
+def columns_of(found: Sequence[Line]) -> tuple[str, ...]:
+    """Those that lines have cells of."""
+    return tuple(name for name in NAMES if any(name in line.cells for line in found))
+
+
+def rivals(found: Sequence[Line]) -> tuple[str, ...]:
+    """Of whom the summary is against, those that lines have cells of."""
+    return tuple(name for name in RIVALS if name in columns_of(found))
+
+
 def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
     """The tables of lines, and the notes that their cells number."""
-    notes = Notes()
-    rivals = tuple(name for name in NAMES if name != LLM)
-    through = any(cell.anchored for line in found for name in NAMES if (cell := line.cell(name)))
-    mark = (
-        f" {ANCHORED}: the two were never measured in one sitting, so the ratio goes through cuBLAS's bare "
-        "matmul, which both had beside them, and its interval holds the uncertainty of both steps."
-    )
+    notes, names = Notes(), columns_of(found)
     return [
         _filled(
             "Milliseconds",
             f"Bold: a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, which do less.",
             found,
-            NAMES,
+            names,
             notes,
             _milliseconds,
             lambda line: f"{number(line.roofline)}",
         ),
-        _filled(
-            f"Time over {LLM}'s",
-            f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
-            + (mark if through else ""),
-            found,
-            rivals,
-            notes,
-            _ratio,
-            _over_roofline,
-        ),
+        _ratios(found, notes),
         _filled(
             "Error against fp64",
             "Of the worst output, its RMS error in multiples of the least that any kernel must lose; of a "
             "layer, of the worst output or gradient, against fp32 in multiples of what eager PyTorch loses.",
             found,
-            tuple(name for name in NAMES if name != MATMUL),
+            tuple(name for name in names if name != MATMUL),
             notes,
             _error,
         ),
@@ -116,11 +133,30 @@ def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
             "Peak memory, MiB",
             "What a call holds at its peak beyond its inputs.",
             found,
-            NAMES,
+            names,
             notes,
             lambda line, cell: f"{cell.bytes / MIB:,.1f}",
         ),
     ], notes
+
+
+def _ratios(found: Sequence[Line], notes: Notes) -> Sheet:
+    names = tuple(name for name in columns_of(found) if name != LLM)
+    through = any(cell.anchored for line in found for name in names if (cell := line.cell(name)))
+    mark = (
+        f" {ANCHORED}: the two were never measured in one sitting, so the ratio goes through cuBLAS's bare "
+        "matmul, which both had beside them, and its interval holds the uncertainty of both steps."
+    )
+    return _filled(
+        f"Time over {LLM}'s",
+        f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
+        + (mark if through else ""),
+        found,
+        names,
+        notes,
+        _ratio,
+        _over_roofline,
+    )
 
 
 def fastest(line: Line) -> str | None:
@@ -220,10 +256,15 @@ def _error(line: Line, cell: Cell) -> str:
 # ── As Markdown ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _legend() -> str:
-    return "".join(f"- **{column.name}**: {plain(explained(column.name))}\n" for column in COLUMNS) + (
+def _legend(names: Sequence[str]) -> str:
+    return "".join(f"- **{name}**: {plain(explained(name))}\n" for name in names) + (
         f"- **{ROOFLINE}**: {BOUND}\n"
     )
+
+
+def _notes(notes: Notes) -> list[str]:
+    listed = "".join(f"{place}. {plain(text)}\n" for place, text in notes)
+    return [f"**Notes**\n\n{listed}"] if listed else []
 
 
 BOUND = "the least time that bytes and FLOPs allow at this machine's measured ceilings"

@@ -1,47 +1,68 @@
 """Measuring a comparison: what its results lack, a sitting at a time, each kept as soon as it is over.
 
-A sitting is asked of a GPU worker. One that takes its worker along is repeated without the arm that was at
-work; a column that cannot run says so in its cell, and stops nothing.
+Row by row, so that what was cut off has whole ones; every sitting has a worker, and so the GPU, to itself.
+One that takes its worker along is repeated without the arm that was at work; where it is the inputs or the
+anchor that do not fit, the row is given up, and the run goes on. What cannot run says so in its cell.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from time import monotonic
+from typing import Any, NamedTuple
 
 from agent.compare import environment
-from agent.compare.results import Arm, Failure, Results, Sitting
+from agent.compare.results import Arm, Failure, Machine, Results, ResultsError, Sitting
 from agent.compare.rows import Row
 from primitives.lower import lower
-from verifier.columns import COLUMNS, UPSTREAM
-from verifier.contest import Contender, machine
-from verifier.gates import Progress, silent
-from verifier.gpu import Lost, Worker
-from verifier.measure import PATIENCE
+from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
+from verifier.contest import PREPARING, Contender, gpu, machine
+from verifier.gates import Failed, Progress, silent
+from verifier.gpu import Lost, Worker, WorkerError
+from verifier.measure import AHEAD, PATIENCE
 
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
 
 Keep = Callable[[Results], object]
 
 
+class OutOfTime(Exception):
+    """The seconds that a comparison was given are not enough for its next sitting: how many are left."""
+
+
 @dataclass(frozen=True)
 class Asked:
-    """What to measure: rows, arms of the columns, in how many processes, at most how many rounds in each."""
+    """What to measure: rows, arms of the columns, in how many processes, at most how many rounds in each;
+    ``seconds`` that it may take; ``again``: also what failed before."""
 
     rows: tuple[Row, ...]
     arms: tuple[str, ...]
     processes: int
     rounds: int
+    seconds: float = math.inf
+    again: bool = False
+
+
+class Turn(NamedTuple):
+    """A row in a process, and whether ``apart``, in the environment of CODA's own package."""
+
+    row: Row
+    process: int
+    apart: bool
 
 
 def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = silent) -> Results:
     """``results`` with what they lacked; ``keep`` gets them after each sitting. ``progress`` hears of rows
-    and arms. Raises what a worker raises for our own bugs, and ``Lost`` where the anchor does not run."""
+    and arms. Raises ResultsError where they are another GPU's, OutOfTime, Failed where no worker has a GPU,
+    and at the end WorkerError where a sitting met a bug of ours."""
     measuring = _Measuring(asked, results, keep, progress)
     try:
         measuring.run()
@@ -52,20 +73,22 @@ def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = sil
 
 @dataclass
 class _Workers:
-    """By environment: this one (None), and CODA's own."""
+    """A fresh one for each sitting: another's memory would be missed. While one sits, the next of this
+    environment does its imports, if one is ``coming``."""
 
-    started: dict[str | None, Worker] = field(default_factory=dict)
+    coming: bool = False
+    next: Worker | None = None
 
-    def of(self, python: str | None) -> Worker:
-        if python not in self.started:
-            self.started[python] = Worker(python=python) if python else Worker()
-        return self.started[python]
+    def take(self, python: str | None) -> Worker:
+        if python:
+            return Worker(python=python)
+        taken = self.next or Worker(ahead=AHEAD)
+        self.next = Worker(ahead=AHEAD) if self.coming else None
+        return taken
 
-    def close(self, *pythons: str | None) -> None:
-        """Those, or all."""
-        for python in pythons or tuple(self.started):
-            if python in self.started:
-                self.started.pop(python).close()
+    def close(self) -> None:
+        if self.next:
+            self.next.close()
 
 
 @dataclass
@@ -75,93 +98,162 @@ class _Measuring:
     keep: Keep
     progress: Progress
     workers: _Workers = field(default_factory=_Workers)
-    tried: set[tuple[str, str, str]] = field(default_factory=set)  # that failed: not in every process again
-    machine: dict[str, Any] = field(default_factory=dict)
+    keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
+    bug: WorkerError | None = None
+
+    def __post_init__(self) -> None:
+        self.end = monotonic() + self.asked.seconds
+        self.upstream = environment.python()
+        self.heeded = len(self.results.sittings) if self.asked.again else 0  # failures since this one
 
     def run(self) -> None:
-        self.machine = self.workers.of(None).ask(machine, None, patience=PATIENCE)
-        upstream = environment.python()
-        for process in range(self.asked.processes):
-            for row in self.asked.rows:
-                keys = self._keys(row, upstream)
-                for python, here in ((None, False), (upstream, True)):
-                    arms = [a for a in keys if (a == UPSTREAM) is here and self._lacks(row, process, a, keys)]
-                    if arms:
-                        self._seat(row, process, python, [a for a in arms if a != row.anchor], keys)
-            self.workers.close()  # the next process is a fresh one
+        self.machine = self._known_machine()
+        rows, processes = self.asked.rows, range(self.asked.processes)
+        turns = [Turn(*turn) for turn in itertools.product(rows, processes, (False, True))]
+        for place, turn in enumerate(turns, 1):
+            if arms := self._lacking(turn):
+                self._expect_time(turn.row)
+                rest = (later for later in turns[place:] if not later.apart)
+                self.workers.coming = any(map(self._lacking, rest))
+                self._seat(turn, arms)
+        if self.bug:
+            raise self.bug
 
-    def _keys(self, row: Row, upstream: str | None) -> dict[str, str]:
+    def _known_machine(self) -> Machine:
+        """As the results have it, or measured. Their GPU must be this one."""
+        with closing(self.workers.take(None)) as worker:
+            name = worker.ask(gpu, None, patience=PATIENCE)["gpu"]
+            if others := self.results.gpus() - {name}:
+                raise ResultsError(
+                    f"these results were measured on {' and '.join(sorted(others))}, and here is {name}: "
+                    "figures of two GPUs make no table; measure into another folder: --out FOLDER"
+                )
+            if self.results.machine is None:
+                self.progress(name, "the ceilings of its memory and tensor cores")
+                found = Machine.model_validate(worker.ask(machine, None, patience=PATIENCE))
+                self.results = self.results.model_copy(update={"machine": found})
+                self.keep(self.results)
+        assert self.results.machine is not None
+        return self.results.machine
+
+    def _expect_time(self, row: Row) -> None:
+        """OutOfTime where less is left than the row's longest sitting took, or any where it had none."""
+        left = self.end - monotonic()
+        own = [s.seconds for s in self.results.of(row.operator, row.case)]
+        longest = max(own or [s.seconds for s in self.results.sittings], default=0.0)
+        if longest > left:
+            raise OutOfTime(
+                f"{max(left, 0):.0f} s are left, and {row.operator} {row.case} may take {longest:.0f} s: "
+                "the same command goes on from here"
+            )
+
+    def _lacking(self, turn: Turn) -> list[str]:
+        """The arms that a turn has no answer of yet, a model's kernels first, for which there is to be room;
+        the anchor only where nothing else was asked for that could sit beside it."""
+        row, keys = turn.row, self._keys(turn.row)
+        arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.anchor]
+        if set(keys) == {row.anchor} <= set(self.asked.arms) and not turn.apart:
+            arms = [row.anchor]
+        lacking = [arm for arm in arms if not self._answered(turn, arm)]
+        return sorted(lacking, key=lambda arm: arm not in (PROGRAM, EDITED))
+
+    def _answered(self, turn: Turn, arm: str) -> bool:
+        """By figures of this process, or by a failure in any: what failed as it is now does so again."""
+        row, keys = turn.row, self._keys(turn.row)
+        for place, s in enumerate(self.results.sittings):
+            if s.row != (row.operator, row.case) or s.question != row.question:
+                continue
+            if place >= self.heeded and arm in s.failed and s.failed[arm].key == keys[arm]:
+                return True
+            there = all(a in s.arms and s.arms[a].key == keys[a] for a in (arm, row.anchor))
+            if there and s.process == turn.process:
+                return True
+        return False
+
+    def _keys(self, row: Row) -> dict[str, str]:
+        name = row.operator, row.case
+        if name not in self.keys:
+            self.keys[name] = self._found_keys(row)
+        return self.keys[name]
+
+    def _found_keys(self, row: Row) -> dict[str, str]:
         """What each arm is that can be tried, the anchor among them; the results get why others cannot be."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.anchor):
             if why := row.absent(arm):
                 reasons[arm] = why
                 continue
-            versions = _versions(arm, upstream)
+            versions = _versions(arm, self.upstream)
             if isinstance(versions, str):
                 reasons[arm] = versions
                 continue
             self.versions[arm] = versions
             parts = [f"{name} {number}" for name, number in versions.items()]
-            keys[arm] = ", ".join([*parts, *map(_text, row.made_of(arm)), self.machine["gpu"]])
+            keys[arm] = ", ".join([*parts, *map(_text, row.made_of(arm)), self.machine.gpu])
         known = {a: why for a, why in self.results.absent.get(row.operator, {}).items() if a not in keys}
         absent = self.results.absent | {row.operator: known | reasons}
         self.results = self.results.model_copy(update={"absent": absent})
         return keys
 
-    def _lacks(self, row: Row, process: int, arm: str, keys: Mapping[str, str]) -> bool:
-        if (row.operator, row.case, arm) in self.tried:
-            return False
-        return not any(
-            s.process == process
-            and s.question == row.question
-            and all(a in s.arms and s.arms[a].key == keys[a] for a in (arm, row.anchor))
-            for s in self.results.of(row.operator, row.case)
-        )
-
-    def _seat(
-        self, row: Row, process: int, python: str | None, arms: list[str], keys: Mapping[str, str]
-    ) -> None:
-        """One sitting, kept."""
-        failed: dict[str, str] = {}
-        found = self._sat(row, process, python, arms, failed)
-        failed |= found["failed"]
-        self.tried |= {(row.operator, row.case, arm) for arm in failed}
-        versions = {name: number for a in found["arms"] for name, number in self.versions[a].items()}
+    def _seat(self, turn: Turn, arms: list[str]) -> None:
+        """One sitting, kept; of an anchor beside whom nobody was left, only why."""
+        row, keys, begun = turn.row, self._keys(turn.row), monotonic()
+        found = self._sat(turn, arms)
+        sat = found["arms"] if set(found["arms"]) & set(arms) else {}
+        versions = {name: number for a in sat for name, number in self.versions[a].items()}
         sitting = Sitting(
             operator=row.operator,
             case=row.case,
             sizes=dict(row.sizes),
             question=row.question,
-            process=process,
+            process=turn.process,
             anchor=row.anchor,
-            roofline=round(row.least(self.machine["ceilings"]) * 1e3, 6),
-            arms={a: Arm(key=keys[a], note=row.note(a), **told) for a, told in found["arms"].items()},
-            failed={a: Failure(key=keys[a], reason=why) for a, why in failed.items()},
-            conditions=found["conditions"] | {"ceilings": self.machine["ceilings"], "versions": versions},
+            roofline=round(row.least(self.machine.ceilings) * 1e3, 6),
+            arms={a: Arm(key=keys[a], note=row.note(a), **told) for a, told in sat.items()},
+            failed={a: Failure(key=keys[a], reason=why) for a, why in found["failed"].items()},
+            conditions={"gpu": self.machine.gpu, "ceilings": self.machine.ceilings}
+            | found["conditions"]
+            | {"versions": versions},
             date=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(monotonic() - begun, 1),
         )
         self.results = self.results.plus([sitting])
         self.keep(self.results)
 
-    def _sat(
-        self, row: Row, process: int, python: str | None, arms: list[str], failed: dict[str, str]
-    ) -> dict[str, Any]:
-        """What a worker says of it; again without an arm that takes the worker along: ``failed`` has that."""
-        left = list(arms)
-        while True:
-            task, seats = row.task((row.anchor, *left), self.asked.rounds)
-            heard = _Heard(self.progress, f"{row.operator} {row.case}, process {process + 1}")
+    def _sat(self, turn: Turn, arms: list[str]) -> dict[str, Any]:
+        """What a worker says of it; again without an arm that takes the worker along, as long as there is
+        another."""
+        row, left, failed = turn.row, list(arms), dict[str, str]()
+        while left:
+            beside = [arm for arm in left if arm != row.anchor]
+            task, seats = row.task((row.anchor, *beside), self.asked.rounds)
+            heard = _Heard(self.progress, f"{row.operator} {row.case}, process {turn.process + 1}")
             try:
-                return self.workers.of(python).ask(task, seats, patience=PATIENCE, progress=heard)
-            except Lost as lost:
-                self.workers.close(python)
-                if heard.last == row.anchor or not left:
-                    raise
-                blamed = [heard.last] if heard.last in left else left  # all, where it happened on the clock
-                failed |= dict.fromkeys(blamed, f"{lost.code}: {lost.message}")
+                with closing(self.workers.take(self.upstream if turn.apart else None)) as worker:
+                    found = worker.ask(task, seats, patience=PATIENCE, progress=heard)
+            except (Failed, WorkerError) as error:
+                failed |= self._blamed(error, heard.last, left, turn)
                 left = [arm for arm in left if arm not in failed]
+            else:
+                return found | {"failed": failed | found["failed"]}
+        return {"arms": {}, "failed": failed, "conditions": {}}
+
+    def _blamed(self, error: Failed | WorkerError, last: str, left: list[str], turn: Turn) -> dict[str, str]:
+        """Why those have no figures who were at work when a worker was lost: one arm, or all of them where it
+        happened before the first or on the clock."""
+        if isinstance(error, WorkerError):
+            self.bug = self.bug or error
+            last_line = str(error).strip().splitlines()[-1]
+            return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
+        why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
+        own = [] if turn.apart else [turn.row.anchor]  # apart it has figures of the other environment
+        if last in left:
+            return {last: why}
+        if last in ("", PREPARING, turn.row.anchor):
+            place = f"{last or PREPARING}: " if isinstance(error, Lost) else ""
+            return dict.fromkeys([*left, *own], f"{place}{why}")
+        return dict.fromkeys(left, f"on the clock, beside others: {why}")
 
 
 @dataclass

@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 from agent.compare import charts
-from agent.compare.cells import Cell, Empty, Line, lines
+from agent.compare.cells import NAMES, Cell, Empty, Line, lines
 from agent.compare.markdown import (
     ABSENT,
     BOUND,
     CLAIMED,
     MIB,
-    NAMES,
     SUMMARY,
     VERDICT,
     Entry,
     Notes,
     Sheet,
     claimed,
+    columns_of,
     explained,
     noted,
+    rivals,
     sheets,
     shown,
     summed,
 )
 from agent.compare.results import Loss, Results
-from agent.compare.summary import NOTHING, RIVALS, Summary, against, findings, measured, ordered
+from agent.compare.summary import NOTHING, Summary, against, findings, measured, ordered
 from agent.page.charts import number
 from agent.page.markup import Html, details, document, element, facts, table
-from verifier.columns import LLM, ROOFLINE
+from verifier.columns import COLUMNS, LLM, ROOFLINE
 
 TITLE = "CODA's operators: kernels by an LLM, by people, and what is used today"
 _ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # without the XML header and its DTD
 _NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
 
-def page(results: Results, drawn: Mapping[str, bytes]) -> str:
+def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] = NAMES) -> str:
     """The page, as text. ``drawn``: the charts' files by their names, of which it takes the .svg."""
-    found = ordered(lines(results))
+    found = ordered(lines(results, columns))
     if not found:
         return document(TITLE, element("h1", TITLE), element("p", NOTHING))
     tables, notes = sheets(found)
     return document(
         TITLE,
         element("header", element("h1", TITLE), element("p", measured(results))),
-        _legend(),
-        *(_summary(against(found, column)) for column in RIVALS),
+        _legend(columns_of(found)),
+        *(_summary(against(found, column)) for column in rivals(found)),
         _claims(found),
         _charts(drawn),
         *(_sheet(sheet, notes) for sheet in tables),
@@ -57,8 +58,8 @@ def page(results: Results, drawn: Mapping[str, bytes]) -> str:
     )
 
 
-def _legend() -> Html:
-    pairs = [(name, explained(name)) for name in NAMES]
+def _legend(names: Sequence[str]) -> Html:
+    pairs = [(name, explained(name)) for name in names]
     return element("section", element("h2", "Columns"), facts([*pairs, (ROOFLINE, BOUND)]))
 
 
@@ -155,21 +156,25 @@ def _loss(loss: Loss) -> str:
 
 
 def _sittings(line: Line, results: Results) -> Html:
-    """Every arm of every sitting: those that are others since too, as such."""
+    """Every arm of the line's columns in every sitting: those that are others since too, as such."""
     sittings = results.of(line.operator, line.case)
+    arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}
     last = {name: arm.key for sitting in sittings for name, arm in sitting.arms.items()}
     rows: list[tuple[str, ...]] = []
     for place, sitting in enumerate(sittings, 1):
         seat = (f"{place}", f"{sitting.process}", element("span", sitting.date[:19].replace("T", " ")))
-        for name, arm in sitting.arms.items():
+        for name, arm in ((n, a) for n, a in sitting.arms.items() if n in arms):
             times = arm.milliseconds
             figures = [number(figure) for figure in (median(times), min(times), max(times))]
             state = "" if arm.key == last[name] else "has become another since"
-            rows.append((*seat, name, *figures, str(len(times)), arm.key, state))
+            rows.append((*seat, name, *figures, str(len(times)), f"{arm.seconds:g}", arm.key, state))
         rows += [
-            (*seat, name, ABSENT, "", "", "", failure.key, failure.reason)
+            (*seat, name, ABSENT, "", "", "", "", failure.key, failure.reason)
             for name, failure in sitting.failed.items()
+            if name in arms
         ]
+        if sitting.seconds:
+            rows.append((*seat, "all of them", "", "", "", "", f"{sitting.seconds:g}", "", ""))
     headings = (
         "sitting",
         "process",
@@ -179,6 +184,7 @@ def _sittings(line: Line, results: Results) -> Html:
         "least",
         "most",
         "rounds",
+        "s to prepare",
         "what it was",
         "",
     )

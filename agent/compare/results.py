@@ -6,7 +6,7 @@ arms of different sittings through the anchor, which sat in both. Times are mill
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ class Arm(_Record):
     """What one arm did in one sitting. ``key`` says what it was: a library's versions, or a kernel's hash.
 
     ``milliseconds`` by round; ``losses`` by output, empty where it has none of the spec's; ``bytes``: what a
-    call holds at its peak beyond its inputs; ``note``: what was prepared outside the clock, and the like.
+    call holds at its peak beyond its inputs; ``note``: what was prepared outside the clock, and the like;
+    ``seconds`` that it took to prepare: to compile, to tune, to be compared with the truth.
     """
 
     key: str
@@ -46,6 +47,7 @@ class Arm(_Record):
     losses: dict[str, Loss] = Field(default_factory=dict)
     bytes: int
     note: str = ""
+    seconds: float = 0.0
 
 
 class Failure(_Record):
@@ -60,7 +62,7 @@ class Sitting(_Record):
 
     ``question`` changes with what was asked (a spec's hash). ``anchor``: the arm that every sitting of the
     row has. ``roofline``: the least time the hardware allows, at the machine's measured ceilings.
-    ``conditions``: device, driver, versions, clocks.
+    ``conditions``: device, driver, versions, clocks. ``seconds``: all of it, imports and compilers too.
     """
 
     operator: str
@@ -74,6 +76,7 @@ class Sitting(_Record):
     failed: dict[str, Failure] = Field(default_factory=dict)
     conditions: dict[str, Any] = Field(default_factory=dict)
     date: str
+    seconds: float = 0.0
 
     @model_validator(mode="after")
     def _anchored(self) -> Sitting:
@@ -87,10 +90,20 @@ class Sitting(_Record):
         return self.operator, self.case
 
 
+class Machine(_Record):
+    """What a file's GPU is called, and the ``ceilings`` (``verifier.contest.machine``) that all its rooflines
+    are of."""
+
+    gpu: str
+    ceilings: dict[str, float]
+
+
 class Results(_Record):
-    """``absent``: by operator and arm, why it cannot have a cell: known without trying."""
+    """``absent``: by operator and arm, why it cannot have a cell: known without trying. ``machine``: measured
+    once, by the first that measured anything."""
 
     schema_version: int = SCHEMA
+    machine: Machine | None = None
     sittings: tuple[Sitting, ...] = ()
     absent: dict[str, dict[str, str]] = Field(default_factory=dict)
 
@@ -102,14 +115,39 @@ class Results(_Record):
         """The sittings of a row, oldest first."""
         return [s for s in self.sittings if s.row == (operator, case)]
 
+    def gpus(self) -> set[str]:
+        """What was measured on; one, as ``agent.compare.measuring`` sees to."""
+        told = {str(s.conditions["gpu"]) for s in self.sittings if "gpu" in s.conditions}
+        return told | ({self.machine.gpu} if self.machine else set())
+
+    def failed(self) -> bool:
+        return any(s.failed for s in self.sittings)
+
     def plus(self, sittings: Iterable[Sitting]) -> Results:
         return self.model_copy(update={"sittings": (*self.sittings, *sittings)})
+
+    def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:
+        """Of these operators and cases alone, or of all where none are named. ResultsError where none is
+        left."""
+        kept = tuple(
+            s
+            for s in self.sittings
+            if (not operators or s.operator in operators) and (not cases or s.case in cases)
+        )
+        if self.sittings and not kept:
+            rows = ", ".join(f"{operator} {case}" for operator, case in self.rows())
+            raise ResultsError(f"no row is left: these results have {rows}")
+        return self.model_copy(update={"sittings": kept})
 
 
 def read(path: Path) -> Results:
     """Raises ResultsError; OSError where it cannot be read."""
     try:
         found = Results.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ResultsError(
+            f"{path}: there is no such file; on an H100, coda-agent compare --out {path.parent} makes it"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the whole"

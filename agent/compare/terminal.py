@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agent.compare.cells import Cell, Empty, Line, lines
-from agent.compare.markdown import ABSENT, ANCHORED, NAMES, Notes, fastest
+from agent.compare.cells import NAMES, Cell, Empty, Line, lines
+from agent.compare.markdown import ABSENT, ANCHORED, Notes, columns_of, fastest
 from agent.compare.results import Results
 from agent.compare.summary import NOTHING, Row, ordered
 from agent.page.charts import number
@@ -21,11 +23,11 @@ MOST_REASONS = 8
 UNMEASURED = "not measured"
 
 
-def table(results: Results, doing: str = "") -> RenderableType:
+def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
     """Milliseconds and, but for the LLM's own, the time over its kernel's: green where that is faster, red
     where it is slower. Empty cells number their reasons, which stand below; ``doing``: what is measured now.
     """
-    shown, reasons = _rows(ordered(lines(results))), Notes()
+    shown, reasons = _rows(ordered(lines(results, columns))), Notes()
     parts: list[RenderableType] = []
     if shown:
         parts.append(_table(shown, reasons))
@@ -54,10 +56,11 @@ def _table(rows: list[tuple[str, Line]], reasons: Notes) -> Table:
     )
     made.add_column("operator", width=NAME, no_wrap=True, overflow="ellipsis")
     made.add_column("case", width=CASE, no_wrap=True, overflow="ellipsis")
-    for name in NAMES:
+    names = columns_of([line for _, line in rows])
+    for name in names:
         made.add_column(name.replace(".", ".\n").replace(" ", "\n"), justify="right", no_wrap=True)
     for operator, line in rows:
-        cells = [_cell(name, line, reasons) for name in NAMES]
+        cells = [_cell(name, line, reasons) for name in names]
         made.add_row(Text(visible(operator), "bold"), Text(visible(line.case)), *cells)
     return made
 

@@ -40,7 +40,7 @@ class LayerSeats:
 def sit(seats: LayerSeats) -> dict[str, Any]:
     """As ``verifier.contest``, of whole layers. A loss is over the truth's RMS, and over what the plain
     layer loses in bf16, run by eager PyTorch."""
-    return contest(_Stage(seats), seats.arms, EAGER, seats.rounds)
+    return contest(partial(_Stage, seats), seats.arms, EAGER, seats.rounds)
 
 
 class _Stage(Stage):
@@ -62,7 +62,7 @@ class _Stage(Stage):
         call: Callable[[], object] = partial(layer.forward, stream)
         if self.seats.backward:
             call = partial(layer.step, stream, self.drawn.dout)
-        return Entrant(call, losses)
+        return Entrant(call, losses, sum(t.numel() * t.element_size() for t in layer.arranged()))
 
     def again(self, arm: str, turn: int) -> Callable[[], object]:
         raise AssertionError("a layer's inputs are larger than the L2: there is one set of them")

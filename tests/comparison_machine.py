@@ -1,0 +1,103 @@
+"""A GPU that is stood in for: workers of a comparison which give figures, and fail as they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from agent.compare import environment, measuring
+from verifier.columns import (
+    ANCHOR,
+    COMPILE,
+    EAGER,
+    LIGER,
+    PROGRAM,
+    UPSTREAM,
+)
+from verifier.contest import gpu as gpu_task
+from verifier.contest import machine
+from verifier.gpu import Lost
+from verifier.quack_baseline import OWN_TUNER
+
+H100 = {"tensor": 8e14, "tensor_fp8": 1.6e15, "memory": 3e12}
+ARMS = (EAGER, COMPILE, LIGER, OWN_TUNER, UPSTREAM, PROGRAM, ANCHOR)
+SPEEDS = {EAGER: 2.0, COMPILE: 1.5, LIGER: 1.8, OWN_TUNER: 1.1, PROGRAM: 1.0, ANCHOR: 0.9, UPSTREAM: 1.2}
+
+
+class Machine:
+    """Stands in for ``verifier.gpu.Worker``: keeps who sat, by interpreter."""
+
+    def __init__(self) -> None:
+        self.sat: list[tuple[str | None, tuple[str, ...]]] = []
+        self.deadly: set[str] = set()
+        self.crowded: set[str | None] = set()  # interpreters that lack memory before the first arm
+        self.broken: dict[str, str] = {}
+        self.interrupted_at = -1
+        self.name = "a GPU"
+        self.ceilings = 0  # how often they were measured
+        self.seconds, self.now = 0.0, 0.0  # what a sitting takes, and the time
+        self.opened: list[Seat] = []
+
+    def __call__(self, python: str | None = None, ahead: tuple[str, ...] = ()) -> Any:
+        self.opened.append(Seat(self, python))
+        return self.opened[-1]
+
+    def others(self, seat: Seat) -> list[Seat]:
+        """Those besides this one that hold memory."""
+        return [other for other in self.opened if other is not seat and other.asked and not other.closed]
+
+    def ask(self, python: str | None, task: Any, asked: Any, *, progress: Any = None, **_: Any) -> Any:
+        if task is gpu_task:
+            return {"gpu": self.name}
+        if task is machine:
+            self.ceilings += 1
+            return {"gpu": self.name, "ceilings": H100}
+        if len(self.sat) == self.interrupted_at:
+            raise KeyboardInterrupt
+        self.sat.append((python, asked.arms))
+        self.now += self.seconds
+        if python in self.crowded:
+            raise Lost("out_of_memory", "the GPU has too little memory")
+        for arm in asked.arms:
+            progress("compare", arm)
+            if arm in self.deadly:
+                raise Lost("crashed", f"{arm} wrote astray")
+        left = [arm for arm in asked.arms if arm not in self.broken]
+        scale = 1 + 0.001 * len(self.sat)
+        told = {
+            arm: {"milliseconds": [SPEEDS.get(arm, 3.0) * scale] * 12, "losses": {}, "bytes": 1 << 20}
+            for arm in left
+        }
+        failed = {arm: why for arm, why in self.broken.items() if arm in asked.arms}
+        return {"arms": told, "failed": failed, "conditions": {"gpu": self.name}}
+
+
+class Seat:
+    """One of its workers, which must find the GPU empty."""
+
+    def __init__(self, owner: Machine, python: str | None):
+        self.owner, self.python, self.asked, self.closed = owner, python, False, False
+
+    def ask(self, *given: Any, **more: Any) -> Any:
+        self.asked = True
+        assert not self.closed and not self.owner.others(self)
+        return self.owner.ask(self.python, *given, **more)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """In place of what ``agent.compare.measuring`` starts and asks."""
+    found = Machine()
+    monkeypatch.setattr(measuring, "Worker", found)
+    monkeypatch.setattr(measuring, "monotonic", lambda: found.now)
+    monkeypatch.setattr(environment, "python", lambda: "/other/python")
+    monkeypatch.setattr(environment, "versions", lambda python, packages: dict.fromkeys(packages, "0.2"))
+    monkeypatch.setattr(measuring, "version", lambda name: "1.0" if name != "liger-kernel" else "0.8.5")
+    yield found
+    assert all(seat.closed for seat in found.opened)  # whatever happened

@@ -1,0 +1,171 @@
+"""``coda-agent compare`` itself, on a GPU that is stood in for, and without one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparison import results as made_up
+from comparison_machine import Machine, stood_in
+
+from agent import cli
+from agent.accept import ROOT
+from agent.compare.results import read, write
+from verifier.columns import (
+    ANCHOR,
+    AUTOTUNED,
+    COMPILE,
+    EAGER,
+    HUMAN,
+    LIGER,
+    MATMUL,
+    UPSTREAM,
+)
+from verifier.gpu import Lost
+from verifier.quack_baseline import OWN_TUNER
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with stood_in(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["coda-agent", "compare", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+def test_results_are_drawn_without_a_gpu(command: Callable[..., Any], tmp_path: Path) -> None:
+    kept = tmp_path / "results.json"
+    write(kept, made_up((("gemm_rope", "7B"), ("gemm_swiglu", "7B"))))
+    status, said, _ = command("--from", kept, "--out", tmp_path / "drawn")
+    assert status == 0 and "Against human" in said
+    drawn = {path.name for path in (tmp_path / "drawn").iterdir()}
+    assert {"table.md", "comparison.html", "speedup.svg", "speedup.png", "roofline.png"} <= drawn
+    status, said, _ = command("--from", kept, "--out", tmp_path / "drawn", "--json")
+    found = json.loads(said)["rows"]
+    assert status == 0 and [row["operator"] for row in found] == ["gemm_rope", "gemm_swiglu"]
+
+
+def test_what_is_drawn_may_be_chosen(command: Callable[..., Any], tmp_path: Path) -> None:
+    write(
+        tmp_path / "results.json", made_up((("gemm_rope", "7B"), ("gemm_rope", "1B"), ("gemm_swiglu", "7B")))
+    )
+    words = ("--from", tmp_path, "--out", tmp_path / "drawn")
+    chosen = ("--only", "gemm_rope", "--cases", "7B", "--columns", "human")
+    (row,) = json.loads(command(*words, *chosen, "--json")[1])["rows"]
+    assert (row["operator"], row["case"]) == ("gemm_rope", "7B") and set(row["cells"]) == {HUMAN, MATMUL}
+    status, said, _ = command(*words, *chosen)
+    assert status == 0 and "Against human" in said and "Against torch" not in said
+    page = (tmp_path / "drawn" / "comparison.html").read_text()
+    table = (tmp_path / "drawn" / "table.md").read_text()
+    for drawn in (page, table):
+        assert OWN_TUNER in drawn and "gemm_swiglu" not in drawn.split("claims")[0]
+        assert LIGER not in drawn.split("claims")[0] and LIGER not in drawn.split("Milliseconds")[1]
+    status, _, told = command(*words, "--cases", "70B")
+    assert status == cli.USAGE and "no row is left: these results have gemm_rope 7B, gemm_rope 1B" in told
+
+
+def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., Any], tmp_path: Path) -> None:
+    status, _, said = command("--from", tmp_path / "none.json")
+    assert status == cli.USAGE and "there is no such file" in said and "coda-agent compare --out" in said
+
+
+def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "results.json", made_up((("gemm_rope", "7B"),)))
+    readme = tmp_path / "README.md"
+    words = ("--from", tmp_path, "--out", tmp_path / "drawn", "--write", readme)
+    readme.write_text("no place\n")
+    status, _, told = command(*words)
+    assert status == cli.USAGE and "mark one place for the comparison" in told
+    readme.write_text("a\n<!-- table: comparison -->\nnothing\n<!-- /table -->\nz\n")
+    assert command(*words)[0] == 0
+    once = readme.read_text()
+    assert once.startswith("a\n<!-- table: comparison -->\n1 row on made-up GPU") and once.endswith(
+        "-->\nz\n"
+    )
+    assert "| `gemm_rope` | 7B |" in once and "Against human" in once and "nothing\n" not in once
+    assert command(*words)[0] == 0 and readme.read_text() == once
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("<!-- table: comparison -->") == 1
+
+
+def test_measuring_needs_an_h100(command: Callable[..., Any], tmp_path: Path) -> None:
+    status, _, said = command("--out", tmp_path)
+    assert status == cli.ABSENT and "takes an H100" in said and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--columns", "nobody"), "there is no column 'nobody'"),
+        (("--only", "gemm_nothing"), "there is no gemm_nothing"),
+    ],
+)
+def test_a_wrong_choice_is_wrong_usage(
+    command: Callable[..., Any], tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
+    status, _, said = command("--out", tmp_path, *words)
+    assert status == cli.USAGE and told in said
+
+
+def test_a_file_that_is_none_is_wrong_usage(command: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text('{"sittings": [{"operator": 3}]}')
+    status, _, said = command("--from", tmp_path / "results.json", "--out", tmp_path)
+    assert status == cli.USAGE and "sittings.0.operator" in said
+
+
+def test_the_command_measures_keeps_and_draws(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    words = ("--out", tmp_path, "--only", "gemm_swiglu", "--cases", "1B", "--quick", "--columns", "tor")
+    status, said, told = command(*words)
+    assert status == 0 and "gemm_swiglu 1B, process 1: torch.compile" in told, told
+    assert gpu.sat[0][1][:3] == (ANCHOR, EAGER, COMPILE) and LIGER not in gpu.sat[0][1]
+    assert "Against torch.compile: no row has both" in said
+    assert read(tmp_path / "results.json").sittings
+
+
+def test_a_quick_look_leaves_out_what_takes_long(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    gpu.seconds = 50.0
+    status, _, told = command("--out", tmp_path, "--quick")
+    assert status == 0 and "20 s are left" in told and "the same command goes on" in told
+    assert len(gpu.sat) == 2 and all(python is None for python, _ in gpu.sat)
+    assert not {arm for _, arms in gpu.sat for arm in arms} & {UPSTREAM, *AUTOTUNED}
+    assert command("--out", tmp_path, "--quick")[0] == 0 and len(gpu.sat) == 3
+    command("--out", tmp_path, "--quick", "--columns", "upstream")
+    assert gpu.sat[-1] == ("/other/python", (ANCHOR, UPSTREAM))
+
+
+def test_a_gpu_that_is_gone_is_one_message_and_what_was_measured_is_drawn(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    words = ("--out", tmp_path, "--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch")
+    assert command(*words, "--processes", 1)[0] == 0
+    (tmp_path / "table.md").unlink()
+
+    def gone(*given: Any, **more: Any) -> Any:
+        raise Lost("device_error", "CUDA error: the device is gone")
+
+    monkeypatch.setattr(gpu, "ask", gone)
+    status, _, told = command(*words)
+    assert status == cli.ABSENT and "what was measured is drawn: CUDA error: the device is gone" in told
+    assert "gemm_swiglu" in (tmp_path / "table.md").read_text()

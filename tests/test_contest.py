@@ -1,0 +1,201 @@
+"""Arms on a stage: who is seated, who fails and takes nothing along, and what is heard meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from verifier import contest as contests
+from verifier import scoring, timing
+from verifier.contest import Entrant, Stage
+from verifier.gates import Failed
+from verifier.gpu import cuda_error
+
+
+class Toy(Stage):
+    """Arms that leave a known trace; some fail."""
+
+    turns = 2
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.knows = True
+
+    def enter(self, arm: str) -> Entrant:
+        assert self.knows
+        if arm == "refuses":
+            raise ValueError("no such width\nand more")
+        return Entrant(lambda: self.called.append(arm), {"y": {"relative": 0.1, "yardsticks": 1.0}})
+
+    def again(self, arm: str, turn: int) -> Callable[[], object]:
+        if arm == "fails later":
+            return lambda: 1 / 0
+        return lambda: self.called.append(f"{arm} {turn}")
+
+    def forget_truth(self) -> None:
+        self.knows = False
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stage asks of CUDA, and a clock on which everything takes a millisecond."""
+    sizes = itertools.count(1000, 100)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: next(sizes))
+    usual = timing.measure
+
+    def measured(arms: Any, **given: Any) -> Any:
+        return usual(arms, **{**given, "warmup_seconds": 0.0}, clock=Clock())
+
+    monkeypatch.setattr(timing, "measure", measured)
+
+
+class Clock:
+    """Stands in for CUDA's events."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.before: tuple[float, ...] = ()
+
+    def now(self) -> float:
+        return 0.0
+
+    def flush(self) -> None:
+        pass
+
+    def start(self) -> int:
+        self.begun += 1
+        return self.begun - 1
+
+    def stop(self, mark: int) -> None:
+        pass
+
+    def turn(self) -> tuple[float, ...]:
+        ended, self.before, self.begun = self.before, (1e-3,) * self.begun, 0
+        return ended
+
+    def drain(self) -> tuple[float, ...]:
+        ended, self.before = self.before, ()
+        return ended
+
+
+@pytest.mark.usefixtures("device")
+def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
+    stage = Toy()
+    found = contests.contest(lambda: stage, ("one", "refuses", "fails later", "two"), "one", 12)
+    assert found["failed"] == {
+        "refuses": "ValueError: no such width",
+        "fails later": "ZeroDivisionError: division by zero",
+    }
+    assert list(found["arms"]) == ["one", "two"] and not stage.knows
+    assert found["arms"]["one"].pop("seconds") >= 0
+    assert found["arms"]["one"] == {
+        "losses": {"y": {"relative": 0.1, "yardsticks": 1.0}},
+        "bytes": 100,
+        "milliseconds": [1.0] * 12,
+    }
+    assert stage.called.count("two 1") > 6 < stage.called.count("two")  # both sets of inputs had their turns
+
+
+@pytest.mark.usefixtures("device")
+def test_without_its_anchor_there_is_no_contest() -> None:
+    stage = Toy()
+    with pytest.raises(Failed, match="refuses did not run: ValueError: no such width"):
+        contests.contest(lambda: stage, ("refuses", "one"), "refuses", 12)
+    assert not stage.called
+
+
+@pytest.mark.usefixtures("device")
+def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    usual, raced = scoring.timed, []
+
+    def crowded(arms: Any, rounds: int) -> Any:
+        raced.append([arm.name for arm in arms])
+        if len(arms) > 2:
+            raise OutOfMemoryError("Tried to allocate 2.1 GiB")
+        return usual(arms, rounds)
+
+    monkeypatch.setattr(contests, "timed", crowded)
+    held = iter([900, 100, 300, 200])
+    monkeypatch.setattr(contests, "_peak", lambda call, before: next(held))
+    found = contests.contest(Toy, ("anchor", "small", "large", "middle"), "anchor", 12)
+    assert raced == [
+        ["anchor", "small", "large", "middle"],
+        ["anchor", "small", "middle"],
+        ["anchor", "small"],
+    ]
+    assert list(found["arms"]) == ["anchor", "small"]
+    assert set(found["failed"]) == {"large", "middle"} and "out of memory" in found["failed"]["large"]
+
+
+@pytest.mark.usefixtures("device")
+def test_nothing_of_a_failed_arm_is_kept() -> None:
+    class Large:
+        pass
+
+    seen: list[weakref.ref[Large]] = []
+
+    class Stage(Toy):
+        def enter(self, arm: str) -> Entrant:
+            if arm == "one":
+                return super().enter(arm)
+            assert all(ref() is None for ref in seen)
+            held = Large()
+            seen.append(weakref.ref(held))
+            return Entrant(lambda: held and 1 / 0, {})
+
+    found = contests.contest(Stage, ("one", "two", "three"), "one", 12)
+    assert set(found["failed"]) == {"two", "three"} and len(seen) == 2
+
+
+@pytest.mark.usefixtures("device")
+def test_a_compiler_that_is_silent_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, enough = [], threading.Event()
+
+    def report(gate: str, words: str) -> None:
+        heard.append(words)
+        if heard.count("slow") == 4:
+            enough.set()
+
+    class Stage(Toy):
+        def enter(self, arm: str) -> Entrant:
+            assert arm != "slow" or enough.wait(60)
+            return super().enter(arm)
+
+    monkeypatch.setattr(contests, "report", report)
+    monkeypatch.setattr(contests, "BEAT", 0.001)
+    contests.contest(Stage, ("one", "slow"), "one", 12)
+    assert heard[0] == contests.PREPARING and heard[-1] == contests.TIMING  # on the clock it is silent
+
+
+@pytest.mark.usefixtures("device")
+def test_what_is_arranged_for_an_arm_is_not_what_a_call_holds() -> None:
+    class Stage(Toy):
+        def enter(self, arm: str) -> Entrant:
+            return super().enter(arm)._replace(arranged=70)
+
+    assert contests.contest(Stage, ("one",), "one", 12)["arms"]["one"]["bytes"] == 30
+
+
+@pytest.mark.usefixtures("device")
+def test_an_error_of_the_device_is_no_arms_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "CUDA error: an illegal memory access was encountered"
+    assert cuda_error(words) and not cuda_error("CUDA out of memory")
+
+    def enter(self: Toy, arm: str) -> Entrant:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(Toy, "enter", enter)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        contests.contest(Toy, ("one", "two"), "one", 12)
