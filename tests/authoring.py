@@ -21,11 +21,15 @@ from agent.budget import Spent
 from agent.providers import Message, Question, Turn, Usage
 from primitives.compile import Resources
 from primitives.ir import Program, Schedule
+from primitives.roofline import roofline
 from primitives.trace import trace_source
-from verifier.decision import compared
+from verifier.decision import central, compared
 from verifier.gates import identity
-from verifier.report import Accepted, Checked, Gate, Measured, Rejected, Timing
+from verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, ROUTINE, SINGLE_ROW
+from verifier.proof import REPEATS
+from verifier.report import PROTOCOL, Accepted, Checked, Gate, Measured, Rejected, Timing
 from verifier.spec import Case, Spec, load
+from verifier.timing import FEWEST
 
 ROOT = Path(__file__).parent.parent
 SPECS, KERNELS, RECORDINGS = ROOT / "specs", ROOT / "generated_kernels", ROOT / "agent" / "recordings"
@@ -177,45 +181,78 @@ def checked(spec: Spec, program: Program) -> Checked:
 
 def timing(case: Case, speedup: float = 1.3) -> Timing:
     """Figures of one case, made up: in three processes that differ; intervals reach 4 % to either side."""
-    own = ((2.0,) * 8,) * 3
+    own = ((2.0,) * FEWEST,) * 3
     rivals = {
-        arm: tuple((2.0 * ratio * factor,) * 8 for factor in (0.98433, 1.0, 1.01592))
+        arm: tuple((2.0 * ratio * factor,) * FEWEST for factor in (0.98433, 1.0, 1.01592))
         for arm, ratio in {"torch.compile": speedup, "cuBLAS matmul": 0.95}.items()
     }
     return Timing(
         case=case.name,
         sizes=dict(case.sizes),
         schedules={"0": {"tile_m": 256, "tile_n": 128, "pingpong": False}},
-        milliseconds={"candidate": 2.0, "torch.compile": 2.0 * speedup, "cuBLAS matmul": 1.9},
+        milliseconds={arm: round(central(rows), 5) for arm, rows in {"candidate": own, **rivals}.items()},
         ratios={arm: compared(rows, own) for arm, rows in rivals.items()},
         roofline_milliseconds=1.5,
         host_microseconds={"candidate": 13.0, "cuBLAS matmul": 17.0},
         tuning_seconds=20.0,
         finalists={"0": ({"tile_m": 256, "tile_n": 128, "pingpong": False}, {"swizzle": 16})},
         processes=3,
-        rounds=8,
+        rounds=FEWEST,
         samples={"candidate": own, **rivals},
     )
 
 
+def proofs(spec: Spec, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What numerics and stability say of a kernel that errs as any must."""
+    from verifier.inputs import FAMILIES
+
+    outputs = {name: {"rms_ratio": 1.0, "tile_ratio": 1.0, "element_ratio": 1.0} for name in spec.outputs}
+    families = {case.name: tuple(FAMILIES) for case in spec.cases} | {HIDDEN: tuple(FAMILIES)}
+    families |= {
+        case.name: ROUTINE
+        for case in spec.cases
+        if case.bench and roofline(program, case.sizes).flops > FEW_FLOPS
+    }
+    plans = {case.name: 1 if case.bench else 2 for case in spec.cases} | {HIDDEN: 2, ONE_ROW: 2}
+    families[ONE_ROW] = SINGLE_ROW
+    return (
+        {c: {"outputs": outputs, "families": list(families[c]), "plans": n} for c, n in plans.items()},
+        {c: {"repeats": REPEATS, "plans": n} for c, n in plans.items()},
+    )
+
+
+def came_out(ratio: float) -> dict[str, Any]:
+    """What a control came out at, give or take 0.1 %."""
+    low, high = 0.999 * ratio, 1.001 * ratio
+    interval = {"estimate": ratio, "low": low, "high": high, "confidence": 0.95}
+    return interval | {"bootstrap": [low, high], "student": [low, high]}
+
+
 def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:
     """What ``verifier.measure.measure`` says of a kernel that is right and fast."""
-    every = {case.name: {"repeats": 8} for case in spec.cases}
-    outputs = {name: {"rms_ratio": 1.0, "tile_ratio": 1.0, "element_ratio": 1.0} for name in spec.outputs}
+    proved, repeated = proofs(spec, program)
     rows = tuple(timing(case, speedup) for case in spec.cases if case.bench)
     lows = {t.case: t.ratios["torch.compile"].model_dump() for t in rows}
     decision = {"baseline": "torch.compile", "threshold": spec.accept.speedup, "speedup": lows}
+    control, *others = [t.case for t in rows]
+    scores = [f"score/{n}/{c}" for n in range(3) for c in (f"{control}/controlled.0", *others)]
     return Measured(
+        protocol=PROTOCOL,
         identity=identity(spec, program),
         gates=(
-            Gate(gate="numerics", seconds=1.0, figures={case: {"outputs": outputs} for case in every}),
-            Gate(gate="stability", seconds=1.0, figures=every),
+            Gate(gate="numerics", seconds=1.0, figures=proved),
+            Gate(gate="stability", seconds=1.0, figures=repeated),
             Gate(gate="benchmark", seconds=1.0, figures={}),
             Gate(gate="decision", seconds=0.0, figures=decision),
         ),
         timings=rows,
-        conditions={"gpu": "NVIDIA H100 80GB HBM3"},
-        seeds={"large/benchmark": 7},
+        conditions={"gpu": "NVIDIA H100 80GB HBM3", "during": {score: {} for score in scores}},
+        controls=tuple(
+            {"process": n, "attempt": 0, "case": control, "same": came_out(1.0), "planted": came_out(1.025)}
+            | {"faults": []}
+            for n in range(3)
+        ),
+        seeds={"large/benchmark": 7, "hidden/hidden": 8, "hidden/hidden, one row": 9},
         date="2026-11-20T12:00:00+00:00",
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from authoring import TOY, TOY_KERNEL, checked, measured, program_of, timing
 
-from verifier import evidence
+from verifier.claims import unfounded
 from verifier.decision import Void, decide
 from verifier.gates import Failed
 from verifier.report import Accepted, Authorship, Timing, accepted
@@ -71,7 +71,8 @@ def test_a_reported_case_that_beats_the_hardware_is_a_wrong_measurement(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"), [({"processes": 2}, r"2 process\(es\)"), ({"cold": False}, "warm L2")]
+    ("changes", "words"),
+    [({"processes": 2}, r"2 process\(es\)"), ({"rounds": 11}, "11 rounds"), ({"cold": False}, "warm L2")],
 )
 def test_too_little_to_accept_on_is_no_verdict(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     spec = toy(tmp_path, "true")
@@ -83,8 +84,8 @@ def test_too_little_to_accept_on_is_no_verdict(tmp_path: Path, changes: dict[str
 
 def test_evidence_needs_a_reported_case_s_timing_but_not_its_speedup(tmp_path: Path) -> None:
     spec = toy(tmp_path, "report")
-    report = evidence_of(spec, 0.9)
-    assert evidence._case("toy", spec, report, "wide") == []
-    assert "does not exceed 1.1" in evidence._case("toy", spec, report, "large")[0]
+    program, report = program_of(spec, TOY_KERNEL), evidence_of(spec, 0.9)
+    (said,) = unfounded("toy", spec, program, report)
+    assert "case large: 0.900x torch.compile" in said
     untimed = report.model_copy(update={"timings": report.timings[:1]})
-    assert "0 timings of case wide" in evidence._case("toy", spec, untimed, "wide")[0]
+    assert "0 timings of case wide" in unfounded("toy", spec, program, untimed)[0]

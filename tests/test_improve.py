@@ -222,9 +222,8 @@ def decided(toy: Path) -> Callable[..., None]:
         rows = []
         for case, speedup in zip((c for c in spec.cases if c.bench), speedups, strict=True):
             row = timing(case)
-            kept = compared(
-                tuple((2.0 * speedup * f,) * 8 for f in (0.999, 1.0, 1.001)), row.samples["candidate"]
-            )
+            before = tuple((2.0 * speedup * f,) * row.rounds for f in (0.999, 1.0, 1.001))
+            kept = compared(before, row.samples["candidate"])
             rows.append(row.model_copy(update={"ratios": row.ratios | {KEPT: kept}}))
         assert all(BASELINE in row.ratios for row in rows)
         decide(spec, program_of(spec, TOY_KERNEL), tuple(rows), {})

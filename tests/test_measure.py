@@ -21,7 +21,7 @@ from verifier.gates import Failed
 from verifier.gpu import Lost
 from verifier.measure import Kept, Options, measure
 from verifier.proof import Job, clean, numerics, stability, tune
-from verifier.report import Measured, Rejected, Unmeasured
+from verifier.report import PROTOCOL, Measured, Rejected, Unmeasured
 from verifier.scoring import faults, score
 from verifier.spec import Spec, load
 from verifier.statistics import ratio
@@ -172,6 +172,7 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
         "vector of step 0": 0.01,
     }
     assert found.conditions["gpu"] == "NVIDIA H100" and len(found.controls) == 3
+    assert found.protocol == PROTOCOL
     assert found.conditions["during"]["score/2/wide"] == {"sm_mhz": [1, 2, 3]}
     assert found.seeds["score/1/large/controlled.0/benchmark/0"] and found.seeds["tune/wide/tuning"] == 1
 
@@ -217,7 +218,7 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     assert later == [("score", "wide"), ("score", "large"), ("score", "wide")]
     assert done < set(memory.pieces)
     fewer = len(workers.tasks("score"))
-    assert isinstance(run(spec, Options(rounds=9), keep=memory), Measured)  # other rounds: scored anew
+    assert isinstance(run(spec, Options(rounds=15), keep=memory), Measured)  # other rounds: scored anew
     assert len(workers.tasks("score")) == fewer + 6 and len(workers.tasks("tune")) == 2
 
 

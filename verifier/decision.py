@@ -13,6 +13,7 @@ from verifier import statistics
 from verifier.gates import Failed
 from verifier.report import Ratio, Timing
 from verifier.spec import Spec
+from verifier.timing import FEWEST
 
 CANDIDATE, BASELINE = "candidate", "torch.compile"
 KEPT = "the kernel before"  # which a change has to beat
@@ -44,9 +45,15 @@ def central(rows: Rows) -> float:
     return math.exp(sum(math.log(median(row)) for row in rows) / len(rows))
 
 
-def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
+def decide(
+    spec: Spec,
+    program: Program,
+    rows: tuple[Timing, ...],
+    figures: dict[str, Any],
+    processes: int = PROCESSES,
+) -> None:
     """Failed where a deciding case's lower bound does not exceed the threshold; Void where a time beats the
-    hardware, or too little was measured to accept on."""
+    hardware, or too little was measured to accept on: fewer ``processes``, or rounds, or from a warm L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
     for t in rows:
@@ -65,10 +72,11 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
             )
     _improvement(rows)
     for t in rows:
-        if t.processes < PROCESSES or not t.cold:
+        if t.processes < processes or t.rounds < FEWEST or not t.cold:
             raise Void(
-                f"{t.processes} process(es), {'cold' if t.cold else 'warm'} L2: to accept, measure in at "
-                f"least {PROCESSES} from a cold L2",
+                f"case {t.case}: {t.processes} process(es), {t.rounds} rounds, "
+                f"{'cold' if t.cold else 'warm'} L2: to accept, measure in at least {processes} of at least "
+                f"{FEWEST} rounds from a cold L2",
                 timings=[x.model_dump(exclude={"samples"}) for x in rows],
             )
 

@@ -1,7 +1,8 @@
 """Is a committed kernel's evidence for what is committed? Trace again, lower again, compare every hash.
 
 A report is worth what it is bound to: an edited kernel, program, text or spec makes it evidence for
-something else, which is none. This needs the jail, but no GPU: what was timed is not timed again.
+something else, which is none. Its figures are held against each other (``verifier.claims``). This needs the
+jail, but no GPU: what was timed is not timed again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pydantic import ValidationError
 from primitives.ir import Program, ProgramError
 from primitives.lower import Lowered, lower
 from verifier import jail
-from verifier.decision import BASELINE, CANDIDATE, KEPT, compared
-from verifier.report import GATES, RAW_GATES, Accepted, Ratio, Rejected, Timing
+from verifier.claims import of_samples, unfounded
+from verifier.decision import KEPT
+from verifier.report import GATES, RAW_GATES, Accepted, Rejected
 from verifier.spec import Spec, SpecError, load
 
 
@@ -47,8 +49,8 @@ def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> lis
     return [
         *_identity(stem, spec, report, program),
         *bound,
-        *_gates(stem, spec, report),
-        *(problem for case in spec.cases if case.bench for problem in _case(stem, spec, report, case.name)),
+        *_gates(stem, report),
+        *unfounded(stem, spec, program, report),
         *(_beaten(stem, report) if raw else ()),
     ]
 
@@ -116,7 +118,7 @@ def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:
 
 def _beaten(name: str, report: Accepted) -> list[str]:
     """It is faster than the kernel before in some case, and slower in none, by its own samples."""
-    ratios = {t.case: _of_samples(t, KEPT) for t in report.timings}
+    ratios = {t.case: of_samples(t, KEPT) for t in report.timings}
     missing = [case for case, ratio in ratios.items() if ratio is None]
     if missing:
         return [f"{name}: case {', '.join(missing)} has no samples of {KEPT}: measure again"]
@@ -126,42 +128,8 @@ def _beaten(name: str, report: Accepted) -> list[str]:
     return []
 
 
-def _gates(name: str, spec: Spec, report: Accepted) -> list[str]:
-    """Every gate was passed, and those of correctness on a GPU by every case. An edit is not traced."""
-    gates = {gate.gate: gate for gate in report.gates}
+def _gates(name: str, report: Accepted) -> list[str]:
+    """Every gate was passed. An edit is not traced."""
+    passed = {gate.gate for gate in report.gates}
     wanted = RAW_GATES if report.identity.raw else GATES
-    found = [f"{name}: the report has no gate {gate}: measure again" for gate in wanted if gate not in gates]
-    for gate in {"numerics", "stability"} & gates.keys():
-        missing = [case.name for case in spec.cases if case.name not in gates[gate].figures]
-        if missing:
-            found.append(f"{name}: gate {gate} has no figures for case {', '.join(missing)}: measure again")
-    return sorted(found)
-
-
-def _case(name: str, spec: Spec, report: Accepted, case: str) -> list[str]:
-    """One measured case: timed once, at its sizes, and where it decides above the spec's threshold."""
-    timings = [t for t in report.timings if t.case == case]
-    if len(timings) != 1:
-        return [f"{name}: the report has {len(timings)} timings of case {case}, not one: measure again"]
-    (timing,), found = timings, []
-    sizes = dict(spec.case(case).sizes)
-    if timing.sizes != sizes:
-        found.append(f"{name}: case {case} was measured at {timing.sizes}, not at {sizes}: measure again")
-    ratio = timing.ratios.get(BASELINE)
-    if ratio is None:
-        found.append(f"{name}: case {case} was not measured against {BASELINE}: measure again")
-    elif ratio != _of_samples(timing, BASELINE):
-        found.append(f"{name}: case {case}: its ratio to {BASELINE} is not its samples': measure again")
-    elif spec.case(case).decides and not ratio.low > spec.accept.speedup:
-        found.append(
-            f"{name}: case {case} has a lower bound of {ratio.low:.3f} on its speedup over {BASELINE}, "
-            f"which does not exceed {spec.accept.speedup}"
-        )
-    return found
-
-
-def _of_samples(timing: Timing, arm: str) -> Ratio | None:
-    try:
-        return compared(timing.samples[arm], timing.samples[CANDIDATE])
-    except (KeyError, ValueError):  # none, or too few
-        return None
+    return [f"{name}: the report has no gate {gate}: measure again" for gate in wanted if gate not in passed]

@@ -28,7 +28,7 @@ from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Lost, Task, Worker
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
-from verifier.report import Measured, Measurement, Timing, Unmeasured
+from verifier.report import PROTOCOL, Measured, Measurement, Timing, Unmeasured
 from verifier.scoring import Race, score
 from verifier.spec import Case, Spec
 
@@ -176,6 +176,7 @@ class _Session:
             decide(self.spec, self.program, timings, figures)
         conditions = {name: p["conditions"] for name, p in self.found.items() if "conditions" in p}
         return Measured(
+            protocol=PROTOCOL,
             identity=identity(self.spec, self.program, self.raw),
             gates=tuple(gates.passed),
             timings=timings,
@@ -227,9 +228,9 @@ class _Session:
         return self.found[name]
 
     def _asked(self) -> str:
-        """What a score is of: other arms or rounds are another one."""
+        """What a score is of: other arms or rounds, or another protocol's, are another one."""
         rival = identity(self.spec, self.kept.program, self.kept.raw).lowered_hash if self.kept else ""
-        what = json.dumps([self._arms(), self.options.rounds, self.options.cold, rival])
+        what = json.dumps([PROTOCOL, self._arms(), self.options.rounds, self.options.cold, rival])
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:

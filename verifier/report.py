@@ -14,6 +14,16 @@ GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "
 RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")  # of a primitive's functions
 
+# How a kernel was measured, each way stricter than the one before:
+ONE_PROCESS = 1  # the first: one process, three families of inputs at the spec's own sizes, 8 repeats
+# 2026-11-21, 10:24 UTC: workers; three processes, ten families, hidden sizes, 20 repeats; each process is put
+# to the test by controls, in a race of their own
+SEPARATE_CONTROLS = 2
+CONTROLS_AMONG_ARMS = 3  # 2026-11-21, 15:02 UTC: the controls race among the arms that they speak for
+# 2026-11-22: outputs are overwritten ahead of every timed call, and inputs looked at after the last; a report
+# tells of every process that was tried, those that were replaced too, and says its protocol
+PROTOCOL = 4
+
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,8 +124,10 @@ class Checked(_Record):
 
 
 class _Measurement(_Record):
-    """What gates on a GPU found: of what, on what, with which inputs, when."""
+    """What gates on a GPU found: of what, on what, with which inputs, when. ``protocol``: how (``PROTOCOL``);
+    0 in reports from before they said so."""
 
+    protocol: int = 0
     identity: Identity
     gates: tuple[Gate, ...]
     timings: tuple[Timing, ...]
@@ -141,7 +153,9 @@ class Measured(_Measurement):
 
 
 class Accepted(_Measurement):
-    """All gates passed, on a GPU too: correct, and faster than the spec demands on every case."""
+    """All gates passed, on a GPU too: right, stable and measured, and faster than the spec demands on every
+    case that decides. Where none does, as all of a spec's measured cases are ``bench: report`` (the fp8
+    ones are), it claims nothing on speed."""
 
     status: Literal["accepted"] = "accepted"
     authorship: Authorship | None = None

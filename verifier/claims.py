@@ -1,0 +1,374 @@
+"""Do a report's own figures amount to what it claims? Decided again, on its samples, by its protocol's rules.
+
+A report is a file that anyone can edit: whatever follows from other figures of it is worked out anew, and
+what its protocol promises (``verifier.report``) must be there, within the limits. Times are milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from primitives.ir import Program
+from primitives.roofline import roofline
+from verifier.decision import BASELINE, CANDIDATE, PROCESSES, Rows, Void, central, compared, decide
+from verifier.gates import Failed
+from verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGLE_ROW
+from verifier.proof import REPEATS
+from verifier.report import (
+    CONTROLS_AMONG_ARMS,
+    ONE_PROCESS,
+    PROTOCOL,
+    SEPARATE_CONTROLS,
+    Accepted,
+    Ratio,
+    Timing,
+)
+from verifier.scoring import faults
+from verifier.sizes import TILE, hidden
+from verifier.spec import Spec
+from verifier.statistics import Interval
+from verifier.timing import FEWEST
+
+GPU = "H100"  # in the name of the device that kernels are written for
+ROUNDED = 1e-4  # figures of numerics are kept to so much
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """What every report of a protocol has. ``thorough``: every family of inputs, hidden sizes, and controls
+    of each process, which ``among`` says were arms of a scored case."""
+
+    processes: int = PROCESSES
+    repeats: int = REPEATS
+    thorough: bool = True
+    among: bool = True
+
+
+PROMISES = {
+    ONE_PROCESS: _Promise(processes=1, repeats=8, thorough=False, among=False),
+    SEPARATE_CONTROLS: _Promise(among=False),
+    CONTROLS_AMONG_ARMS: _Promise(),
+    PROTOCOL: _Promise(),
+}
+
+_Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Errors(BaseModel):
+    """Of one output, the worst over families and schedules: ratios to the yardstick's error."""
+
+    rms_ratio: _Statistic
+    tile_ratio: _Statistic
+    element_ratio: _Statistic
+
+
+class _Proved(BaseModel):
+    """What numerics says of a case; a first report, neither which families nor of how many schedules."""
+
+    outputs: dict[str, _Errors]
+    families: tuple[str, ...] = ()
+    plans: Annotated[int, Field(ge=1)] = 1
+
+
+class _Steady(BaseModel):
+    """What stability says of a case."""
+
+    repeats: int
+    plans: int = 1
+
+
+class _Control(BaseModel):
+    """How a process did that was put to the test; reports of before ``process`` have one a process."""
+
+    process: int | None = None
+    case: str
+    same: Interval
+    planted: Interval
+    faults: tuple[str, ...]
+
+
+_Read = TypeVar("_Read", bound=BaseModel)
+_CONTROLS = TypeAdapter(tuple[_Control, ...])
+
+
+def protocol(report: Accepted) -> int:
+    """How it was measured, by what the report says; by what it holds, where it is from before they said."""
+    if report.protocol:
+        return report.protocol
+    during = report.conditions.get("during")
+    if not isinstance(during, dict):
+        return ONE_PROCESS
+    controlled = any("/controlled." in piece for piece in during)
+    return CONTROLS_AMONG_ARMS if controlled else SEPARATE_CONTROLS
+
+
+def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
+    """Every claim that the report's figures do not bear out, or that its protocol demands and it lacks."""
+    promise = PROMISES.get(protocol(report))
+    if promise is None:
+        return [f"{name}: the report is of protocol {report.protocol}, and {PROTOCOL} is known: update"]
+    timings = _timings(name, spec, report, promise)
+    return [
+        *_device(name, report),
+        *timings,
+        *(() if timings else _decided(name, spec, program, report, promise)),
+        *(_controls(name, spec, report, promise) if promise.thorough else ()),
+        *_proofs(name, spec, program, report, promise),
+    ]
+
+
+def of_samples(timing: Timing, arm: str) -> Ratio | None:
+    """The arm's ratio to the candidate, made anew; None where there are no samples for one."""
+    try:
+        return compared(timing.samples[arm], timing.samples[CANDIDATE])
+    except (KeyError, ValueError):  # none, or too few
+        return None
+
+
+def _device(name: str, report: Accepted) -> list[str]:
+    gpu = str(report.conditions.get("gpu", "a GPU without a name"))
+    return [] if GPU in gpu else [f"{name}: it was measured on {gpu}, not on an {GPU}: measure there"]
+
+
+# Timings
+
+
+def _timings(name: str, spec: Spec, report: Accepted, promise: _Promise) -> list[str]:
+    """Each measured case: timed once, at its sizes, with samples that give what is said of them."""
+    wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
+    found = [
+        f"{name}: the report has a timing of case {t.case}, which the spec does not measure: measure again"
+        for t in report.timings
+        if t.case not in wanted
+    ]
+    for case, sizes in wanted.items():
+        timings = [t for t in report.timings if t.case == case]
+        if len(timings) != 1:
+            found.append(
+                f"{name}: the report has {len(timings)} timings of case {case}, not one: measure again"
+            )
+            continue
+        (timing,) = timings
+        if timing.sizes != sizes:
+            found.append(f"{name}: case {case} was measured at {timing.sizes}, not at {sizes}: measure again")
+        place = f"{name}: case {case}"
+        found += [f"{place}{words}: measure again" for words in _sampled(timing, promise)]
+    return found
+
+
+def _sampled(t: Timing, promise: _Promise) -> list[str]:
+    """What is wrong with one case's samples, or with what is said of them."""
+    own = t.samples.get(CANDIDATE, ())
+    rounds = [len(row) for row in own]
+    found = []
+    if BASELINE not in t.ratios:
+        found.append(f" was not measured against {BASELINE}")
+    if t.processes != len(own) or len(own) < promise.processes:
+        found.append(
+            f" says {t.processes} process(es) and has samples of {len(own)}; there are at least "
+            f"{promise.processes}"
+        )
+    if not rounds or t.rounds != min(rounds) or t.rounds < FEWEST:
+        found.append(
+            f" says {t.rounds} rounds and has {min(rounds, default=0)}; there are at least {FEWEST} a process"
+        )
+    if not t.cold:
+        found.append(" was measured from a warm L2")
+    found += [
+        f": its samples of {arm} are not of the candidate's rounds"
+        for arm, rows in t.samples.items()
+        if [len(row) for row in rows] != rounds
+    ]
+    found += [
+        f": its time of {arm} is not its samples' median"
+        for arm in sorted(t.samples.keys() | t.milliseconds.keys())
+        if t.milliseconds.get(arm) != _median(t.samples.get(arm, ()))
+    ]
+    for arm in sorted((t.samples.keys() | t.ratios.keys()) - {CANDIDATE}):
+        ratio = of_samples(t, arm)
+        if ratio is None or t.ratios.get(arm) != ratio:
+            found.append(f": its ratio to {arm} is not its samples'")
+    return found
+
+
+def _median(rows: Rows) -> float:
+    """As a report has it; NaN, which equals nothing, where there are no such samples."""
+    try:
+        return round(central(rows), 5)
+    except (ValueError, ZeroDivisionError):  # empty, or no durations
+        return math.nan
+
+
+def _decided(name: str, spec: Spec, program: Program, report: Accepted, promise: _Promise) -> list[str]:
+    """The decision, taken again on the report's timings, is that the kernel is accepted, on these figures."""
+    figures: dict[str, Any] = {}
+    try:
+        decide(spec, program, report.timings, figures, promise.processes)
+    except Failed as failed:
+        return [f"{name}: decided again, it is rejected: {failed.message}"]
+    except Void as void:
+        return [f"{name}: decided again, it is void: {void}"]
+    if figures != _figures(report, "decision"):
+        return [f"{name}: gate decision has other figures than its timings give: measure again"]
+    return []
+
+
+# Controls
+
+
+def _controls(name: str, spec: Spec, report: Accepted, promise: _Promise) -> list[str]:
+    """Each process scored every case, and found the planted delay and nothing where there was nothing."""
+    processes = max((t.processes for t in report.timings), default=promise.processes)
+    try:
+        controls = _CONTROLS.validate_python(report.controls)
+    except ValidationError as error:
+        return [f"{name}: the controls are none: {_first(error)}: measure again"]
+    numbered = [(n if c.process is None else c.process, c) for n, c in enumerate(controls)]
+    tried = [[c for number, c in numbered if number == process] for process in range(processes)]
+    if not all(tried) or sum(map(len, tried)) != len(controls):
+        return [f"{name}: the controls are not those of {processes} processes: measure again"]
+    pieces = report.conditions.get("during") or ()
+    return [
+        f"{name}: {words}: measure again"
+        for process, attempts in enumerate(tried)
+        for words in (
+            *_tested(process, attempts),
+            *_scored(process, attempts[-1].case, spec, pieces, promise),
+        )
+    ]
+
+
+def _tested(process: int, attempts: list[_Control]) -> list[str]:
+    """The last attempt at a process counts, and has no faults; those before it were replaced for theirs."""
+    *replaced, last = ([*c.faults, *faults(c.same, c.planted)] for c in attempts)
+    found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
+    if not all(replaced) or len(replaced) > RETRIES:
+        found.append(f"process {process} was replaced {len(replaced)} times, once for no fault or too often")
+    return found
+
+
+def _scored(process: int, control: str, spec: Spec, pieces: Collection[str], promise: _Promise) -> list[str]:
+    """Each case has a piece of the measurement, that of the controls under their name."""
+    cases = [case.name for case in spec.cases if case.bench]
+    found = [] if control in cases else [f"process {process}'s controls are of no measured case"]
+    for case in cases:
+        score = f"score/{process}/{case}"
+        among = promise.among and case == control
+        if not any(p.startswith(f"{score}/controlled.") if among else p == score for p in pieces):
+            found.append(f"nothing says how the GPU fared during {score}")
+    return found
+
+
+# Numerics and stability
+
+
+def _proofs(name: str, spec: Spec, program: Program, report: Accepted, promise: _Promise) -> list[str]:
+    """Every case, and the hidden sizes, on the families, schedules and repeats that the gates try."""
+    sizes = {case.name: dict(case.sizes) for case in spec.cases}
+    if promise.thorough:
+        seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
+        missing = [size for size, seed in seeds.items() if seed is None]
+        if missing:
+            return [f"{name}: the report has no seed of sizes {', '.join(missing)}: measure again"]
+        rows = {HIDDEN: None, ONE_ROW: 1}
+        sizes |= {
+            size: hidden(spec, seed, rows=rows[size]) for size, seed in seeds.items() if seed is not None
+        }
+    found = []
+    for case, at in sizes.items():
+        found += [
+            f"{name}: {words}: measure again" for words in _proof(spec, program, report, promise, case, at)
+        ]
+    return found
+
+
+def _proof(
+    spec: Spec, program: Program, report: Accepted, promise: _Promise, case: str, sizes: dict[str, int]
+) -> list[str]:
+    try:
+        proved = _of_case(report, "numerics", case, _Proved.model_validate)
+        steady = _of_case(report, "stability", case, _Steady.model_validate)
+    except _Lacking as lacking:
+        return [str(lacking)]
+    found = []
+    if promise.thorough and proved.families != (wanted := _families(spec, program, case, sizes)):
+        found.append(
+            f"gate numerics tried case {case} on {', '.join(proved.families) or 'no family'} of inputs, "
+            f"not on {', '.join(wanted)}"
+        )
+    if proved.outputs.keys() != spec.outputs.keys():
+        found.append(f"gate numerics has figures of other outputs than the spec's for case {case}")
+    else:
+        found += _excesses(spec, proved, case, sizes)
+    if steady.repeats != promise.repeats or steady.plans != proved.plans:
+        found.append(
+            f"gate stability repeated case {case} {steady.repeats} times on {steady.plans} choices of "
+            f"schedules, not {promise.repeats} times on {proved.plans}"
+        )
+    return found
+
+
+class _Lacking(Exception):
+    """A gate has no figures of a case, or what is none."""
+
+
+def _of_case(report: Accepted, gate: str, case: str, read: Callable[[Any], _Read]) -> _Read:
+    try:
+        return read(_figures(report, gate)[case])
+    except KeyError:
+        raise _Lacking(f"gate {gate} has no figures for case {case}") from None
+    except ValidationError as error:
+        raise _Lacking(f"gate {gate} has no figures for case {case}: {_first(error)}") from None
+
+
+def _figures(report: Accepted, gate: str) -> dict[str, Any]:
+    return next((g.figures for g in report.gates if g.gate == gate), {})
+
+
+def _families(spec: Spec, program: Program, case: str, sizes: dict[str, int]) -> tuple[str, ...]:
+    """On which inputs numerics tries a case: all where it is small."""
+    from verifier.inputs import FAMILIES
+
+    if case == ONE_ROW:
+        return SINGLE_ROW
+    large = any(c.bench for c in spec.cases if c.name == case) and roofline(program, sizes).flops > FEW_FLOPS
+    return ROUTINE if large else tuple(FAMILIES)
+
+
+def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> list[str]:
+    """Outputs whose error is more than the error gate lets through at these sizes."""
+    found = []
+    for output, errors in proved.outputs.items():
+        for statistic, limit in _limits(spec, output, sizes).items():
+            value = getattr(errors, statistic)
+            if value > limit + ROUNDED:
+                found.append(f"case {case}: output {output!r} has a {statistic} of {value}, over {limit:.4g}")
+    return found
+
+
+def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
+    """The error gate's (``verifier.numerics.compare``), with the slack of the output's smallest tile."""
+    from verifier.numerics import FEW, Limits
+
+    shape = [extent(sizes) for extent in spec.outputs[output].shape] or [1]
+    rows, columns = shape[0], math.prod(shape[1:])
+    limits, count = Limits(), rows * columns
+    tile = (rows % TILE or TILE) * (columns % TILE or TILE)
+    wider = (spec.tolerance.factor if spec.tolerance else 1.0) * (2.0 ** (10 / count) if count < FEW else 1.0)
+    deviations = limits.deviations * (1 + 1 / rows)
+    slack = {"rms_ratio": count, "tile_ratio": tile, "element_ratio": count}
+    return {
+        statistic: base * wider * (1 + deviations / math.sqrt(n))
+        for (statistic, n), base in zip(slack.items(), limits.ratios(spec.outputs[output].dtype), strict=True)
+    }
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing wrong with what was read, and where."""
+    told = error.errors()[0]
+    return f"{'.'.join(map(str, told['loc'])) or 'the figures'}: {told['msg']}"
