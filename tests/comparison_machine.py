@@ -63,6 +63,7 @@ class Machine:
             raise Lost("out_of_memory", "the GPU has too little memory")
         for arm in asked.arms:
             progress("compare", arm)
+            progress("compare", f"{arm} compiles")
             if arm in self.deadly:
                 raise Lost("crashed", f"{arm} wrote astray")
         left = [arm for arm in asked.arms if arm not in self.broken]

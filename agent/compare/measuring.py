@@ -24,7 +24,7 @@ from agent.compare.results import Arm, Failure, Machine, Results, ResultsError, 
 from agent.compare.rows import Row
 from primitives.lower import lower
 from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
-from verifier.contest import PREPARING, Contender, gpu, machine
+from verifier.contest import PREPARING, TIMING, Contender, gpu, machine
 from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Worker, WorkerError
 from verifier.measure import AHEAD, PATIENCE
@@ -228,7 +228,8 @@ class _Measuring:
         while left:
             beside = [arm for arm in left if arm != row.anchor]
             task, seats = row.task((row.anchor, *beside), self.asked.rounds)
-            heard = _Heard(self.progress, f"{row.operator} {row.case}, process {turn.process + 1}")
+            place = f"{row.operator} {row.case}, process {turn.process + 1}"
+            heard = _Heard(self.progress, place, (PREPARING, row.anchor, *beside, TIMING))
             try:
                 with closing(self.workers.take(self.upstream if turn.apart else None)) as worker:
                     found = worker.ask(task, seats, patience=PATIENCE, progress=heard)
@@ -262,10 +263,11 @@ class _Heard:
 
     progress: Progress
     place: str
+    stations: tuple[str, ...]  # what else is said, an arm says of itself
     last: str = ""
 
     def __call__(self, gate: str, words: str) -> None:
-        self.last = words
+        self.last = words if words in self.stations else self.last
         self.progress(self.place, words)
 
 
