@@ -176,8 +176,8 @@ def where(condition, a, b):
 
 @elementwise(torch=lambda torch, a, b: torch.maximum(a, b), cute="cute.arch.fmax({0}, {1})")
 def maximum(a, b):
-    """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. Where one is NaN it is the other,
-    which torch's passes on.
+    """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. Where one is NaN it gives the
+    other; torch gives NaN.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
     Paper: family 1, elementwise.
@@ -189,7 +189,7 @@ def maximum(a, b):
 
 @elementwise(torch=lambda torch, a, b: torch.minimum(a, b), cute="(-cute.arch.fmax(-{0}, -{1}))")
 def minimum(a, b):
-    """The smaller of ``a`` and ``b`` per element. Where one is NaN it is the other, which torch's passes on.
+    """The smaller of ``a`` and ``b`` per element. Where one is NaN it gives the other; torch gives NaN.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element.
     Paper: family 1, elementwise.

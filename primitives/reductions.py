@@ -54,8 +54,8 @@ def row_sums(t: Tensor) -> Tensor:
 
 
 def row_max(t: Tensor) -> Tensor:
-    """The largest value of each row of a tile; NaN is passed over (a row of nothing else gives -inf), where
-    torch passes it on. Final after its step, as row_sums.
+    """The largest value of each row of a tile; NaN is left out (a row of nothing else gives -inf); torch
+    gives NaN. Final after its step, as row_sums.
 
     Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 3 instructions an element, else as row_sums.
     Paper: family 4, reductions.
@@ -67,8 +67,8 @@ def row_max(t: Tensor) -> Tensor:
 
 
 def row_abs_max(t: Tensor) -> Tensor:
-    """The largest magnitude of each row of a tile: what a quantised output's scale is made from. NaN is
-    passed over (a row of nothing else gives 0), where torch passes it on. Final after its step, as row_sums.
+    """The largest magnitude of each row of a tile: what a quantised output's scale is made from. NaN is left
+    out (a row of nothing else gives 0); torch gives NaN. Final after its step, as row_sums.
 
     Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 1.5 instructions an element, else as row_sums.
     Paper: family 4, reductions.

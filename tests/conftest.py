@@ -78,7 +78,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="compile every kernel of the corpora")
+    parser.addoption("--thorough", action="store_true", help="compile all of the corpora, 100 random programs")
 
 
 @pytest.fixture
