@@ -15,7 +15,8 @@ from torch import Tensor
 from primitives.interpret import torch_dtype
 from primitives.launch import ALIGNMENT, LaunchError, check_sizes
 from verifier import layers
-from verifier.columns import EAGER, PROGRAM
+from verifier.baselines import MAX_AUTOTUNE
+from verifier.columns import COMPILE, EAGER, PROGRAM
 from verifier.layers.errors import relative, results, truth
 from verifier.layers.fused import Fused, packed, table, unpacked, unrotated
 from verifier.layers.layer import Layer
@@ -294,3 +295,26 @@ def test_variants_are_built_by_name() -> None:
 def test_naming_the_variants_needs_no_torch() -> None:
     code = "import sys, verifier.layers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=KERNELS.parent, check=False).returncode == 0
+
+
+def test_weights_in_a_layout_of_its_own_are_told_apart_from_what_a_call_holds() -> None:
+    drawn = draw(SMALL, 0, "cpu")
+    layer = fused(SMALL, drawn.weights, drawn.next_norm)
+    given = {t.data_ptr() for t in (*drawn.weights, drawn.next_norm, drawn.x, drawn.dout)}
+    own = [t for t in (*layer.weights, layer.table) if t.data_ptr() not in given]
+    assert {id(t) for t in layer.arranged()} == {id(t) for t in own} and len(own) == 3
+    assert Plain(SMALL, drawn.weights, drawn.next_norm).arranged() == ()
+
+
+def test_what_is_compiled_is_static_and_has_a_code_object_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+
+    def under_compile(function: Any, mode: str) -> Any:
+        made.append((function.__name__, mode))
+        return function
+
+    monkeypatch.setattr(layers, "under_compile", under_compile)
+    drawn = draw(SMALL, 0, "cpu")
+    for name in (EAGER, COMPILE, MAX_AUTOTUNE, PROGRAM):
+        layers.variant(name, SMALL, drawn, Interpreted(PROGRAMS))
+    assert made == [("layer", "default"), ("layer", "max-autotune"), ("unrotated", "default")]
