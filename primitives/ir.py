@@ -206,6 +206,7 @@ class Reduction(NamedTuple):
 
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
+SIZED = ("dim", "head_sums")  # operations that name a size
 ATTRIBUTED = (*LEAVES, "head_sums")  # operations that name something: an input, a number, a size
 IN_STEP = ("tile", "head", "spread", "repeated")  # kinds that live in the registers of one step
 
@@ -314,10 +315,8 @@ class Program(NamedTuple):
             raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
         types = self.types()
         for index, node in enumerate(self.nodes):
-            if node.op == "dim" and not Dim.parse(str(node.attribute)).names <= set(self.signature.dims):
-                raise ProgramError(
-                    "dim", f"node {index}: {node.attribute!r} has dims that the spec does not declare"
-                )
+            if node.op in SIZED:
+                self._check_size(index, str(node.attribute))
             self._check_reading(node, lines[index] if lines else None)
         check_output_names(self.outputs, self.signature)
         gemms = sum(node.op == "gemm" for node in self.nodes)
@@ -328,17 +327,17 @@ class Program(NamedTuple):
         for name, index in self.outputs.items():
             if not 0 <= index < len(types):
                 raise ProgramError("graph", f"output {name!r} names node {index}, which is not there")
-            expected = self.signature.outputs[name]
-            got = types[index]
-            if got.kind not in ("tile", "vector", "head") or got.shape != expected.shape:
-                want = "tile" if len(expected.shape) == 2 else "vector"
-                raise ProgramError(
-                    "output_shape",
-                    f"output {name!r} is {got}, but the spec says "
-                    f"{want} [{', '.join(map(str, expected.shape))}]",
-                )
+            check_output_type(name, types[index], self.signature)
         self._check_use()
         return self
+
+    def _check_size(self, index: int, text: str) -> None:
+        """A size is of the spec's dims, and has one spelling: it enters the hash as it is written."""
+        size = Dim.parse(text)
+        if not size.names <= set(self.signature.dims):
+            raise ProgramError("dim", f"node {index}: {text!r} has dims that the spec does not declare")
+        if str(size) != text:
+            raise ProgramError("dim", f"node {index}: the size {text!r} is written {str(size)!r}")
 
     def _check_reading(self, node: Node, line: int | None) -> None:
         """fp8 is for gemm alone, and an index is an input that holds integers."""
@@ -423,6 +422,18 @@ def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
             "outputs",
             f"the kernel must return exactly {', '.join(signature.outputs)}: "
             f"{'; '.join(s for s in said if s)}",
+        )
+
+
+def check_output_type(name: str, got: Type, signature: Signature, line: int | None = None) -> None:
+    """ProgramError if a value cannot be that output."""
+    expected = signature.outputs[name]
+    if got.kind not in ("tile", "vector", "head") or got.shape != expected.shape:
+        want = "tile" if len(expected.shape) == 2 else "vector"
+        raise ProgramError(
+            "output_shape",
+            f"output {name!r} is {got}, but the spec says {want} [{', '.join(map(str, expected.shape))}]",
+            line,
         )
 
 

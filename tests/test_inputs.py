@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verifier import reference
-from verifier.inputs import FAMILIES, draw
+from verifier.inputs import FAMILIES, ON_CPU, draw
 from verifier.numerics import compare, weak_spots
 from verifier.spec import Spec
 
@@ -133,7 +133,7 @@ WIDE = {"M": 512, "K": 256, "N": 320}
 @pytest.fixture(scope="module")
 def families() -> dict[str, dict[str, torch.Tensor]]:
     spec = Spec.model_validate(LAYER)
-    return {f: {k: t.double() for k, t in draw(spec, WIDE, 6, family=f).items()} for f in FAMILIES}
+    return {f: {k: t.double() for k, t in draw(spec, WIDE, 6, family=f).items()} for f in FAMILIES | ON_CPU}
 
 
 def test_small_and_large_scale_activations_alone(families: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -156,6 +156,16 @@ def test_outliers_are_the_same_rows_of_all_activations(families: dict[str, dict[
     columns = drawn["w"].abs().amax(0) / normal["w"].abs().amax(0)
     assert 0.05 < (columns > 0.5).double().mean() < 0.2 and columns.min() > 1 / 101
     assert all((drawn[name].abs() <= normal[name].abs()).all() for name in drawn)  # nothing can overflow
+
+
+def test_tails_are_the_same_few_rows_of_all_activations(families: dict[str, dict[str, torch.Tensor]]) -> None:
+    normal, drawn = families["normal"], families["tails"]
+    factor = {name: drawn[name].norm(dim=1) / normal[name].norm(dim=1) for name in ("y", "x")}
+    many = factor["y"] > 1
+    assert 1 / 16 < many.double().mean() < 1 / 4 and torch.equal(many, factor["x"] > 1)
+    for of in factor.values():
+        torch.testing.assert_close(of, torch.where(many, 3.0, 0.25).double(), rtol=1e-3, atol=0)
+    assert all(torch.equal(drawn[name], normal[name]) for name in ("w", "bias", "scale"))
 
 
 def test_zeros_leave_rows_to_eps(families: dict[str, dict[str, torch.Tensor]]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_toy
 
 from verifier.gates import Failed
-from verifier.inputs import FAMILIES
+from verifier.inputs import FAMILIES, ON_CPU
 from verifier.interpreted import EXTREME, STORED, Run, judged, runs
 from verifier.sizes import small_sizes
 from verifier.spec import Spec, load
@@ -27,10 +27,15 @@ def test_every_family_has_sizes_of_its_own() -> None:
     spec = spec_of("gemm_rmsnorm_swiglu")
     drawn = list(runs(spec, 5))
     assert drawn == list(runs(spec, 5)) and drawn != list(runs(spec, 6))
-    assert {run.family for run in drawn} == set(FAMILIES)
+    assert {run.family for run in drawn} == {*FAMILIES, *ON_CPU}
     assert [dict(run.sizes) for run in drawn[:2]] == small_sizes(spec)
     assert drawn[-1].sizes["M"] == 1
-    assert len({tuple(run.sizes.values()) for run in drawn}) == len(drawn) == len(FAMILIES) + 3
+    long = [run for run in drawn if run.long]
+    assert {name: {run.sizes[name] for run in long if run.sizes[name] > 320} for name in spec.dims} == {
+        name: {case.sizes[name] for case in spec.cases} - {128} for name in spec.dims
+    }
+    hidden = len(FAMILIES | ON_CPU) + 1
+    assert len({tuple(run.sizes.values()) for run in drawn}) == len(drawn) == hidden + len(long) + 2
     assert len({run.seed for run in drawn}) == len(drawn)
 
 
@@ -40,12 +45,11 @@ def test_every_family_has_sizes_of_its_own() -> None:
 def test_honest_kernels_pass_in_every_run(name: str) -> None:
     spec, source = spec_of(name), (KERNELS / f"{name}.py").read_text()
     for run in runs(spec, 1):
-        found = faults(spec, source, run)
-        assert not any(found.values()) and ("not rounded" in found) == (run.family not in EXTREME), run
+        assert faults(spec, source, run) == {STORED: set(), "not rounded": set()}, run
 
 
 GELU = """\
-from primitives import gemm, kernel, per_column, tanh
+from primitives import gemm, kernel, per_column, tanh, where
 @kernel
 def gemm_bias_gelu(x, w, bias):
     z = gemm(x, w.mT) + per_column(bias)
@@ -62,6 +66,53 @@ def test_mathematics_almost_right_is_seen_unrounded(old: str, new: str) -> None:
     run = Run(small_sizes(spec)[0], "normal", 3)
     assert faults(spec, GELU, run) == {STORED: set(), "not rounded": set()}
     assert faults(spec, GELU.replace(old, new), run) == {STORED: set(), "not rounded": {"act"}}
+
+
+SWIGLU = """\
+from primitives import column_index, gemm, kernel, pairs, per_row, silu, where
+@kernel
+def gemm_rmsnorm_swiglu(x, w, rstd):
+    z = gemm(x, w.mT) * per_row(rstd)
+    gate, up = pairs(z)
+    return {"preact": z, "act": silu(gate) * up}
+"""
+
+
+@pytest.mark.parametrize("family", [*EXTREME, "tails"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tail_is_seen_value_by_value(family: str, seed: int) -> None:
+    spec = spec_of("gemm_rmsnorm_swiglu")
+    run = Run({"M": 200, "D": 88, "F": 112}, family, seed)
+    assert faults(spec, SWIGLU, run) == {STORED: set(), "not rounded": set()}
+    cut = SWIGLU.replace("silu(gate)", "where(gate < -7, gate * 0, silu(gate))")
+    assert faults(spec, cut, run)["not rounded"] == {"act"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_thin_tail_of_gelu_is_seen_where_little_else_is_large(seed: int) -> None:
+    spec, run = spec_of("gemm_bias_gelu"), Run({"M": 200, "D": 88, "F": 112}, "tails", seed)
+    assert faults(spec, GELU, run) == {STORED: set(), "not rounded": set()}
+    cut = GELU.replace("    return", "    tail = z < -4.5\n    return").replace(
+        "0.5 * z", "where(tail, 0, 0.5 * z)"
+    )
+    assert faults(spec, cut, run) == {STORED: set(), "not rounded": {"act"}}
+
+
+@pytest.mark.parametrize(
+    ("dim", "old", "new"),
+    [
+        ("F", "silu(gate) * up", "where(column_index(gate) < 400, silu(gate) * up, 0)"),
+        ("F", "silu(gate)", "where(gate.columns * (gate * 0 + 1) > 400, gate * 0, silu(gate))"),
+        ("M", "silu(gate)", "where(gate.rows * (gate * 0 + 1) > 2000, gate * 0, silu(gate))"),
+    ],
+)
+def test_what_begins_at_some_extent_is_seen_at_a_long_one(dim: str, old: str, new: str) -> None:
+    spec = spec_of("gemm_rmsnorm_swiglu")
+    drawn = [run for run in runs(spec, 2) if run.long]
+    assert all(faults(spec, SWIGLU, run) == {STORED: set(), "not rounded": set()} for run in drawn)
+    for run in drawn:
+        seen = run.sizes[dim] > (2000 if dim == "M" else 400)
+        assert faults(spec, SWIGLU.replace(old, new), run)[STORED] == ({"act"} if seen else set()), run
 
 
 def test_a_failure_can_be_had_again(tmp_path) -> None:

@@ -240,6 +240,13 @@ HOSTILE: dict[str, tuple[Edit, str]] = {
     "dim undeclared": (node(11, ["dim", [], "Q"]), "dim"),
     "dim no size": (node(11, ["dim", [], "N/2"]), "dim"),
     "dim a call": (node(11, ["dim", [], "exit()"]), "dim"),
+    "dim and a line": (node(11, ["dim", [], "N\n"]), "dim"),
+    "dim and a comment": (node(11, ["dim", [], "N#x"]), "dim"),
+    "dim in wide letters": (node(11, ["dim", [], "\uff2e"]), "dim"),
+    "dim in hexadecimal": (node(11, ["dim", [], "0x10"]), "dim"),
+    "dim with an underscore": (node(11, ["dim", [], "1_000"]), "dim"),
+    "dim multiplied out": (node(11, ["dim", [], "N*(1)"]), "dim"),
+    "dim in another order": (node(11, ["dim", [], "N + M"]), "dim"),
     "dim none": (node(11, ["dim", [], None]), "dim"),
     "dim of a node": (node(11, ["dim", [0], "N"]), "arguments"),
     "dead node": (lambda d: d["nodes"].append(["gemm", [0, 2], None]), "graph"),
@@ -340,6 +347,9 @@ def sums(attribute: Any) -> Edit:
 
 
 HOSTILE_HEADS: dict[str, tuple[Edit, str]] = {
+    "width in another order": (sums("P*2"), "dim"),
+    "width spaced": (sums("2 * P"), "dim"),
+    "width and a comment": (sums("2*P#"), "dim"),
     "width none": (sums(None), "dim"),
     "width empty": (sums(""), "dim"),
     "width a number": (sums(["float", "0x1p3"]), "dim"),
@@ -410,6 +420,17 @@ def test_what_updates_is_read_back() -> None:
 def test_a_program_for_another_spec_is_refused() -> None:
     other = NORM.signature._replace(constants={"eps": 1e-5})
     assert refused(NORM.program.to_json(), other).code == "signature"
+
+
+def test_a_size_that_is_spelt_otherwise_is_refused_in_place() -> None:
+    assert (
+        refused(edited(node(11, ["dim", [], "N*(1)"]))).message == "node 11: the size 'N*(1)' is written 'N'"
+    )
+
+
+def test_committed_programs_are_read() -> None:
+    for file in sorted((ROOT / "generated_kernels").glob("*.program.json")):
+        assert Program.from_json(text := file.read_text()).to_json() == text
 
 
 DEEP = 100_000

@@ -66,6 +66,8 @@ def test_approximate_functions() -> None:
         "act = hardswish(preact[:, 0::2]) * preact[:, 1::2]",
         "preact * sigmoid(1.702 * preact)",
         "cos(angle.bfloat16().float())",
+        "act = where(preact < -4.5, 0.0, gelu(preact, approximate='tanh'))",
+        "act = where(preact[:, 0::2] < -7, 0.0, silu(preact[:, 0::2])) * preact[:, 1::2]",
     ):
         assert any(wrong in text for text in texts), wrong
 

@@ -292,15 +292,59 @@ def test_infinite_truth_is_expected_and_overflow_excused():
 def test_what_overflows_in_the_reference_too_is_excused_and_nothing_else():
     truth = torch.full((40, 40), 3.0, dtype=torch.float64)
     yard, got = truth.bfloat16(), truth.bfloat16()
-    got[0, 0] = math.inf
-    stats, _ = numerics._measure(got, truth, yard, torch.bfloat16)
-    assert stats.wrong == 1
-    yard[7, 7] = math.inf  # in fp32, on the way to a finite truth
-    stats, _ = numerics._measure(got, truth, yard, torch.bfloat16)
-    assert stats.wrong == 0
-    truth[1, 1] = math.inf  # which must then be infinite
-    stats, _ = numerics._measure(got, truth, yard, torch.bfloat16)
-    assert stats.wrong == 1 and stats.first_wrong == (1, 1)
+    got[7, 3] = math.inf
+
+    def wrong() -> tuple[int, tuple[int, int]]:
+        stats, _ = numerics._measure(got, truth, yard, torch.bfloat16)
+        return stats.wrong, stats.first_wrong
+
+    assert wrong() == (1, (7, 3))
+    yard[7, 9] = math.inf  # in fp32, on the way to a finite truth
+    assert wrong()[0] == 0
+    got[7, 4] = math.nan  # one more than the yardstick has in the row
+    assert wrong() == (2, (7, 3))
+    got[7, 4], got[8, 0] = 3.0, math.nan  # another row
+    assert wrong() == (1, (8, 0))
+    got[8, 0], truth[1, 1] = 3.0, math.inf  # which must then be infinite
+    assert wrong() == (1, (1, 1))
+
+
+def test_one_overflow_of_the_yardstick_excuses_no_other():
+    spec = SPECS[SWIGLU].model_copy(update={"outputs": {"preact": SPECS[SWIGLU].outputs["preact"]}})
+    truth = torch.randn(256, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    yard, got = truth.bfloat16(), truth.bfloat16()
+    yard[0, 0] = math.inf
+    (error,) = compare(spec, {"preact": got}, {"preact": truth}, {"preact": yard})
+    assert error.passed
+    got[:, 4:] = math.nan
+    (error,) = compare(spec, {"preact": got}, {"preact": truth}, {"preact": yard})
+    assert not error.passed and f"{256 * 508} non-finite" in error.reason
+
+
+def values(got: Tensor, truth: Tensor, yard: Tensor) -> str:
+    spec = SPECS[SWIGLU].model_copy(update={"outputs": {"preact": SPECS[SWIGLU].outputs["preact"]}})
+    one, unrounded = {"preact": got}, numerics.unrounded(spec)
+    (error,) = compare(unrounded, one, {"preact": truth}, {"preact": yard}, numerics.VALUES)
+    return error.reason
+
+
+def test_small_values_count_by_themselves():
+    truth = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    truth[3:5] *= 1e-4
+    yard = truth.float()
+    assert values(yard * (1 + 2**-20), truth, yard) == ""
+    tail = yard.clone()
+    tail[3, 7] = 0
+    assert "1 values off by much of themselves, the worst at row 3, column 7: 0 for " in values(
+        tail, truth, yard
+    )
+    yard[4, 7] += 1e-4  # the yardstick loses as much of values as small
+    assert values(tail, truth, yard) == ""
+    wide = yard.clone()
+    wide[9, 9] *= 1.05
+    assert "row 9, column 9" in values(wide, truth, yard)
+    wide[9, 9] = truth[9, 9] * 1.03  # a thirty-second of a value is left to it
+    assert values(wide, truth, yard) == ""
 
 
 def test_rounding_before_a_row_sum_fails(benches):

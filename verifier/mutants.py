@@ -25,11 +25,12 @@ Outputs = dict[str, Tensor]
 TAIL = 16  # of K: what one tensor-core instruction multiplies
 E4M3_LARGEST = 448.0
 
-# Calls and what an author in a hurry may write instead; {x} is the first argument.
+# Calls and what an author in a hurry may write instead; {x} is the first argument, {call} the call.
 APPROXIMATIONS = {
-    "silu": ("hardswish({x})", "({x}) * sigmoid(1.02 * ({x}))"),
+    "silu": ("hardswish({x})", "({x}) * sigmoid(1.02 * ({x}))", "where(({x}) < -7, 0.0, {call})"),
     "sigmoid": ("hardsigmoid({x})",),
-    "gelu": ("gelu({x})", "({x}) * sigmoid(1.702 * ({x}))"),  # the form with erf; Hendrycks' sigmoid
+    # The form with erf; Hendrycks' sigmoid; no tail.
+    "gelu": ("gelu({x})", "({x}) * sigmoid(1.702 * ({x}))", "where(({x}) < -4.5, 0.0, {call})"),
     "tanh": ("({x}) * (27 + ({x}) ** 2) / (27 + 9 * ({x}) ** 2)", "hardtanh({x})"),
     "exp": ("(1 + ({x}) / 1024) ** 1024",),
     "logsumexp": ("({x}).amax(-1)", "log(exp(({x}) / 2).sum(-1)) * 2"),
@@ -177,7 +178,7 @@ def _wrong_functions(text: str) -> Texts:
         for template in APPROXIMATIONS.get(_name(node), ()):
             method = isinstance(node.func, ast.Attribute)
             argument = node.func.value if isinstance(node.func, ast.Attribute) else node.args[0]
-            wrong = template.format(x=ast.unparse(argument))
+            wrong = template.format(x=ast.unparse(argument), call=ast.unparse(node))
             if not method and wrong == ast.unparse(node):
                 continue
             yield (

@@ -17,14 +17,16 @@ from torch import Tensor
 from verifier import reference
 from verifier.exactness import exact_outputs as exact_outputs
 from verifier.exactness import matrix, rows_at_once, unequal
-from verifier.inputs import DTYPES, FAMILIES, Sizes, draw
+from verifier.inputs import DTYPES, FAMILIES, ON_CPU, Sizes, draw
 from verifier.mutants import Mutant, mutants
 from verifier.reference import Tensors
 from verifier.sizes import TILE
 from verifier.spec import Spec
 
 FEW = 32  # elements: of n, the yardstick's error and their RMS may both be 2**(10/n) times too small by luck
+OCTAVES = (-150, 128)  # exponents of all that fp32 holds
 FLOOR = 2.0**-24  # half an fp32 ulp: as a share of the RMS truth, the least a yardstick may be said to lose
+CANCELLED = 56  # such halves: what a value may keep of larger ones that cancel, as in g - g * sigmoid(-g)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Limits:
     fp32_element: float = 8.0
     deviations: float = 4.0  # slack for a statistic over few elements, in its standard deviations
     shared: tuple[float, float, float] | None = None  # for fp32 outputs that lose more than fp32 does
+    values: float | None = None  # an error in ratio to the worst of the yardstick's at values no larger
 
     def ratios(self, dtype: str) -> tuple[float, float, float]:
         """(RMS, worst tile, worst element) for an output of this dtype."""
@@ -51,7 +54,20 @@ class Limits:
 #: For outputs left in fp32: another order of operations costs a few times what the reference loses, wrong
 #: mathematics far more. Where one matmul's rounded result is another's operand, that rounding is nearly all
 #: that is lost, and every kernel shares it.
-UNROUNDED = Limits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0))
+UNROUNDED = Limits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
+#: Where a few values are larger than all others together, and their errors than all other errors: each
+#: value by itself.
+VALUES = Limits(
+    rms=math.inf,
+    tile=math.inf,
+    element=math.inf,
+    slope=math.inf,
+    fp32_rms=math.inf,
+    fp32_tile=math.inf,
+    fp32_element=math.inf,
+    values=UNROUNDED.values,
+)
+SHARE = 2.0**-5  # of itself: what any value left in fp32 may be off by
 COARSE = 2.0**-14  # of the truth's RMS: a loss of 16-bit roundings, not of fp32 arithmetic
 
 
@@ -88,8 +104,8 @@ def compare(
     ratios of the candidate's error to the yardstick's: RMS error; RMS error of the worst 128x128 tile
     against that same tile's; largest error against the largest. 16-bit outputs also: the slope of the
     output regressed on the truth. Never allowed: a non-finite value where the truth is finite and the
-    output's dtype can hold it, unless the yardstick, too, has one such: what overflows on the way in fp32
-    then does so here a bit earlier, there a bit later.
+    output's dtype can hold it, but for as many in a row as the yardstick has there: what overflows on the
+    way in fp32 does so here in one value, there in its neighbour.
 
     Limits are those of ``Limits``, widened by the spec's tolerance, and by slack for small samples: a
     ratio of two independent RMS errors over n elements scatters by about 1/sqrt(n), so it is given 1 +
@@ -132,7 +148,6 @@ class _Stats:
     r2t2: float = 0.0
     e_max: float = 0.0
     r_max: float = 0.0
-    overflows: bool = False
     wrong: int = 0
     first_wrong: tuple[int, int] = (0, 0)
     zeros: int = 0
@@ -205,6 +220,10 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
+    if (
+        limits.values and not stats.coarse
+    ):  # where each has a rounded operand's loss, small ones are made of it
+        faults += _off_by_themselves(got, truth, yard, factor * limits.values, CANCELLED * stats.floor)
     wrong_bits = None
     if exact:
         wrong_bits, example = unequal(matrix(got), matrix(truth))
@@ -229,10 +248,6 @@ def _judge(
 def _measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tuple[_Stats, _Tiles]:
     stats = _Stats(count=truth.numel())
     rows = rows_at_once(truth)
-    stats.overflows = any(
-        bool((~y.isfinite() & t.to(dtype).isfinite()).any())
-        for y, t in zip(yard.split(rows), truth.split(rows), strict=True)
-    )
     parts = [
         _accumulate(stats, i, got[i : i + rows], truth[i : i + rows], yard[i : i + rows], dtype)
         for i in range(0, truth.shape[0], rows)
@@ -249,9 +264,8 @@ def _accumulate(
     holds = t.to(dtype).isfinite()  # what overflows the dtype may do so in a kernel too
     ok = got.isfinite()
     same_infinity = (got == t) | (got.isnan() & t.isnan())
-    wrong = ~t.isfinite() & ~same_infinity
-    if not stats.overflows:
-        wrong |= holds & ~ok
+    lost, excused = holds & ~ok, holds & ~yard.isfinite()
+    wrong = ~t.isfinite() & ~same_infinity | lost & (lost.sum(1) > excused.sum(1))[:, None]
     if count := int(wrong.sum()):
         if not stats.wrong:
             row, column = divmod(int(wrong.flatten().int().argmax()), truth.shape[1])
@@ -276,6 +290,27 @@ def _accumulate(
     tiles = _tile_sums(e2), _tile_sums(r2), _tile_sums(torch.ones_like(usable, dtype=torch.float32))
     stats.r2t2 += float(r2.mul_(t2).sum())
     return tiles
+
+
+def _off_by_themselves(got: Tensor, truth: Tensor, yard: Tensor, limit: float, least: float) -> list[str]:
+    """What is wrong value by value, in words: small values count here as much as large ones.
+
+    An error may be ``SHARE`` of its value, ``least``, or ``limit`` times the worst error that the yardstick
+    makes at values no larger than twice this one.
+    """
+    got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
+    usable = truth.isfinite() & got.isfinite() & yard.isfinite()
+    size = truth.abs().where(usable, 0.0)
+    e, r = ((values - truth).abs().where(usable, 0.0) for values in (got, yard))
+    octave = (torch.frexp(size).exponent.clamp(*OCTAVES) - OCTAVES[0]).long()
+    worst = r.new_zeros(OCTAVES[1] - OCTAVES[0] + 1)
+    worst = worst.scatter_reduce(0, octave.flatten(), r.flatten(), "amax").cummax(0).values
+    off = e > torch.maximum(size * SHARE, limit * worst[octave]).clamp_min(least)
+    if not (count := int(off.sum())):
+        return []
+    row, column = divmod(int((e / size).where(off, 0.0).argmax()), truth.shape[1])
+    said = f"{float(got[row, column]):.4g} for {float(truth[row, column]):.4g}"
+    return [f"{count} values off by much of themselves, the worst at row {row}, column {column}: {said}"]
 
 
 def _tile_sums(values: Tensor) -> Tensor:
@@ -337,7 +372,7 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     reference is, for every family and to the last bit, is no mutant.
     """
     left, differing = list(mutants(spec)), set[Mutant]()
-    for family in FAMILIES:
+    for family in (*FAMILIES, *ON_CPU):
         trial = _Trial.of(spec, sizes, seed, family)
         left = [mutant for mutant in left if trial.passes(mutant)]
         differing |= {mutant for mutant in left if trial.differs(mutant)}

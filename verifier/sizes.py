@@ -6,7 +6,9 @@ it can be fitted to them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from random import Random
 
 from primitives.dims import Dim
@@ -16,6 +18,8 @@ TILE = 128  # rows and columns that a kernel computes at a time, or a multiple o
 ALIGNMENT = 16  # bytes: what the bulk tensor copies need of rows
 LARGEST = 1500  # extents on a GPU: several tiles each way
 LARGEST_ON_CPU = 320
+SHORT = 24  # extents beside a long one, or some more where rows need it
+ELEMENTS = 1 << 21  # of a tensor with a long extent: 0.1 s of a CPU
 HEADS = 8
 TRIES = 400  # draws before the largest extent must be too small for the spec's static dims
 DOUBLINGS = 8  # of the largest extent
@@ -50,6 +54,46 @@ def hidden(spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = Non
     raise ValueError(f"spec {spec.name}: no sizes besides its cases keep rows aligned and extents apart")
 
 
+def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
+    """For each extent that a dim has in the cases, sizes with that dim as long and all others short, for a
+    CPU: what a program does from some extent on shows there. Static dims are that case's, rows align, and
+    the short extents are all different. Where a tensor would have more than ``ELEMENTS`` the dim is halved
+    until none has; extents that ``hidden`` draws on a CPU are left out."""
+    random = Random(seed)
+    for dim in (d for d in spec.dims if d not in spec.static):
+        kept = [{d: case.sizes[d] for d in (dim, *spec.static)} for case in reversed(spec.cases)]
+        for sizes in {_reach(spec, dim, sizes): sizes for sizes in kept}.values():
+            while _reach(spec, dim, sizes) > LARGEST_ON_CPU:
+                if drawn := _beside(spec, sizes, random):
+                    yield drawn
+                    break
+                sizes = sizes | {dim: sizes[dim] // 2}
+
+
+def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
+    """The largest extent of which a dim is a factor, were all dims 1 that have no size here."""
+    known = dict.fromkeys(spec.dims, 1) | dict(sizes)
+    return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
+
+
+def _beside(spec: Spec, kept: Mapping[str, int], random: Random) -> dict[str, int] | None:
+    """Short sizes for all dims that are not ``kept``, the shortest that do; None if none are short enough."""
+    heads, tensors = _heads(spec), _tensors(spec)
+    loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
+    for more in range(SHORT):
+        most = {dim: 1 + more // 3 if dim in heads else SHORT + more for dim in spec.dims}
+        for _ in range(TRIES // 20):
+            sizes = {dim: random.randint(min(8, n), n) for dim, n in most.items()} | dict(kept)
+            if (
+                all(math.prod(extent(sizes) for extent in t.shape) <= ELEMENTS for t in tensors)
+                and len({extent(sizes) for extent in loose}) == len(loose)
+                and _aligned(spec, sizes)
+                and _drawable(spec, sizes)
+            ):
+                return sizes
+    return None
+
+
 def row_dims(spec: Spec) -> frozenset[str]:
     """Dims that only ever count rows, and of more than one tensor (M of the cases): inputs that they lead are
     activations, other matrices are weights."""
@@ -79,8 +123,7 @@ def _drawn(spec: Spec, random: Random, largest: int, rows: int | None) -> dict[s
     ones = dict.fromkeys(spec.dims, 1) | static
     sizes = {}
     for dim in spec.dims:
-        one = max((extent(ones) for extent in _extents(spec) if dim in extent.names), default=1)
-        most = max(1, largest // max(one, 1))
+        most = max(1, largest // max(_reach(spec, dim, ones), 1))
         # What of these alignment demands is found by trying; rows need none.
         step = 1 if dim in row_dims(spec) else random.choice((1, 2, 4, 8, 16))
         drawn = random.randint(-(-most // 4), most) // step * step

@@ -143,6 +143,18 @@ def a_size_of_its_own(program: Json) -> None:
     node(program, "dim")[2] = "Q"
 
 
+@cheat(refused("dim", "is written 'N'"))
+def a_size_with_a_comment(program: Json) -> None:
+    """Another text of the same program, and so another hash."""
+    node(program, "dim")[2] = "N#x"
+
+
+@cheat(refused("dim", "is written 'N'"))
+def a_size_in_wide_letters(program: Json) -> None:
+    """Python reads them as the narrow ones."""
+    node(program, "dim")[2] = "\uff2e"
+
+
 @cheat(refused("dim", "is no integer polynomial"))
 def code_for_a_size(program: Json) -> None:
     """A size that is parsed as Python."""

@@ -64,6 +64,36 @@ PARTS_LEFT_OUT = (
         {'"preact": z': '"preact": where(column_index(z) < z.columns - 128, z, 0)'},
         wrong("preact"),
     ),
+    SWIGLU.cheat(
+        "nothing past column 400",
+        "Right at the widths of a quick check, zero at those of a model.",
+        {"silu(gate) * up": "where(column_index(gate) >= 400, 0, silu(gate) * up)"},
+        wrong("act"),
+    ),
+    SWIGLU.cheat(
+        "nothing where columns are many",
+        "The number of columns tells a check from a model.",
+        {"silu(gate)": "where(gate.columns * (gate * 0 + 1) > 400, gate * 0, silu(gate))"},
+        wrong("act"),
+    ),
+    GELU.cheat(
+        "nothing where rows are many",
+        "So does the number of rows.",
+        {"gelu(z)": "where(z.rows * (z * 0 + 1) > 5000, z * 0, gelu(z))"},
+        wrong("act"),
+    ),
+    CROSS_ENTROPY.cheat(
+        "a large vocabulary's end left out",
+        "Logits past the first 32768 count for nothing, which no smaller vocabulary shows.",
+        {"row_logsumexp(z)": "row_logsumexp(where(column_index(z) < 32768, z, -100))"},
+        wrong("lse"),
+    ),
+    QK_NORM.cheat(
+        "heads past the twelfth dropped",
+        "A ragged case has twelve; models have more.",
+        {'"q": q': '"q": where(column_index(q) < 24 * P, q, 0)'},
+        wrong("q"),
+    ),
     QK_NORM.cheat(
         "last rows dropped",
         "Rows from 256 on, told by their positions, stay empty.",
@@ -153,6 +183,30 @@ APPROXIMATIONS = (
         "A polynomial that is good to a thousandth below one.",
         {"silu(gate)": "gate * (0.5 + gate / 4 - gate * gate * gate / 48)"},
         wrong("act"),
+    ),
+    SWIGLU.cheat(
+        "SiLU without its tail",
+        "Zero below -7, where it is less than a hundredth.",
+        {"silu(gate)": "where(gate < -7, gate * 0, silu(gate))"},
+        wrong("act"),
+    ),
+    SWIGLU.cheat(
+        "SiLU with a straight tail",
+        "A two-hundredth of the gate below -7.",
+        {"silu(gate)": "where(gate < -7, gate * 0.005, silu(gate))"},
+        wrong("act"),
+    ),
+    GELU.cheat(
+        "GELU without its tail",
+        "Zero below -4.5, where it is five millionths.",
+        {"gelu(z)": "where(z < -4.5, z * 0, gelu(z))"},
+        wrong("act"),
+    ),
+    CROSS_ENTROPY_BACKWARD.cheat(
+        "small probabilities flushed",
+        "Below 3e-5, the mean over a vocabulary of 32768.",
+        {"    onehot": "    p = where(p < 0.00003, p * 0, p)\n    onehot"},
+        wrong("dlogits"),
     ),
     CROSS_ENTROPY_BACKWARD.cheat(
         "exp by squaring",
