@@ -40,6 +40,7 @@ class Machine:
         self.ceilings = 0  # how often they were measured
         self.seconds, self.now = 0.0, 0.0  # what a sitting takes, and the time
         self.opened: list[Seat] = []
+        self.ready: list[int] = []  # how many had been opened when a sitting began
 
     def __call__(self, python: str | None = None, ahead: tuple[str, ...] = ()) -> Any:
         self.opened.append(Seat(self, python))
@@ -58,6 +59,7 @@ class Machine:
         if len(self.sat) == self.interrupted_at:
             raise KeyboardInterrupt
         self.sat.append((python, asked.arms))
+        self.ready.append(len(self.opened))
         self.now += self.seconds
         if python in self.crowded:
             raise Lost("out_of_memory", "the GPU has too little memory")

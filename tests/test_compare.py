@@ -211,8 +211,8 @@ def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
         ("gemm_rope", 0),
         ("gemm_rope", 1),
     ]
-    asked_of = [seat for seat in gpu.opened if seat.asked]
-    assert len(asked_of) == 5 == len(gpu.opened)  # the ceilings', and one a sitting; none in vain
+    assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)  # the ceilings', one a sitting
+    assert gpu.ready == [3, 4, 5, 5]  # each begins with the next at its imports
 
 
 def test_a_budget_begins_nothing_that_it_may_not_end(gpu: Machine) -> None:
