@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,9 @@ def prepare() -> None:
     """Once, before FlashInfer is imported: it takes the folder above the first nvcc for the toolkit, which
     one that merely calls another's is not, and asks the linker for a libcuda.so that may be elsewhere."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    _add(
+        "PATH", Path(sys.executable).parent
+    )  # its ninja is a package's, in an environment that may be inactive
     given = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     home = toolkit([*given, *installed(TOOLKITS)])
     if home is not None:
@@ -29,8 +33,11 @@ def prepare() -> None:
     stubs = [home / "lib64" / "stubs"] if home is not None else []
     driver = library([*stubs, *DRIVERS], cache_dir() / "libcuda")
     if driver is not None:
-        paths = [str(driver), *filter(None, [os.environ.get("LIBRARY_PATH")])]
-        os.environ["LIBRARY_PATH"] = os.pathsep.join(paths)
+        _add("LIBRARY_PATH", driver)
+
+
+def _add(name: str, folder: Path) -> None:
+    os.environ[name] = os.pathsep.join([str(folder), *filter(None, [os.environ.get(name)])])
 
 
 def installed(root: Path) -> list[Path]:
@@ -68,5 +75,7 @@ def library(folders: Iterable[Path], own: Path) -> Path | None:
 def last_words(said: str) -> str:
     """The end of what a build said, in one line: its errors come last, after every command that it ran."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith("ninja: build stopped")]
-    return " | ".join(told or lines)[-WORDS:]
+    told = [line for line in lines if not line.startswith("ninja: build stopped")] or lines
+    while len(" | ".join(told)) > WORDS and len(told) > 1:
+        told = told[1:]
+    return " | ".join(told)[-WORDS:]
