@@ -23,9 +23,10 @@ def prepare() -> None:
     """Once, before FlashInfer is imported: it takes the folder above the first nvcc for the toolkit, which
     one that merely calls another's is not, and asks the linker for a libcuda.so that may be elsewhere."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    _add(
-        "PATH", Path(sys.executable).parent
-    )  # its ninja is a package's, in an environment that may be inactive
+    # Its ninja is a package's, in an environment that may not be active.
+    os.environ["PATH"] = os.pathsep.join(
+        [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    )
     given = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     home = toolkit([*given, *installed(TOOLKITS)])
     if home is not None:
@@ -33,11 +34,8 @@ def prepare() -> None:
     stubs = [home / "lib64" / "stubs"] if home is not None else []
     driver = library([*stubs, *DRIVERS], cache_dir() / "libcuda")
     if driver is not None:
-        _add("LIBRARY_PATH", driver)
-
-
-def _add(name: str, folder: Path) -> None:
-    os.environ[name] = os.pathsep.join([str(folder), *filter(None, [os.environ.get(name)])])
+        paths = [str(driver), *filter(None, [os.environ.get("LIBRARY_PATH")])]
+        os.environ["LIBRARY_PATH"] = os.pathsep.join(paths)
 
 
 def installed(root: Path) -> list[Path]:
