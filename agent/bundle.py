@@ -153,11 +153,11 @@ def _entry(name: str) -> Entry:
 
 
 def _objects(spec: Spec, text: str, raw: str, kept: Kept | None) -> dict[str, str]:
-    """An edited text compiled here on all that a measurement asks for: the compile gate's schedules, those
-    that are raced, and for small sizes the first that fits."""
-    from primitives.compile import PROBES
+    """An edited text compiled here on all that a measurement asks for: the compile gate's schedules, and
+    those that are raced."""
+    from primitives.probes import fits, probes
     from primitives.raw import packed
-    from primitives.tune import candidates, compile_all
+    from primitives.tune import compile_all
 
     program = Program.from_json(text, spec.signature())
     lowered = lower(program, raw)
@@ -166,8 +166,8 @@ def _objects(spec: Spec, text: str, raw: str, kept: Kept | None) -> dict[str, st
         wanted = [
             (g.step, schedule)
             for g in lowered.gemms
-            for schedule in (*PROBES, candidates(g, case.sizes)[0], *raced.get(g.step, ()))
-            if g.admits(schedule, case.sizes)
+            for schedule in (*probes(program, g, case.sizes), *raced.get(g.step, ()))
+            if fits(program, g, schedule, case.sizes)
         ]
         wanted += list(program.schedule.items())
         compile_all(program, case.sizes, wanted, raw)

@@ -80,6 +80,7 @@ def _kernel(kernel: dict[str, Any]) -> str:
         if kernel["tile"]
         else "vectors"
     )
+    shape += "".join(f", {dim} = {size}" for dim, size in kernel.get("static", {}).items())
     return (
         f"{shape}: {kernel['registers']} registers, {kernel['spill_loads']} spills, {kernel['hgmma']} HGMMA"
     )

@@ -31,20 +31,24 @@ from primitives import children
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
+from primitives.probes import PROBES as PROBES  # whoever compiles wants them
+from primitives.probes import crowded, probes
+from primitives.refusal import refusal
 
 HOPPER = (9, 0)
+CROWDED = "shared_memory"  # the code of a step that no tile has room for
 FORMAT = 4  # of the file that keeps a report, and of what is counted in it
-# One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
-PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
 
 class CompileError(Exception):
-    """The compiler refused a lowered module: its words, shortened; of a raw one also a reason code, and the
-    line of its text."""
+    """The compiler refused a lowered module, or would: its words, shortened, and a reason code; of a raw one
+    also the line of its text, of a program where it is known the node behind it."""
 
-    def __init__(self, message: str, code: str = "compiler", line: int | None = None):
+    def __init__(
+        self, message: str, code: str = "compiler", line: int | None = None, node: int | None = None
+    ):
         super().__init__(message)
-        self.code, self.line = code, line
+        self.code, self.line, self.node = code, line, node
 
 
 @dataclass(frozen=True)
@@ -286,13 +290,13 @@ def report(
     """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins; of an edited text
     (``raw``) in a confined child of the child.
 
-    ``sizes`` holds the static dims; schedules whose tiles heads do not fit are left out, and where none is
-    left, one that they fit is taken. Runs in a child process (a compiler can crash) and is kept by content.
-    Raises CompileError.
+    ``sizes`` holds the static dims; schedules that a step does not fit are left out, and where none is left,
+    one that it fits is taken (``primitives.probes``). Runs in a child process (a compiler can crash) and is
+    kept by content. Raises CompileError, with the code CROWDED where a step fits none.
     """
     lowered = lower(program, raw)
     static = {dim: sizes[dim] for dim in program.signature.static}
-    tried = [s.to_json() for s in schedules]
+    tried = _tried(program, lowered, sizes, tuple(schedules))
     key = json.dumps(
         [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
     )
@@ -305,10 +309,23 @@ def report(
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
 
 
+def _tried(
+    program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
+) -> list[list[dict[str, int | bool]]]:
+    """The schedules that each step is compiled on; none where no tile holds its heads."""
+    from primitives.tune import candidates
+
+    tried = []
+    for gemm in lowered.gemms:
+        fitting = probes(program, gemm, sizes, schedules)
+        if not fitting and candidates(gemm, sizes):
+            words, node = crowded(program, gemm, sizes)
+            raise CompileError(words, CROWDED, node=node)
+        tried.append([schedule.to_json() for schedule in fitting])
+    return tried
+
+
 COMPILE_SECONDS = 300
-_NO_MEMORY = re.compile(
-    r"MemoryError|bad_alloc|out of memory|allocate memory|memory allocation", re.IGNORECASE
-)
 
 
 def _run_child(request: str) -> str:
@@ -362,11 +379,11 @@ class _Child:
             answer = json.loads(line)
             if isinstance(answer, list):
                 return json.dumps(answer)
-            raise CompileError(_refusal(answer["error"]), answer.get("code", "compiler"), answer.get("line"))
+            raise CompileError(refusal(answer["error"]), answer.get("code", "compiler"), answer.get("line"))
         if time.monotonic() >= deadline:
             raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
         status = children.end(self.process)
-        raise CompileError(_refusal(children.tail(self.errors)) or f"the compiler died with status {status}")
+        raise CompileError(refusal(children.tail(self.errors)) or f"the compiler died with status {status}")
 
     def end(self) -> None:
         if self.made[0] != os.getpid():  # after a fork it is the parent's
@@ -386,19 +403,6 @@ def _environment() -> dict[str, str]:
     return given | children.HOPPER
 
 
-def _refusal(words: str) -> str:
-    if not _NO_MEMORY.search(words):
-        return _shorten(words)
-    limit = f"{children.MEMORY_BYTES / 2**30:g} GB"
-    return f"the compiler took over {limit} of memory: {_shorten(words, 300)}"
-
-
-def _shorten(words: str, limit: int = 1500) -> str:
-    """The end of a compiler's output, where its reason stands."""
-    lines = [line for line in words.splitlines() if line.strip() and "Warning" not in line]
-    return "\n".join(lines)[-limit:]
-
-
 def _serve(scratch: Path) -> None:
     """A request a line in, an answer a line out: resources, or what the compiler said."""
     answers = os.fdopen(os.dup(1), "w")
@@ -415,15 +419,10 @@ def _serve(scratch: Path) -> None:
 
 
 def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    from primitives.tune import candidates
-
     lowered = lower(Program.from_json(request["program"]), request["raw"])
-    sizes = request["sizes"]
-    given = [Schedule.from_json(raw) for raw in request["schedules"]]
-    wanted: list[tuple[GemmKernel | VectorKernel, Schedule | None]] = []
-    for gemm in lowered.gemms:
-        admitted = [s for s in given if gemm.admits(s, sizes)] or candidates(gemm, sizes)[:1]
-        wanted += [(gemm, schedule) for schedule in admitted]
+    sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None]]()
+    for gemm, tried in zip(lowered.gemms, request["schedules"], strict=True):
+        wanted += [(gemm, Schedule.from_json(fields)) for fields in tried]
     wanted += [(vector, None) for vector in lowered.vectors]
     return [asdict(_resources(scratch, lowered, kernel, s, sizes)) for kernel, s in wanted]
 

@@ -27,10 +27,8 @@ from typing import Any, TypeVar
 from primitives import children
 from primitives.compile import (
     COMPILE_SECONDS,
-    PROBES,
     CompileError,
     _environment,
-    _refusal,
     _tool,
     cache_dir,
     compile_kernel,
@@ -39,6 +37,8 @@ from primitives.compile import (
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
+from primitives.probes import probes
+from primitives.refusal import refusal
 
 FORMAT = 1  # of the file that keeps a listing, and of how it is found
 LOWERED = ""  # the file of the lowered text itself
@@ -120,7 +120,7 @@ def disassemble(
 ) -> tuple[Listing, ...]:
     """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions.
 
-    ``sizes`` holds the static dims; a step that ``schedules`` lacks takes the first of PROBES that fits it.
+    ``sizes`` holds the static dims; a step that ``schedules`` lacks takes the first of its probes.
     Runs in a child process, for an edited text (``raw``) in a confined child of that, and is kept by content.
     Raises CompileError.
     """
@@ -162,19 +162,17 @@ def _run_child(request: str) -> str:
     if status is None:
         raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
     if status:
-        raise CompileError(_refusal(words) or f"the compiler died with status {status}")
+        raise CompileError(refusal(words) or f"the compiler died with status {status}")
     return said
 
 
 def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    from primitives.tune import candidates
-
-    lowered = lower(Program.from_json(request["program"]), request["raw"])
+    program = Program.from_json(request["program"])
+    lowered = lower(program, request["raw"])
     sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None]]()
     given = {int(step): Schedule.from_json(raw) for step, raw in request["schedules"].items()}
     for gemm in lowered.gemms:
-        fitting = [s for s in PROBES if gemm.admits(s, sizes)] or candidates(gemm, sizes)[:1]
-        wanted.append((gemm, given.get(gemm.step) or fitting[0]))
+        wanted.append((gemm, given.get(gemm.step) or probes(program, gemm, sizes)[0]))
     wanted += [(vector, None) for vector in lowered.vectors]
     return [_row(lowered, kernel, schedule, sizes, scratch) for kernel, schedule in wanted]
 

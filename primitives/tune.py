@@ -34,6 +34,7 @@ from primitives.compile import (
 from primitives.files import write_atomic
 from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule
 from primitives.lower import GemmKernel, Lowered, lower
+from primitives.probes import probes
 
 if TYPE_CHECKING:
     import torch
@@ -162,9 +163,7 @@ def tuned(
     start = time.monotonic()
     lowered = lower(program)
     first = {g.step: _fitting(g, sizes) for g in lowered.gemms}
-    chosen = {
-        g.step: next(s for s in (Schedule(), *first[g.step]) if g.admits(s, sizes)) for g in lowered.gemms
-    }
+    chosen = {g.step: (probes(program, g, sizes, [Schedule()]) or first[g.step])[0] for g in lowered.gemms}
     chosen |= program.schedule
     evidence: dict[str, Any] = {}
     for kernel in (g for g in lowered.gemms if g.step not in program.schedule):

@@ -479,6 +479,27 @@ def test_show_of_what_does_not_compile(
     assert done.status == 1 and "error: too many registers" in done.said()
 
 
+def test_show_of_what_no_tile_has_room_for(command: Command, tmp_path: Path) -> None:
+    names = "abcdef"
+    tile = "{shape: [M, 2*N], dtype: bf16}"
+    lines = ["name: crowd", "summary: Tiles.", "dims: {M: rows, K: inputs, N: columns}", "inputs:"]
+    lines += ["  x: {shape: [M, K], dtype: bf16}", "  w: {shape: [N, K], dtype: bf16}"]
+    lines += [f"  {name}: {tile}" for name in names] + ["outputs:"]
+    lines += [f"  o{name}: {tile}" for name in names] + ["reference: |", "  t = x @ w.mT"]
+    lines += [f"  o{name} = torch.stack((t, t), -1).flatten(1) * {name}" for name in names]
+    lines += ["cases:", "  - {name: one, M: 512, K: 256, N: 256}", "accept: {speedup: 1.0}"]
+    returned = ", ".join(f"'o{name}': join(t, t) * {name}" for name in names)
+    spec, kernel = tmp_path / "crowd.yaml", tmp_path / "crowd.py"
+    spec.write_text("\n".join(lines) + "\n")
+    kernel.write_text(
+        "from primitives import gemm, join, kernel\n\n\n@kernel\n"
+        f"def crowd(x, w, {', '.join(names)}):\n    t = gemm(x, w.mT)\n    return {{{returned}}}\n"
+    )
+    done = command("show", kernel, "--spec", spec)
+    assert done.status == 1 and "Traceback" not in done.err
+    assert "step 0 reads 6 tiles (a, b, c, d, e, f)" in done.said() and "split the work" in done.said()
+
+
 def test_doctor(command: Command) -> None:
     done = command("doctor", "--json")
     data = json.loads(done.out)

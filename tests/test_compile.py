@@ -19,6 +19,8 @@ from primitives.compile import PROBES, CompileError, Resources, cache_dir, deepe
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import lower
+from primitives.probes import operand_stages
+from primitives.refusal import refusal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,8 +64,13 @@ def compiled(
 ) -> dict[str, list[Resources]]:
     """Reports by kernel, of every kernel."""
     found: dict[str, list[Resources]] = {}
+    gemms = {gemm.name: gemm for gemm in lower(program).gemms}
     for resources in report(program, sizes, schedules):
         found.setdefault(resources.kernel, []).append(resources)
+        if resources.schedule and resources.stages:
+            schedule = Schedule.from_json(resources.schedule)
+            counted = operand_stages(program, gemms[resources.kernel], schedule, sizes)
+            assert resources.stages[0] == counted + schedule.deep  # which takes one more here
     assert list(found) == kernel_names(lower(program))
     return found
 
@@ -214,6 +221,42 @@ def test_the_compilers_words_are_kept_short(stand_in: Path) -> None:
     words = str(caught.value)
     assert words.endswith("the reason") and len(words) <= 1500 and "noise" not in words
     assert not (cache_dir() / "resources").exists()
+
+
+# As the compiler ends where a lowered line is wrong: among many frames of its own, one of the lowered text's.
+REFUSED = """Traceback (most recent call last):
+  File "/opt/venv/lib/python3.11/site-packages/quack/gemm_base.py", line 415, in epilogue
+    tRS_rAuxOuts = self.epi_visit_subtile(params, epi_loop_tensors, tRS_rD, tRS_rC)
+                   ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/home/me/.cache/coda-agent/lowered/coda_lowered_2c2f00c8c941571e.py", line 39, in loop_body_0
+    n12_1 = sigmoid(n3_1 / n11_1, n11_1)
+            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/opt/venv/lib/python3.11/site-packages/cutlass/_mlir_helpers/op.py", line 493, in wrapper
+    res_or_list = opFunc(*args, **kwargs, loc=loc)
+                  ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+"""
+QUOTED = """cutlass.base_dsl.common.DSLUserCodeError:
+\x1b[91m\x1b[1merror:\x1b[0m TypeError in `__call__`: sigmoid() takes 1 positional argument
+  \x1b[94m-->\x1b[0m /home/me/.cache/coda-agent/lowered/coda_lowered_2c2f00c8c941571e.py:39
+   |
+39 |             n12_1 = sigmoid(n3_1 / n11_1, n11_1)
+"""
+
+
+def test_a_refusal_is_its_reason_and_the_lowered_line_and_nothing_of_this_machine() -> None:
+    plain = "TypeError: sigmoid() takes 1 positional argument; 2 // 1 and a/b/c stay"
+    assert refusal(REFUSED + plain) == f"n12_1 = sigmoid(n3_1 / n11_1, n11_1)\n{plain}"
+    words = refusal(REFUSED + QUOTED)
+    assert words.splitlines()[1:3] == [
+        "error: TypeError in `__call__`: sigmoid() takes 1 positional argument",
+        "  --> coda_lowered_2c2f00c8c941571e.py:39",
+    ]
+    assert words.count("n12_1 = sigmoid(n3_1 / n11_1, n11_1)") == 1 and "/home" not in words
+    assert refusal(REFUSED).strip() and "/opt" not in refusal(REFUSED)  # cut off behind its frames
+    assert refusal("ptxas /tmp/coda-compile-x/step.ptx, line 7; error: too much") == (
+        "ptxas step.ptx, line 7; error: too much"
+    )
+    assert refusal("MemoryError") == "the compiler took over 16 GB of memory: MemoryError"
 
 
 def test_a_compiler_that_crashes_is_an_error_not_our_end(stand_in: Path) -> None:

@@ -264,7 +264,7 @@ class _Session:
         """Small sizes on the compile gate's schedules first; then every measured case as it was tuned, and
         the small sizes once more on what tuning chose."""
         figures = {}
-        for job in self._small(self._probes()):
+        for job in self._small():
             figures[job.case] = self._proved("numerics", job)
         self._worker(0)  # imports what scoring takes, meanwhile
         for case in self._measured_cases():
@@ -274,13 +274,13 @@ class _Session:
         return figures
 
     def _stability(self) -> dict[str, Any]:
-        small = [*self._small(self._probes()), *(self._job(case) for case in self._measured_cases())]
+        small = [*self._small(), *(self._job(case) for case in self._measured_cases())]
         return {job.case: self._proved("stability", job) for job in small}
 
     def _sanitized(self) -> dict[str, Any]:
         from verifier.sanitizer import sanitized
 
-        return {job.case: sanitized(job) for job in self._small(self._probes())}
+        return {job.case: sanitized(job) for job in self._small()}
 
     def _proved(self, gate: str, job: Job, note: str = "") -> dict[str, Any]:
         task = {"numerics": numerics, "stability": stability}[gate]
@@ -396,10 +396,10 @@ class _Session:
         """A job of this kernel; ``more`` fields of it."""
         return Job(self.spec, self.program, name, sizes, raw=self.raw, **more)
 
-    def _small(self, choices: list[Schedules]) -> list[Job]:
+    def _small(self, tuned: Sequence[Schedules] = ()) -> list[Job]:
         """The cases that are not measured, and hidden sizes that no candidate has seen; each on those of the
-        schedules whose tiles hold its heads."""
-        from primitives.tune import candidates
+        ``tuned`` schedules that fit it, or on one that does; where none are given, on the compile gate's."""
+        from primitives.probes import choices, fits
         from verifier.inputs import FAMILIES
 
         gemms = lower(self.program).gemms
@@ -407,16 +407,13 @@ class _Session:
         named += self._kept("hidden", partial(_hidden, self.spec))["sizes"].items()
         jobs = []
         for name, sizes in named:
-            fitting = tuple(c for c in choices if all(g.admits(c[g.step], sizes) for g in gemms))
-            any_tile = {g.step: candidates(g, sizes)[0] for g in gemms}
+            tried: Sequence[Schedules] = choices(self.program, gemms, sizes)
+            if tuned:
+                fitting = [s for s in tuned if all(fits(self.program, g, s[g.step], sizes) for g in gemms)]
+                tried = fitting or tried[:1]
             families = SINGLE_ROW if name == ONE_ROW else tuple(FAMILIES)
-            jobs.append(self._of(name, sizes, schedules=fitting or (any_tile,), families=families))
+            jobs.append(self._of(name, sizes, schedules=tuple(tried), families=families))
         return jobs
-
-    def _probes(self) -> list[Schedules]:
-        from primitives.compile import PROBES
-
-        return [dict.fromkeys((g.step for g in lower(self.program).gemms), probe) for probe in PROBES]
 
     def _chosen(self) -> list[Schedules]:
         """What tuning chose for the measured cases, each once."""

@@ -11,15 +11,17 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from primitives.compile import PROBES
+from primitives.compile import CROWDED, PROBES
 from primitives.ir import Program, ProgramError, Schedule
 from primitives.lower import lower
+from primitives.probes import fits
 from verifier import jail
 from verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
 from verifier.report import Accepted, Checked, Rejected, joined
-from verifier.spec import Spec
+from verifier.spec import Case, Spec
 
 if TYPE_CHECKING:
+    from primitives.compile import Resources
     from verifier.measure import Options
 
 MAX_STEPS = 16  # each is compiled and tuned by itself
@@ -183,6 +185,49 @@ def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
     return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
 
 
+def _static(spec: Spec, case: Case) -> tuple[tuple[str, int], ...]:
+    return tuple((dim, case.sizes[dim]) for dim in spec.static)
+
+
+def _at(dims: Mapping[str, int]) -> str:
+    return " at " + ", ".join(f"{dim} = {size}" for dim, size in dims.items()) if dims else ""
+
+
+def _compiled(
+    program: Program,
+    dims: Mapping[str, int],
+    schedules: Iterable[Schedule],
+    lines: Sequence[int | None],
+    raw: str,
+) -> Sequence[Resources]:
+    """The compiler's account; Failed with its words, and the line of the kernel file where it is known."""
+    from primitives.compile import CompileError, report
+
+    try:
+        return report(program, dims, schedules, raw)
+    except CompileError as error:
+        if raw:
+            raise Failed(error.code, str(error), error.line) from None
+        if error.code == CROWDED:
+            line = lines[error.node] if error.node is not None and error.node < len(lines) else None
+            raise Failed(error.code, str(error), line) from None
+        words = f"the lowered kernel does not compile for sm_90a{_at(dims)}: {error}"
+        raise Failed("compiler", words, line_behind(str(error), lines)) from None
+
+
+def _left_out(
+    program: Program, dims: Mapping[str, int], schedules: Iterable[Schedule], shown: Mapping[str, int]
+) -> list[str]:
+    """Findings on tiles whose epilogue takes the shared memory that their mainloop needs."""
+    return [
+        f"{gemm.name} was not compiled for {s.tile_m}x{s.tile_n}{_at(shown)}: the tiles that it reads and "
+        "returns leave that one no room in shared memory for the operands"
+        for gemm in lower(program).gemms
+        for s in schedules
+        if gemm.admits(s, dims) and not fits(program, gemm, s, dims)
+    ]
+
+
 def compile_gate(
     spec: Spec,
     program: Program,
@@ -191,27 +236,30 @@ def compile_gate(
     lines: Sequence[int | None] = (),
     raw: str = "",
 ) -> None:
-    from primitives.compile import CompileError, report
-
-    try:
-        resources = report(program, spec.cases[0].sizes, schedules, raw)
-    except CompileError as error:
-        if raw:
-            raise Failed(error.code, str(error), error.line) from None
-        words = f"the lowered kernel does not compile for sm_90a: {error}"
-        raise Failed("compiler", words, line_behind(str(error), lines)) from None
+    """Compile every step on those of the schedules that it fits, once for each set of static dims among the
+    spec's cases, and vectors once."""
+    schedules = tuple(schedules)
+    several = [dict(dims) for dims in dict.fromkeys(_static(spec, case) for case in spec.cases)]
+    resources: list[tuple[dict[str, int], Resources]] = []
+    figures["findings"] = []
+    for dims in several:
+        found = _compiled(program, dims, schedules, lines, raw)
+        shown = dims if len(several) > 1 else {}
+        resources += [(shown, r) for r in found if r.schedule or dims == several[0]]
+        figures["findings"] += _left_out(program, dims, schedules, shown)
     figures["kernels"] = [
         {k: getattr(r, k) for k in ("kernel", "registers", "stack", "spill_loads", "spill_stores", "hgmma")}
         | {
             "tile": f"{r.schedule['tile_m']}x{r.schedule['tile_n']}" if r.schedule else None,
             "pingpong": bool(r.schedule["pingpong"]) if r.schedule else None,
         }
-        for r in resources
+        | ({"static": dims} if dims and r.schedule else {})
+        for dims, r in resources
     ]
-    figures["findings"] = [
-        f"{r.kernel} spills {r.spill_loads} loads and {r.spill_stores} stores"
-        for r in resources
+    figures["findings"] += [
+        f"{r.kernel} spills {r.spill_loads} loads and {r.spill_stores} stores{_at(dims)}"
+        for dims, r in resources
         if r.spill_loads
     ]
-    launches = dict.fromkeys(r.kernel for r in resources if not r.own_launch)
+    launches = dict.fromkeys(r.kernel for _, r in resources if not r.own_launch)
     figures["findings"] += [f"{kernel} has launch code of its own: look at it" for kernel in launches]

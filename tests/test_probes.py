@@ -1,0 +1,218 @@
+"""The schedules that a program is tried on: counted as QuACK counts, and the same for every gate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import KERNELS, SPECS, resources
+from kernels import EXAMPLES, QK_NORM, ROPE, signature, source, tensor, trace
+
+from agent import bundle
+from primitives.compile import PROBES, CompileError, report
+from primitives.ir import TILES, Program, Schedule
+from primitives.lower import lower
+from primitives.probes import choices, fits, operand_stages, probes
+from primitives.trace import trace_lines
+from verifier.gates import Failed, Gates, silent
+from verifier.measure import Options, _Session
+from verifier.spec import Spec, load
+from verifier.verify import compile_gate
+
+PINGPONG, COOPERATIVE = PROBES
+ROOT = Path(__file__).parent.parent
+
+
+def crowd(loads: int, stores: int, shape: str, dtype: str = "bf16") -> tuple[Any, tuple[str, ...]]:
+    """Signature and lines of a kernel that reads and returns tiles of a shape: [M, N] or [M, 2*N]."""
+    read = {f"i{k}": tensor(shape, dtype) for k in range(loads)}
+    made = {f"o{k}": tensor(shape, dtype) for k in range(stores)}
+    given = {"x": tensor("M, K"), "w": tensor("N, K")} | read
+    returned = ", ".join(f"'{name}': d * i{k % loads} + {k}" for k, name in enumerate(made))
+    wide = "join(t, t)" if "2*N" in shape else "t"
+    sums = " + ".join(["0 * t" if wide == "t" else "d * 0", *read])
+    return signature(given, made), (
+        "t = gemm(x, w.mT)",
+        f"d = {wide}",
+        f"d = d + {sums}",
+        f"return {{{returned}}}",
+    )
+
+
+def crowded(*what: Any) -> Program:
+    declared, lines = crowd(*what)
+    return trace(declared, *lines)
+
+
+GATED = trace(
+    signature(
+        {"x": tensor("M, K"), "w": tensor("2*F, K"), "z": tensor("M, 4*F"), "y": tensor("M, 4*F")},
+        {"a": tensor("M, 4*F"), "b": tensor("M, 4*F"), "c": tensor("M, F")},
+    ),
+    "t = gemm(x, w.mT)",
+    "e, f = pairs(t)",
+    "a, b = pairs(z)",
+    "c, d = pairs(y)",
+    "return {'a': join(a * t, b * t), 'b': join(c * t, d * t), 'c': e * f}",
+)
+# Programs that a cooperative 256x128 has no room for, and the tile that has.
+ROOMY = {
+    "two double loads, two double and a half-width store": GATED,
+    "three double loads, two double stores": crowded(3, 2, "M, 2*N"),
+    "three and three double": crowded(3, 3, "M, 2*N"),
+    "six and six": crowded(6, 6, "M, N"),
+    "four and four in fp32": crowded(4, 4, "M, N", "fp32"),
+}
+FULL = crowd(6, 6, "M, 2*N")
+# A process of its own: it imports the DSL. What QuACK splits is read off before anything is traced.
+COUNT = """
+import json, sys
+from primitives import compile as c
+from primitives.device.mainloop import FusedGemm
+from primitives.ir import Program, Schedule
+from primitives.lower import lower
+
+class Counted(BaseException):
+    pass
+
+usual = FusedGemm._compute_stages
+
+def counted(self, *arguments, **more):
+    try:
+        raise Counted(usual(self, *arguments, **more)[0])
+    except ValueError as error:
+        raise Counted(int(str(error).split("for ")[1].split()[0]))
+
+FusedGemm._compute_stages = counted
+found = []
+for text, sizes, step, fields in json.load(sys.stdin):
+    lowered = lower(Program.from_json(text))
+    try:
+        c.compile_gemm(lowered, lowered.gemms[step], Schedule(*fields), sizes, cached=False)
+    except Counted as error:
+        found.append(error.args[0])
+print(json.dumps(found))
+"""
+
+
+def test_stages_of_operands_are_counted_as_quack_does(tmp_path: Path) -> None:
+    examples = [(e.program, e.sizes) for e in EXAMPLES.values()]
+    examples += [(QK_NORM.program, {"P": 64}), (ROPE.program, {"P": 16}), (ROPE.program, {"P": 40})]
+    examples += [(program, {}) for program in (*ROOMY.values(), trace(FULL[0], *FULL[1]))]
+    asked, counted = [], []
+    for program, sizes in examples:
+        for gemm in lower(program).gemms:
+            for tile in sorted(TILES):
+                schedule = Schedule(*tile)
+                if gemm.admits(schedule, sizes):
+                    asked.append((program.to_json(), sizes, gemm.step, tile))
+                    counted.append(operand_stages(program, gemm, schedule, sizes))
+    environment = os.environ | {
+        "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a",
+        "PYTHONPATH": str(ROOT), "CODA_AGENT_CACHE": str(tmp_path),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COUNT],
+        input=json.dumps(asked),
+        env=environment,
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    assert json.loads(done.stdout) == counted and len(counted) > 200
+    assert min(counted) < 2 < max(counted)
+
+
+@pytest.mark.parametrize("name", ROOMY)
+def test_a_program_is_tried_on_the_schedules_that_leave_it_room(name: str) -> None:
+    program = ROOMY[name]
+    (gemm,) = lower(program).gemms
+    assert probes(program, gemm, {}) == [PINGPONG] and choices(program, [gemm], {}) == [{0: PINGPONG}]
+    assert not fits(program, gemm, COOPERATIVE, {})
+
+
+def test_where_no_probe_fits_the_first_candidate_that_does_is_taken() -> None:
+    loads = crowded(9, 1, "M, N", "fp32")
+    (gemm,) = lower(loads).gemms
+    (found,) = probes(loads, gemm, {}, [COOPERATIVE])
+    assert found.pingpong and fits(loads, gemm, found, {})
+    assert (
+        probes(QK_NORM.program, lower(QK_NORM.program).gemms[0], {"P": 40}) == []
+    )  # no tile holds its heads
+
+
+def test_a_step_that_fits_one_schedule_leaves_the_other_steps_theirs() -> None:
+    first, lines = crowd(3, 3, "M, 2*N")
+    both = signature(first.inputs | {"u": tensor("P, 2*N")}, first.outputs | {"v": tensor("M, P")})
+    program = trace(both, *lines[:-1], "o = d * i0", "v = gemm(o, u.mT)", lines[-1][:-1] + ", 'v': v}")
+    gemms = lower(program).gemms
+    assert choices(program, gemms, {}) == [{0: PINGPONG, 1: PINGPONG}, {0: PINGPONG, 1: COOPERATIVE}]
+
+
+def test_the_compile_gate_tells_which_schedule_it_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))  # nothing is there yet
+    figures: dict[str, Any] = {}
+    compile_gate(crowded_spec(), ROOMY["three double loads, two double stores"], PROBES, figures)
+    assert [(k["tile"], k["pingpong"]) for k in figures["kernels"]] == [("128x128", True)]
+    assert "not compiled for 256x128" in figures["findings"][0]
+
+
+def crowded_spec() -> Spec:
+    """Any spec without static dims."""
+    return load(SPECS / "gemm_rmsnorm.yaml", check=False)
+
+
+def test_a_program_that_no_tile_has_room_for_is_refused_in_words_for_its_author() -> None:
+    declared, text = FULL
+    program, lines = trace_lines(source(declared, *text), declared)
+    with pytest.raises(CompileError, match="return fewer tiles") as refused:
+        report(program, {})
+    words = str(refused.value)
+    assert "\n" not in words and "reads 6 tiles (i0, i1, i2, i3, i4, i5) and stores 6 tiles (o0," in words
+    with pytest.raises(Failed, match="split the work over two kernels") as failed:
+        compile_gate(crowded_spec(), program, PROBES, {}, lines)
+    assert (failed.value.code, failed.value.line) == ("shared_memory", 7)
+
+
+def test_each_set_of_static_dims_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load(SPECS / "gemm_qk_norm_rope.yaml", check=False)
+    text = (KERNELS / "gemm_qk_norm_rope.program.json").read_text()
+    program = Program.from_json(text, spec.signature())
+    asked = []
+
+    def compiled(program: Program, sizes: dict[str, int], *_: object) -> object:
+        asked.append(dict(sizes))
+        return resources(program)
+
+    monkeypatch.setattr("primitives.compile.report", compiled)
+    figures: dict[str, Any] = {}
+    compile_gate(spec, program, PROBES, figures)
+    assert asked == [{"P": 32}, {"P": 64}] and [k["static"] for k in figures["kernels"]] == asked
+    asked.clear()
+    compile_gate(crowded_spec(), GATED, PROBES, figures)
+    assert asked == [{}] and "static" not in figures["kernels"][0]
+
+
+def test_the_gates_of_a_gpu_try_what_the_compile_gate_does() -> None:
+    spec, program = load(SPECS / "gemm_rmsnorm.yaml", check=False), ROOMY["six and six"]
+    session = _Session(spec, program, Options(), Gates(silent), None, {}, None, "")
+    assert all(job.schedules == ({0: PINGPONG},) for job in session._small())
+    tuned = [{0: COOPERATIVE}, {0: Schedule(128, 160)}]
+    assert all(job.schedules == ({0: Schedule(128, 160)},) for job in session._small(tuned))
+
+
+def test_a_bundle_holds_objects_of_what_is_tried_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[tuple[int, Schedule]] = []
+    monkeypatch.setattr("primitives.tune.compile_all", lambda *given: wanted.extend(given[2]))
+    monkeypatch.setattr("primitives.raw.packed", lambda lowered: {})
+    spec = load(SPECS / "gemm_rmsnorm.yaml", check=False)
+    monkeypatch.setattr(Program, "from_json", lambda text, signature: ROOMY["six and six"])
+    bundle._objects(spec, "", "# edited", None)
+    assert (0, PINGPONG) in wanted and (0, COOPERATIVE) not in wanted
