@@ -7,9 +7,10 @@ refused here, with the line of the kernel file. Standard library only: the jail 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from primitives import remedies
 from primitives.dims import Dim
 from primitives.ir import DTYPES, OPERANDS, Program, ProgramError, Type, reduction
 from primitives.place import Placement, place, untransposed, values_read
@@ -59,8 +60,12 @@ class _Cutter:
         self.width: dict[tuple[int, int], float] = {}
         self.dtypes: dict[int, str] = {}
 
-    def fail(self, code: str, message: str, index: int) -> ProgramError:
-        return ProgramError(code, message, self.lines[index])
+    def fail(self, code: str, message: str, index: int, reader: int | None = None) -> ProgramError:
+        """An input has no line of its own: it is refused where its reader is."""
+        line = self.lines[index]
+        if line is None and reader is not None:
+            line = self.lines[reader]
+        return ProgramError(code, message, line)
 
     def cut(self) -> Steps:
         self.check_outputs()
@@ -69,12 +74,12 @@ class _Cutter:
             if self.types[index].kind == "vector":
                 self.finish(index)
             else:
-                self.store(index, f"output {name!r}")
+                self.store(index, remedies.output(name))
         for step in self.steps:
             self.operands(step)
         for index, node in enumerate(self.nodes):
             if reduction(node):
-                home = self.ready(node.args[0], f"the argument of {node.op}")
+                home = self.ready(node.args[0], remedies.reduced(node.op), index)
                 self.steps[home].reductions.append(index)
                 if node.op == "row_select":
                     # Finishing it empties its buffer: what reads it later reads the vector.
@@ -110,33 +115,35 @@ class _Cutter:
                 )
             seen[index] = name
 
-    def ready(self, index: int, use: str) -> int:
+    def ready(self, index: int, use: remedies.Use, reader: int | None = None) -> int:
         """The step that computes a tile which must leave it; ProgramError if none can."""
         home, after = self.placed.home[index], self.placed.after[index]
         if home < 0:
-            raise self.homeless(use, index)
+            raise self.homeless(use, index, reader)
         if after >= home:
             raise self.fail(
                 "pending",
-                f"{use} needs a reduction over whole rows or columns of a step that is not done until "
-                "all of its tiles are: a row scale commutes with the next matmul, so write "
-                "gemm(t, w) * per_row(scale) instead of gemm(t * per_row(scale), w)",
+                f"{use.said} needs a reduction over whole rows or columns of a step that is not done until "
+                f"all of its tiles are: {use.pending}",
                 index,
             )
         return home
 
-    def homeless(self, use: str, index: int) -> ProgramError:
+    def homeless(self, use: remedies.Use, index: int, reader: int | None = None) -> ProgramError:
         return self.fail(
             "homeless",
-            f"{use} has no GEMM to ride on: a tile is computed in the epilogue of a gemm "
-            "whose result it uses, or whose epilogue loads all that it reads anyway",
+            f"{use.said} has no GEMM to ride on: a tile is computed in the epilogue of a gemm whose result "
+            f"it uses, or whose epilogue loads all that it reads anyway; {use.homeless}",
             index,
+            reader,
         )
 
-    def store(self, index: int, use: str) -> None:
-        step = self.steps[self.ready(index, use)]
-        if index not in step.stores:
-            step.stores.append(index)
+    def store(self, index: int, use: remedies.Use) -> None:
+        self.keep(index, self.ready(index, use))
+
+    def keep(self, index: int, home: int) -> None:
+        if index not in self.steps[home].stores:
+            self.steps[home].stores.append(index)
 
     def finish(self, index: int) -> None:
         """A vector that something outside the vector kernels reads must be stored."""
@@ -153,9 +160,9 @@ class _Cutter:
         dtype = next(iter(given), self.any_operand())
         for source in sources:
             if self.nodes[source].op != "input":
-                self.store(source, "this operand of gemm")
+                self.store(source, remedies.OPERAND)
                 if self.placed.home[source] >= step.index:  # with what it is made of, which must leave too
-                    raise self.homeless("this operand of gemm", source)
+                    raise self.homeless(remedies.OPERAND, source)
                 given.append(self.dtypes.setdefault(source, dtype))
         if len(set(given)) > 1 or given[0] == "fp32":
             raise self.fail(
@@ -241,31 +248,51 @@ class _Cutter:
         step.stores.sort()
         for reduced in step.reductions:
             if self.nodes[reduced].op == "row_select":
-                self.check_own_width(self.nodes[reduced].args[0], step, "row_select", reduced)
+                self.check_own_width(reduced, step)
         self.walk(wanted, lambda index: self.visit(index, step, step.body))
         swept = {self.nodes[i].args[0] for i in step.statistics}
         for statistic in step.statistics:
-            self.check_own_width(self.nodes[statistic].args[0], step, "head_sums", statistic)
+            self.check_own_width(statistic, step)
         before = len(step.loads), len(step.statistics)
         self.walk(swept, lambda index: self.visit(index, step, step.sweep))
-        if (len(step.loads), len(step.statistics)) != before or self.addressed(step):
-            raise self.fail(
-                "sweep",
-                "head_sums of what is loaded or uses column_index, per_head, another head statistic or a "
-                "vector of another width: the sweep sees the accumulator, its vectors and scalars alone",
-                step.statistics[0],
-            )
+        self.check_sweep(step, step.loads[before[0] :], step.statistics[before[1] :])
         for nodes in (step.loads, step.repeats, step.vectors, step.scalars, step.statistics):
             nodes[:] = sorted(set(nodes))
         step.body.reverse()
         step.sweep.reverse()
 
-    def addressed(self, step: GemmStep) -> bool:
-        """Whether the sweep reads what threads address by their columns, which only the epilogue knows."""
+    def check_sweep(self, step: GemmStep, loads: list[int], statistics: list[int]) -> None:
+        """The sweep reads no loaded tile, no other statistic, and nothing that threads address by their
+        columns, which only the epilogue knows."""
         read = {a for i in step.sweep for a in self.nodes[i].args}
-        numbered = any(self.nodes[i].op == "column_index" for i in step.sweep)
-        narrow = any(self.nodes[a].op == "per_column" and self.width[step.index, a] != 1 for a in read)
-        return numbered or narrow or bool(read & set(step.repeats))
+        found = {
+            "loaded": loads,
+            "statistic": statistics,
+            "column_index": [i for i in step.sweep if self.nodes[i].op == "column_index"],
+            "per_head": read & set(step.repeats),
+            "width": [i for i in read if self.nodes[i].op == "per_column" and self.width[step.index, i] != 1],
+        }
+        for why, nodes in found.items():
+            if nodes:
+                raise self.fail(
+                    "sweep",
+                    "head_sums of what is loaded or uses column_index, per_head, another head statistic or a "
+                    "vector of another width: the sweep sees the accumulator, its vectors and scalars alone; "
+                    + remedies.SWEEP[why],
+                    next(i for i in sorted(step.statistics) if self.made_of(i, nodes)),
+                )
+
+    def made_of(self, root: int, wanted: Collection[int]) -> bool:
+        """Whether a value of a step is made of one of these there."""
+        seen, pending = set[int](), [root]
+        while pending:
+            node = self.nodes[index := pending.pop()]
+            new = () if node.op == "gemm" or reduction(node) else set(values_read(self.program, index)) - seen
+            if any(i in wanted for i in new):
+                return True
+            seen.update(new)
+            pending += new
+        return False
 
     def walk(self, wanted: set[int], visit: Callable[[int], tuple[int, ...]]) -> None:
         for index in range(max(wanted, default=-1), -1, -1):
@@ -317,7 +344,7 @@ class _Cutter:
             return True
         home = self.placed.home[index]
         if home >= 0 and self.placed.after[index] < home < step.index:
-            self.store(index, "this tile")
+            self.keep(index, home)
             self.dtypes.setdefault(index, self.any_operand())
             return True
         return False
@@ -327,46 +354,55 @@ class _Cutter:
         width = self.width[step.index, reader] * (
             2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
         )
-        if width > 1 or self.width.setdefault((step.index, index), width) != width:
-            raise self.fail(
-                "width",
-                f"{self.types[index]} meets tiles of two widths, or one wider than its gemm",
-                index,
-            )
+        if width > 1:
+            raise self.fail("width", f"{self.types[index]} {remedies.WIDE_REPEAT}", index)
+        if self.width.setdefault((step.index, index), width) != width:
+            raise self.fail("width", f"{self.types[index]} {remedies.TWO_WIDTHS}", index)
         self.static(self.types[index].period, index)
         if self.nodes[index].op == "per_head":
             source = self.nodes[index].args[0]
             if self.types[source].kind == "vector":
                 self.finish(source)
             elif self.nodes[source].op != "input":
-                raise self.fail("argument", "per_head of a tile takes an input", index)
+                raise self.fail(
+                    "argument", "per_head of a tile takes an input: compute with it once it is spread", index
+                )
 
     def static(self, period: Dim | None, index: int) -> None:
         names = period.names if period else frozenset()
         missing = sorted(names - set(self.program.signature.static))
         if missing:
+            repeated = self.types[index].kind == "repeated" and len(self.types[index].shape) == 2
             raise self.fail(
                 "static",
-                f"heads of {period} columns: the spec must declare {', '.join(missing)} static",
+                f"heads of {period} columns: the spec must declare {', '.join(missing)} static"
+                f"{remedies.REPEATED if repeated else ''}",
                 index,
             )
 
-    def check_own_width(self, tile: int, step: GemmStep, use: str, index: int) -> None:
-        if self.relative(tile, step) != 1:
-            raise self.fail(
-                "width", f"{use} takes a tile as wide as its gemm; use pairs or join after it", index
-            )
+    def check_own_width(self, index: int, step: GemmStep) -> None:
+        """Of a selection or a head statistic: its tile has the accumulator's width."""
+        op = self.nodes[index].op
+        width = self.relative(self.nodes[index].args[0], step, reader=index)
+        if width != 1:
+            heads = remedies.NARROW_HEADS if width < 1 else remedies.WIDE_HEADS
+            instead = heads if op == "head_sums" else remedies.SELECT
+            raise self.fail("width", f"{op} takes a tile as wide as its gemm: {instead}", index)
 
-    def relative(self, index: int, step: GemmStep, axis: int = 1) -> float:
+    def relative(self, index: int, step: GemmStep, axis: int = 1, reader: int | None = None) -> float:
         """How wide a tile, or a vector spread over columns, is beside the step's accumulator."""
         rows, columns = self.types[step.gemm].shape
         own = self.types[index].shape
         width = WIDTHS.get(own[axis].ratio(columns) or (0, 0))
-        if width is None or axis == 1 and own[0] != rows:
+        other_rows = axis == 1 and own[0] != rows
+        if width is None or other_rows:
+            readers = [i for i in (*step.body, *step.sweep) if index in self.nodes[i].args]
             raise self.fail(
                 "width",
                 f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: what meets there has "
-                "its rows, and half, once or twice its columns",
+                "its rows, and half, once or twice its columns; "
+                + (remedies.ROWS if other_rows else remedies.WIDTH),
                 index,
+                min(readers, default=reader),
             )
         return width

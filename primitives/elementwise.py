@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from primitives import remedies
 from primitives.dims import Dim
 from primitives.ir import Attribute, Operation, ProgramError, Type, register
 from primitives.tiles import join, pairs
@@ -76,6 +77,14 @@ def _remedy(a: Type, b: Type) -> str:
         )
     if kinds == {"tile", "head"}:
         return ": say how the statistic spreads, with per_head(v)"
+    if "repeated" in kinds:
+        return ": per_head(v) repeats a vector [W] or an input [M, W] over a tile [M, H*W] of H heads"
+    if kinds in ({"tile", "row"}, {"tile", "column"}):
+        return ": of a tile [M, N], per_row(v) takes a vector [M] and per_column(v) one of [N]"
+    if kinds == {"tile"} and a.shape[0] != b.shape[0]:
+        return f": their rows differ, {a.shape[0]} and {b.shape[0]}; {remedies.ROWS}"
+    if kinds == {"tile"} and a.shape[1].ratio(b.shape[1]) is None:
+        return f": their columns, {a.shape[1]} and {b.shape[1]}, are different sizes"
     if kinds == {"tile"}:
         return "; pairs(t) and join(a, b) change a tile's width"
     return ""
@@ -97,7 +106,10 @@ def elementwise(
         register(Operation(name, infer, torch, cute, fast))
 
         @functools.wraps(function)
-        def primitive(*args: Any) -> Tensor:
+        def primitive(*args: Any, **named: Any) -> Tensor:
+            if named:
+                by_place = ", ".join(function.__code__.co_varnames)
+                raise ProgramError("arguments", f"{name} takes its arguments by place: {name}({by_place})")
             if len(args) != arity:
                 raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(args)}")
             return apply(name, *args)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from primitives.cut import Steps
 from primitives.dims import Dim
-from primitives.ir import OPERATIONS, Program, Reduction, Schedule, reduction
+from primitives.ir import OPERATIONS, TILES, Program, Reduction, Schedule, reduction
 
 CUTE_DTYPES = {
     "bf16": "cutlass.BFloat16",
@@ -104,6 +104,14 @@ class GemmKernel:
         if PAIR_GRAIN in self.grains:
             found.append(f"multiples of {PAIR_GRAIN} columns for its pairs")
         return " and ".join(found)
+
+    def fitting(self) -> tuple[int, ...]:
+        """The widths of heads that a tile of its can hold whole, in the GEMM's columns."""
+        sums = any(a.role == "head" and a.period for a in self.arguments)
+        pairs = PAIR_GRAIN({}) if PAIR_GRAIN in self.grains else 1
+        tiles = {n for _, n, _ in TILES if n % pairs == 0}
+        step = SUM_GRAIN if sums else HEAD_GRAIN
+        return tuple(w for w in range(step, max(tiles) + 1, step) if any(n % w == 0 for n in tiles))
 
     def head_widths(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """``periods`` at these sizes of the static dims."""

@@ -35,8 +35,14 @@ def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
 
 def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if len(types) != 1 or types[0].kind not in ("tile", "repeated"):
+        instead = {
+            "vector": ": let the vector meet the tile first, as pairs(t + per_column(v))",
+            "column": ": let it meet the tile first, as pairs(t + per_column(v))",
+            "row": ": it meets each half of a tile as it is",
+        }.get(types[0].kind if len(types) == 1 else "", "")
         raise ProgramError(
-            "arguments", f"pairs takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
+            "arguments",
+            f"pairs takes one tile, not {', '.join(map(str, types)) or 'nothing'}{instead}",
         )
     (whole,) = types
     try:

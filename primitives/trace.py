@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from primitives import remedies
 from primitives.cut import cut
 from primitives.dims import Dim
 from primitives.ir import (
@@ -25,6 +26,7 @@ from primitives.ir import (
     Signature,
     Type,
     check_output_names,
+    check_output_type,
 )
 
 FILENAME = "<kernel>"
@@ -176,9 +178,27 @@ class Tensor:
         return self
 
     def __pow__(self, exponent: Any) -> Tensor:
-        if exponent == 2:
+        if isinstance(exponent, int | float) and exponent == 2:
             return apply("multiply", self, self)
         raise ProgramError("argument", "only ** 2 is there: write products, sqrt(t) or exp(log(t) * p)")
+
+    def __rpow__(self, base: Any) -> Tensor:
+        raise ProgramError(
+            "argument", "only ** 2 is there: write 2 ** t, say, as exp(0.6931471805599453 * t)"
+        )
+
+    def __invert__(self) -> Tensor:
+        raise ProgramError("argument", f"~ {remedies.NO_OPERATOR}")
+
+    def __float__(self) -> float:
+        raise ProgramError("argument", remedies.NO_NUMBER)
+
+    __int__ = __index__ = __len__ = __float__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions, which have answers
+            raise AttributeError(name)
+        raise ProgramError("argument", remedies.no_attribute(name, _vocabulary()))
 
 
 def _binary(op: str) -> tuple[Callable[[Any, Any], Tensor], Callable[[Any, Any], Tensor]]:
@@ -204,15 +224,22 @@ for _name, _op in (
     ("ne", "not_equal"),
 ):
     setattr(Tensor, f"__{_name}__", _binary(_op)[0])
-for _name in ("matmul", "mod", "floordiv", "and", "or"):
+for _name, _symbol in (
+    ("matmul", "@"),
+    ("mod", "%"),
+    ("floordiv", "//"),
+    ("and", "&"),
+    ("or", "|"),
+    ("xor", "^"),
+    ("lshift", "<<"),
+    ("rshift", ">>"),
+):
 
-    def _refuse(self: Tensor, other: Any, _name: str = _name) -> Tensor:
-        raise ProgramError(
-            "argument",
-            f"__{_name}__ is not in the vocabulary: gemm multiplies matrices, where(condition, a, b) chooses",
-        )
+    def _refuse(self: Tensor, other: Any, _symbol: str = _symbol) -> Tensor:
+        raise ProgramError("argument", f"{_symbol} {remedies.NO_OPERATOR}")
 
     setattr(Tensor, f"__{_name}__", _refuse)
+    setattr(Tensor, f"__r{_name}__", _refuse)
 
 
 def trace_source(source: str, signature: Signature) -> Program:
@@ -228,18 +255,21 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
     handful of builtins and no import machinery; names come from ``primitives.__all__``.
     """
     trace = Trace(signature)
-    start: int | None = None
+    at: int | None = None  # where what has no line of its own went wrong
     try:
-        function = _load(source)
-        start = function.__code__.co_firstlineno
+        function, tree = _load(source)
+        at = function.__code__.co_firstlineno
         with _tracing(trace):
             outputs = _call(function, trace)
-            indices = {name: _output(name, value) for name, value in outputs.items()}
-            traced = _canonical(trace, indices)
+            at, entries = _returned(tree, function.__name__)
+            traced = _canonical(trace, _outputs(outputs, trace, entries))
     except ProgramError as error:
         if error.line is None:
-            error.line = _line_of(error) or start
+            error.line = _line_of(error) or at
         raise
+    except NameError as error:
+        hint = f": {remedies.unknown(error.name, _vocabulary())}" if error.name else ""
+        raise ProgramError("python", f"NameError: {error}{hint}", _line_of(error)) from None
     except RecursionError:
         raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
     except (
@@ -252,7 +282,6 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
         AttributeError,
         ImportError,
         LookupError,
-        NameError,
         RuntimeError,
         TypeError,
         ValueError,
@@ -270,7 +299,11 @@ def _line_of(error: BaseException) -> int | None:
     return line
 
 
-def _load(source: str) -> Callable[..., Any]:
+def _vocabulary() -> list[str]:
+    return list(sys.modules["primitives"].__all__)
+
+
+def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
     if "\0" in source:  # a ValueError or a SyntaxError, as the version of Python has it
         raise ProgramError("syntax", "syntax error: source code string cannot contain null bytes")
     try:
@@ -288,7 +321,7 @@ def _load(source: str) -> Callable[..., Any]:
         raise ProgramError(
             "kernel", f"a kernel file has exactly one @kernel function; this has {len(kernels)}"
         )
-    return kernels[0].function
+    return kernels[0].function, tree
 
 
 def _imported(statement: ast.ImportFrom) -> dict[str, Any]:
@@ -297,13 +330,13 @@ def _imported(statement: ast.ImportFrom) -> dict[str, Any]:
         if alias.name not in vocabulary.__all__:
             raise ProgramError(
                 "vocabulary",
-                f"primitives has no {alias.name!r}; it has {', '.join(vocabulary.__all__)}",
+                f"primitives has no {alias.name!r}; it has {remedies.these(vocabulary.__all__)}",
                 statement.lineno,
             )
     return {alias.asname or alias.name: getattr(vocabulary, alias.name) for alias in statement.names}
 
 
-def _call(function: Callable[..., Any], trace: Trace) -> dict[str, Any]:
+def _call(function: Callable[..., Any], trace: Trace) -> Any:
     signature = trace.signature
     code = function.__code__
     given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -322,17 +355,31 @@ def _call(function: Callable[..., Any], trace: Trace) -> dict[str, Any]:
         )
     values: dict[str, Any] = {n: Tensor(trace.add(Node("input", (), n))) for n in signature.inputs}
     sizes = {n: apply("dim", attribute=n) for n in signature.static}
-    outputs = function(**values, **signature.constants, **sizes)
-    if not isinstance(outputs, dict) or not all(isinstance(k, str) for k in outputs):
-        raise ProgramError("outputs", "the kernel must return a dict of outputs by name", code.co_firstlineno)
-    check_output_names(outputs, signature)
-    return outputs
+    return function(**values, **signature.constants, **sizes)
 
 
-def _output(name: str, value: Any) -> int:
-    if not isinstance(value, Tensor):
-        raise ProgramError("outputs", f"output {name!r} is {type(value).__name__}, not a tile or vector")
-    return value._index
+def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
+    """The line of the function's return, and of each entry of a dict that is written there."""
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    found = next((n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)), None)
+    if found is None:
+        return next((f.lineno for f in functions), None), {}
+    keys = found.value.keys if isinstance(found.value, ast.Dict) else []
+    return found.lineno, {k.value: k.lineno for k in keys if isinstance(k, ast.Constant)}
+
+
+def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int]:
+    """The nodes that outputs are; ProgramError, with the entry's line, for what the spec does not ask for."""
+    if not isinstance(given, dict) or not all(isinstance(k, str) for k in given):
+        raise ProgramError("outputs", "the kernel must return a dict of outputs by name")
+    check_output_names(given, trace.signature)
+    for name, value in given.items():
+        line = entries.get(name)
+        if not isinstance(value, Tensor):
+            said = f"output {name!r} is {type(value).__name__}, not a tile or vector"
+            raise ProgramError("outputs", said, line)
+        check_output_type(name, trace.types[value._index], trace.signature, line)
+    return {name: value._index for name, value in given.items()}
 
 
 def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:

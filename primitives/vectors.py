@@ -5,6 +5,7 @@ Arithmetic between vectors happens between steps, in one small generated kernel 
 
 from __future__ import annotations
 
+from primitives import remedies
 from primitives.ir import Attribute, Operation, ProgramError, Type, register
 from primitives.trace import Tensor, apply, dim_attribute
 
@@ -44,7 +45,9 @@ def _leaf(types: tuple[Type, ...], attribute: Attribute) -> Type:
     if types or not isinstance(attribute, float):
         raise ProgramError("arguments", "a constant is one number")
     if not abs(attribute) <= LARGEST:
-        raise ProgramError("constant", f"constant {attribute!r} is not finite in fp32")
+        raise ProgramError(
+            "constant", f"constant {attribute!r} is not finite in fp32: write {remedies.FINITE}"
+        )
     return Type("scalar")
 
 

@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Signature, tuple[str, ...], str, int, str]] = {
         4,
         f"this operand of gemm {HOMELESS}",
     ),
-    "no gemm": (given(o=tensor("M", "fp32")), ("return {'o': exp(v)}",), "homeless", 2, "calls gemm nowhere"),
+    "no gemm": (given(o=tensor("M", "fp32")), ("return {'o': exp(v)}",), "homeless", 4, "calls gemm nowhere"),
     "scaled before the row is done": (
         ONE,
         (H, S, "t = h * per_row(s)", "return {'o': t}"),
@@ -234,12 +234,12 @@ REFUSED: dict[str, tuple[Signature, tuple[str, ...], str, int, str]] = {
         6,
         "the argument of row_sums needs a reduction",
     ),
-    "output is an input": (ONE, (H, "return {'o': r}"), "outputs", 2, "output 'o' is the input 'r' itself"),
+    "output is an input": (ONE, (H, "return {'o': r}"), "outputs", 5, "output 'o' is the input 'r' itself"),
     "output is an input vector": (
         given(o=tensor("M, N"), s=tensor("M", "fp32")),
         (H, "return {'o': h, 's': v}"),
         "outputs",
-        2,
+        5,
         "output 's' is the input 'v' itself",
     ),
     "outputs are one tile": (
@@ -296,7 +296,7 @@ REFUSED: dict[str, tuple[Signature, tuple[str, ...], str, int, str]] = {
         (H, "return {'s': row_select(pairs(gemm(h, wide.mT))[0], i)}"),
         "width",
         5,
-        "row_select takes a tile as wide as its gemm; use pairs or join after it",
+        "row_select takes a tile as wide as its gemm: write row_sums(where(",
     ),
     "selected from inputs": (
         given(o=tensor("M, N"), s=tensor("M", "fp32")),

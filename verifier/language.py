@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
+from primitives import remedies
 from primitives.ir import ProgramError
 from primitives.trace import BUILTINS
 
-ATTRIBUTES = frozenset({"mT", "rows", "columns"})
 MAX_SOURCE_BYTES = 64 << 10
 MAX_DEPTH = 100  # a sum of n terms is n deep
 MAX_ITERATIONS = 4096
@@ -30,7 +30,10 @@ _PLAIN = (
 )  # fmt: skip
 
 _BRANCH = "a kernel has no branches: choose per element with where(condition, a, b)"
-_LOGIC = "a traced value has no truth value: nest where(condition, a, b)"
+_LOGIC = (
+    "a traced value has no truth value: nest where(condition, a, b), or write a * b for and, maximum(a, b) "
+    "for or, 1 - a for not"
+)
 _LOOP = "loop with for over range(number) or a literal tuple"
 _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
     ast.If: ("if", _BRANCH),
@@ -172,7 +175,10 @@ class _Checker:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
                 pass
             case _:
-                self._refuse(f"an exponent is a literal of at most {MAX_EXPONENT}: write exp(log(t) * p)")
+                self._refuse(
+                    f"an exponent is a literal of at most {MAX_EXPONENT}: write exp(log(t) * p), and "
+                    "exp(0.6931471805599453 * t) for 2 ** t"
+                )
 
     def _module(self, node: ast.Module) -> None:
         for index, statement in enumerate(node.body):
@@ -205,14 +211,13 @@ class _Checker:
             self._refuse("the one import is: from primitives import ...")
         for alias in node.names:
             if alias.name not in self._allowed:
-                self._refuse(f"primitives has no {alias.name!r}; it has {self._vocabulary()}", "vocabulary")
+                self._refuse(
+                    f"primitives has no {alias.name!r}; it has {remedies.these(self._allowed)}", "vocabulary"
+                )
             if alias.asname is not None:
                 self._refuse(f"import {alias.name} under its own name, without as")
             self._identifier(alias.name)
             self._imported.add(alias.name)
-
-    def _vocabulary(self) -> str:
-        return ", ".join(sorted(self._allowed))
 
     def _function(self, node: ast.FunctionDef) -> None:
         if self._inside is not None:
@@ -351,8 +356,7 @@ class _Checker:
                 "print has nothing to show: a kernel computes nothing here. Remove it; "
                 "to see a value, return it as an output"
             )
-        hint = "import it from primitives" if node.id in self._allowed else f"there are {self._vocabulary()}"
-        self._refuse(f"nothing is named {node.id!r} here: {hint}")
+        self._refuse(f"nothing is named {node.id!r} here: {remedies.unknown(node.id, self._allowed)}")
 
     def _binding(self, name: str) -> None:
         self._identifier(name)
@@ -366,11 +370,8 @@ class _Checker:
             self._refuse(f"{name!r}: no name starts with _ or holds __ here")
 
     def _attribute(self, node: ast.Attribute) -> None:
-        if node.attr not in ATTRIBUTES or isinstance(node.ctx, ast.Store):
-            self._refuse(
-                f"there is no .{node.attr} here; values have {', '.join(sorted(ATTRIBUTES))}, "
-                "everything else is a function of primitives"
-            )
+        if node.attr not in remedies.ATTRIBUTES or isinstance(node.ctx, ast.Store):
+            self._refuse(remedies.no_attribute(node.attr, self._allowed))
         self._visit(node.value)
 
     def _call(self, node: ast.Call) -> None:
@@ -394,7 +395,7 @@ class _Checker:
             case int(value) if abs(value) > MAX_INTEGER:
                 self._refuse(f"an integer over {MAX_INTEGER:.0e}: write it as a float, such as 1e18")
             case float(value) if not math.isfinite(value):
-                self._refuse("a constant that is infinite in double precision: write a finite one")
+                self._refuse(f"a constant that is infinite in double precision: write {remedies.FINITE}")
             case int() | float():
                 pass
             case value:

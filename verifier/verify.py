@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives.compile import CROWDED, PROBES
-from primitives.ir import Program, ProgramError, Schedule
+from primitives.ir import Node, Program, ProgramError, Schedule
 from primitives.lower import lower
 from primitives.probes import fits
 from verifier import jail
@@ -49,7 +49,7 @@ def check(
         with gates.gate("trace") as figures:
             traced = _trace(spec, source, weak_jail, figures)
             program = _scheduled(traced.program, schedules)
-        _check_program(spec, program, gates)
+        _check_program(spec, program, gates, traced.lines)
         with gates.gate("compile") as figures:
             compile_gate(spec, program, PROBES, figures, lines=traced.lines)
     except Stop as stop:
@@ -123,9 +123,9 @@ def _scheduled(program: Program, schedules: Mapping[int, Schedule] | None) -> Pr
         raise Failed(error.code, error.message) from None
 
 
-def _check_program(spec: Spec, program: Program, gates: Gates) -> None:
+def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[int | None] = ()) -> None:
     with gates.gate("contract") as figures:
-        _contract(spec, program, figures)
+        _contract(spec, program, figures, lines)
     with gates.gate("interpret") as figures:
         _interpret(spec, program, figures)
 
@@ -141,8 +141,9 @@ def _unmeasured() -> str:
     return f"checked, not benchmarked: {why}"
 
 
-def _contract(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
+def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None]) -> None:
     """Names and shapes were checked with the types; here what the hardware demands of them."""
+    from primitives.cut import cut
     from primitives.launch import alignment_errors
     from primitives.tune import candidates
 
@@ -155,12 +156,32 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
     for case in spec.cases:
         errors = alignment_errors(program, case.sizes)
         if errors:
-            raise Failed("alignment", f"case {case.name}: {'; '.join(errors)}")
+            line = _first_line(_tensor_nodes(program, errors[0]), lines)
+            raise Failed("alignment", f"case {case.name}: {'; '.join(errors)}", line)
         for gemm in lowered.gemms:
             if not candidates(gemm, case.sizes):
-                wanted = gemm.wants(case.sizes)
-                raise Failed("heads", f"case {case.name}, step {gemm.step}: no tile holds {wanted}")
+                words = f"case {case.name}, step {gemm.step}: no tile holds {gemm.wants(case.sizes)}"
+                fitting = f"; heads of {', '.join(map(str, gemm.fitting()))} columns of the gemm fit"
+                step = cut(program).gemms[gemm.step]
+                line = _first_line((*step.statistics, *step.repeats), lines)
+                raise Failed("heads", words + (fitting if gemm.periods else ""), line)
     figures |= {"steps": len(lowered.gemms), "vector_kernels": len(lowered.vectors)}
+
+
+def _tensor_nodes(program: Program, words: str) -> list[int]:
+    """The node of the output that words begin with, or what reads the input."""
+    name = words.partition(":")[0]
+    if name in program.outputs:
+        return [program.outputs[name]]
+    return [
+        index
+        for index, node in enumerate(program.nodes)
+        if any(program.nodes[a] == Node("input", (), name) for a in node.args)
+    ]
+
+
+def _first_line(nodes: Iterable[int], lines: Sequence[int | None]) -> int | None:
+    return next((lines[n] for n in sorted(nodes) if n < len(lines) and lines[n] is not None), None)
 
 
 def _interpret(spec: Spec, program: Program, figures: dict[str, Any]) -> None:

@@ -149,13 +149,13 @@ NUMBERS = (
         "a size as a number",
         "To tell the cases apart by their sizes.",
         {"mean + eps": "mean + float(h.columns)"},
-        refused("python", "TypeError"),
+        refused("argument", "no Python number"),
     ),
     RMSNORM.cheat(
         "a branch on a size",
         "Another kernel for the sizes that are checked.",
         {"mean + eps": "mean + [eps, 0][h.columns > 1024]"},
-        refused("python", "TypeError"),
+        refused("argument", "no Python number"),
     ),
     RMSNORM.cheat(
         "a choice by size",

@@ -1,0 +1,124 @@
+"""What a refusal tells the author to write instead; where nothing in the kernel would do, what does.
+
+``tests/test_remedies.py`` has a program for each, and runs what is suggested. Standard library only: the jail
+imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+ATTRIBUTES = ("columns", "mT", "rows")  # of a traced value
+_METHODS = {
+    "sum": "row_sums(t), column_sums(t) or head_sums(t, width)",
+    "mean": "row_sums(t) / t.columns",
+    **dict.fromkeys(("max", "amax"), "row_max(t) or column_max(t)"),
+    "logsumexp": "row_logsumexp(t)",
+    **dict.fromkeys(("shape", "size"), "t.rows and t.columns"),
+    **dict.fromkeys(("T", "t", "transpose"), "t.mT"),
+    **dict.fromkeys(("pow", "square"), "t ** 2"),
+    **dict.fromkeys(("dtype", "to", "float", "bfloat16", "half"), "t as it is: registers compute in fp32"),
+}
+NO_OPERATOR = (
+    "is not in the vocabulary: gemm multiplies matrices, where(condition, a, b) chooses; of two comparisons "
+    "a * b is their and, maximum(a, b) their or, and 1 - a is a's not"
+)
+NO_NUMBER = (
+    "a traced value is no Python number, it has one an element: compute with it as it is; sizes are t.rows "
+    "and t.columns"
+)
+FINITE = "a finite one, such as -3.4e38 for what a mask leaves out"
+
+
+def these(vocabulary: Collection[str]) -> str:
+    """The whole vocabulary, and that there is no other."""
+    return f"{', '.join(sorted(vocabulary))}; what is not there has to be made of these"
+
+
+def unknown(name: str, vocabulary: Collection[str]) -> str:
+    """Words on a name that nothing has."""
+    return "import it from primitives" if name in vocabulary else f"there are {these(vocabulary)}"
+
+
+def no_attribute(name: str, vocabulary: Collection[str]) -> str:
+    """Words on ``t.name``."""
+    instead = _METHODS.get(name, f"{name}(t)" if name in vocabulary else None)
+    return (
+        f"there is no .{name} here; values have {', '.join(ATTRIBUTES)}, everything else is a function of "
+        f"primitives{f': write {instead}' if instead else ''}"
+    )
+
+
+class Use(NamedTuple):
+    """What a tile must leave its step for, in words, and what to do where no step can compute it: because
+    there is none that it belongs to, or because it needs a vector that is final only after it."""
+
+    said: str
+    homeless: str
+    pending: str
+
+
+_ELSEWHERE = (
+    "return the vector, and compute this in another kernel that takes it as an input and makes the tile "
+    "again, as exp(gemm(x, w.mT) - per_row(lse)); in one kernel the same gemm written twice is one value"
+)
+_RIDING = "to ride on a gemm t of its shape, add 0 * t; without one it is a PyTorch op's or another kernel's"
+
+OPERAND = Use(
+    "this operand of gemm",
+    "an operand is an input, an earlier gemm's tile, or a transpose of these: compute this in a PyTorch op "
+    "before the kernel, and let the spec take its result; a row scale alone can come after, as "
+    "gemm(x, w) * per_row(scale)",
+    "a row scale commutes with the next matmul, so write gemm(t, w) * per_row(scale) instead of "
+    f"gemm(t * per_row(scale), w). For what does not commute, {_ELSEWHERE}",
+)
+
+
+def output(name: str) -> Use:
+    """A tile that is returned."""
+    later = "a later gemm's tile can meet the vector, as gemm(t, w) * per_row(scale). Otherwise "
+    return Use(f"output {name!r}", _RIDING, f"{later}{_ELSEWHERE}")
+
+
+def reduced(op: str) -> Use:
+    """A tile that a reduction takes."""
+    sums = (
+        "a row scale comes out of a row sum, as row_sums(t) * scale. Otherwise " if op == "row_sums" else ""
+    )
+    return Use(f"the argument of {op}", _RIDING, f"{sums}{_ELSEWHERE}")
+
+
+SELECT = "write row_sums(where(column_index(t) == per_row(index), t, 0)), which takes any width"
+NARROW_HEADS = "of a tile half as wide write head_sums(join(t, 0 * t), 2 * W) for heads of W columns"
+WIDE_HEADS = (
+    "of one twice as wide take even, odd = pairs(t) and write head_sums(even + odd, W) for heads of 2 * W "
+    "columns"
+)
+ROWS = "nothing moves values from row to row: that is a PyTorch op's, before or after the kernel"
+WIDTH = (
+    "a thread holds two adjacent columns, so there is no quarter and no fourfold, not even in between. It "
+    "takes another spec: the weight as two inputs, for a gemm each, or an input or output as two of half its "
+    "width"
+)
+WIDE_REPEAT = (
+    "meets a tile wider than its gemm, whose columns no thread counts within a head. It takes another spec: "
+    "a vector with an entry a column, which per_column(v) spreads, or one for even and one for odd columns, "
+    "as join(a * per_head(v), b * per_head(u))"
+)
+TWO_WIDTHS = "meets tiles of two widths: the second time write per_head(1 * v), which is another value"
+REPEATED = (
+    ". per_head of an input [M, W] repeats its W columns for each head. One value a head, [M, H], spreads "
+    "over heads only where this kernel's head_sums made it; to spread an input so is a PyTorch op's"
+)
+
+SWEEP: Mapping[str, str] = {  # by what a head statistic reads that its sweep cannot
+    "loaded": "no kernel has statistics of loaded heads. Take them, and do what they are for, in a PyTorch "
+    "op before or after the kernel",
+    "statistic": "make it of the accumulator's own sums, as a variance of head_sums(t * t, W) / W and "
+    "head_sums(t, W) / W",
+    "column_index": "let the spec have a vector with an entry a column, which per_column(v) spreads",
+    "per_head": "let the spec have a vector with an entry a column, which per_column(v) spreads, or the "
+    "weight have the factor",
+    "width": "let the spec have a vector as long as the gemm is wide, or the weight have the factor",
+}
