@@ -1,6 +1,6 @@
 """Random programs: traced or refused, the same after JSON, right against fp64, lowered to what runs alike.
 
-Some are compiled for sm_90a: CODA_AGENT_PROPERTY_COMPILES says how many (3).
+Three are compiled for sm_90a, with --thorough a hundred: every step, as the compile gate does it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import copy
 import json
-import os
 from functools import cache
 from random import Random
 from typing import Any
@@ -19,7 +18,7 @@ from eager import truth
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from kernels import CHAIN, Tensors, run_lowered, signature, source, tensor
-from programs import Made, make, random_program, random_schedule
+from programs import Made, make, random_program
 
 import primitives
 from primitives.compile import report
@@ -162,17 +161,22 @@ def test_every_operation_occurs() -> None:
     assert len(programs) > 120  # else the generator has learnt to be refused
 
 
-@pytest.mark.parametrize("nth", range(int(os.environ.get("CODA_AGENT_PROPERTY_COMPILES", "3"))))
-def test_random_programs_compile(nth: int) -> None:
-    seed = varied(int(os.environ.get("CODA_AGENT_PROPERTY_COMPILES", "3")))[nth]
-    made, random = random_program(seed), Random(seed)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "nth" in metafunc.fixturenames:
+        count = 100 if metafunc.config.getoption("--thorough") else 3
+        metafunc.parametrize(("nth", "count"), [(nth, count) for nth in range(count)])
+
+
+def test_random_programs_compile(nth: int, count: int) -> None:
+    seed = varied(count)[nth]
+    made = random_program(seed)
     program = made.trace()
-    sizes = made.sizes(program, random, large=True)
-    schedules = {random_schedule(random, g, sizes) for g in lower(program).gemms[:1]}
-    compiled = report(program, sizes, schedules)
+    lowered = lower(program)
+    compiled = report(program, made.sizes(program, Random(seed), large=True))  # on the gate's own schedules
     steps = [r for r in compiled if r.schedule]
-    assert steps and all(r.hgmma for r in steps)
-    assert len(compiled) == len(steps) + len(lower(program).vectors)
+    assert {r.kernel for r in steps} == {g.name for g in lowered.gemms}
+    assert all(r.hgmma for r in steps)
+    assert [r.kernel for r in compiled if not r.schedule] == [v.name for v in lowered.vectors]
 
 
 INPUTS = {
