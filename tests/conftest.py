@@ -78,7 +78,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="compile all of the corpora, 100 random programs")
+    words = "compile all of the corpora, 100 random programs"
+    parser.addoption("--thorough", action="store_true", help=words)
 
 
 @pytest.fixture
