@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from primitives.launch import Plan
 
-FORMAT = 1  # of the file that keeps a tuning, and of the way it is found
+FORMAT = 2  # of the file that keeps a tuning, and of the way it is found
 ROUNDS = 9
 FINALISTS = 3
 FINAL = 6

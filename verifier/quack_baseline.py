@@ -23,7 +23,7 @@ from primitives import workers
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import SWIZZLES
-from primitives.tune import STARTING, leaders, race_calls, refusals, search
+from primitives.tune import FORMAT, STARTING, leaders, race_calls, refusals, search
 from verifier.baselines import products
 from verifier.quack_epilogue import QuackEpilogue, Tensors
 from verifier.quack_library import LIBRARY, quack_library
@@ -175,7 +175,7 @@ def _kept(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[Quack
     what: list[Any] = [spec.hash, dict(sorted(sizes.items()))]
     if arm == MATMUL:  # of specs with the same products it is the same
         what = [_geometry(t) for stage in stages for t in (stage.a, stage.b, stage.outs["D"])]
-    key = json.dumps([*what, arm, epilogues, *where])
+    key = json.dumps([FORMAT, *what, arm, epilogues, *where])
     return cache_dir() / "tuning" / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
