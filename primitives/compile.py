@@ -32,7 +32,7 @@ from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
 from primitives.probes import PROBES as PROBES  # whoever compiles wants them
-from primitives.probes import crowded, probes
+from primitives.probes import candidates, crowded, probes
 from primitives.refusal import refusal
 
 HOPPER = (9, 0)
@@ -313,8 +313,6 @@ def _tried(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
     """The schedules that each step is compiled on; none where no tile holds its heads."""
-    from primitives.tune import candidates
-
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)

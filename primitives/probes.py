@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from math import gcd
+from math import gcd, prod
 from typing import Literal
 
 from primitives.cut import cut
-from primitives.ir import Program, Schedule
+from primitives.ir import CLUSTERS, TILES, Program, Schedule
 from primitives.lowered import SUM_GRAIN, Argument, GemmKernel
 from primitives.resources import StepResources
 
 # One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
+
+# Where tuning starts: every tile on clusters of two, at the usual rasterisation.
+STARTING = tuple(
+    Schedule(*tile, *cluster) for tile in sorted(TILES) for cluster in CLUSTERS if prod(cluster) == 2
+)
 
 BLOCK_BYTES = 227 << 10  # what a block may have of an SM's shared memory
 MAINLOOP_BYTES = 1024  # for its barriers
@@ -36,14 +41,18 @@ def probes(
 ) -> list[Schedule]:
     """Those of the ``given`` schedules that a step of the program fits; where it fits none of them, the first
     of tuning's that it does; empty where there is none. ``sizes`` has the static dims."""
-    from primitives.tune import candidates
-
     resources = _resources(program, kernel)
     for tried in (given, candidates(kernel, sizes)):
         fitting = [s for s in tried if kernel.admits(s, sizes) and _stages(resources, s, sizes) >= FEWEST]
         if fitting:
             return fitting if tried is given else fitting[:1]
     return []
+
+
+def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
+    """Where tuning starts: tiles that the step admits at these static sizes, on clusters of two."""
+    deep = [schedule._replace(deep=True) for schedule in STARTING if schedule.pingpong]
+    return [schedule for schedule in (*STARTING, *deep) if kernel.admits(schedule, sizes)]
 
 
 def choices(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import random
 import statistics
@@ -32,9 +31,9 @@ from primitives.compile import (
     deepest_stack,
 )
 from primitives.files import write_atomic
-from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule
+from primitives.ir import SWIZZLES, Program, Schedule
 from primitives.lower import GemmKernel, Lowered, lower
-from primitives.probes import probes
+from primitives.probes import candidates, probes
 
 if TYPE_CHECKING:
     import torch
@@ -54,11 +53,6 @@ LAST_WARM_UP = 2.0  # before the last one: as before scoring, at the power limit
 
 HEAD_START = 1_000_000  # cycles of idling before a short call, so that its launch is not timed
 SHORT = 0.2  # milliseconds: what takes longer is enqueued while the one before runs, and runs back to back
-
-# Every tile on clusters of two, at the usual rasterisation.
-STARTING = tuple(
-    Schedule(*tile, *cluster) for tile in sorted(TILES) for cluster in CLUSTERS if math.prod(cluster) == 2
-)
 
 Known = Mapping[int, Sequence[Schedule]]
 
@@ -81,12 +75,6 @@ class Tiled(Protocol):
 Choice = TypeVar("Choice")
 Tile = TypeVar("Tile", bound=Tiled)
 Race = Callable[[list[Tile], int], list[tuple[Tile, float]]]
-
-
-def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """First stage: tiles that the step admits at these static sizes, on clusters of two."""
-    deep = [schedule._replace(deep=True) for schedule in STARTING if schedule.pingpong]
-    return [schedule for schedule in (*STARTING, *deep) if kernel.admits(schedule, sizes)]
 
 
 def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:

@@ -15,6 +15,7 @@ from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program, Schedule
 from primitives.launch import Kernel, LaunchError, Plan, alignment_errors
 from primitives.lower import lower
+from primitives.probes import candidates
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 
@@ -264,7 +265,7 @@ def test_heads_that_fit_no_tile_are_named_before_anything_is_compiled(calls, mon
     with pytest.raises(LaunchError, match=rf"step 0: a tile of 128 columns does not hold {said}"):
         Plan(program, sizes, {0: Schedule()}, "cpu")
     (kernel,) = lower(program).gemms
-    assert tune.candidates(kernel, sizes) == []
+    assert candidates(kernel, sizes) == []
     monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "none")
     with pytest.raises(LaunchError, match=f"step 0: no tile holds {said}"):
         tune.tuned(program, {}, sizes)

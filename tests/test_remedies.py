@@ -15,8 +15,8 @@ from spec_files import write_changed
 from primitives.interpret import interpret
 from primitives.ir import ProgramError, Signature, TensorType
 from primitives.lower import lower
+from primitives.probes import candidates
 from primitives.trace import trace_source
-from primitives.tune import candidates
 from verifier.report import Rejected
 from verifier.spec import load
 from verifier.verify import check

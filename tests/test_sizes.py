@@ -7,7 +7,7 @@ from authoring import KERNELS, SHIPPED, SPECS, program_of
 
 from primitives.launch import alignment_errors
 from primitives.lower import lower
-from primitives.tune import candidates
+from primitives.probes import candidates
 from verifier.sizes import LARGEST, LARGEST_ON_CPU, hidden, row_dims, small_sizes
 from verifier.spec import OutputSpec, Spec, TensorSpec, load
 

@@ -11,6 +11,7 @@ import pytest
 from primitives import tune
 from primitives.ir import Schedule
 from primitives.lower import GemmKernel, lower
+from primitives.probes import candidates
 
 SIZES = {"M": 16384, "D": 2048, "F": 5632}
 
@@ -36,7 +37,7 @@ class Course:
 
 def found(kernel: GemmKernel, race: Course) -> Schedule:
     """What the search ends at."""
-    ranked = tune.search(tune.candidates(kernel, SIZES), partial(tune.refinements, kernel=kernel), race)
+    ranked = tune.search(candidates(kernel, SIZES), partial(tune.refinements, kernel=kernel), race)
     return ranked[0][0]
 
 
@@ -67,7 +68,7 @@ def test_the_very_best_is_tried_on_a_cluster_of_four(kernel: GemmKernel) -> None
 
 
 def test_deep_mainloops_are_raced_where_warp_groups_take_turns(kernel: GemmKernel) -> None:
-    first = tune.candidates(kernel, SIZES)
+    first = candidates(kernel, SIZES)
     assert {s.pingpong for s in first if s.deep} == {True}
     assert {s._replace(deep=True) for s in first if s.pingpong} <= set(first)
     assert {(s.cluster_m, s.cluster_n) for s in first} == {(1, 2), (2, 1)}
@@ -85,12 +86,12 @@ def test_known_schedules_of_one_tile_race_with_the_best_of_others(kernel: GemmKe
     wide = Schedule(128, 256, False, 2, 1)
     known = [Schedule(128, 128, True, 1, 2, swizzle) for swizzle in (2, 4, 8)]
     race = Course(lambda s: 0.9 if s == wide else 1.0 if s in known else 1.2)
-    ranked = tune.search_again(known, tune.candidates(kernel, SIZES), race)
+    ranked = tune.search_again(known, candidates(kernel, SIZES), race)
     assert ranked[0][0] == wide and set(known) < set(race.fields[-1])
 
 
 def test_known_schedules_of_several_tiles_race_by_themselves(kernel: GemmKernel) -> None:
     known = [Schedule(128, 128, True, 1, 2), Schedule(192, 128, True, 1, 2), Schedule(128, 256, False, 2, 1)]
     race = Course(lambda s: s.tile_n)
-    tune.search_again(known, tune.candidates(kernel, SIZES), race)
+    tune.search_again(known, candidates(kernel, SIZES), race)
     assert race.fields == [known]

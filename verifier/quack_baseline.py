@@ -23,7 +23,8 @@ from primitives import workers
 from primitives.compile import cache_dir
 from primitives.files import write_atomic
 from primitives.ir import SWIZZLES
-from primitives.tune import FORMAT, STARTING, leaders, race_calls, refusals, search
+from primitives.probes import STARTING
+from primitives.tune import FORMAT, leaders, race_calls, refusals, search
 from verifier.baselines import products
 from verifier.quack_epilogue import QuackEpilogue, Tensors
 from verifier.quack_library import LIBRARY, quack_library

@@ -145,7 +145,7 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
     """Names and shapes were checked with the types; here what the hardware demands of them."""
     from primitives.cut import cut
     from primitives.launch import alignment_errors
-    from primitives.tune import candidates
+    from primitives.probes import candidates
 
     try:
         lowered = lower(program)
