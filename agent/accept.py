@@ -99,9 +99,11 @@ def recorded(journal: Record) -> str:
 
 
 def export(run: str, path: Path) -> Path:
-    """Write a run as it stands, whatever came of it and whoever has it open, to ``path``, as ``recorded``.
-    Raises JournalError and OSError."""
-    write_atomic(path, recorded(Snapshot(folder(run) / JOURNAL)))
+    """Write all events of a run as it stands, whatever came of it and whoever has it open, to ``path``; its
+    header too, but for where files lie on this machine. Raises JournalError and OSError."""
+    journal = Snapshot(folder(run) / JOURNAL)
+    header = {key: value for key, value in journal.header.items() if key != "directory"}
+    write_atomic(path, journal.export(header))
     return path
 
 

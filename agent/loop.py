@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from agent import improve, prompt, tools
@@ -218,33 +219,45 @@ class Loop:
         }
         return made | {"raw": source} if self.work.raw else made
 
+    @contextmanager
+    def _gpu(self) -> Iterator[None]:
+        """Held while a GPU measures for this user: two measurements at once would time each other. Raises
+        OutOfBudget where the time is up before it is free."""
+        from primitives.compile import cache_dir
+
+        self.ledger.afford_gpu()
+        lock = FileLock(cache_dir() / "gpu.lock")
+        deadline = self.ledger.deadline
+        try:
+            lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
+        except Timeout:
+            self.ledger.timely()
+            raise
+        try:
+            yield
+        finally:
+            lock.release()
+
     def _measured(self, number: int, program: Program, raw: str, kept: Outcome | None) -> Measurement | None:
         before = measurement({e.key: e.payload for e in self.journal.events()}, number)
         if before is not None or self.measure is None:
             return before
+        rival = as_kept(kept) if kept else self.work.rival()
         try:
-            self.ledger.afford_gpu()
+            with self._gpu():
+                self.ledger.afford_gpu()
+                pieces = Pieces.of(self.journal, number)
+                found = self.measure(self.spec, program, pieces, rival, raw)
+                payload = found.model_dump(mode="json") | pieces.charge()
         except OutOfBudget as ended:  # the kernel is checked, and can be measured elsewhere
             self.listener.text(f"not measured: {ended}\n")
             self._stopped(f"not measured: {ended}")
             return None
-        rival = as_kept(kept) if kept else self.work.rival()
-        with _gpu():
-            pieces = Pieces.of(self.journal, number)
-            found = self.measure(self.spec, program, pieces, rival, raw)
-            payload = found.model_dump(mode="json") | pieces.charge()
         if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
             self.journal.once(pieces.void, "void", lambda: payload)
         else:
             self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
         return found
-
-
-def _gpu() -> FileLock:
-    """Held while a GPU measures for this user: two measurements at once would time each other."""
-    from primitives.compile import cache_dir
-
-    return FileLock(cache_dir() / "gpu.lock")
 
 
 def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:

@@ -295,6 +295,32 @@ def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
         assert spent(run.journal.events()).gpu_seconds == 12.5
 
 
+def test_a_gpu_that_is_not_free_in_time_is_not_waited_for(
+    begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waited until its time was up begins no measurement; the kernel is checked."""
+    run, measurements = begin(), list[Program]()
+
+    def measure(spec: Spec, program: Program, *_: object) -> Measured:
+        measurements.append(program)
+        return measured(spec, program)
+
+    with run.journal:
+        going = loop(run, Scripted([GOOD]), measure=measure, limits=Limits(seconds=3600.0))
+        real = going._check
+
+        def judged(*given: Any) -> dict[str, Any]:
+            found = real(*given)
+            going.ledger.began -= 3600.0 - 0.3  # its time is nearly up when the GPU is asked for
+            return found
+
+        monkeypatch.setattr(going, "_check", judged)
+        with FileLock(cache_dir() / "gpu.lock", thread_local=False):
+            outcome = going.run()
+        assert isinstance(outcome.report, Checked) and not measurements
+        assert "not measured: " in run.journal.events()[-1].payload["reason"]
+
+
 def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Run]) -> None:
     run = begin()
     measurements: list[Program] = []

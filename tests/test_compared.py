@@ -162,6 +162,8 @@ def test_what_was_not_measured_or_overlaps_is_undecided(toy: Path, tmp_path: Pat
     (tmp_path / "other").mkdir()
     other = accepted_run(write_toy(tmp_path / "other", "accept: {speedup: 1.1}", "accept: {speedup: 1.2}"))
     assert "undecided: they are of different specs" in paid(one, other)
+    assert "budgets differ" not in paid(one, close)
+    assert "Their budgets differ" in paid(one, make_run(toy, limits={"tokens": 9}))
 
 
 def test_a_change_that_was_not_kept_says_by_how_much(toy: Path) -> None:

@@ -103,11 +103,11 @@ def test_a_run_that_failed_is_exported_even_while_it_goes_on(runs_home: Path, tm
     with run.journal:
         work = session.work_of(run)
         outcome = Loop(run.journal, run.spec, work, Scripted([fenced(BROKEN)]), Notes(), attempts=1).run()
-        run.journal.once("piece/1.0/x", "piece", dict)  # of this machine's
+        run.journal.once("stopped/1", "stopped", lambda: {"reason": "of 1 dollars are used up"})
         done = CliRunner().invoke(app, ["report", run.name, "--jsonl", str(out)])
         assert done.exit_code == OK and done.output == f"{out}\n"
         header, events = read_export(out)
-        assert events == run.journal.events()[:-1]
+        assert events == run.journal.events() and events[-1].kind == "stopped"
     assert header == {key: value for key, value in run.journal.header.items() if key != "directory"}
     (judged,) = [event.payload for event in events if event.kind == "report"]
     assert REPORT.validate_python(judged["report"]) == outcome.report and judged["source"] == BROKEN

@@ -199,7 +199,10 @@ def paid(runs: Sequence[Account]) -> str:
     else:
         best = _winner(runs)
     every = [(run.past.run, round) for run in runs for round in rounds(run)]
-    return " ".join([best, _repairs(every), _improvements(every)])
+    uneven = (
+        ["Their budgets differ, which may be why."] if len({page.budget(r.header) for r in runs}) > 1 else []
+    )
+    return " ".join([best, *uneven, _repairs(every), _improvements(every)])
 
 
 def _winner(runs: Sequence[Account]) -> str:
