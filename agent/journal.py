@@ -13,6 +13,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -60,14 +61,14 @@ class Event:
     time: str
 
 
-class Record:
+class Record(ABC):
     """A run's header and events, to be read."""
 
     header: dict[str, Any]
 
+    @abstractmethod
     def events(self) -> list[Event]:
         """All committed events, in the order of their commits."""
-        raise NotImplementedError
 
     def export(self, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()) -> str:
         """The run as JSON lines, its header (or the one given) first, without events of some kinds."""

@@ -99,7 +99,7 @@ def author(
         run.journal,
         run.spec,
         work,
-        make_provider(header, run.spec.name, run.directory, raw=_raw(header)),
+        provider_of(run, header),
         watch,
         header["attempts"],
         measure and work.measuring(measure, watch.gate),
@@ -126,9 +126,9 @@ def work_of(run: Run) -> Work:
     return Authoring(run.spec, run.text, tips_of(header), header.get("weak_jail", False))
 
 
-def provider_of(run: Run) -> Provider:
-    """The provider that the run's header names. Raises ProviderError."""
-    header = run.journal.header
+def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
+    """The provider that the run's header names, or the one given in its place. Raises ProviderError."""
+    header = header or run.journal.header
     return make_provider(header, run.spec.name, run.directory, raw=_raw(header))
 
 

@@ -215,13 +215,11 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
 
 
 def compiled(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-    """Whether a step at one schedule and all vectors were compiled before, by any process of this cache: then
-    no worker need be started for them, which takes longer than loading what is there."""
+    """Whether a program's step at one schedule and all vectors were compiled before, by any process of this
+    cache: then no worker need be started for them, which takes longer than loading what is there. Never of an
+    edited text: a worker looks at its object's stack, compiled before or not."""
     if lowered.raw:
-        from primitives import raw
-
-        wanted = [raw.Wanted(lowered, vector, None, sizes) for vector in lowered.vectors]
-        return all(w.path().exists() for w in (*wanted, raw.Wanted(lowered, kernel, schedule, sizes)))
+        return False
     from quack.cache import jit
     from quack.gemm_runtime.host import _compile_gemm_epi
 

@@ -377,18 +377,18 @@ class Plan:
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
         """One GEMM and the vectors that are final after it, on what ``run`` left for it."""
-        slots = self._fill(inputs, outputs)
-        for (_, number), launch in self._launches:
-            if number == step:
-                launch(slots)
+        self.run_parts((("gemm", step), ("vector", step)), inputs, outputs)
 
-    def run_part(
-        self, wanted: Part, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    def run_parts(
+        self,
+        wanted: Sequence[Part],
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
     ) -> None:
-        """One of ``parts``, on what ``run`` left for it."""
+        """Some of ``parts``, in their order, on what ``run`` left for them."""
         slots = self._fill(inputs, outputs)
         for part, launch in self._launches:
-            if part == wanted:
+            if part in wanted:
                 launch(slots)
 
     def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:

@@ -63,8 +63,8 @@ def test_parts_run_by_themselves(calls):
     plan.run(inputs, outputs)
     (gemm, gemm_given), (finish, finish_given) = calls
     calls.clear()
-    plan.run_part(("vector", 0), inputs, outputs)
-    plan.run_part(("gemm", 0), inputs, outputs)
+    plan.run_parts([("vector", 0)], inputs, outputs)
+    plan.run_parts([("gemm", 0)], inputs, outputs)
     assert [name for name, _ in calls] == [finish, gemm]
     assert all(one is other for one, other in zip(calls[0][1][:-1], finish_given[:-1], strict=True))
 

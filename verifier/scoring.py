@@ -111,12 +111,10 @@ def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
     if len(parts) == 1:
         return {}
     pairs = list(zip(sets.inputs, sets.outputs, strict=True))
-    arms = [
-        timing.Arm(
-            f"{kind} of step {step}", rotating([partial(sets.plan.run_part, (kind, step), *p) for p in pairs])
-        )
-        for kind, step in parts
-    ]
+    arms = []
+    for kind, step in parts:
+        calls = [partial(sets.plan.run_parts, [(kind, step)], *pair) for pair in pairs]
+        arms.append(timing.Arm(f"{kind} of step {step}", rotating(calls)))
     samples = timing.measure(arms, rounds=PART_ROUNDS, warmup_seconds=0.1, cold=cold)
     return {name: round(s.median * 1e3, 6) for name, s in samples.items()}
 
