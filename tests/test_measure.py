@@ -85,6 +85,7 @@ class Workers:
             "input_sets": 2,
             "conditions": {"gpu": "NVIDIA H100", "driver": "1", "sm_mhz": [1, 2, 3]},
             "seeds": {"benchmark/0": len(self.asked)},
+            "seconds": {"inputs": 1.0, "rivals": 2.0, "race": 4.0},
         }
 
     def tasks(self, name: str) -> list[tuple[int, str]]:
@@ -173,6 +174,8 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     }
     assert found.conditions["gpu"] == "NVIDIA H100" and len(found.controls) == 3
     assert found.protocol == PROTOCOL
+    told = {name: seconds for name, seconds in found.seconds.items() if name.startswith("score: ")}
+    assert told == {"score: inputs": 6, "score: rivals": 12, "score: race": 24}
     assert found.conditions["during"]["score/2/wide"] == {"sm_mhz": [1, 2, 3]}
     assert found.seeds["score/1/large/controlled.0/benchmark/0"] and found.seeds["tune/wide/tuning"] == 1
 

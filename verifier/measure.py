@@ -157,7 +157,7 @@ class _Session:
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
     scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, a piece a process
     controls: list[dict[str, Any]] = field(default_factory=list)  # of every process that was tried
-    seconds: dict[str, float] = field(default_factory=dict)  # by stage, of pieces that were not kept before
+    seconds: dict[str, float] = field(default_factory=dict)  # of new pieces, by stage and "stage: part"
 
     def run(self) -> Measured:
         gates, start = self.gates, time.monotonic()
@@ -204,12 +204,16 @@ class _Session:
         def asked() -> dict[str, Any]:
             start = time.monotonic()
             try:
-                return ask(self._worker(process))
+                made = ask(self._worker(process))
             except Lost:
                 self._expect_clean_gpu()
                 raise
             finally:
-                self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
+                self._spent(stage, time.monotonic() - start)
+            if stage == "score":
+                for part, seconds in made["seconds"].items():
+                    self._spent(f"{stage}: {part}", seconds)
+            return made
 
         return self._kept(name, asked, f"{name} {self._asked()}" if stage == "score" else name)
 
@@ -376,8 +380,12 @@ class _Session:
     def _stages(self) -> dict[str, float]:
         return {stage: round(seconds, 1) for stage, seconds in self.seconds.items()}
 
+    def _spent(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
     def _share(self, stage: str) -> float:
-        return round(self.seconds.get(stage, 0.0) / max(sum(self.seconds.values()), 1e-9), 3)
+        whole = sum(seconds for name, seconds in self.seconds.items() if ":" not in name)
+        return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
 
     def _job(self, case: Case) -> Job:
         """A measured case as it was tuned; where the oracle is fast, on every family of inputs."""

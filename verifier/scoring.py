@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -56,15 +57,19 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
     """Milliseconds of every arm in every round at one case, with all that makes them believable."""
     job, race = given
     report("benchmark", f"case {job.case}")
+    begun = time.monotonic()
     (plan,) = job.plans()
     sets = _Sets.drawn(job, plan)
+    drawn = time.monotonic()
     arms = [sets.candidate(CANDIDATE)]
     arms += [*(_rival(name, job, sets) for name in race.arms), _graphed(sets)]
     if race.kept is not None:
         arms.append(_kept(race.kept, sets))
     if race.controlled:
         arms += _controls(sets)
+    prepared = time.monotonic()
     samples, conditions = timed(arms, race.rounds, cold=race.cold)
+    raced = time.monotonic()
     sets.compare()
     host = {a.name: timing.host_time(a.call, HOST_CALLS) for a in arms if a.name in (CANDIDATE, CUBLAS)}
     parts = _parts(sets, race.cold)
@@ -78,6 +83,7 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
         "input_sets": len(sets.inputs),
         "conditions": conditions,
         "seeds": {f"benchmark/{i}": seed for i, seed in enumerate(sets.seeds)},
+        "seconds": {"inputs": drawn - begun, "rivals": prepared - drawn, "race": raced - prepared},
     }
 
 
