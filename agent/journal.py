@@ -2,7 +2,8 @@
 
 A run is a sequence of keyed steps. `Journal.once` returns what a key recorded, or produces it and commits it
 to disk before it returns: after a crash, a kill or a power cut the run starts again from the top and is soon
-where it was, without asking (and paying) for an answer twice. Only a step that was under way is repeated.
+where it was, without asking (and paying) for an answer twice. Only a step that was under way is repeated: not
+even a disk that fills up meanwhile loses what was produced, for room is taken before (``agent.room``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from agent.room import BYTES, Room
 from primitives.files import sync_directory
 
 __all__ = ["Event", "Journal", "JournalError", "Record", "Snapshot", "glance", "held", "read_export"]
@@ -94,6 +96,8 @@ class Journal(Record):
         self.path = path
         self._lock = lock
         self._db = connection
+        self._room = Room(path.with_name(path.name + "-room"))
+        self._keeps = True  # perhaps: the room holds an event that the journal had none for
         self.header = self._load(self._rows("SELECT json FROM header")[0][0])
 
     @classmethod
@@ -108,7 +112,8 @@ class Journal(Record):
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """An existing journal. Raises JournalError if it is missing, damaged, in use or of another schema."""
+        """An existing journal, with what it once had no room for. Raises JournalError if it is missing,
+        damaged, in use or of another schema, or has no room still."""
         if not path.is_file():
             raise JournalError(f"{path}: there is no journal; check the run's name, or start a new run")
         with ExitStack() as undo:
@@ -127,6 +132,7 @@ class Journal(Record):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
         journal = cls(path, lock, connection)
+        journal._take_in()
         undo.pop_all()
         return journal
 
@@ -134,25 +140,62 @@ class Journal(Record):
         """What `key` recorded, or what `produce` returns now, committed to disk before this returns.
 
         The payload is a JSON object and comes back as JSON made it (tuples are lists), the first time too.
-        If `produce` raises, nothing is recorded. Raises JournalError when the disk is full (nothing of the
-        event is written then), and ValueError when `key` was recorded as another kind.
+        If `produce` raises, nothing is recorded. Raises ValueError when `key` was recorded as another kind,
+        and JournalError when the disk is full: before `produce`, or after it with the event kept in the room
+        that was taken for it, which the journal takes in when it is opened again.
         """
+        self._take_in()
         rows = self._rows("SELECT kind, payload FROM events WHERE key = ?", key)
         if not rows:
+            self._take_room()
             text = json.dumps(produce())
-            statement = "INSERT INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)"
-            self._rows(statement, key, kind, text, _now())
+            self._commit(key, kind, text, _now())
             return self._load(text)
         recorded, text = rows[0]
         if recorded != kind:
             raise ValueError(f"step {key!r} is recorded as {recorded!r}, not as {kind!r}")
         return self._load(text)
 
+    def _take_room(self) -> None:
+        try:
+            self._room.take()
+        except OSError as error:
+            remedy = f"free {BYTES >> 20} MB on that disk and resume; nothing was asked for, and none is lost"
+            raise JournalError(f"{self._room.path}: {error.strerror}; {remedy}") from None
+
+    def _commit(self, *event: str) -> None:
+        """Put an event into the journal, or else into its room: a JournalError that says so."""
+        try:
+            self._rows("INSERT INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)", *event)
+        except JournalError as full:
+            self._keeps = True
+            try:
+                self._room.keep(json.dumps(event))
+            except OSError as error:
+                raise JournalError(
+                    f"{full}; {event[0]} is lost: {self._room.path}: {error.strerror}"
+                ) from None
+            kept = f"{event[0]} is kept in {self._room.path.name}, and will not be asked for again"
+            raise JournalError(f"{full}; {kept}") from None
+
+    def _take_in(self) -> None:
+        """Put the event that the room keeps, if any, into the journal. Raises JournalError."""
+        if not self._keeps:
+            return
+        kept = self._room.kept()
+        if kept is not None:
+            statement = "INSERT OR IGNORE INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)"
+            self._rows(statement, *json.loads(kept))
+            self._room.give_back()
+        self._keeps = False
+
     def events(self) -> list[Event]:
         return [_event(self.path, row) for row in self._rows(_EVENTS, 0)]
 
     def close(self) -> None:
         """Give the journal free for others. Harmless when it is closed already."""
+        if self._lock.is_locked and not self._keeps:
+            self._room.give_back()
         self._db.close()
         self._lock.release()
 
