@@ -6,20 +6,18 @@ Candidate source does not travel: the measuring machine only ever sees programs.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent import accept, runs
 from agent.loop import last_verified, measurement, stands_at
+from agent.pieces import Pieces
 from agent.session import work_of
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError
@@ -203,32 +201,10 @@ def _partial(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-@dataclass
-class _Pieces:
-    """Finished pieces of one entry's measurement, each written whole."""
-
-    directory: Path
-
-    @classmethod
-    def of(cls, out: Path, entry: Entry, options: Options) -> _Pieces:
-        """Those of this kernel, this spec's sizes and these options: of no other measurement."""
-        rival = entry.kept.model_dump_json() if entry.kept else ""
-        what = json.dumps([entry.identity.lowered_hash, entry.identity.spec_hash, asdict(options), rival])
-        name = f"{entry.identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
-        return cls(_partial(out) / name)
-
-    def load(self, piece: str) -> dict[str, Any] | None:
-        try:
-            found = json.loads(self._path(piece).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return found if isinstance(found, dict) else None
-
-    def save(self, piece: str, found: dict[str, Any]) -> None:
-        write_atomic(self._path(piece), json.dumps(found))
-
-    def _path(self, piece: str) -> Path:
-        return self.directory / f"{quote(piece, safe='')}.json"  # a case may be named 8/16
+def _pieces(out: Path, entry: Entry, options: Options) -> Pieces:
+    """Where one entry's measurement is kept until ``out`` is whole."""
+    rival = entry.kept.model_dump_json() if entry.kept else ""
+    return Pieces.of(_partial(out), entry.identity, options, rival)
 
 
 def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str], Progress]) -> Results:
@@ -247,7 +223,7 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
             program,
             options,
             progress=progress(entry.run),
-            keep=_Pieces.of(out, entry, options),
+            keep=_pieces(out, entry, options),
             known=_schedules(path, entry),
             kept=_rival(path, entry, spec),
             raw=entry.raw,

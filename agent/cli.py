@@ -169,23 +169,32 @@ def verify(
     gpu: Gpu = None,
     spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
     weak_jail: WeakJail = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure anew, whatever is left of one that was cut off.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run every gate on a kernel file that this machine can run."""
+    """Run every gate on a kernel file that this machine can run; a measurement that was cut off goes on."""
     from agent import live
+    from agent.pieces import resumed
     from verifier.spec import load
     from verifier.verify import verify as run_gates
 
     loaded = load(spec or session.spec_of(kernel))
     source = session.source(kernel)
-    with live.Watch(session.console(as_json)) as watch:
+    options = measuring.options()
+    with (
+        live.Watch(session.console(as_json)) as watch,
+        resumed(options, again, watch.console.print) as keep,
+    ):
         report, _ = run_gates(
             loaded,
             source,
             gpu=session.use_gpu(gpu),
             weak_jail=weak_jail,
             progress=watch.gate,
-            options=measuring.options(),
+            options=options,
+            keep=keep,
         )
     _finish(report, as_json)
 

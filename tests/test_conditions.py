@@ -65,7 +65,7 @@ class FakeNvml(ModuleType):
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     made = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", made)
-    monkeypatch.setattr(conditions, "_uuid", lambda: "1-2")
+    monkeypatch.setattr(conditions, "card", lambda: "1-2")
     return made
 
 

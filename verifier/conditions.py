@@ -35,7 +35,7 @@ class Monitor:
         try:
             pynvml.nvmlInit()
             # By UUID: NVML's own numbering ignores CUDA_VISIBLE_DEVICES.
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{_uuid()}")
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{card()}")
             self._nvml = pynvml
         except pynvml.NVMLError as error:
             self._unavailable = f"unavailable: {error}"
@@ -82,7 +82,8 @@ def device() -> dict[str, Any]:
     return known | {"gpu": properties.name, "multiprocessors": properties.multi_processor_count}
 
 
-def _uuid() -> str:
+def card() -> str:
+    """Which one the current device is, wherever it is plugged in."""
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives.compile import CROWDED, PROBES
@@ -17,12 +17,12 @@ from primitives.lower import lower
 from primitives.probes import fits
 from verifier import jail
 from verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
-from verifier.report import Accepted, Checked, Rejected, joined
+from verifier.report import Accepted, Checked, Identity, Rejected, joined
 from verifier.spec import Case, Spec
 
 if TYPE_CHECKING:
     from primitives.compile import Resources
-    from verifier.measure import Options
+    from verifier.measure import Keep, Options
 
 MAX_STEPS = 16  # each is compiled and tuned by itself
 
@@ -90,14 +90,17 @@ def verify(
     weak_jail: bool = False,
     progress: Progress = silent,
     options: Options | None = None,
+    keep: Callable[[Identity], Keep] | None = None,
 ) -> Verdict:
-    """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``."""
+    """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``, whose
+    finished pieces are kept where ``keep`` says."""
     report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
     if program is None or not gpu or not isinstance(report, Checked):
         return Verdict(report, program)
     from verifier.measure import measure
 
-    return Verdict(joined(report, measure(spec, program, options, progress=progress)), program)
+    pieces = keep(report.identity) if keep else None
+    return Verdict(joined(report, measure(spec, program, options, progress=progress, keep=pieces)), program)
 
 
 def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) -> jail.Traced:

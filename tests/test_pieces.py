@@ -1,0 +1,187 @@
+"""``verify --gpu`` goes on where it was cut off: the real command and measurement, whose workers are stood in
+for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authoring import TOY_KERNEL, program_of, write_toy
+from filelock import FileLock
+from test_measure import Workers
+
+from agent import cli, pieces
+from agent.pieces import resumed
+from primitives.compile import cache_dir
+from verifier import measure as measuring
+from verifier.gates import identity
+from verifier.measure import Options
+from verifier.report import PROTOCOL, REPORT, Accepted, Identity
+from verifier.scoring import score
+from verifier.spec import load
+
+USUAL = Options()
+Verify = Callable[..., tuple[int, str, str]]
+
+
+class Cards(Workers):
+    card = "one"
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
+    """On a card, with a cache of this test's own."""
+    made = Cards()
+    monkeypatch.setattr(measuring, "Worker", made)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("verifier.conditions.card", lambda: made.card)
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+    yield made
+
+
+@pytest.fixture
+def verify(
+    tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Verify:
+    spec, kernel = write_toy(tmp_path), tmp_path / "toy.py"
+    monkeypatch.setattr("verifier.verify._interpret", lambda *given: None)  # it is not what this is about
+
+    def run(*more: str, source: str = TOY_KERNEL) -> tuple[int, str, str]:
+        kernel.write_text(source)
+        words = ["coda-agent", "verify", str(kernel), "--spec", str(spec), "--gpu", "--json", *more]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, " ".join(said.err.split())
+
+    return run
+
+
+def asked(workers: Workers) -> list[tuple[str, str]]:
+    """What the workers were asked for since the last call."""
+    found = [asked for each in workers.asked for asked in each]
+    workers.asked.clear()
+    return found
+
+
+def cut_at(workers: Workers, score_number: int) -> None:
+    """Ctrl-C at so many a score; the next ones are given."""
+    left = score_number
+
+    def cut(given: Any) -> dict[str, Any]:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return workers.score(given)
+
+    workers.answers[score] = cut
+
+
+def kept() -> list[str]:
+    return sorted(path.name for path in (cache_dir() / "verifying").rglob("*.json"))
+
+
+def test_a_measurement_that_was_cut_off_goes_on(workers: Workers, verify: Verify) -> None:
+    cut_at(workers, 4)
+    status, out, _ = verify()
+    assert status == 130 and out == ""
+    before, pieces_left = asked(workers), kept()
+    assert ("tune", "large") in before and len([task for task, _ in before if task == "score"]) == 4
+    assert len(pieces_left) == len(before)  # the last score is none; hidden sizes nobody was asked for
+    status, out, err = verify()
+    assert status == 0 and isinstance(REPORT.validate_json(out), Accepted)
+    assert f"going on with {len(pieces_left)} piece(s) of a measurement" in err and "--again" in err
+    assert asked(workers) == [("score", "wide"), ("score", "large"), ("score", "wide")]
+
+
+def test_what_is_whole_is_measured_anew_on_other_inputs(workers: Workers, verify: Verify) -> None:
+    assert verify()[0] == 0
+    first = asked(workers)
+    assert kept() == []
+    status, _, err = verify()
+    assert status == 0 and "going on" not in err and asked(workers) == first
+    workers.speedup = 0.5  # a rejected one is whole, too
+    assert verify()[0] == 1
+    assert kept() == []
+
+
+def test_again_starts_anew(workers: Workers, verify: Verify) -> None:
+    cut_at(workers, 4)
+    verify()
+    first = asked(workers)
+    status, _, err = verify("--again")
+    assert status == 0 and "going on" not in err
+    assert asked(workers)[: len(first)] == first
+
+
+def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) -> None:
+    made = identity(load(path := write_toy(tmp_path), check=False), program_of(load(path), TOY_KERNEL))
+    said: list[str] = []
+    found: list[object] = []
+
+    def left(identity: Identity = made, options: Options = USUAL, protocol: int = PROTOCOL) -> object:
+        """What a measurement finds that is cut off at once."""
+        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr("verifier.report.PROTOCOL", protocol)
+            with resumed(options, False, said.append) as keep:
+                kept = keep(identity)
+                found.append(kept.load("tune/8/16"))
+                kept.save("tune/8/16", {"schedules": {}})
+                raise KeyboardInterrupt
+        return found[-1]
+
+    assert left() is None and said == []
+    assert left() == {"schedules": {}} and "going on with 1 piece(s)" in said[0]
+    for name in ("spec_hash", "lowered_hash", "versions"):
+        other = {"torch": "0"} if name == "versions" else "0" * 64
+        assert left(made.model_copy(update={name: other})) is None
+    assert left(options=Options(rounds=20)) is None and left(options=Options(sanitize=True)) is None
+    assert left(protocol=PROTOCOL + 1) is None
+    workers.card = "two"
+    assert left() is None and len(said) == 1
+    workers.card = "one"
+    assert left() == {"schedules": {}}
+
+
+def test_a_piece_that_was_damaged_is_measured_again(workers: Workers, verify: Verify) -> None:
+    cut_at(workers, 4)
+    verify()
+    (tuned,) = (
+        path
+        for path in (cache_dir() / "verifying").rglob("*.json")
+        if "wide" in path.name and path.name.startswith("tune")
+    )
+    tuned.write_text('{"schedules"')
+    asked(workers)
+    assert verify()[0] == 0
+    assert ("tune", "wide") in asked(workers)
+
+
+def test_it_waits_for_a_run_that_measures(
+    workers: Workers, verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run of the loop does, and a second ``verify`` of the same kernel."""
+    lock = FileLock(cache_dir() / "gpu.lock")
+    waited: list[bool] = []
+
+    class Waiting(FileLock):
+        def acquire(self, timeout: float | None = None, *given: Any, **more: Any) -> Any:
+            if timeout is None:
+                waited.append(not asked(workers))
+                lock.release()
+            return super().acquire(timeout, *given, **more)
+
+    monkeypatch.setattr(pieces, "FileLock", Waiting)
+    with lock:
+        status, _, err = verify()
+    assert status == 0 and waited == [True] and "waiting for it" in err
+    with FileLock(cache_dir() / "gpu.lock", timeout=0):  # it is free again
+        assert os.path.exists(cache_dir() / "gpu.lock")
