@@ -42,7 +42,7 @@ def options(directory: Path) -> list[str]:
 def answer(directory: Path, number: int, text: str) -> None:
     (directory / str(number)).mkdir(parents=True, exist_ok=True)
     draft = directory / str(number) / "draft"
-    draft.write_text(text)
+    draft.write_text(f"{text}\n<!-- end -->\n")
     draft.rename(directory / str(number) / "answer-1.md")
 
 

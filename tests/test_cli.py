@@ -513,7 +513,7 @@ def test_doctor(command: Command) -> None:
 def answered(directory: Path, *answers: str) -> Path:
     directory.mkdir(exist_ok=True)
     for number, answer in enumerate(answers, 1):
-        (directory / f"answer-{number}.md").write_text(answer)
+        (directory / f"answer-{number}.md").write_text(f"{answer}\n<!-- end -->\n")
     return directory
 
 

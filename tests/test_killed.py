@@ -183,7 +183,7 @@ def test_an_edit_killed_at_every_event(
     assert log.read_text().splitlines() == [*steps[:4], *(step for step in steps[4:] for _ in "12")]
     # The last answer is a file's, which is gone by the time that the run goes on.
     hands.mkdir()
-    (hands / "answer-3.md").write_text("no code")
+    (hands / "answer-3.md").write_text("no code\n<!-- end -->")
     assert the_command("after answer", *errand.arguments) == -signal.SIGKILL
     assert kept(name) == [*kills.done, "answer/3"]
     shutil.rmtree(hands)

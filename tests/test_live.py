@@ -69,7 +69,7 @@ def test_a_run_has_a_row_and_a_key_that_stops_it(runs_home: Path, tmp_path: Path
     options = ["--provider", "handoff", "--directory", str(hands), "--no-gpu"]
     command = ["generate", str(write_toy(tmp_path)), *options]
     with terminal() as screen, going(command, [hands / "prompt-1.md"], **screen.streams) as process:
-        (hands / "answer-1.md").write_text(fenced(BROKEN))
+        (hands / "answer-1.md").write_text(f"{fenced(BROKEN)}<!-- end -->")
         eventually((hands / "prompt-2.md").exists, process)
         (past,) = history.past()
         row = f"1 {past.run} rejected waiting"

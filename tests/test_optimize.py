@@ -294,7 +294,7 @@ def test_the_command(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     command = CliRunner()
     folder = tmp_path / "handoff"
     folder.mkdir()
-    (folder / "answer-1.md").write_text(fenced(edit(spec)))
+    (folder / "answer-1.md").write_text(f"{fenced(edit(spec))}<!-- end -->")
     asked = ["optimize", "toy", "--provider", "handoff", "--author", "Ada", "--directory", str(folder)]
     done = command.invoke(app, [*asked, "--no-gpu"])
     assert done.exit_code == OK and "coda-agent bundle toy-" in done.output, done.output

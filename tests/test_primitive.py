@@ -425,7 +425,7 @@ def test_the_command_from_proposal_to_patch(
     handoff = tmp_path / "handoff"
     handoff.mkdir()
     for number, source in enumerate((EXACT, GOOD), 1):  # the first lacks a constant
-        (handoff / f"answer-{number}.md").write_text(fenced(source))
+        (handoff / f"answer-{number}.md").write_text(f"{fenced(source)}<!-- end -->")
     options = ("--provider", "handoff", "--directory", handoff, "--author", "Ada")
     place = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = coda_agent("primitive", "softsign", *options, cwd=tmp_path, **place)

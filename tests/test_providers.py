@@ -552,7 +552,7 @@ def test_an_error_of_the_listener_is_not_taken_for_the_servers() -> None:
 
 
 def hand(directory: Path, **options: Any) -> Provider:
-    defaults = {"directory": directory, "author": "Ada", "settle": 0.1, "poll": 0.02}
+    defaults = {"directory": directory, "author": "Ada", "settle": 0.1, "patience": 0.1, "poll": 0.02}
     return make("handoff", **{**defaults, **options})
 
 
@@ -572,12 +572,12 @@ def wait_for(path: Path) -> None:
 def test_handoff_answered_by_a_rename(tmp_path: Path) -> None:
     def author() -> None:
         wait_for(tmp_path / "prompt-2.md")
-        (tmp_path / "draft").write_text("the answer\n")
+        (tmp_path / "draft").write_text("the answer\n<!-- end -->\n")
         (tmp_path / "draft").rename(tmp_path / "answer-2.md")
 
     told: list[str] = []
     in_background(author)
-    turn = hand(tmp_path, time_limit=5).next_turn(Question("SYSTEM", TALK, say=told.append))
+    turn = hand(tmp_path, settle=60.0).next_turn(Question("SYSTEM", TALK, say=told.append))
     assert turn == Turn("the answer\n", Usage(), "Ada via handoff", "end_turn")
     prompt = (tmp_path / "prompt-2.md").read_text()
     places = [prompt.index(part) for part in ("SYSTEM", *(m.text for m in TALK), "answer-2.md")]
@@ -595,46 +595,64 @@ def test_handoff_waits_for_a_slow_writer(tmp_path: Path) -> None:
                 time.sleep(pause)
 
     in_background(author)
-    assert hand(tmp_path, time_limit=5, settle=0.3).next_turn(Question("S", ASK)).text == "  \none two three"
+    patient = hand(tmp_path, time_limit=5, patience=0.3)
+    assert patient.next_turn(Question("S", ASK)).text == "  \none two three"
 
 
-def test_handoff_waits_for_a_block_of_code_to_be_closed(tmp_path: Path) -> None:
-    """A writer that pauses within its code, for far longer than an answer has to stand still."""
+@pytest.mark.parametrize(
+    ("first", "rest"),
+    [
+        ("Two steps.\n\n```python\na = 1\n", "b = 2\n```\n"),  # within its code
+        ("I think that\n", "this is it:\n\n```python\na = 1\n```\n"),  # before any
+        ("```python\na = 1\n```\n", "No:\n\n```python\na = 2\n```\n"),  # between two blocks
+    ],
+)
+def test_handoff_waits_for_a_writer_that_pauses(tmp_path: Path, first: str, rest: str) -> None:
+    """For far longer than a whole answer has to wait: its END is seen at once."""
     answer = tmp_path / "answer-1.md"
-    first, rest = "Two steps.\n\n```python\na = 1\n", "b = 2\n```\n"
 
     def author() -> None:
         wait_for(tmp_path / "prompt-1.md")
         answer.write_text(first)
-        time.sleep(0.5)
+        time.sleep(0.3)
         with answer.open("a") as file:
-            file.write(rest)
+            file.write(f"{rest}<!-- end -->")
 
     in_background(author)
-    assert hand(tmp_path, time_limit=20, settle=0.05).next_turn(Question("S", ASK)).text == first + rest
+    patient = hand(tmp_path, settle=60.0, patience=60.0)
+    assert patient.next_turn(Question("S", ASK)).text == first + rest
+
+
+def test_handoff_an_answer_without_its_end_has_to_stand_still_for_long(tmp_path: Path) -> None:
+    """The defaults, by which a pause of seconds is none."""
+    (tmp_path / "answer-1.md").write_text("```python\na = 1\n```\n")
+    with pytest.raises(
+        ProviderError, match=r"answer-1.md is not known to be whole \(it still changed\) .*end it"
+    ):
+        make("handoff", directory=tmp_path, author="Ada", time_limit=1.2).next_turn(Question("S", ASK))
 
 
 @pytest.mark.parametrize(
-    ("text", "closed"),
+    ("text", "lacks"),
     [
-        ("no code", True),
-        ("```python\na = 1\n```", True),
-        ("```python\na = 1\n``", False),
-        ("```yaml\na: 1\n```\nand\n```python\n", False),
-        ("~~~\n```\n~~~\n", True),
-        ("````md\n```python\n```\n", False),
-        ("a ``` in a line, ```code``` too\n```in one``` line\n", True),
+        ("no code", "it holds no block of code"),
+        ("```python\na = 1\n```", ""),
+        ("```python\na = 1\n``", "its last block of code is open"),
+        ("```yaml\na: 1\n```\nand\n```python\n", "its last block of code is open"),
+        ("~~~\n```\n~~~\n", ""),
+        ("````md\n```python\n```\n", "its last block of code is open"),
+        ("a ``` in a line, ```code``` too\n```in one``` line\n", "it holds no block of code"),
     ],
 )
-def test_handoff_takes_a_block_that_stays_open_after_a_long_while(
-    tmp_path: Path, text: str, closed: bool
+def test_handoff_takes_what_looks_unfinished_after_a_long_while(
+    tmp_path: Path, text: str, lacks: str
 ) -> None:
     (tmp_path / "answer-1.md").write_text(text)
-    patient = hand(tmp_path, time_limit=0.2, settle=0.0)
-    if closed:
+    patient = hand(tmp_path, time_limit=0.2, settle=0.0, patience=60.0)
+    if not lacks:
         assert patient.next_turn(Question("S", ASK)).text == text
         return
-    with pytest.raises(ProviderError, match="not whole, its last block of code is open.*close it") as caught:
+    with pytest.raises(ProviderError, match=rf"not known to be whole \({lacks}\).*end it with") as caught:
         patient.next_turn(Question("S", ASK))
     assert caught.value.retryable
     assert hand(tmp_path, time_limit=20, patience=0.3).next_turn(Question("S", ASK)).text == text
@@ -690,6 +708,16 @@ def test_handoff_refuses_the_answer_to_another_prompt(tmp_path: Path) -> None:
     (tmp_path / "prompt-1.md").write_text("another prompt")
     with pytest.raises(ProviderError, match="answers another prompt"):
         hand(tmp_path).next_turn(Question("S", ASK))
+
+
+def test_handoff_takes_an_answer_to_the_same_prompt_of_another_version(tmp_path: Path) -> None:
+    with pytest.raises(ProviderError):
+        hand(tmp_path, time_limit=0.0).next_turn(Question("S", ASK))
+    prompt = tmp_path / "prompt-1.md"
+    asked, mark, _ = prompt.read_text().partition("<!-- how to answer -->")
+    prompt.write_text(f"{asked}{mark}\n\nBy a pigeon.\n")
+    (tmp_path / "answer-1.md").write_text("late\n<!-- end -->\n")
+    assert hand(tmp_path, settle=60.0).next_turn(Question("S", ASK)).text == "late\n"
 
 
 def test_handoff_names_what_it_cannot_use(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """The provider that hands each prompt to whoever is there: any agent or person can be the author.
 
-Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` beside it. An answer counts once it
-is not blank, its size and time have stood still for a moment and its last block of code is closed: one that
-is renamed into place is read whole, and so is one that is written there with pauses in its code. A file named
-`stop` in the directory ends the wait.
+Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` beside it. An answer that ends in the
+line END is whole. One that does not may be its writer's pause: it counts once it has stood still for a while,
+for a long while where it holds no block of code or its last one is open. A file named `stop` in the directory
+ends the wait.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from pathlib import Path
 from agent.providers import Message, ProviderError, Question, Turn, Usage
 from primitives.files import write_atomic
 
+END = "<!-- end -->"
+HOW = "<!-- how to answer -->"
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # Markdown's, as it opens or closes a block of code
 
 
 class Handoff:
     """Prompts and answers as files in `directory`, which is made where it is missing.
 
-    `author` names whoever answers, for the reports. `time_limit` bounds the wait for one answer, `settle` is
-    how long an answer must have stood still, `patience` how long one whose last block of code is open, which
-    is then taken as it is; `poll` how often to look; all in seconds.
+    `author` names whoever answers, for the reports. `time_limit` bounds the wait for one answer. `settle` is
+    how long one without END must have stood still, `patience` how long one that looks unfinished, which is
+    then taken as it is; `poll` how often to look; all in seconds.
     """
 
     name = "handoff"
@@ -37,7 +39,7 @@ class Handoff:
         *,
         run: str = "",
         time_limit: float = 3600.0,
-        settle: float = 1.0,
+        settle: float = 10.0,
         patience: float = 60.0,
         poll: float = 0.2,
     ):
@@ -76,7 +78,7 @@ class Handoff:
         self._directory.mkdir(parents=True, exist_ok=True)
         if not answer.exists():
             write_atomic(prompt, text)
-        elif prompt.exists() and prompt.read_bytes() != text.encode():
+        elif prompt.exists() and _asked(prompt.read_text(encoding="utf-8")) != _asked(text):
             raise ProviderError(  # else an old run's answer would pass for this one's
                 f"{answer} answers another prompt than the present one ({prompt} differs)",
                 "use a fresh directory, or remove both files",
@@ -85,24 +87,33 @@ class Handoff:
     def _wait(self, answer: Path, deadline: float | None) -> str:
         limit = time.monotonic() + self._time_limit
         end = limit if deadline is None else min(limit, deadline)
-        seen, since, text = None, time.monotonic(), ""
+        seen, since = None, time.monotonic()
         while True:
             self._check_stop()
             state, now = _state(answer), time.monotonic()
             if state != seen:
-                seen, since, text = state, now, ""
-            if state and now - since >= self._settle:
-                text = text or _read(answer)
-                if text and (_closed(text) or now - since >= self._patience):
-                    return text
+                seen, since = state, now
+            if state and (text := self._whole(answer, now - since)):
+                return text
             if now >= end:
-                raise self._late(answer, text)
+                raise self._late(answer, state is not None)
             time.sleep(self._poll)
 
-    def _late(self, answer: Path, text: str) -> ProviderError:
-        """The time is up. ``text``: what the file holds, of which the last block of code is open."""
-        late = "is not whole, its last block of code is open," if text else "did not come"
-        remedy = "close it with ``` and resume the run" if text else "resume the run to wait again"
+    def _whole(self, answer: Path, still: float) -> str:
+        """The answer, if it is whole; ``still``: for how long it has not changed, in seconds."""
+        content = answer.read_bytes()
+        ended = content.rstrip().endswith(END.encode())
+        if not ended and still < self._settle:
+            return ""
+        text = _text(answer, content)
+        if ended:
+            return text.rstrip().removesuffix(END)
+        return text if not _lacks(text) or still >= self._patience else ""
+
+    def _late(self, answer: Path, there: bool) -> ProviderError:
+        lacks = _lacks(_text(answer, answer.read_bytes())) if there else ""
+        late = f"is not known to be whole ({lacks or 'it still changed'})" if there else "did not come"
+        remedy = f"end it with the line {END} and resume the run" if there else "resume the run to wait again"
         return ProviderError(
             f"{answer} {late} within {self._time_limit:g} s",
             f"{remedy}, with a larger --time-limit where that is too short",
@@ -124,28 +135,42 @@ def _state(path: Path) -> tuple[int, int, int] | None:
     return (found.st_ino, found.st_size, found.st_mtime_ns) if found.st_size else None
 
 
-def _read(answer: Path) -> str:
+def _text(answer: Path, content: bytes) -> str:
     """The answer; "" while it is blank."""
     try:
-        text = answer.read_text(encoding="utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         remedy = "save it as UTF-8 and resume the run"
         raise ProviderError(f"{answer} is not UTF-8: {error}", remedy) from error
-    return text if text.strip() else ""
+    return text.replace("\r\n", "\n") if text.strip() else ""
 
 
-def _closed(text: str) -> bool:
-    """Whether no block of code is open at the end."""
-    fence = ""
+def _lacks(text: str) -> str:
+    """What makes an answer look unfinished; empty where nothing does."""
+    blocks, closed = _blocks(text)
+    if not closed:
+        return "its last block of code is open"
+    return "" if blocks else "it holds no block of code"
+
+
+def _blocks(text: str) -> tuple[int, bool]:
+    """How many blocks of code there are, and whether the last is closed."""
+    fence, blocks = "", 0
     for found in map(FENCE.fullmatch, text.splitlines()):
         if found is None:
             continue
         marks, words = found.groups()
         if not fence:
             fence = "" if "`" in marks and "`" in words else marks  # else it is code within a line
+            blocks += bool(fence)
         elif marks.startswith(fence) and not words.strip():
             fence = ""
-    return not fence
+    return blocks, not fence
+
+
+def _asked(prompt: str) -> str:
+    """A prompt but for how to answer it, which another version may say in other words."""
+    return prompt.partition(HOW)[0]
 
 
 def _render(number: int, system: str, messages: Sequence[Message], run: str) -> str:
@@ -155,7 +180,8 @@ def _render(number: int, system: str, messages: Sequence[Message], run: str) -> 
     parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(messages, 1)]
     name = f"answer-{number}.md"
     parts.append(
-        f"<!-- how to answer -->\n\nWrite your next message, and nothing else, to `{name}` in this directory:"
-        f" write it to another name first and rename it to `{name}` when it is whole."
+        f"{HOW}\n\nWrite your next message, and nothing else, to `{name}` in this directory, and end it with"
+        f" the line\n\n{END}\n\nby which it is known to be whole: without that line it is waited for until"
+        " it has stood still for a while."
     )
     return "\n\n".join(parts) + "\n"
