@@ -12,7 +12,7 @@ from typing import Literal
 from primitives.cut import GemmStep, cut
 from primitives.dims import Dim
 from primitives.finish import FinishWriter, finish_writers
-from primitives.ir import Program, reduction
+from primitives.ir import OPERATIONS, Program, reduction
 from primitives.lowered import Writer
 from primitives.place import untransposed, values_read
 from primitives.roofline import (
@@ -66,7 +66,6 @@ _NEGATIVE, _ATOM = 4, 5
 _SPREAD = ("per_row", "per_column", "per_head")
 _CHEAP = ("input", "constant", "dim", "transpose", "as_tile", "column_index", *_SPREAD)
 _LANES = ("even", "odd")
-_FINISHED = {"add": "sum", "logsumexp": "logsumexp", "max": "max", "max_abs": "max"}
 
 
 class _Writer(Writer):
@@ -116,9 +115,10 @@ class _Writer(Writer):
             if index in stored:
                 text = f"{known[index]} = {self.defined(index, known)}"
                 lines.append(Line("store", text, self.tensor(index)))
-            elif op == "head_sums" or uses.count(index) > 1 and not self.cheap(index, known):
-                name = self.fresh(known, {"gemm": "acc", "head_sums": "heads"}.get(op, "r"))
-                verb: Verb = "sweep" if op == "head_sums" else "compute"
+            elif OPERATIONS[op].statistic or uses.count(index) > 1 and not self.cheap(index, known):
+                sweep = OPERATIONS[op].statistic
+                name = self.fresh(known, "acc" if op == "gemm" else "heads" if sweep else "r")
+                verb: Verb = "sweep" if sweep else "compute"
                 lines.append(Line(verb, f"{name} = {self.defined(index, known)}"))
                 known[index] = name
         return lines
@@ -156,10 +156,9 @@ class _Writer(Writer):
         """A reduction, from what a step left of it."""
         how, node, kept = reduction(self.nodes[index]), self.nodes[index], self.memory[~index]
         assert how is not None  # of a reduction
-        if how.combine != "select":
-            return f"{_FINISHED[how.combine]}({kept})"
-        chosen, columns = self.memory[node.args[1]], _factor(self.steps.types[node.args[0]].shape[1])
-        return f"where(({chosen} >= 0) & ({chosen} < {columns}), {kept}, 0)"
+        chosen = self.memory[node.args[1]] if how.selects else ""
+        columns = _factor(self.steps.types[node.args[0]].shape[1])
+        return how.said.format(kept=kept, index=chosen, extent=columns)
 
     def product(self, index: int) -> str:
         operands = [
@@ -206,7 +205,7 @@ class _Writer(Writer):
     def call(self, index: int, known: Mapping[int, str]) -> str:
         node = self.nodes[index]
         given = [self.term(a, known)[0] for a in node.args]
-        given += [str(Dim.parse(str(node.attribute)))] if node.op == "head_sums" else []
+        given += [str(Dim.parse(str(node.attribute)))] if OPERATIONS[node.op].statistic else []
         return f"{node.op}({', '.join(given)})"
 
     def bound(self, index: int, known: Mapping[int, str], strength: int) -> str:

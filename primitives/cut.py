@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from primitives import remedies
 from primitives.dims import Dim
-from primitives.ir import DTYPES, OPERANDS, Program, ProgramError, Type, reduction
+from primitives.ir import DTYPES, OPERANDS, OPERATIONS, Program, ProgramError, Type, reduction
 from primitives.place import Placement, place, untransposed, values_read
 
 WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its step's N
@@ -78,10 +78,10 @@ class _Cutter:
         for step in self.steps:
             self.operands(step)
         for index, node in enumerate(self.nodes):
-            if reduction(node):
+            if how := reduction(node):
                 home = self.ready(node.args[0], remedies.reduced(node.op), index)
                 self.steps[home].reductions.append(index)
-                if node.op == "row_select":
+                if how.selects:
                     # Finishing it empties its buffer: what reads it later reads the vector.
                     self.finish(index)
         # Later steps first: what they read back, earlier ones must store.
@@ -247,8 +247,7 @@ class _Cutter:
         wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
         step.stores.sort()
         for reduced in step.reductions:
-            if self.nodes[reduced].op == "row_select":
-                self.check_own_width(reduced, step)
+            self.check_own_width(reduced, step)
         self.walk(wanted, lambda index: self.visit(index, step, step.body))
         swept = {self.nodes[i].args[0] for i in step.statistics}
         for statistic in step.statistics:
@@ -307,7 +306,7 @@ class _Cutter:
         if kind == "scalar" and node.op in ("dim", "input"):
             step.scalars.append(index)
             return ()
-        if node.op in ("per_row", "per_column"):
+        if OPERATIONS[node.op].spread:
             self.finish(node.args[0])
             if kind == "column":
                 self.width[step.index, index] = self.relative(index, step, axis=0)
@@ -324,7 +323,7 @@ class _Cutter:
                 "a statistic of heads stays in its step: use it on that step's tile, before the next gemm",
                 index,
             )
-        if node.op == "head_sums":
+        if OPERATIONS[node.op].statistic:
             self.static(self.types[index].period, index)
             step.statistics.append(index)
             return ()
@@ -382,12 +381,15 @@ class _Cutter:
 
     def check_own_width(self, index: int, step: GemmStep) -> None:
         """Of a selection or a head statistic: its tile has the accumulator's width."""
-        op = self.nodes[index].op
-        width = self.relative(self.nodes[index].args[0], step, reader=index)
-        if width != 1:
-            heads = remedies.NARROW_HEADS if width < 1 else remedies.WIDE_HEADS
-            instead = heads if op == "head_sums" else remedies.SELECT
-            raise self.fail("width", f"{op} takes a tile as wide as its gemm: {instead}", index)
+        operation = OPERATIONS[self.nodes[index].op]
+        how = operation.reduction or operation.statistic
+        if how and how.own_width:
+            width = self.relative(self.nodes[index].args[0], step, reader=index)
+            if width != 1:
+                instead = how.own_width[width > 1]
+                raise self.fail(
+                    "width", f"{operation.name} takes a tile as wide as its gemm: {instead}", index
+                )
 
     def relative(self, index: int, step: GemmStep, axis: int = 1, reader: int | None = None) -> float:
         """How wide a tile, or a vector spread over columns, is beside the step's accumulator."""

@@ -358,7 +358,11 @@ def _as_tile(types: tuple[Type, ...], attribute: Attribute) -> Type:
     return types[1]
 
 
-register(Operation("as_tile", _as_tile, lambda torch, a, t: torch.broadcast_to(a, t.shape), "{0}"))
+def _over(torch: Any, a: Any, t: Any) -> Any:
+    return torch.broadcast_to(a, t.shape)
+
+
+register(Operation("as_tile", _as_tile, _over, "{0}", lanes=lambda a: a, reads=1))
 
 
 def rope(t: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:

@@ -117,15 +117,14 @@ class FinishWriter(Writer):
 
     def reduced(self, index: int) -> str:
         """A reduction, finished."""
-        how = self.reduction(index)
-        if how.combine == "select":
-            return f"finish_select(p{index}_0, at, n{self.nodes[index].args[1]}, e{index})"
-        if how.combine == "logsumexp":
-            return f"finish_logsumexp(p{index}_0, at, lane)"
-        if how.axis == "row":
-            return f'finish_row(p{index}_0, at, lane, "{how.combine}")'
-        parts = "".join(f"{partial.name}, " for partial in self.partials(index))
-        return f'finish_column(({parts}), at, lane, "{how.combine}", {self.reduced_width(index) < 1})'
+        names = [partial.name for partial in self.partials(index)]
+        return self.reduction(index).finish.format(
+            partial=names[0],
+            partials="".join(f"{name}, " for name in names),
+            half=self.reduced_width(index) < 1,
+            index=f"n{self.nodes[index].args[-1]}",
+            extent=f"e{index}",
+        )
 
     def value(self, index: int) -> str:
         node = self.nodes[index]

@@ -80,10 +80,11 @@ class _Run:
         import torch
 
         node = self.nodes[index]
-        meaning = OPERATIONS[node.op].torch
+        operation = OPERATIONS[node.op]
+        meaning = operation.torch
         assert meaning is not None  # inputs, constants, dims and gemms are treated apart
         arguments: list[torch.Tensor | int] = [self.met(a, index, values) for a in node.args]
-        if node.op == "head_sums":
+        if operation.statistic:
             arguments.append(Dim.parse(str(node.attribute))(self.sizes))
         result: torch.Tensor = meaning(torch, *arguments)
         return result

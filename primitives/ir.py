@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from primitives.cutedsl import Reduction, Spread, Statistic
 from primitives.dims import NAME as DIM_NAME
 from primitives.dims import Dim
 
@@ -183,10 +184,11 @@ class Node(NamedTuple):
 class Operation(NamedTuple):
     """An operation's meanings: the typing rule, PyTorch, and the text of its CuTeDSL.
 
-    ``torch`` takes (torch, *values) and gives a value. ``cute`` is a template over fp32 register
-    values ``{0}``, ``{1}``; ``fast`` one that may round coarser, used where only a bf16 output
-    can see it. ``None`` where lowering treats the operation itself. ``reduction`` of a tile, its first
-    argument, says along which axis it makes a vector, and how two values become one.
+    ``torch`` takes (torch, *values), of a statistic the heads' width too, and gives a value. ``cute`` is a
+    template over fp32 register values ``{0}``, ``{1}``; ``fast`` one that may round coarser, used where only
+    a bf16 output can see it. ``lanes`` instead, where no instruction is needed: the texts of a pair of lanes'
+    values, an argument each, to its own; ``at``, a template over where a lane lies. Of arguments but the
+    first ``reads`` it uses the shape alone.
     """
 
     name: str
@@ -194,20 +196,16 @@ class Operation(NamedTuple):
     torch: Callable[..., Any] | None = None
     cute: str | None = None
     fast: str | None = None
+    lanes: Callable[..., list[str]] | None = None
+    at: str = ""
+    reads: int | None = None
     reduction: Reduction | None = None
-
-
-class Reduction(NamedTuple):
-    """``axis``: "row" gives a value a row, [M]; "column" one a column."""
-
-    axis: Literal["row", "column"]
-    combine: Literal["add", "max", "max_abs", "logsumexp", "select"]
+    statistic: Statistic | None = None
+    spread: Spread | None = None
 
 
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
-SIZED = ("dim", "head_sums")  # operations that name a size
-ATTRIBUTED = (*LEAVES, "head_sums")  # operations that name something: an input, a number, a size
 IN_STEP = ("tile", "head", "spread", "repeated")  # kinds that live in the registers of one step
 
 
@@ -299,7 +297,7 @@ class Program(NamedTuple):
                 raise ProgramError(
                     "graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read"
                 )
-            if node.attribute is not None and node.op not in ATTRIBUTED:
+            if node.attribute is not None and node.op not in LEAVES and not operation.statistic:
                 raise ProgramError(
                     "arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}"
                 )
@@ -315,7 +313,7 @@ class Program(NamedTuple):
             raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
         types = self.types()
         for index, node in enumerate(self.nodes):
-            if node.op in SIZED:
+            if node.op == "dim" or OPERATIONS[node.op].statistic:
                 self._check_size(index, str(node.attribute))
             self._check_reading(node, lines[index] if lines else None)
         check_output_names(self.outputs, self.signature)
@@ -350,12 +348,12 @@ class Program(NamedTuple):
                     f"input {name!r} is {given.dtype}: only gemm reads that; scale its product instead",
                     line,
                 )
-        if node.op == "row_select":
+        if (how := reduction(node)) and how.selects:
             known = self.input_tensor(node.args[1])
             if known is None or known.dtype not in INDICES:
                 raise ProgramError(
                     "dtype",
-                    f"row_select's index is an input of {' or '.join(INDICES)}, one value a row",
+                    f"{node.op}'s index is an input of {' or '.join(INDICES)}, one value a row",
                     line,
                 )
 

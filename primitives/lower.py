@@ -17,7 +17,7 @@ from pathlib import Path
 
 from primitives.cut import cut
 from primitives.finish import finish_writers
-from primitives.ir import Program
+from primitives.ir import OPERATIONS, Program
 from primitives.lowered import Argument, GemmKernel, Lowered, VectorKernel
 from primitives.visitor import StepWriter
 
@@ -63,14 +63,21 @@ def _digest(meant: Iterable[str]) -> str:
 
 
 DEVICE = Path(__file__).parent / "device"
-RESOURCES = ("ColVecLoad", "ColVecSelect", "OnlineLSEReduce", "RowVecLoad", "Scalar", "TileLoad", "TileStore")
+RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK's that no operation names
+
+
+def resources() -> set[str]:
+    """QuACK's resources: those, and what operations name that is not our own."""
+    found = [o.reduction or o.statistic or o.spread for o in OPERATIONS.values()]
+    named = {name for how in found if how for name in re.findall(r"\b[A-Z]\w*", how.resource)}
+    return {*RESOURCES, *named}.difference(*exports().values())
 
 
 def _header(body: str) -> str:
     """The docstring and imports of a module: of ours and QuACK's, what it uses."""
     used = set(re.findall(r"\w+", body))
     lines = ["import cutlass", "import cutlass.cute as cute", "from cutlass import Float32"]
-    chosen: dict[str, Iterable[str]] = {"quack.epilogue.ops": RESOURCES}
+    chosen: dict[str, Iterable[str]] = {"quack.epilogue.ops": resources()}
     chosen |= {f"primitives.device.{module}": names for module, names in exports().items()}
     for module, names in chosen.items():
         found = sorted(used.intersection(names))
@@ -123,4 +130,5 @@ __all__ = [
     "editable",
     "exports",
     "lower",
+    "resources",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from primitives.cut import Steps
+from primitives.cutedsl import Reduction, Spread, Statistic
 from primitives.dims import Dim
-from primitives.ir import OPERATIONS, TILES, Program, Reduction, Schedule, reduction
+from primitives.ir import OPERATIONS, TILES, Program, Schedule, reduction
 
 CUTE_DTYPES = {
     "bf16": "cutlass.BFloat16",
@@ -151,6 +153,8 @@ class Lowered:
 
 def literal(value: float) -> str:
     """A Python number that reads back exactly; its hexadecimal form stands behind as a check."""
+    if math.isinf(value):
+        return "LOWEST" if value < 0 else "(-LOWEST)"
     if float(repr(value)).hex() != value.hex():
         raise ValueError(f"{value!r} does not survive printing")
     return f"({value!r})" if value < 0 else repr(value)
@@ -183,6 +187,18 @@ class Writer:
         assert how is not None  # steps list reductions only
         return how
 
+    def statistic(self, index: int) -> Statistic:
+        """How a node that is known to be a statistic of heads is made."""
+        how = OPERATIONS[self.nodes[index].op].statistic
+        assert how is not None  # steps list statistics only
+        return how
+
+    def spread(self, index: int) -> Spread:
+        """How a node that is known to spread a vector does so."""
+        how = OPERATIONS[self.nodes[index].op].spread
+        assert how is not None  # steps list spread vectors only
+        return how
+
     def reduced_width(self, index: int) -> float:
         """Of the tile that a node reduces, beside its GEMM's."""
         step = next(s.index for s in self.steps.gemms if index in s.reductions)
@@ -192,5 +208,5 @@ class Writer:
         """What a step leaves of a reduction: columns twice as many as the GEMM's take two."""
         how = self.reduction(index)
         parts = 2 if how.axis == "column" and self.reduced_width(index) == 2 else 1
-        rank = 1 if how.combine == "select" else 3
+        rank = 1 if how.selects else 3
         return [Argument(f"p{index}_{k}", "partial", index, "fp32", part=k, rank=rank) for k in range(parts)]

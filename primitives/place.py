@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from primitives.ir import IN_STEP, Program, Type, reduction
+from primitives.ir import IN_STEP, OPERATIONS, Program, Type, reduction
 
 
 class Placement(NamedTuple):
@@ -134,4 +134,4 @@ class _Placer:
 def values_read(program: Program, index: int) -> tuple[int, ...]:
     """The arguments whose values a node uses; of others it takes the shape alone."""
     node = program.nodes[index]
-    return node.args[: {"column_index": 0, "as_tile": 1}.get(node.op, len(node.args))]
+    return node.args[: OPERATIONS[node.op].reads]

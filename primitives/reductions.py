@@ -6,15 +6,33 @@ whatever the expression makes of zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
-from primitives.ir import Attribute, Operation, ProgramError, Reduction, Type, register
+from primitives.cutedsl import Reduction
+from primitives.ir import Attribute, Operation, ProgramError, Type, register
 from primitives.trace import Tensor, apply
 
+Rule = Callable[[tuple[Type, ...], Attribute], Type]
+Torch = Callable[..., Any]
+Page = Callable[..., Tensor]
 
-def reduces(name: str, how: Reduction) -> Callable[[tuple[Type, ...], Attribute], Type]:
-    """The typing rule of a reduction: one tile in, a vector out."""
+
+def reduces(how: Reduction, *, torch: Torch, rule: Rule | None = None) -> Callable[[Page], Page]:
+    """Give a documented function, which traces itself, its further meanings: it reduces its first argument.
+    ``rule``: of typing, where that takes more than one tile."""
+
+    def decorate(function: Page) -> Page:
+        name = function.__name__
+        register(Operation(name, rule or _of_a_tile(name, how), torch, reduction=how))
+        return function
+
+    return decorate
+
+
+def _of_a_tile(name: str, how: Reduction) -> Rule:
+    """One tile in, a vector out."""
 
     def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
         if [t.kind for t in types] != ["tile"]:
@@ -27,18 +45,52 @@ def reduces(name: str, how: Reduction) -> Callable[[tuple[Type, ...], Attribute]
     return infer
 
 
-def _register(name: str, how: Reduction, torch: Callable[..., Any]) -> None:
-    register(Operation(name, reduces(name, how), torch, reduction=how))
+class Fold(NamedTuple):
+    """How values become one, along either axis. ``lanes``: the running value's text and new ones' -> the next
+    running value's; ``identity``: the value that changes nothing; ``across``: how the running values of
+    threads and of CTA tiles combine, from 0, or with "max" from -inf; ``finished``: a template over what
+    comes of that."""
+
+    lanes: Callable[[str, Sequence[str]], str]
+    identity: float
+    across: Literal["add", "max", "max_abs"]
+    finished: str = "{0}"
+
+    def along(self, axis: Literal["row", "column"]) -> Reduction:
+        """The reduction: a partial a CTA tile, and a kernel after the step that finishes them."""
+        if axis == "row":
+            resource, finish = "RowPartials", f'finish_row({{partial}}, at, lane, "{self.across}")'
+        else:
+            resource = "ColumnPartials"
+            finish = f'finish_column(({{partials}}), at, lane, "{self.across}", {{half}})'
+        said = f"{'sum' if self.across == 'add' else 'max'}({{kept}})"
+        return Reduction(
+            axis,
+            f'{resource}("{{name}}", "{self.across}")',
+            self.finished.format(finish),
+            self.finished.format(said),
+            self.lanes,
+            self.identity,
+        )
 
 
-_register("row_sums", Reduction("row", "add"), lambda torch, t: t.sum(dim=-1))
-_register("row_max", Reduction("row", "max"), lambda torch, t: t.amax(dim=-1))
-_register("row_abs_max", Reduction("row", "max_abs"), lambda torch, t: t.abs().amax(dim=-1))
-_register("column_sums", Reduction("column", "add"), lambda torch, t: t.sum(dim=0))
-_register("column_max", Reduction("column", "max"), lambda torch, t: t.amax(dim=0))
-_register("column_abs_max", Reduction("column", "max_abs"), lambda torch, t: t.abs().amax(dim=0))
+def largest(value: str) -> Callable[[str, Sequence[str]], str]:
+    """The largest of what ``value``, a template, makes of values."""
+
+    def lanes(running: str, values: Sequence[str]) -> str:
+        for each in values:
+            running = f"largest({running}, {value.format(each)})"
+        return running
+
+    return lanes
 
 
+SUM = Fold(lambda running, values: f"{running} + ({' + '.join(values)})", 0.0, "add")
+MAX = Fold(largest("{0}"), -math.inf, "max")
+MAX_ABS = Fold(largest("magnitude({0})"), 0.0, "max_abs")
+
+
+@reduces(SUM.along("row"), torch=lambda torch, t: t.sum(dim=-1))
 def row_sums(t: Tensor) -> Tensor:
     """The sum of each row of a tile (of any width), of the unrounded values. It is final only after its step:
     use it in vector arithmetic, as an output, or spread with per_row in a *later* gemm's epilogue.
@@ -53,6 +105,7 @@ def row_sums(t: Tensor) -> Tensor:
     return apply("row_sums", t)
 
 
+@reduces(MAX.along("row"), torch=lambda torch, t: t.amax(dim=-1))
 def row_max(t: Tensor) -> Tensor:
     """The largest value of each row of a tile; NaN is left out (a row of nothing else gives -inf); torch
     gives NaN. Final after its step, as row_sums.
@@ -66,6 +119,7 @@ def row_max(t: Tensor) -> Tensor:
     return apply("row_max", t)
 
 
+@reduces(MAX_ABS.along("row"), torch=lambda torch, t: t.abs().amax(dim=-1))
 def row_abs_max(t: Tensor) -> Tensor:
     """The largest magnitude of each row of a tile: what a quantised output's scale is made from. NaN is left
     out (a row of nothing else gives 0); torch gives NaN. Final after its step, as row_sums.
@@ -79,6 +133,7 @@ def row_abs_max(t: Tensor) -> Tensor:
     return apply("row_abs_max", t)
 
 
+@reduces(SUM.along("column"), torch=lambda torch, t: t.sum(dim=0))
 def column_sums(t: Tensor) -> Tensor:
     """The sum of each column of a tile, of the unrounded values: gradients of biases and norm weights. Final
     after its step, as row_sums.
@@ -92,6 +147,7 @@ def column_sums(t: Tensor) -> Tensor:
     return apply("column_sums", t)
 
 
+@reduces(MAX.along("column"), torch=lambda torch, t: t.amax(dim=0))
 def column_max(t: Tensor) -> Tensor:
     """The largest value of each column of a tile; NaN as for row_max. Final after its step, as row_sums.
 
@@ -104,6 +160,7 @@ def column_max(t: Tensor) -> Tensor:
     return apply("column_max", t)
 
 
+@reduces(MAX_ABS.along("column"), torch=lambda torch, t: t.abs().amax(dim=0))
 def column_abs_max(t: Tensor) -> Tensor:
     """The largest magnitude of each column of a tile; NaN as for row_abs_max. Final after its step, as
     row_sums.

@@ -102,7 +102,7 @@ class StepResources(Writer):
             yield Argument(f"s{index}", role, index, "fp32", rank=0), f'Scalar("s{index}")'
         for index in self.step.statistics:
             head = Argument(f"h{index}", "head", index, "fp32", period=self.period(index))
-            yield head, f'HeadSums("h{index}")'
+            yield head, self.statistic(index).resource.format(name=head.name)
         for store in self.stores:
             if store.role == "memory":
                 yield store, f'Memory("{store.name}")'
@@ -126,22 +126,15 @@ class StepResources(Writer):
 
     def vector(self, index: int) -> tuple[Argument, str]:
         name, vector = f"v{index}", self.nodes[index].args[0]
-        if self.nodes[index].op == "per_row":
-            return Argument(name, "row", vector, self.dtype(vector)), f'ColVecLoad("{name}")'
-        if self.width(index) == 1:
-            return Argument(name, "column", vector, self.dtype(vector)), f'RowVecLoad("{name}")'
+        spread = self.spread(index)
+        if spread.role == "row" or self.width(index) == 1:
+            return Argument(name, spread.role, vector, self.dtype(vector)), spread.resource.format(name=name)
         return Argument(name, "memory", vector, self.dtype(vector)), f'Memory("{name}")'
 
     def reduced(self, index: int) -> Iterator[tuple[Argument, str]]:
-        how = self.reduction(index)
-        if how.combine == "select":
+        how, given = self.reduction(index), f"i{index}"
+        if how.selects:
             chosen = self.nodes[index].args[1]
-            yield Argument(f"i{index}", "index", chosen, self.dtype(chosen)), f'ColVecLoad("i{index}")'
+            yield Argument(given, "index", chosen, self.dtype(chosen)), f'ColVecLoad("{given}")'
         for partial in self.partials(index):
-            if how.combine == "select":
-                yield partial, f'ColVecSelect("{partial.name}", ColVecLoad("i{index}"))'
-            elif how.combine == "logsumexp":
-                yield partial, f'OnlineLSEReduce("{partial.name}")'
-            else:
-                kind = "RowPartials" if how.axis == "row" else "ColumnPartials"
-                yield partial, f'{kind}("{partial.name}", "{how.combine}")'
+            yield partial, how.resource.format(name=partial.name, index=given)

@@ -95,7 +95,7 @@ def vector_writes(kernel: FinishWriter) -> list[int]:
 def selects(program: Program, reduced: int) -> bool:
     """Whether a reduction picks one element a row: that needs one buffer, and no partial a tile."""
     how = reduction(program.nodes[reduced])
-    return how is not None and how.combine == "select"
+    return how is not None and how.selects
 
 
 def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:

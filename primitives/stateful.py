@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from primitives.ir import Attribute, Operation, ProgramError, Reduction, Type, register
+from primitives import remedies
+from primitives.cutedsl import Reduction, Statistic
+from primitives.ir import Attribute, Operation, ProgramError, Type, register
 from primitives.reductions import reduces
 from primitives.trace import Tensor, apply, dim_attribute, size_of
-
-_LOGSUMEXP = Reduction("row", "logsumexp")
 
 
 def _selected(types: tuple[Type, ...], attribute: Attribute) -> Type:
@@ -43,18 +43,16 @@ def _head_sums(torch: Any, t: Any, width: int) -> Any:
     return t.unflatten(1, (-1, width)).sum(dim=-1)
 
 
-register(
-    Operation(
-        "row_logsumexp",
-        reduces("row_logsumexp", _LOGSUMEXP),
-        lambda torch, t: torch.logsumexp(t, dim=-1),
-        reduction=_LOGSUMEXP,
-    )
+_LOGSUMEXP = Reduction(
+    "row",
+    resource='OnlineLSEReduce("{name}")',  # which masks, in place
+    finish="finish_logsumexp({partial}, at, lane)",
+    said="logsumexp({kept})",
+    spoils=True,
 )
-register(Operation("row_select", _selected, _select, reduction=Reduction("row", "select")))
-register(Operation("head_sums", _heads, _head_sums))
 
 
+@reduces(_LOGSUMEXP, torch=lambda torch, t: torch.logsumexp(t, dim=-1))
 def row_logsumexp(t: Tensor) -> Tensor:
     """``log(sum(exp(t)))`` along each row of a tile, without overflow: a running maximum and a sum rescaled
     to it. A row of -inf gives -inf. Final after its step, as row_sums.
@@ -68,6 +66,17 @@ def row_logsumexp(t: Tensor) -> Tensor:
     return apply("row_logsumexp", t)
 
 
+_SELECT = Reduction(
+    "row",
+    resource='ColVecSelect("{name}", ColVecLoad("{index}"))',
+    finish="finish_select({partial}, at, {index}, {extent})",
+    said="where(({index} >= 0) & ({index} < {extent}), {kept}, 0)",
+    selects=True,
+    own_width=(remedies.SELECT, remedies.SELECT),
+)
+
+
+@reduces(_SELECT, torch=_select, rule=_selected)
 def row_select(t: Tensor, index: Tensor) -> Tensor:
     """Of each row of a tile the element in column ``index[row]``; where that is below 0 or at least N (an
     ignored target), 0. Final after its step, as row_sums.
@@ -80,6 +89,10 @@ def row_select(t: Tensor, index: Tensor) -> Tensor:
         gap = row_max(t) - first
     """
     return apply("row_select", t, index)
+
+
+_HEADS = Statistic('HeadSums("{name}")', own_width=(remedies.NARROW_HEADS, remedies.WIDE_HEADS))
+register(Operation("head_sums", _heads, _head_sums, statistic=_HEADS))
 
 
 def head_sums(t: Tensor, width: Tensor) -> Tensor:

@@ -79,12 +79,12 @@ def _interleave(torch: Any, a: Any, b: Any) -> Any:
     return torch.stack((a, b), dim=-1).flatten(-2)
 
 
+def _interleaved(even: list[str], odd: list[str]) -> list[str]:
+    return [value for pair in zip(even, odd, strict=True) for value in pair]
+
+
 register(Operation("transpose", _transpose, lambda torch, a: a.mT))
 register(Operation("gemm", _gemm))
-register(Operation("even", _half, lambda torch, a: a[..., 0::2]))
-register(Operation("odd", _half, lambda torch, a: a[..., 1::2]))
-register(Operation("join", _join, _interleave))
-register(Operation("column_index", _index, _columns))
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
@@ -103,6 +103,10 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     return apply("gemm", a, b)
 
 
+register(Operation("even", _half, lambda torch, a: a[..., 0::2], lanes=lambda a: a[0::2]))
+register(Operation("odd", _half, lambda torch, a: a[..., 1::2], lanes=lambda a: a[1::2]))
+
+
 def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
     """Take adjacent columns apart: even ones and odd ones, as two tiles. Also of per_head(v).
 
@@ -115,6 +119,9 @@ def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
     return apply("even", t), apply("odd", t)
 
 
+register(Operation("join", _join, _interleave, lanes=_interleaved))
+
+
 def join(even: Tensor, odd: Tensor) -> Tensor:
     """Interleave two tiles: the inverse of pairs.
 
@@ -124,6 +131,9 @@ def join(even: Tensor, odd: Tensor) -> Tensor:
         swapped = join(right, left)
     """
     return apply("join", even, odd)
+
+
+register(Operation("column_index", _index, _columns, at="Float32(column(place, {0}))", reads=0))
 
 
 def column_index(t: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Arithmetic between vectors happens between steps, in one small generated kernel 
 from __future__ import annotations
 
 from primitives import remedies
+from primitives.cutedsl import Spread
 from primitives.ir import Attribute, Operation, ProgramError, Type, register
 from primitives.trace import Tensor, apply, dim_attribute
 
@@ -65,9 +66,9 @@ def _no_rule(types: tuple[Type, ...], attribute: Attribute) -> Type:
 register(Operation("input", _no_rule))
 register(Operation("constant", _leaf))
 register(Operation("dim", _dim))
-register(Operation("per_row", _row, lambda torch, v: v[:, None]))
-register(Operation("per_column", _column, lambda torch, v: v[None, :]))
-register(Operation("per_head", _per_head, lambda torch, v: v))
+
+ROW = Spread("row", 'ColVecLoad("{name}")', ("{name}[2 * i]",))
+register(Operation("per_row", _row, lambda torch, v: v[:, None], spread=ROW))
 
 
 def per_row(v: Tensor) -> Tensor:
@@ -84,6 +85,10 @@ def per_row(v: Tensor) -> Tensor:
     return apply("per_row", v)
 
 
+COLUMN = Spread("column", 'RowVecLoad("{name}")', ("{name}[2 * i]", "{name}[2 * i + 1]"))
+register(Operation("per_column", _column, lambda torch, v: v[None, :], spread=COLUMN))
+
+
 def per_column(v: Tensor) -> Tensor:
     """Spread a vector over a tile: one value a column, such as a bias.
 
@@ -94,6 +99,9 @@ def per_column(v: Tensor) -> Tensor:
         size = abs(centred)
     """
     return apply("per_column", v)
+
+
+register(Operation("per_head", _per_head, lambda torch, v: v, lanes=lambda v: v))
 
 
 def per_head(v: Tensor) -> Tensor:

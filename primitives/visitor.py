@@ -14,8 +14,6 @@ from primitives.place import untransposed, values_read
 from primitives.resources import StepResources
 
 Values = dict[int, list[str]]  # texts of a node's values in one pair of lanes: one, two or four
-# Reductions over a subtile's fragment, not lane by lane. The log-sum-exp masks its own in place: it is last.
-BLOCKED = ("select", "logsumexp")
 
 
 class StepWriter(Writer):
@@ -23,7 +21,9 @@ class StepWriter(Writer):
         super().__init__(program, steps)
         self.step = step
         self.resources = StepResources(program, steps, step)
-        self.blocked = [i for how in BLOCKED for i in step.reductions if self.reduction(i).combine == how]
+        # Of a subtile's fragment, not lane by lane; last what writes to the fragment.
+        blocked = [i for i in step.reductions if not self.reduction(i).fold]
+        self.blocked = sorted(blocked, key=lambda i: self.reduction(i).spoils)
         self.exact = self.exact_nodes()
         self.past_edge = self.values_past_edge()
 
@@ -49,7 +49,7 @@ class StepWriter(Writer):
             ]
             if node.op == "gemm":
                 known[index] = 0.0
-            elif node.op in ("even", "odd", "join"):
+            elif OPERATIONS[node.op].lanes:
                 known[index] = arguments[0] if len(set(arguments)) == 1 else None
             else:
                 known[index] = self.evaluated(node.op, arguments)
@@ -68,7 +68,7 @@ class StepWriter(Writer):
     def masked(self, reduced: int) -> bool:
         """Whether lanes past a ragged edge must be left out: they are not certainly the identity."""
         zero = self.past_edge.get(self.nodes[reduced].args[0]) == 0.0
-        return not (zero and self.reduction(reduced).combine in ("add", "max_abs"))
+        return not (zero and self.reduction(reduced).identity == 0.0)
 
     def kernel(self) -> GemmKernel:
         operands = self.nodes[self.step.gemm].args
@@ -206,7 +206,7 @@ class StepWriter(Writer):
             else:
                 yield from self.fetch(load.node, load.name, "take", self.resources.width_of(load), values)
         for index in self.step.vectors:
-            if self.nodes[index].op == "per_column" and self.resources.width(index) != 1:
+            if self.spread(index).role == "column" and self.resources.width(index) != 1:
                 yield from self.fetch(index, f"v{index}", "take", self.resources.width(index), values)
         for index in self.step.repeats:
             how = "tabled" if self.resources.tables(index) else "repeated"
@@ -263,18 +263,13 @@ class StepWriter(Writer):
             yield f"n{index}_0, n{index}_1 = accumulator[2 * i], accumulator[2 * i + 1]"
             values[index] = [f"n{index}_0", f"n{index}_1"]
             return
-        if node.op == "column_index":
-            yield from self.number(index, values)
+        operation = OPERATIONS[node.op]
+        if operation.at:
+            yield from self.number(index, operation.at, values)
             return
         arguments = [self.value(a, values) for a in values_read(self.program, index)]
-        if node.op in ("even", "odd"):
-            values[index] = arguments[0][0 if node.op == "even" else 1 :: 2]
-            return
-        if node.op == "join":
-            values[index] = [v for pair in zip(*arguments, strict=True) for v in pair]
-            return
-        if node.op in ("per_head", "as_tile"):
-            values[index] = arguments[0]
+        if operation.lanes:
+            values[index] = operation.lanes(*arguments)
             return
         count = max(len(a) for a in arguments)
         values[index] = [f"n{index}_{k}" for k in range(count)]
@@ -284,11 +279,12 @@ class StepWriter(Writer):
                 parts = [f"Float32({p})" for p in parts]  # never an operation on Python numbers alone
             yield f"n{index}_{k} = {self.expression(index, parts, index in self.exact)}"
 
-    def number(self, index: int, values: Values) -> Iterator[str]:
+    def number(self, index: int, template: str, values: Values) -> Iterator[str]:
+        """What follows from where a lane lies."""
         count = int(2 * self.resources.width(index))
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
-            yield f"n{index}_{k} = Float32(column(place, {self.where(count, k)}))"
+            yield f"n{index}_{k} = {template.format(self.where(count, k))}"
 
     def value(self, index: int, values: Values) -> list[str]:
         node = self.nodes[index]
@@ -298,36 +294,28 @@ class StepWriter(Writer):
             return [literal(self.constant(index))]
         if self.steps.types[index].kind == "scalar" and node.op in ("dim", "input"):
             return [f"s{index}"]
-        if node.op == "head_sums":
+        operation = OPERATIONS[node.op]
+        if operation.statistic:
             return [f"h{index}[2 * i]"]
-        if node.op == "per_row":
-            return [f"v{index}[2 * i]"]
-        if node.op == "per_column":
-            return [f"v{index}[2 * i]", f"v{index}[2 * i + 1]"]
+        if operation.spread:
+            return [lane.format(name=f"v{index}") for lane in operation.spread.lanes]
         raise ValueError(f"node {index} ({node.op}) is read before it is computed")
 
     def fold(self, index: int, values: list[str]) -> Iterator[str]:
         """Straight into the running value, which costs no fragment of its own."""
         how, count = self.reduction(index), len(values)
+        assert how.fold is not None  # of one that is not blocked
         if self.masked(index):
             inside = "inside_columns" if how.axis == "row" else "inside_rows"
-            empty = "LOWEST" if how.combine == "max" else "0.0"
+            empty = literal(how.identity)
             lanes = [self.lane(count, k) for k in range(count)]
             values = [
                 f"choose({inside}(place, {at}), {v}, {empty})" for at, v in zip(lanes, values, strict=True)
             ]
         names = [partial.name for partial in self.partials(index)]
         if how.axis == "row":
-            yield f"{names[0]}[2 * i] = {self.combined(how.combine, f'{names[0]}[2 * i]', values)}"
+            yield f"{names[0]}[2 * i] = {how.fold(f'{names[0]}[2 * i]', values)}"
             return
         for k, value in enumerate(values):
             target = f"{names[k % len(names)]}[{self.lane(count, k)}]"
-            yield f"{target} = {self.combined(how.combine, target, [value])}"
-
-    @staticmethod
-    def combined(combine: str, running: str, values: list[str]) -> str:
-        if combine == "add":
-            return f"{running} + ({' + '.join(values)})"
-        for value in values:
-            running = f"largest({running}, {value if combine == 'max' else f'magnitude({value})'})"
-        return running
+            yield f"{target} = {how.fold(target, [value])}"

@@ -374,7 +374,7 @@ OWN = {
     "epi_prepass_subtile", "epi_needs_acc_prepass", "kernel", "__call__", "cute", "cutlass", "Float32",
     "add", "max", "max_abs",
 }  # fmt: skip
-OFFERED = {*lowering.RESOURCES, *(name for names in lowering.exports().values() for name in names)}
+OFFERED = {*lowering.resources(), *(name for names in lowering.exports().values() for name in names)}
 
 
 def names(tree: ast.AST) -> set[str]:

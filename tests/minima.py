@@ -1,0 +1,50 @@
+"""Two reductions that the vocabulary lacks, each registered once, as ``primitives.reductions`` does it.
+
+Run as a program, this compiles what it is asked to, as the child of ``primitives.compile`` does.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import primitives
+from primitives import compile as compiling
+from primitives.ir import OPERATIONS
+from primitives.reductions import Fold, largest, reduces
+from primitives.trace import Tensor, apply
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """A vocabulary with ``row_min`` and ``column_min``, for as long as this is entered."""
+    least = Fold(largest("-{0}"), math.inf, "max", "-{0}")  # what is folded is the negative
+
+    @reduces(least.along("row"), torch=lambda torch, t: t.amin(dim=-1))
+    def row_min(t: Tensor) -> Tensor:
+        return apply("row_min", t)
+
+    @reduces(least.along("column"), torch=lambda torch, t: t.amin(dim=0))
+    def column_min(t: Tensor) -> Tensor:
+        return apply("column_min", t)
+
+    made = (row_min, column_min)
+    with pytest.MonkeyPatch.context() as patch:
+        for function in made:
+            patch.setattr(primitives, function.__name__, function, raising=False)
+        patch.setattr(primitives, "__all__", [*primitives.__all__, *(f.__name__ for f in made)])
+        try:
+            yield
+        finally:
+            for function in made:
+                del OPERATIONS[function.__name__]
+
+
+if __name__ == "__main__":
+    with registered():
+        compiling._serve(Path(sys.argv[1]))
