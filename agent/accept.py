@@ -2,7 +2,8 @@
 
 Four files a kernel: NAME.py as authored, NAME.program.json (what launch loads), NAME.cutedsl.py (the text
 that ran) and NAME.report.json. Of an edited text three more: NAME.raw.py, NAME.raw.program.json (the same
-program, on schedules of its own) and NAME.raw.report.json. The run that made it is kept for replay.
+program, on schedules of its own) and NAME.raw.report.json. The run that made it is kept for replay. All of
+them or none: they are staged first, and what was staged whole is put in place by whoever looks next.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from agent import staging
 from agent.journal import Record, Snapshot
 from agent.loop import PIECE, STOPPED, Outcome
 from agent.runs import JOURNAL, folder
@@ -63,6 +65,7 @@ def read(spec: Spec, directory: Path | None = None, *, raw: bool = False) -> Ker
     """The accepted kernel of a spec, by default of generated_kernels/, or its edited text; None where there
     is none. Whether the report is for these files is ``verifier.evidence``'s to say. Raises KernelError."""
     source, program, *_, evidence = files(spec.name, directory or KERNELS, raw=raw)
+    staging.end(evidence.parent, evidence.name)
     try:
         return Kernel(
             Program.from_json(program.read_text(encoding="utf-8"), spec.signature()),
@@ -115,9 +118,9 @@ def accept(
     *,
     looked: bool = False,
 ) -> list[Path]:
-    """Write an accepted kernel's files and its run's recording; the report last, for it vouches for
-    the others. ``looked``: a person has read it, which an edited text needs. Raises AcceptError for anything
-    but an accepted kernel, or where writing fails."""
+    """Write an accepted kernel's files and its run's recording, all or none of them. ``looked``: a person has
+    read it, which an edited text needs. Raises AcceptError for anything but an accepted kernel, or where
+    writing fails."""
     report, program = outcome.report, outcome.program
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
@@ -141,30 +144,28 @@ def accept(
     if not raw:
         written[directory / f"{name}.cutedsl.py"] = lowered.text
     evidence, run = files(name, directory, raw=raw)[-1], recording(name, recordings, raw=raw)
+    if not journal.header.get("replays"):  # else the recording there is the run that it replays
+        written[run] = recorded(journal)
+    written[evidence] = report.model_dump_json(indent=1) + "\n"
     try:
-        evidence.unlink(missing_ok=True)
-        for path, content in written.items():
-            write_atomic(path, content)
-        if not journal.header.get("replays"):  # else the recording there is the run that it replays
-            recordings.mkdir(parents=True, exist_ok=True)
-            write_atomic(run, recorded(journal))
-        write_atomic(evidence, report.model_dump_json(indent=1) + "\n")
+        staging.put(directory, evidence.name, written)
     except OSError as error:
         place = error.filename or directory  # a write that fails names no file
         raise AcceptError(f"{place}: {error.strerror}; make room and accept again") from None
-    return [*written, evidence, run]
+    return [*(path for path in written if path not in (evidence, run)), evidence, run]
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
-    """A unified diff from the spec's kernel that is kept there now to this one; empty where there is none, or
-    no change."""
+    """A unified diff from the spec's kernel that is kept there now, once an acceptance of it that was cut off
+    is ended, to this one; empty where there is none, or no change."""
     if isinstance(outcome.report, Rejected):
         return ""
     program, raw = outcome.program, outcome.raw
     assert program is not None  # of a rejected one there are no changes to show
     if raw and lower(program, raw).hash != outcome.report.identity.lowered_hash:
         return ""  # no text of the program's: a primitive's functions
-    path = files(outcome.report.identity.spec, directory, raw=bool(raw))[0]
+    path, *_, evidence = files(outcome.report.identity.spec, directory, raw=bool(raw))
+    staging.end(directory, evidence.name)
     try:
         before = path.read_text(encoding="utf-8")
     except OSError:

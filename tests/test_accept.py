@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,18 +140,19 @@ def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> No
     assert not (tmp_path / "kernels").exists()
 
 
-# no room: the report vouches for the other files, so it is there only with all of them
+# all or nothing: the report vouches for the other files, so it is there only with all of them
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("writes", range(5))
-def test_a_disk_that_fills_up_leaves_no_report(
+@pytest.mark.parametrize("writes", range(6))
+def test_a_disk_that_fills_up_leaves_the_kernel_before(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
     """The disk is full at the n-th file; an older kernel of that name was there before."""
     put(accepted_run(spec, TWICE), tmp_path / "kernels")
+    before = contents(tmp_path / "kernels")
     name, done = accepted_run(spec), iter(range(100))
     real = os.fsync
 
@@ -166,9 +168,8 @@ def test_a_disk_that_fills_up_leaves_no_report(
         patch.setattr(os, "fsync", fsync)
         with pytest.raises((AcceptError, JournalError), match=f"{tmp_path}.*: No space left on device"):
             accept(outcome, run.journal, tmp_path / "kernels", tmp_path / "kernels")
-    left = contents(tmp_path / "kernels")
-    assert sorted(left) == sorted(n for n in NAMES if n != "toy.report.json")  # nor any draft
-    assert left["toy.py"].decode() in (TOY_KERNEL, TWICE)  # whole, old or new
+    assert contents(tmp_path / "kernels") == before
+    assert len(list((tmp_path / "kernels").iterdir())) == len(before)  # nor any draft
     put(name, tmp_path / "kernels")
     assert contents(tmp_path / "kernels")["toy.py"].decode() == TOY_KERNEL
 
@@ -208,6 +209,90 @@ cli.main()
     assert ": No space left on device; make room" in done.stderr or ": File too large; make" in done.stderr
     left = contents(small_disk)
     assert "toy.report.json" not in left and not [n for n in left if n.endswith(".tmp")]
+
+
+# Accepts a run again and again, each time in a process that is killed one step of the file system later; then
+# another looks, and says what it finds.
+KILLED = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+from agent import accept, runs
+from agent.loop import standing
+
+name, before, here = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+STEPS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
+outcome = standing(*runs.look(name))
+journal = runs.reopen(name).journal
+
+def killed_at(limit):
+    steps = iter(range(limit))
+    def step(event, arguments):
+        if event in STEPS and str(here) in str(arguments[0]) and next(steps, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return step
+
+def contents():
+    return {p.name: p.read_text() for p in here.iterdir() if p.is_file()}
+
+def in_a_process(act):
+    child = os.fork()
+    if not child:
+        act()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def accepts(limit):
+    sys.addaudithook(killed_at(limit))
+    accept.accept(outcome, journal, here, here)
+
+limit, status = 0, -signal.SIGKILL
+while status:
+    shutil.rmtree(here, ignore_errors=True)
+    shutil.copytree(before, here)
+    status = in_a_process(lambda: accepts(limit))
+    left, limit = contents(), limit + 1
+    looked = in_a_process(lambda: accept.changes(outcome, here))
+    print(json.dumps({"status": status, "looked": looked, "left": left, "then": contents(),
+                      "folders": [p.name for p in here.iterdir() if p.is_dir()]}))
+"""
+
+
+def test_an_acceptance_killed_at_each_step_is_none_or_is_ended_by_the_next_look(
+    spec: Path, tmp_path: Path
+) -> None:
+    put(accepted_run(spec, TWICE), tmp_path / "before")
+    name = accepted_run(spec)
+    put(name, tmp_path / "after")
+    old, new = ({n: c.decode() for n, c in contents(tmp_path / d).items()} for d in ("before", "after"))
+    command = [sys.executable, "-c", KILLED, name, str(tmp_path / "before"), str(tmp_path / "here")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [f["status"] for f in found] == [-signal.SIGKILL] * (len(found) - 1) + [0] and len(found) > 30
+    assert not any(f["looked"] or f["folders"] for f in found)
+    evidence = "toy.report.json"
+    for left in (f["left"] for f in found):  # before anyone looks: no evidence beside files of another kernel
+        assert evidence not in left or {n: left.get(n) for n in NAMES} in (old, new)
+    ends = [f["then"] for f in found]
+    decided = ends.index(new)
+    assert ends == [old] * decided + [new] * (len(ends) - decided)
+    assert any(f["left"] != f["then"] == new for f in found)  # one that the look has ended
+
+
+def test_an_acceptance_that_was_cut_off_is_ended_by_the_next(spec: Path, tmp_path: Path) -> None:
+    """Of another run: the folder that is left holds the one before."""
+    kernels = tmp_path / "kernels"
+    put(accepted_run(spec, TWICE), tmp_path / "staged")
+    names = [n for n in NAMES if n != "toy.report.json"] + ["toy.report.json"]
+    whole = kernels / ".toy.report.json.whole"
+    whole.mkdir(parents=True)
+    for number, file in enumerate(names):
+        (tmp_path / "staged" / file).rename(whole / str(number))
+    (whole / "places.json").write_text(json.dumps(names))
+    twice = (whole / "0").read_text()
+    assert accepting.read(runs_spec(accepted_run(spec)), kernels) is not None
+    assert (kernels / "toy.py").read_text() == twice == TWICE and not whole.exists()
+    put(accepted_run(spec), kernels)
+    assert (kernels / "toy.py").read_text() == TOY_KERNEL and len(list(kernels.iterdir())) == len(NAMES)
 
 
 # the commit

@@ -1,0 +1,99 @@
+"""Several files that are replaced together: a process killed at any moment leaves all of the old ones, or
+what whoever looks next makes all of the new ones.
+
+They are written into a draft folder, and its renaming decides. From there each file is renamed to its place,
+and no disk is too full for that.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from primitives.files import sync_directory, write_atomic
+
+PLACES = "places.json"  # in a folder: where its files go, in their order
+
+
+def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
+    """Replace files by these, in their order. The last vouches for the others: it is gone while they are
+    replaced. ``name`` tells them from others that are staged in ``directory``. Raises OSError; then all are
+    as they were, or the next ``end`` replaces them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with _alone(directory):
+        _finish(directory, name)
+        draft, whole, _ = _folders(directory, name)
+        try:
+            for number, content in enumerate(contents.values()):
+                write_atomic(draft / str(number), content)
+            write_atomic(draft / PLACES, json.dumps([os.path.relpath(path, directory) for path in contents]))
+            draft.rename(whole)
+        except OSError:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        _finish(directory, name)
+
+
+def end(directory: Path, name: str) -> None:
+    """Replace files whose replacement was cut off after it was decided, and leave nothing of one that was cut
+    off before. Raises OSError."""
+    if any(folder.is_dir() for folder in _folders(directory, name)):
+        with _alone(directory):
+            _finish(directory, name)
+
+
+def _finish(directory: Path, name: str) -> None:
+    draft, whole, done = _folders(directory, name)
+    for folder in (draft, done):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    if whole.is_dir():
+        sync_directory(directory)
+        _replace(directory, whole)
+        whole.rename(done)  # a kill in what follows must not leave files without the list of their places
+        shutil.rmtree(done)
+
+
+def _replace(directory: Path, whole: Path) -> None:
+    places = [directory / place for place in json.loads((whole / PLACES).read_text(encoding="utf-8"))]
+    staged = [whole / str(number) for number in range(len(places))]
+    if staged[-1].exists():
+        places[-1].unlink(missing_ok=True)
+    for file, place in zip(staged, places, strict=True):
+        if file.exists():  # else it was moved before a kill
+            _move(file, place)
+
+
+def _move(staged: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        staged.rename(place)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # its directory may be on another disk
+            raise
+        write_atomic(place, staged.read_bytes())
+        staged.unlink()
+    sync_directory(place.parent)
+
+
+def _folders(directory: Path, name: str) -> tuple[Path, Path, Path]:
+    """Of files that are being written, that are all there, and that are in their places."""
+    draft, whole, done = (directory / f".{name}.{state}" for state in ("draft", "whole", "done"))
+    return draft, whole, done
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Held by one process at a time; the kernel drops it when that process dies."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
