@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 16  # bytes: what the bulk tensor copies need of addresses and row strides
+GAP = 4096  # bytes around each tensor of a workspace, in which a proof sees what is written astray
 
 
 class LaunchError(Exception):
@@ -207,7 +208,7 @@ class Plan:
     no allocation and no decision. Tensors must have the shapes, dtypes and device of the plan.
     One stream at a time: the workspace (bytes; made where none, or too small a one, is given) is shared
     between calls. ``raw``: an edited text to compile in place of the program's own, in a confined child.
-    ``parts``: what is launched, in order.
+    ``parts``: what is launched, in order; ``gaps``: bytes of the workspace in which nothing lies.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class Plan:
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
             for key, (shape, dtype) in wanted.items()
         }
-        total = sum(-(-n // 256) * 256 for n in sizes.values())
+        total = GAP + sum(-(-n // 256) * 256 + GAP for n in sizes.values())
         if workspace is None or workspace.numel() < total:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
@@ -285,10 +286,14 @@ class Plan:
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
         }
-        offset = 0
+        offset, end = GAP, 0
+        self.gaps: list[torch.Tensor] = []
         for key, (shape, dtype) in wanted.items():
-            tensors[key] = workspace[offset : offset + sizes[key]].view(torch_dtype(dtype)).view(shape)
-            offset += -(-sizes[key] // 256) * 256
+            self.gaps.append(workspace[end:offset])
+            end = offset + sizes[key]
+            tensors[key] = workspace[offset:end].view(torch_dtype(dtype)).view(shape)
+            offset += -(-sizes[key] // 256) * 256 + GAP
+        self.gaps.append(workspace[end:])
         return tensors
 
     def _scalar(self, role: str, node: int) -> Any:

@@ -13,7 +13,7 @@ import torch
 from primitives import launch, tune
 from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program, Schedule
-from primitives.launch import Kernel, LaunchError, Plan, alignment_errors
+from primitives.launch import GAP, Kernel, LaunchError, Plan, alignment_errors
 from primitives.lower import lower
 from primitives.probes import candidates
 
@@ -126,6 +126,23 @@ def test_everything_between_kernels_lies_in_one_workspace_without_overlap(calls)
     storages = {t.untyped_storage().data_ptr() for t in plan._slots.fixed if isinstance(t, torch.Tensor)}
     assert len(storages) == 1
     assert all(start % 256 == spans[0][0] % 256 for start, _ in spans)
+
+
+def test_a_workspace_s_gaps_are_all_of_it_in_which_nothing_lies(calls):
+    first, _, _ = planned(kernels.CHAIN.program, Schedule(128, 128))
+    wide = Plan(
+        first.program, first.sizes, {0: Schedule(128, 256, False), 1: Schedule()}, "cpu", first.workspace
+    )
+    none, _, _ = planned(kernels.ACCUMULATE.program)
+    for plan in (first, wide, none):
+        lies = [t for t in plan._slots.fixed if isinstance(t, torch.Tensor)]
+        plan.workspace.fill_(0)
+        for tensor in (*lies, *plan.gaps):
+            tensor.view(-1).view(torch.uint8).add_(1)
+        assert bool((plan.workspace == 1).all())
+        assert len(plan.gaps) == len(lies) + 1
+        assert all(gap.numel() >= GAP for gap in plan.gaps[:-1] or plan.gaps)
+    assert none.workspace.numel() == GAP
 
 
 def test_a_second_call_takes_its_own_tensors(calls):

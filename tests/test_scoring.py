@@ -147,6 +147,7 @@ class CpuPlan:
     kernel: Kernel
     write: Write = Tensor.copy_
     poisoned: list[bool] = field(default_factory=list)
+    workspace: Tensor = field(default_factory=lambda: torch.zeros(64, dtype=torch.uint8))
 
     @property
     def program(self) -> Any:
@@ -229,6 +230,24 @@ def test_a_kernel_that_keeps_what_looks_right_is_another_output() -> None:
     assert failed.value.code == "other_output"
 
 
+def test_a_kernel_that_keeps_its_answers_in_its_workspace_finds_none_there() -> None:
+    plan = CpuPlan(SCALED, doubled)
+    kept, seen = plan.workspace[:4].view(torch.float32), []
+
+    def remembering(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        seen.append(bool(kept == inputs["rstd"].sum()))
+        kept.copy_(inputs["rstd"].sum())
+        return doubled(inputs)
+
+    sets = sets_of(plan, 1)
+    plan.kernel = remembering
+    for _ in range(2):
+        plan.run(sets.inputs[0], sets.outputs[0])
+    assert seen == [False, True]
+    race([sets.candidate("candidate"), sets.arm("rival", [lambda: None])])
+    assert len(seen) > 13 and not any(seen[2:])
+
+
 def test_a_kernel_that_makes_its_task_an_easier_one_is_found() -> None:
     def easier(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         right = doubled(inputs)
@@ -265,7 +284,14 @@ def test_an_update_keeps_its_buffer_and_is_compared_on_inputs_drawn_again() -> N
     sets = sets_of(plan)
     first = [inputs["dw"].clone() for inputs in sets.inputs]
     arm = sets.candidate("candidate")
-    assert arm.before is None
+    assert arm.before is not None
+    before = [
+        {n: t.clone() for n, t in {**i, **o}.items()} for i, o in zip(sets.inputs, sets.outputs, strict=True)
+    ]
+    arm.before()
+    assert bool((plan.workspace.view(torch.float32) > 0).all())  # it alone is overwritten
+    for each, *now in zip(before, sets.inputs, sets.outputs, strict=True):
+        assert all(torch.equal(each[n], t) for tensors in now for n, t in tensors.items())
     race([arm])
     assert all(not torch.equal(a, b["dw"]) for a, b in zip(first, sets.inputs, strict=True))
     sets.compare()

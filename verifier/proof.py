@@ -14,9 +14,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from primitives.ir import Program, Schedule
+from verifier import guards
 from verifier.fingerprint import Fingerprints
 from verifier.gates import Failed, judge
 from verifier.gpu import report
+from verifier.guards import POISONS, Guarded
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from verifier.numerics import OutputError
 
 REPEATS = 20
-GUARD = 4096  # bytes before and behind each output that must stay as they were
 
 Schedules = Mapping[int, Schedule]
 
@@ -151,9 +152,12 @@ def _tried(job: Job, plans: Sequence[Plan], family: str) -> tuple[int, list[Outp
 
 
 def stability(job: Job) -> dict[str, Any]:
-    """On every plan: repeats bitwise equal from differently poisoned, guarded outputs; inputs untouched."""
+    """On every plan: repeats bitwise equal from outputs and workspace poisoned in two ways, inputs untouched,
+    nothing beside any of them written, or read and used."""
     report("stability", f"case {job.case}")
-    seed, inputs = job.draw()
+    seed, drawn = job.draw()
+    inputs = Guarded.holding(drawn, POISONS[0])
+    del drawn  # inputs of a case may be gigabytes
     for plan in job.plans():
         _repeat(job, plan, inputs)
     return {"repeats": REPEATS, "plans": len(job.schedules), "seeds": {"stability": seed}}
@@ -192,30 +196,32 @@ def named(schedules: Schedules) -> dict[str, dict[str, Any]]:
 
 
 def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs of a run that found NaN in them, and in all that lies between its kernels."""
     import torch
 
     outputs = plan.outputs()
     for tensor in outputs.values():
         tensor.fill_(float("nan"))
+    plan.workspace.fill_(POISONS[0])
     plan.run(inputs, outputs)
     torch.cuda.synchronize()
     return outputs
 
 
-def _repeat(job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> None:
+def _repeat(job: Job, plan: Plan, inputs: Guarded) -> None:
     import torch
 
-    before = Fingerprints(inputs)
+    before = Fingerprints(inputs.tensors)
     first: dict[str, torch.Tensor] = {}
     for repeat in range(REPEATS):
-        poison = 0xFF if repeat % 2 == 0 else 0x7B
-        guarded = {name: _guarded(t, poison) for name, t in plan.outputs().items()}
-        plan.run(inputs, {name: view for name, (_, view) in guarded.items()})
+        poison = POISONS[repeat % 2]
+        outputs = Guarded(plan.outputs(), poison)
+        inputs.poison(poison)
+        plan.workspace.fill_(poison)
+        plan.run(inputs.tensors, outputs.tensors)
         torch.cuda.synchronize()
-        for name, (buffer, view) in guarded.items():
-            edges = torch.cat((buffer[:GUARD], buffer[GUARD + view.numel() * view.itemsize :]))
-            if not bool((edges == poison).all()):
-                raise Failed("out_of_bounds", f"{_place(job)}: bytes beside output {name!r} were written")
+        _within_bounds(job, plan, inputs, outputs, poison)
+        for name, view in outputs.tensors.items():
             if repeat == 0:
                 first[name] = view.clone()
             elif not torch.equal(bits(first[name]), bits(view)):
@@ -224,8 +230,17 @@ def _repeat(job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor]) -> None:
                     f"{_place(job)}: output {name!r} differs between two runs on the same inputs: "
                     "something is read that nothing wrote, or summed in no fixed order",
                 )
-    _updated_alike(job, plan, inputs, first)
-    untouched(job, inputs, before)
+    _updated_alike(job, plan, inputs.tensors, first)
+    untouched(job, inputs.tensors, before)
+
+
+def _within_bounds(job: Job, plan: Plan, inputs: Guarded, outputs: Guarded, poison: int) -> None:
+    """Failed where a run wrote beside a tensor, or beside what lies between its kernels."""
+    beside = [f"output {name!r}" for name in outputs.written_beside(poison)]
+    beside += [f"input {name!r}" for name in inputs.written_beside(poison)]
+    beside += [] if guards.untouched(plan.gaps, poison) else ["what one kernel leaves for the next"]
+    if beside:
+        raise Failed("out_of_bounds", f"{_place(job)}: bytes beside {', '.join(beside)} were written")
 
 
 def untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Fingerprints) -> None:
@@ -260,14 +275,3 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-
-
-def _guarded(like: torch.Tensor, poison: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A poisoned buffer with room before and behind, and the tensor in its middle."""
-    import torch
-
-    size = like.numel() * like.itemsize
-    room = -(-size // 256) * 256
-    buffer = torch.full((room + 2 * GUARD,), poison, dtype=torch.uint8, device=like.device)
-    view = buffer[GUARD : GUARD + size].view(like.dtype).view(like.shape)
-    return buffer, view

@@ -200,12 +200,12 @@ class _Sets:
         outputs: Sequence[Tensors] | None = None,
     ) -> timing.Arm:
         """A call for each set, taking turns. Before each, the ``outputs`` that it is about to write are
-        overwritten; for one that has none of ours, as much memory that nobody reads, so that every arm finds
-        the GPU alike. Not so for a kernel that updates an input, whose buffer has to keep what is there:
+        overwritten, and the candidate's workspace, where a kernel could keep what the next call finds; for an
+        arm that has no outputs of ours, as much memory that nobody reads, so that every arm finds the GPU
+        alike. Not so those of a kernel that updates an input, whose buffer has to keep what is there:
         ``compare`` has it run once more."""
-        if self.updates:
-            return timing.Arm(name, rotating(calls))
-        rows = [[words(t) for t in each.values()] for each in outputs or [self.spare] * len(calls)]
+        written = [{}] * len(calls) if self.updates else outputs or [self.spare] * len(calls)
+        rows = [[words(t) for t in (*each.values(), self.plan.workspace)] for each in written]
         return timing.Arm(name, rotating(calls), rotating([partial(overwrite, row) for row in rows]))
 
     @property

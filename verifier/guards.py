@@ -1,0 +1,56 @@
+"""Guard bands: tensors between poisoned bytes that nothing may write, or read and use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+GUARD = 4096  # bytes before and behind a tensor: its address stays as aligned as an allocation's
+# Bytes. Of the first every float is NaN, of the second another number: what is read there and used tells.
+POISONS = (0xFF, 0x7B)
+
+
+class Guarded:
+    """Tensors by name, each in the middle of a poisoned buffer, with the strides of fresh ones: poisoned
+    themselves, of the shapes and dtypes of ``like``."""
+
+    def __init__(self, like: Mapping[str, torch.Tensor], poison: int):
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._bands: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, tensor in like.items():
+            self.tensors[name], self._bands[name] = _between_bands(tensor, poison)
+
+    @classmethod
+    def holding(cls, tensors: Mapping[str, torch.Tensor], poison: int) -> Guarded:
+        """Copies of the tensors."""
+        made = cls(tensors, poison)
+        for name, tensor in tensors.items():
+            made.tensors[name].copy_(tensor)
+        return made
+
+    def poison(self, byte: int) -> None:
+        """Another poison in the bands; the tensors stay what they are."""
+        for bands in self._bands.values():
+            for band in bands:
+                band.fill_(byte)
+
+    def written_beside(self, poison: int) -> list[str]:
+        """Names of the tensors beside which no longer everything is the poison."""
+        return [name for name, bands in self._bands.items() if not untouched(bands, poison)]
+
+
+def untouched(bands: Iterable[torch.Tensor], poison: int) -> bool:
+    return all(bool((band == poison).all()) for band in bands)
+
+
+def _between_bands(like: torch.Tensor, poison: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    import torch
+
+    size = like.numel() * like.itemsize
+    room = -(-size // 256) * 256
+    buffer = torch.full((room + 2 * GUARD,), poison, dtype=torch.uint8, device=like.device)
+    bands = buffer[:GUARD], buffer[GUARD + size :]
+    return buffer[GUARD : GUARD + size].view(like.dtype).view(like.shape), bands
