@@ -164,9 +164,12 @@ class Ledger:
 
     def timely(self) -> None:
         """Raises OutOfBudget once this command's time is up."""
-        now = time.monotonic()
-        if self.deadline is not None and now >= self.deadline:  # in the terms that providers were told
-            raise self._used_up("seconds", now - self.began)
+        if self.deadline is not None and time.monotonic() >= self.deadline:  # as providers were told
+            raise self.late()
+
+    def late(self) -> OutOfBudget:
+        """That this command's time is up."""
+        return self._used_up("seconds", time.monotonic() - self.began)
 
     def _requests(self, kind: str) -> int:
         """How many events of a kind this turn has."""

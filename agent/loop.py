@@ -22,6 +22,7 @@ from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.journal import Journal, JournalError, Record
 from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from agent.work import Measure, Work
+from primitives.deadline import Late, until
 from primitives.ir import Program, ProgramError
 from verifier.report import (
     MEASUREMENT,
@@ -131,10 +132,11 @@ class Loop:
             raise
         raise AssertionError("the attempts have a limit")
 
-    def _stopped(self, reason: str) -> None:
-        """Write down why the run ends before its time; one that is resumed goes on all the same."""
+    def _stopped(self, reason: str, charge: Mapping[str, float] | None = None) -> None:
+        """Write down why the run ends before its time, with the charge of what was cut off; one that is
+        resumed goes on all the same."""
         number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
-        self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason})
+        self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason, **(charge or {})})
 
     def _reply(self, outcome: Outcome, left: int) -> str:
         if isinstance(outcome.report, Rejected):
@@ -211,13 +213,23 @@ class Loop:
         except ProgramError as error:
             refused = Rejected(gate="trace", code=error.code, message=error.message)
             return {"report": refused.model_dump(mode="json"), "program": None, "source": source}
-        report, program = self.work.check(source, given, self.listener.gate)
+        with self._timely():
+            report, program = self.work.check(source, given, self.listener.gate)
         made = {
             "report": report.model_dump(mode="json"),
             "program": program.to_json() if program else None,
             "source": source,
         }
         return made | {"raw": source} if self.work.raw else made
+
+    @contextmanager
+    def _timely(self) -> Iterator[None]:
+        """Within: gates are cut off when the time is up. Raises OutOfBudget then; they have no verdict."""
+        try:
+            with until(self.ledger.deadline):
+                yield
+        except Late:
+            raise self.ledger.late() from None
 
     @contextmanager
     def _gpu(self) -> Iterator[None]:
@@ -242,16 +254,17 @@ class Loop:
         before = measurement({e.key: e.payload for e in self.journal.events()}, number)
         if before is not None or self.measure is None:
             return before
-        rival = as_kept(kept) if kept else self.work.rival()
+        rival, pieces = as_kept(kept) if kept else self.work.rival(), None
         try:
             with self._gpu():
                 self.ledger.afford_gpu()
                 pieces = Pieces.of(self.journal, number)
-                found = self.measure(self.spec, program, pieces, rival, raw)
+                with self._timely():
+                    found = self.measure(self.spec, program, pieces, rival, raw)
                 payload = found.model_dump(mode="json") | pieces.charge()
-        except OutOfBudget as ended:  # the kernel is checked, and can be measured elsewhere
+        except OutOfBudget as ended:  # the kernel is checked: it can be measured elsewhere, or go on later
             self.listener.text(f"not measured: {ended}\n")
-            self._stopped(f"not measured: {ended}")
+            self._stopped(f"not measured: {ended}", pieces.charge() if pieces else {})
             return None
         if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
             self.journal.once(pieces.void, "void", lambda: payload)

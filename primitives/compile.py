@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from primitives import children
+from primitives import children, deadline
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
@@ -369,14 +369,15 @@ class _Child:
         return self.made == self._circumstances() and not children.ended(self.process)
 
     def answer(self, request: str) -> str:
-        deadline = time.monotonic() + COMPILE_SECONDS
-        line = children.ask(self.process, request.encode() + b"\n", deadline)
+        limit = deadline.within(COMPILE_SECONDS)
+        line = children.ask(self.process, request.encode() + b"\n", limit)
         if line:
             answer = json.loads(line)
             if isinstance(answer, list):
                 return json.dumps(answer)
             raise CompileError(refusal(answer["error"]), answer.get("code", "compiler"), answer.get("line"))
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= limit:
+            deadline.check(limit)
             raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
         status = children.end(self.process)
         raise CompileError(refusal(children.tail(self.errors)) or f"the compiler died with status {status}")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import worker_tasks
 from authoring import BROKEN, TOY_KERNEL, USAGE, Notes, Scripted, fenced, measured, slow, write_toy
 from filelock import FileLock
 
@@ -20,8 +25,11 @@ from agent.budget import FEWEST_TOKENS, Ledger, Limits, OutOfBudget, Spent, pric
 from agent.journal import Journal
 from agent.loop import Loop
 from agent.providers import ProviderError, Question, Turn, Usage
+from primitives import children, deadline
 from primitives.compile import cache_dir
 from primitives.ir import Program
+from verifier import interpreted
+from verifier.gpu import Worker
 from verifier.measure import Keep
 from verifier.report import Checked, Measured, Rejected
 from verifier.spec import Spec
@@ -341,3 +349,84 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
         outcome = going.run()
         assert len(measurements) == 2 and outcome.report.status == "accepted"
         assert 0 <= spent(run.journal.events()).gpu_seconds < 60
+
+
+# cut off at the deadline, whatever is under way
+
+
+def hanging_compiler(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[subprocess.Popen[bytes]]:
+    """A compiler that never answers, in place of the real one: its processes."""
+    (directory / "hanging.py").write_text("import time; time.sleep(600)")
+    real, started = children.converse, list[subprocess.Popen[bytes]]()
+
+    def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real("hanging", **options | {"env": os.environ | {"PYTHONPATH": str(directory)}}))
+        return started[-1]
+
+    monkeypatch.setattr(children, "converse", converse)
+    monkeypatch.setattr("primitives.compile._kept", None)
+    monkeypatch.setattr("verifier.verify._interpret", lambda *given: None)
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(directory / "cache"))
+    return started
+
+
+@pytest.mark.parametrize("gate", ["interpret", "compile"])
+def test_a_gate_is_cut_off_at_the_deadline(
+    runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
+) -> None:
+    """One that would never end: it has no verdict, and what it started is gone."""
+    run, notes, compilers = runs.start(write_toy(tmp_path), {}), Notes(), list[subprocess.Popen[bytes]]()
+    with run.journal, monkeypatch.context() as patch:
+        if gate == "compile":
+            compilers = hanging_compiler(patch, tmp_path)
+        else:
+            real = interpreted.runs
+            patch.setattr(interpreted, "runs", lambda *given: itertools.repeat(next(real(*given))))
+        with pytest.raises(OutOfBudget, match="of 1.2 seconds are used up.*--budget-seconds"):
+            loop(run, Scripted([GOOD]), notes, limits=Limits(seconds=1.2)).run()
+        assert [e.key for e in run.journal.events()] == ["prompt", "answer/1", "stopped/1"]
+    assert notes.gates and not notes.reports and all(c.returncode is not None for c in compilers)
+    with runs.reopen(run.name).journal as journal:
+        assert journal.once("answer/1", "answer", dict)["text"] == GOOD
+
+
+def test_a_measurement_is_cut_off_at_the_deadline_and_charged(
+    begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a real worker that hangs; its kernel stays checked, and what it took is charged."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    run, workers = begin(), list[Worker]()
+
+    def measure(spec: Spec, program: Program, *_: object) -> Measured:
+        with Worker() as worker:
+            workers.append(worker)
+            worker.ask(worker_tasks.hang, None, patience=300.0)
+        raise AssertionError("it hangs")
+
+    with run.journal:
+        going = loop(run, Scripted([GOOD]), measure=measure, limits=Limits(seconds=3600.0))
+        real = going._check
+
+        def judged(*given: Any) -> dict[str, Any]:
+            found = real(*given)
+            going.ledger.began -= 3600.0 - 0.5
+            return found
+
+        monkeypatch.setattr(going, "_check", judged)
+        assert isinstance(going.run().report, Checked)
+        *_, report, stopped = run.journal.events()
+        assert report.key == "report/1" and "not measured: " in stopped.payload["reason"]
+        assert 0 < spent(run.journal.events()).gpu_seconds == stopped.payload["gpu_seconds"] < 300
+    assert [worker._process.returncode for worker in workers] == [-signal.SIGKILL]
+
+
+def test_a_wait_that_ends_by_itself_is_not_taken_for_the_deadline() -> None:
+    for moment in (None, time.monotonic() + 3600):
+        with deadline.until(moment):
+            deadline.check(deadline.within(0.0))
+            deadline.check()
+    with deadline.until(time.monotonic() + 60), pytest.raises(deadline.Late):
+        deadline.check(deadline.within(600.0))
+    with pytest.raises(deadline.Late), deadline.until(time.monotonic()):
+        raise AssertionError("it is late")
+    deadline.check()

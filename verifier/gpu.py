@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from primitives import children
+from primitives import children, deadline
 from primitives.sandbox import die_with
 from verifier.gates import Failed, Progress, silent
 
@@ -71,7 +71,8 @@ class Worker:
         self, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
         """The task's answer. Failed as the task raised it; Lost, with nothing left of the process, where it
-        dies, is silent for ``patience`` seconds, or can no longer use the GPU. WorkerError for our bugs."""
+        dies, is silent for ``patience`` seconds, or can no longer use the GPU. WorkerError for our bugs, and
+        Late at the deadline (``primitives.deadline``), with nothing left of it either."""
         assert self._process.stdin is not None  # a pipe
         with suppress(BrokenPipeError):  # that it died is found when reading
             self._process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
@@ -106,9 +107,11 @@ class Worker:
         """Let it end by itself, for a wrapper that reports at the end: its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+        limit = deadline.within(patience)
         try:
-            return self._process.wait(patience)
+            return self._process.wait(limit - time.monotonic())
         except subprocess.TimeoutExpired:
+            deadline.check(limit)
             raise Lost("hung", f"the GPU worker did not end within {patience:g} s") from None
 
     def __enter__(self) -> Self:
@@ -124,11 +127,12 @@ class Worker:
         descriptor = self._process.stdout.fileno()
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        deadline = time.monotonic() + patience
+        limit = deadline.within(patience)
         while b"\n" not in self._unread:
-            left = deadline - time.monotonic()
+            left = limit - time.monotonic()
             if left <= 0 or not poll.poll(left * 1000):
                 self.close()
+                deadline.check(limit)
                 raise Lost("hung", f"the GPU worker said nothing for {patience:g} s: a kernel does not end")
             chunk = os.read(descriptor, 1 << 16)
             if not chunk:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from primitives import deadline
 from primitives.compile import CROWDED, PROBES
 from primitives.ir import Node, Program, ProgramError, Schedule
 from primitives.lower import lower
@@ -192,6 +193,7 @@ def _interpret(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
 
     worst: dict[str, float] = {}
     for run in interpreted.runs(spec, secrets.randbits(48)):
+        deadline.check()
         for how, errors in interpreted.judged(spec, program, run):
             judge(errors, f"in the interpreter, {run}, outputs {how}")
             for error in errors if how == interpreted.STORED else ():
