@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +30,8 @@ Gpu = Annotated[
     bool | None,
     typer.Option("--gpu/--no-gpu", help="Demand a GPU, or do without. Default: use one if there is one."),
 ]
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
 WeakJail = Annotated[
     bool, typer.Option("--weak-jail", help="Trace although this machine has neither seccomp nor Landlock.")
 ]

@@ -15,6 +15,7 @@ from comparison_machine import Machine, stood_in
 from agent import cli
 from agent.accept import ROOT
 from agent.compare.results import read, write
+from agent.ending import ABSENT, USAGE
 from verifier.columns import (
     ANCHOR,
     AUTOTUNED,
@@ -77,12 +78,12 @@ def test_what_is_drawn_may_be_chosen(command: Callable[..., Any], tmp_path: Path
         assert OWN_TUNER in drawn and "gemm_swiglu" not in drawn.split("claims")[0]
         assert LIGER not in drawn.split("claims")[0] and LIGER not in drawn.split("Milliseconds")[1]
     status, _, told = command(*words, "--cases", "70B")
-    assert status == cli.USAGE and "no row is left: these results have gemm_rope 7B, gemm_rope 1B" in told
+    assert status == USAGE and "no row is left: these results have gemm_rope 7B, gemm_rope 1B" in told
 
 
 def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., Any], tmp_path: Path) -> None:
     status, _, said = command("--from", tmp_path / "none.json")
-    assert status == cli.USAGE and "there is no such file" in said and "coda-agent compare --out" in said
+    assert status == USAGE and "there is no such file" in said and "coda-agent compare --out" in said
 
 
 def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_p
     words = ("--from", tmp_path, "--out", tmp_path / "drawn", "--write", readme)
     readme.write_text("no place\n")
     status, _, told = command(*words)
-    assert status == cli.USAGE and "mark one place for the comparison" in told
+    assert status == USAGE and "mark one place for the comparison" in told
     readme.write_text("a\n<!-- table: comparison -->\nnothing\n<!-- /table -->\nz\n")
     assert command(*words)[0] == 0
     once = readme.read_text()
@@ -105,7 +106,7 @@ def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_p
 
 def test_measuring_needs_an_h100(command: Callable[..., Any], tmp_path: Path) -> None:
     status, _, said = command("--out", tmp_path)
-    assert status == cli.ABSENT and "takes an H100" in said and not list(tmp_path.iterdir())
+    assert status == ABSENT and "takes an H100" in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -119,13 +120,13 @@ def test_a_wrong_choice_is_wrong_usage(
     command: Callable[..., Any], tmp_path: Path, words: tuple[str, ...], told: str
 ) -> None:
     status, _, said = command("--out", tmp_path, *words)
-    assert status == cli.USAGE and told in said
+    assert status == USAGE and told in said
 
 
 def test_a_file_that_is_none_is_wrong_usage(command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"sittings": [{"operator": 3}]}')
     status, _, said = command("--from", tmp_path / "results.json", "--out", tmp_path)
-    assert status == cli.USAGE and "sittings.0.operator" in said
+    assert status == USAGE and "sittings.0.operator" in said
 
 
 def test_the_command_measures_keeps_and_draws(
@@ -167,5 +168,5 @@ def test_a_gpu_that_is_gone_is_one_message_and_what_was_measured_is_drawn(
 
     monkeypatch.setattr(gpu, "ask", gone)
     status, _, told = command(*words)
-    assert status == cli.ABSENT and "what was measured is drawn: CUDA error: the device is gone" in told
+    assert status == ABSENT and "what was measured is drawn: CUDA error: the device is gone" in told
     assert "gemm_swiglu" in (tmp_path / "table.md").read_text()

@@ -25,7 +25,7 @@ from authoring import (
 from killing import FAILED, READ, REFUSED, VOID, WRITTEN, Errand, processes
 
 from agent import accept, budget, bundle, runs
-from agent.cli import OK
+from agent.ending import OK
 from agent.journal import Event, glance
 from agent.loop import standing
 from primitives.ir import Program

@@ -25,7 +25,8 @@ from authoring import (
 from typer.testing import CliRunner
 
 from agent import accept, bundle, runs, session, tips
-from agent.cli import OK, app
+from agent.cli import app
+from agent.ending import OK
 from agent.loop import Loop, Outcome, standing
 from agent.optimize import NothingToOptimize, base
 from agent.table import read

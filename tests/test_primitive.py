@@ -21,7 +21,8 @@ from spec_files import write_changed
 from typer.testing import CliRunner
 
 from agent import accept, bundle, primitive, prompt, render, runs, session
-from agent.cli import OK, USAGE, app, main
+from agent.cli import app, main
+from agent.ending import OK, USAGE
 from agent.journal import read_export
 from agent.loop import Loop, Outcome, standing
 from primitives import lower as lowering

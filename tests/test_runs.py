@@ -11,7 +11,8 @@ from authoring import BROKEN, TOY, Notes, Scripted, fenced, make_run, write_toy
 from typer.testing import CliRunner
 
 from agent import runs, session
-from agent.cli import OK, REJECTED, app
+from agent.cli import app
+from agent.ending import OK, REJECTED
 from agent.journal import JournalError, read_export
 from agent.loop import Loop
 from verifier.report import REPORT

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from agent import cli, table
 from agent.accept import KernelError
+from agent.ending import USAGE
 from agent.table import Interval, TableError
 from verifier.report import Accepted, Authorship, Identity, Ratio, Timing
 
@@ -371,7 +372,7 @@ def test_a_mistake_is_one_message(
     monkeypatch.setattr("sys.argv", ["coda-agent", "table", "--write", str(page)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == cli.USAGE
+    assert ended.value.code == USAGE
     assert capsys.readouterr().err.startswith(f"coda-agent: {page}: has tables none;")
 
 

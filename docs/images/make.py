@@ -25,8 +25,8 @@ from authoring import TOY, TOY_KERNEL, fenced, measured, slow  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from agent import history, live, page, runs, session  # noqa: E402
+from agent.authoring import begun  # noqa: E402
 from agent.budget import Limits  # noqa: E402
-from agent.cli import _begun  # noqa: E402
 from agent.options import Authoring  # noqa: E402
 from primitives.ir import Program  # noqa: E402
 from verifier.decision import BASELINE, KEPT  # noqa: E402
@@ -84,7 +84,7 @@ def candidates(spec: Path) -> list[str]:
     """One is mended and then improved, one is right and slow, one waits for its first answer."""
     limits = Limits(dollars=1.0, tokens=300_000).to_json()
     options = {"provider": "anthropic", "model": MODEL, "limits": limits, "improve": 1, "attempts": 2}
-    names = _begun(spec, Authoring().header() | options, 3)
+    names = begun(spec, Authoring().header() | options, 3)
     good, wrong, faster = (answer(text) for text in (fenced(KERNEL), fenced(UNSCALED), SCHEDULED))
     log = StringIO()
     author(names[0], [wrong, good, faster], 1.3, log)

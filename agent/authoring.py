@@ -1,0 +1,205 @@
+"""The commands that author: runs begun, gone on with, and brought to their end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agent import session
+from agent.ending import finish
+from agent.options import (
+    IMPROVE,
+    Authoring,
+    Budget,
+    Further,
+    Gpu,
+    Json,
+    Measuring,
+    SpecPath,
+    flags,
+    grouped,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agent.runs import Run
+
+Directory = Annotated[Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")]
+Improve = Annotated[int, IMPROVE]
+
+
+@grouped
+def generate(
+    spec: SpecPath,
+    authoring: Authoring,
+    budget: Budget,
+    measuring: Measuring,
+    gpu: Gpu = None,
+    directory: Directory = None,
+    improve: Improve = 0,
+    candidates: Annotated[
+        int, typer.Option(min=1, max=9, help="Independent runs at once, which share the budget equally.")
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
+    from agent import runs
+    from verifier.spec import load
+
+    name = load(spec, check=False).name  # a spec that cannot be read says so first
+    limits = budget.limits().shared(candidates)
+    header = session.new_header(name, authoring, limits, directory) | {"improve": improve}
+    session.need_gpu(gpu)
+    if candidates > 1:
+        _attend(begun(spec, header, candidates), flags(gpu, measuring), as_json)
+    else:
+        _go(runs.start(spec, header), gpu, measuring, as_json)
+
+
+@grouped
+def optimize(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An accepted kernel, by its spec's name.")],
+    authoring: Authoring,
+    budget: Budget,
+    measuring: Measuring,
+    gpu: Gpu = None,
+    directory: Directory = None,
+    improve: Improve = 0,
+    as_json: Json = False,
+) -> None:
+    """Have an accepted kernel's CuTeDSL edited, and keep what is measured to be faster."""
+    from agent import runs
+    from agent.optimize import base
+    from verifier.spec import load
+
+    path = Path("specs") / f"{name}.yaml"
+    base(load(path, check=False))  # one that is not there says so first
+    header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
+    header |= {"improve": improve, "optimizes": name}
+    session.need_gpu(gpu)
+    _go(runs.start(path, header), gpu, measuring, as_json)
+
+
+@grouped
+def primitive(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The primitive, proposed in specs/primitives/NAME.yaml.")
+    ],
+    authoring: Authoring,
+    budget: Budget,
+    gpu: Gpu = None,
+    directory: Directory = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Propose it: its meaning in torch's names, such as 'x / (1 + abs(x))'.")
+    ] = None,
+    arguments: Annotated[str, typer.Option(help="With --reference: its arguments, such as x,y.")] = "x",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write the patch of its last run, for git apply.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The patch. Default: NAME.patch.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Have an elementwise primitive that the vocabulary lacks written in CuTeDSL and held against PyTorch."""
+    from agent import primitive as proposals
+
+    if merge:
+        path, outcome = proposals.merge(name, out)
+        typer.echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
+        return
+    if reference is not None:
+        path = proposals.scaffold(name, reference, [a.strip() for a in arguments.split(",")])
+        typer.echo(f"{path}:\n{session.source(path)}\nComplete it, then: coda-agent primitive {name}")
+        return
+    path = proposals.proposed(name)
+    header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
+    session.need_gpu(gpu)
+    _go(proposals.start(path, header), gpu, Measuring(), as_json)
+
+
+@grouped
+def resume(
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
+    budget: Budget,
+    further: Further,
+    measuring: Measuring,
+    gpu: Gpu = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run that was cut off, ran out of budget, or whose measurement was imported; with several
+    at once. What is given replaces each run's own."""
+    from agent import runs
+
+    session.need_gpu(gpu)
+    for name in run:
+        session.refuse_uncounted(session.header_of(name)["provider"], budget.limits())
+    if len(run) > 1:
+        _attend([runs.folder(name).name for name in run], flags(gpu, budget, further, measuring), as_json)
+    else:
+        given = further.header() | {"limits": budget.limits().to_json()}
+        _go(runs.reopen(run[0]), gpu, measuring, as_json, given)
+
+
+def begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
+    """So many runs that nobody works at yet."""
+    from agent import runs
+
+    names: list[str] = []
+    directory = header["directory"]
+    for place in range(1, number + 1):
+        own: dict[str, Any] = {"candidate": place, "candidates": number}
+        own |= {"group": names[0]} if names else {}  # of a run that says none, its own name
+        own |= {"directory": str(Path(directory) / str(place))} if directory else {}
+        run = runs.start(spec, header | own)
+        run.journal.close()
+        names.append(run.name)
+    return names
+
+
+def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
+    """Go on with several runs at once, and say how each ended, the best in full."""
+    from agent import candidates
+
+    console = session.console(as_json)
+    try:
+        with candidates.started(names, flags) as started:
+            best, *others = candidates.attend(started, console)
+    except KeyboardInterrupt:
+        typer.echo(f"coda-agent resume {' '.join(names)} goes on", err=True)
+        raise
+    for past in others:
+        console.print(f"{past.run}: {past.status} {past.why}".rstrip(), markup=False)
+    console.print(f"the best: {best.run}", markup=False)
+    finish(session.standing(best.run).report, as_json, best.run)
+
+
+def _go(
+    run: Run,
+    gpu: bool | None,
+    measuring: Measuring,
+    as_json: bool,
+    given: Mapping[str, Any] | None = None,
+) -> None:
+    """Author until the end, and say how it ended."""
+    from agent import live, render
+
+    console = session.console(as_json)
+    console.print(f"run {run.name}, provider {run.journal.header['provider']}")
+    try:
+        with live.Watch(console, run.name) as watch:
+            outcome = session.author(run, watch, session.measurer(gpu, measuring.options(), watch), given)
+    except KeyboardInterrupt:
+        typer.echo(f"coda-agent resume {run.name} goes on", err=True)
+        raise
+    finally:
+        run.journal.close()
+    if not as_json:
+        console.print(render.credits(outcome), markup=False)
+    if outcome.stopped:
+        typer.echo(f"coda-agent: {outcome.stopped}", err=True)
+    proposed = "proposes" in run.journal.header
+    if proposed and outcome.report.status != "rejected":
+        console.print(f"next: coda-agent primitive {run.spec.name} --merge")
+    finish(outcome.report, as_json, "" if proposed else run.name)
