@@ -12,8 +12,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,13 +19,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from primitives import children, deadline
+from primitives.cubin import Resources, inspect_cubin
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
@@ -49,26 +48,6 @@ class CompileError(Exception):
     ):
         super().__init__(message)
         self.code, self.line, self.node = code, line, node
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What a compiled kernel needs of an SM: per thread registers, bytes of stack, spilled loads and
-    stores; for a GEMM, stages of operands, stores and loads, which share its memory; and how many of
-    Hopper's own instructions its code holds. ``own_launch``: as of ``primitives.raw.Built``."""
-
-    kernel: str
-    schedule: dict[str, int | bool] | None
-    registers: int
-    stack: int
-    stages: tuple[int, int, int] | None
-    spill_loads: int
-    spill_stores: int
-    hgmma: int
-    tma_loads: int
-    tma_stores: int
-    seconds: float
-    own_launch: bool = field(default=True, kw_only=True)
 
 
 def cache_dir() -> Path:
@@ -473,59 +452,6 @@ def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
         yield seen
     finally:
         FusedGemm._compute_stages = usual  # type: ignore[method-assign]
-
-
-def inspect_cubin(
-    cubin: Path,
-    name: str,
-    schedule: dict[str, Any] | None,
-    stages: tuple[int, int, int] | None,
-    seconds: float,
-) -> Resources:
-    """Read registers and memory with cuobjdump and count instructions in the SASS."""
-    found = _usage(cubin)
-    sass = _tool("nvdisasm", "-c", str(cubin))
-
-    def count(mnemonic: str) -> int:
-        return len(re.findall(rf"\b{mnemonic}\b", sass))
-
-    return Resources(
-        name,
-        schedule,
-        found["REG"],
-        found["STACK"],
-        stages,
-        count("LDL"),
-        count("STL"),
-        count("[HQ]GMMA"),  # of 16-bit operands, and of fp8
-        count("UTMALDG"),
-        count("UTMASTG"),
-        round(seconds, 2),
-    )
-
-
-def _usage(cubin: Path) -> dict[str, int]:
-    """REG and STACK (bytes) a thread."""
-    words = _tool("cuobjdump", "-res-usage", str(cubin))
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", words)}
-
-
-def deepest_stack(folder: Path) -> int:
-    """Bytes a thread that the most spilling of a folder's cubins keeps in memory; takes the cubins away."""
-    deepest = 0
-    for cubin in folder.rglob("*.cubin"):
-        deepest = max(deepest, _usage(cubin)["STACK"])
-        cubin.unlink()
-    return deepest
-
-
-def _tool(name: str, *arguments: str) -> str:
-    """A CUDA binary tool: the triton package carries them where no toolkit is installed."""
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    done = subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
 
 
 if __name__ == "__main__":

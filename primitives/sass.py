@@ -29,11 +29,11 @@ from primitives.compile import (
     COMPILE_SECONDS,
     CompileError,
     _environment,
-    _tool,
     cache_dir,
     compile_kernel,
     load_module,
 )
+from primitives.cubin import tool
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
@@ -224,7 +224,7 @@ def _row(
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(data)
         cubin.flush()
-        instructions = list(parse(_tool("nvdisasm", "-c", "-g", cubin.name), path))
+        instructions = list(parse(tool("nvdisasm", "-c", "-g", cubin.name), path))
     return {
         "kernel": kernel.name,
         "schedule": schedule.to_json() if schedule else None,

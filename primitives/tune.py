@@ -28,8 +28,8 @@ from primitives.compile import (
     compile_gemm,
     compile_vector,
     compiled,
-    deepest_stack,
 )
+from primitives.cubin import deepest_stack
 from primitives.files import write_atomic
 from primitives.ir import SWIZZLES, Program, Schedule
 from primitives.lower import GemmKernel, Lowered, lower

@@ -19,7 +19,7 @@ from spec_files import write_changed
 from agent import runs
 from agent.budget import Spent
 from agent.providers import Message, Question, Turn, Usage
-from primitives.compile import Resources
+from primitives.cubin import Resources
 from primitives.ir import Program, Schedule
 from primitives.roofline import roofline
 from primitives.trace import trace_source

@@ -15,7 +15,8 @@ from kernels import BACKWARD, NORM, QK_NORM, ROPE, kernel_names, signature, tens
 
 from primitives import compile as compiling
 from primitives import tune, workers
-from primitives.compile import PROBES, CompileError, Resources, cache_dir, deepest_stack, report
+from primitives.compile import PROBES, CompileError, cache_dir, report
+from primitives.cubin import Resources, deepest_stack
 from primitives.files import write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import lower

@@ -58,7 +58,7 @@ def missing(name):
                 return True
     return False
 answer = {"missing": [name for name in names if missing(name)]}
-from primitives import compile
+from primitives import compile, cubin as cubins
 from primitives.ir import Schedule
 from primitives.lower import lower
 from test_cutedsl_pack import SUFFIX, TOY
@@ -67,7 +67,7 @@ def sass(example, text, kernel, build, *how):
     edited = replace(own, text=text, hash=f"{example}{own.hash}")
     build(edited, replace(kernel, name=kernel.name.removesuffix(SUFFIX)), *how, cached=False)
     (cubin,) = pathlib.Path.cwd().rglob("*.cubin")
-    answer[example] = compile._tool("nvdisasm", "-c", str(cubin))
+    answer[example] = cubins.tool("nvdisasm", "-c", str(cubin))
     cubin.unlink()
 sass("step", step, own.gemms[0], compile.compile_gemm, Schedule(128, 128, True, 2, 1), {})
 sass("finish", finish, own.vectors[0], compile.compile_vector)

@@ -144,11 +144,11 @@ def test_the_compilers_own_objects_pass(objects: dict[str, bytes]) -> None:
 
 
 def test_the_cubin_is_one_that_the_tools_read(objects: dict[str, bytes], tmp_path: Path) -> None:
-    from primitives.compile import _usage
+    from primitives.cubin import usage
 
     path = tmp_path / "step.cubin"
     path.write_bytes(inspect(objects["step"]))
-    assert _usage(path)["REG"] > 32
+    assert usage(path)["REG"] > 32
 
 
 FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 
 from agent import words
 from agent.show import Shown
-from primitives.compile import Resources
+from primitives.cubin import Resources
 from primitives.interpret import interpret, torch_dtype
 from primitives.ir import Program, Schedule, Signature
 

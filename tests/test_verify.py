@@ -19,7 +19,8 @@ from authoring import (
     write_toy,
 )
 
-from primitives.compile import CompileError, Resources
+from primitives.compile import CompileError
+from primitives.cubin import Resources
 from primitives.ir import Program
 from primitives.lower import lower
 from verifier import verify as gates

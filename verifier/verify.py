@@ -22,7 +22,7 @@ from verifier.report import Accepted, Checked, Identity, Rejected, joined
 from verifier.spec import Case, Spec
 
 if TYPE_CHECKING:
-    from primitives.compile import Resources
+    from primitives.cubin import Resources
     from verifier.measure import Keep, Options
 
 MAX_STEPS = 16  # each is compiled and tuned by itself

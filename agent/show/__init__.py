@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
-    from primitives.compile import Resources
+    from primitives.cubin import Resources
 
 Cases = Mapping[str, Mapping[str, int]]
 

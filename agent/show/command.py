@@ -12,7 +12,7 @@ from agent import session
 from agent.options import WeakJail
 
 if TYPE_CHECKING:
-    from primitives.compile import Resources
+    from primitives.cubin import Resources
     from primitives.ir import Program
     from verifier.spec import Spec
 

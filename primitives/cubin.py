@@ -1,0 +1,82 @@
+"""What a cubin says: registers and memory a thread, and which instructions it holds, by CUDA's tools."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel needs of an SM: per thread registers, bytes of stack, spilled loads and
+    stores; for a GEMM, stages of operands, stores and loads, which share its memory; and how many of
+    Hopper's own instructions its code holds. ``own_launch``: as of ``primitives.raw.Built``."""
+
+    kernel: str
+    schedule: dict[str, int | bool] | None
+    registers: int
+    stack: int
+    stages: tuple[int, int, int] | None
+    spill_loads: int
+    spill_stores: int
+    hgmma: int
+    tma_loads: int
+    tma_stores: int
+    seconds: float
+    own_launch: bool = field(default=True, kw_only=True)
+
+
+def inspect_cubin(
+    cubin: Path,
+    name: str,
+    schedule: dict[str, Any] | None,
+    stages: tuple[int, int, int] | None,
+    seconds: float,
+) -> Resources:
+    """Read registers and memory with cuobjdump and count instructions in the SASS."""
+    found = usage(cubin)
+    sass = tool("nvdisasm", "-c", str(cubin))
+
+    def count(mnemonic: str) -> int:
+        return len(re.findall(rf"\b{mnemonic}\b", sass))
+
+    return Resources(
+        name,
+        schedule,
+        found["REG"],
+        found["STACK"],
+        stages,
+        count("LDL"),
+        count("STL"),
+        count("[HQ]GMMA"),  # of 16-bit operands, and of fp8
+        count("UTMALDG"),
+        count("UTMASTG"),
+        round(seconds, 2),
+    )
+
+
+def usage(cubin: Path) -> dict[str, int]:
+    """REG and STACK (bytes) a thread."""
+    words = tool("cuobjdump", "-res-usage", str(cubin))
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", words)}
+
+
+def deepest_stack(folder: Path) -> int:
+    """Bytes a thread that the most spilling of a folder's cubins keeps in memory; takes the cubins away."""
+    deepest = 0
+    for cubin in folder.rglob("*.cubin"):
+        deepest = max(deepest, usage(cubin)["STACK"])
+        cubin.unlink()
+    return deepest
+
+
+def tool(name: str, *arguments: str) -> str:
+    """A CUDA binary tool: the triton package carries them where no toolkit is installed."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
