@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agent import session
+from agent.compare.options import Choice, Drawing, Effort
+from agent.options import grouped
 
 if TYPE_CHECKING:
     from agent.compare.cells import Line
@@ -24,89 +25,76 @@ if TYPE_CHECKING:
     from verifier.gates import Progress
 
 RESULTS, TABLE, PAGE = "results.json", "table.md", "comparison.html"
-PROCESSES, ROUNDS = 3, 40
-QUICK_ROUNDS, QUICK_SECONDS = 15, 120.0
-
-Names = list[str] | None
 
 
+@grouped
 def compare(
-    out: Annotated[
-        Path, typer.Option(help="Folder of results, tables and charts; what is there is not measured again.")
-    ] = Path("comparison"),
-    only: Annotated[
-        Names,
-        typer.Option(metavar="OPERATOR", help="Only this operator, or layer. May be repeated."),
-    ] = None,
-    columns: Annotated[
-        Names, typer.Option(metavar="COLUMN", help="Only this column (and matmul). May be repeated.")
-    ] = None,
-    cases: Annotated[Names, typer.Option(metavar="CASE", help="Only this case. May be repeated.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every spec and case, not CODA's ten.")] = False,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="Three rows in one process, nothing autotuned, without CODA's own package. Begins nothing "
-            "that may end after two minutes; what it takes has not been measured yet.",
-        ),
-    ] = False,
-    processes: Annotated[int, typer.Option(min=1, max=20, help="Processes that time a row.")] = PROCESSES,
-    rounds: Annotated[int, typer.Option(min=12, help="Interleaved rounds at most, in each.")] = ROUNDS,
-    budget_seconds: Annotated[
-        float | None,
-        typer.Option(min=1, help="Begin no sitting that may end later than this; the same command goes on."),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Try again what failed before, as it is now.")
-    ] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Put the ratios into FILE, after <!-- table: comparison -->."),
-    ] = None,
+    choice: Choice,
+    effort: Effort,
+    drawing: Drawing,
     drawn_from: Annotated[
         Path | None, typer.Option("--from", metavar="RESULTS", help="Draw these results; needs no GPU.")
     ] = None,
     install: Annotated[
         bool, typer.Option("--install", help="Only make the environment that CODA's own package needs.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, for programs.")] = False,
 ) -> None:
     """Compare accepted kernels with people's, and with what is used today, on this H100."""
-    from agent.compare import environment, measuring, results, rows
-    from agent.compare.cells import NAMES
-    from verifier.columns import MATMUL
+    from agent.compare import environment
 
     if install:
         typer.echo(environment.install())
-        return
-    chosen = _columns(columns or ())
-    if drawn_from:
-        path = drawn_from / RESULTS if drawn_from.is_dir() else drawn_from
-        found = results.read(path).chosen(only or (), cases or ())
-        named = [column.name for column in chosen]
-        _shown(View(found, (*named, MATMUL)), out, write, as_json)
-        return
-    asked = measuring.Asked(
-        rows=tuple(rows.chosen(only or (), cases or (), everything=everything, quick=quick)),
-        arms=_arms(chosen, quick, bool(columns)),
-        processes=1 if quick else processes,
-        rounds=QUICK_ROUNDS if quick else rounds,
-        seconds=budget_seconds or (QUICK_SECONDS if quick else math.inf),
-        again=again,
-    )
-    path = out / RESULTS
+    elif drawn_from:
+        _redraw(drawn_from, choice, drawing)
+    else:
+        _race(choice, effort, drawing)
+
+
+def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
+    """Results that are there already."""
+    from agent.compare import results
+    from verifier.columns import MATMUL
+
+    named = [column.name for column in _columns(choice.columns or ())]
+    found = results.read(path / RESULTS if path.is_dir() else path)
+    _shown(View(found.chosen(choice.only or (), choice.cases or ()), (*named, MATMUL)), drawing)
+
+
+def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
+    """Measure what is missing, and draw all that there is then."""
+    from agent.compare import measuring, results
+    from agent.compare.cells import NAMES
+
+    asked = _asked(choice, effort)
+    path = drawing.out / RESULTS
     found = results.read(path) if path.exists() else results.Results()
     if not session.use_gpu(None):
         raise session.Absent("comparing takes an H100, and there is none here; results are drawn by --from")
-    found, ended = _measured(asked, found, path, quiet=as_json)
-    _shown(View(found, NAMES), out, write, as_json)
-    if found.failed() and not as_json:
+    found, ended = _measured(asked, found, path, quiet=drawing.as_json)
+    _shown(View(found, NAMES), drawing)
+    if found.failed() and not drawing.as_json:
         typer.echo("Arms that failed are not tried again but with --again.")
     if isinstance(ended, measuring.OutOfTime):
         typer.echo(f"coda-agent: {ended}", err=True)
     elif ended:
         raise session.Absent(f"the comparison ended early, and what was measured is drawn: {ended}")
+
+
+def _asked(choice: Choice, effort: Effort) -> Asked:
+    from agent.compare import measuring, rows
+
+    processes, rounds, seconds = effort.sitting
+    wanted = rows.chosen(
+        choice.only or (), choice.cases or (), everything=choice.everything, quick=effort.quick
+    )
+    return measuring.Asked(
+        rows=tuple(wanted),
+        arms=_arms(_columns(choice.columns or ()), effort.quick, bool(choice.columns)),
+        processes=processes,
+        rounds=rounds,
+        seconds=seconds,
+        again=effort.again,
+    )
 
 
 @dataclass(frozen=True)
@@ -207,19 +195,19 @@ def _drawn(view: View, out: Path) -> None:
     write_atomic(out / PAGE, page.page(view.results, drawn, view.columns))
 
 
-def _shown(view: View, out: Path, write: Path | None, as_json: bool) -> None:
+def _shown(view: View, drawing: Drawing) -> None:
     from agent.compare import markdown
     from agent.compare.summary import against
     from agent.compare.terminal import table
 
-    if write:
-        markdown.write(write, view.results, view.columns)
-    _drawn(view, out)
-    if as_json:
+    if drawing.write:
+        markdown.write(drawing.write, view.results, view.columns)
+    _drawn(view, drawing.out)
+    if drawing.as_json:
         told = {"rows": [asdict(row) for row in view.lines]}
         json.dump(told, sys.stdout, indent=1, default=lambda loss: loss.model_dump())
         return
     session.console(False).print(table(view.results, columns=view.columns))
     for rival in markdown.rivals(view.lines):
         typer.echo(str(against(view.lines, rival)))
-    typer.echo(f"{out / TABLE}, {out / PAGE} and charts beside them")
+    typer.echo(f"{drawing.out / TABLE}, {drawing.out / PAGE} and charts beside them")

@@ -1,0 +1,74 @@
+"""What ``coda-agent compare`` is asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PROCESSES, ROUNDS = 3, 40
+QUICK_ROUNDS, QUICK_SECONDS = 15, 120.0
+
+Names = list[str] | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which rows and columns."""
+
+    only: Annotated[
+        Names,
+        typer.Option(metavar="OPERATOR", help="Only this operator, or layer. May be repeated."),
+    ] = None
+    columns: Annotated[
+        Names, typer.Option(metavar="COLUMN", help="Only this column (and matmul). May be repeated.")
+    ] = None
+    cases: Annotated[Names, typer.Option(metavar="CASE", help="Only this case. May be repeated.")] = None
+    everything: Annotated[bool, typer.Option("--all", help="Every spec and case, not CODA's ten.")] = False
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long, and how often."""
+
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Three rows in one process, nothing autotuned, without CODA's own package. Begins nothing "
+            "that may end after two minutes; what it takes has not been measured yet.",
+        ),
+    ] = False
+    processes: Annotated[int, typer.Option(min=1, max=20, help="Processes that time a row.")] = PROCESSES
+    rounds: Annotated[int, typer.Option(min=12, help="Interleaved rounds at most, in each.")] = ROUNDS
+    budget_seconds: Annotated[
+        float | None,
+        typer.Option(min=1, help="Begin no sitting that may end later than this; the same command goes on."),
+    ] = None
+    again: Annotated[bool, typer.Option("--again", help="Try again what failed before, as it is now.")] = (
+        False
+    )
+
+    @property
+    def sitting(self) -> tuple[int, int, float]:
+        """Processes, rounds in each, and seconds after which none begins."""
+        if self.quick:
+            return 1, QUICK_ROUNDS, self.budget_seconds or QUICK_SECONDS
+        return self.processes, self.rounds, self.budget_seconds or math.inf
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Where results are kept, and how they are shown."""
+
+    out: Annotated[
+        Path, typer.Option(help="Folder of results, tables and charts; what is there is not measured again.")
+    ] = Path("comparison")
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Put the ratios into FILE, after <!-- table: comparison -->."),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, for programs.")] = False
