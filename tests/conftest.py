@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from primitives.compile import PROBES
-
 # The caches of ours, QuACK, Triton and PyTorch: each would otherwise be in the user's home or in /tmp.
 CACHES = {
     "CODA_AGENT_CACHE": "coda-agent",
@@ -78,24 +76,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "compile all of the corpora, 100 random programs"
-    parser.addoption("--thorough", action="store_true", help=words)
-
-
-@pytest.fixture
-def compiling_some(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Of a corpus: ``compiling_some(turn)`` leaves every third kernel the compile gate, with one of its two
-    schedules in turn; --thorough leaves it to all. A compile is most of what a checked kernel costs."""
-
-    def chosen(turn: int) -> None:
-        if pytestconfig.getoption("--thorough"):
-            return
-        if turn % 3:
-            monkeypatch.setattr("verifier.verify.compile_gate", lambda *given, **more: None)
-        else:
-            monkeypatch.setattr("verifier.verify.PROBES", (PROBES[turn // 3 % len(PROBES)],))
-
-    return chosen
+    parser.addoption("--thorough", action="store_true", help="compile 100 random programs")
 
 
 @pytest.fixture

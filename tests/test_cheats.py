@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ TWINS = {
     cheat.twin.name + (", sent" if cheat.taken_over else ""): (cheat.twin, cheat.taken_over)
     for cheat in CHEATS.values()
 }
-NAMES = dict.fromkeys(cheat.twin.name for cheat in CHEATS.values())
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +38,14 @@ def verdict(twin: Twin, source: str, taken_over: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("twin", "sent"), TWINS.values(), ids=TWINS)
-def test_an_honest_twin_is_checked(
-    twin: Twin, sent: bool, monkeypatch: pytest.MonkeyPatch, compiling_some: Callable[[int], None]
-) -> None:
-    compiling_some(list(NAMES).index(twin.name))
+def test_an_honest_twin_is_checked(twin: Twin, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     report, program = verdict(twin, twin.sent if sent else twin.source, sent, monkeypatch)
     assert isinstance(report, Checked), report
     assert program == twin.program
 
 
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
-def test_a_cheat(
-    cheat: Cheat, monkeypatch: pytest.MonkeyPatch, compiling_some: Callable[[int], None]
-) -> None:
-    if isinstance(cheat.ends, Contained):  # as its twin, whose program is its own
-        compiling_some(list(NAMES).index(cheat.twin.name))
+def test_a_cheat(cheat: Cheat, monkeypatch: pytest.MonkeyPatch) -> None:
     report, program = verdict(cheat.twin, cheat.source, cheat.taken_over, monkeypatch)
     if isinstance(cheat.ends, Contained):
         assert isinstance(report, Checked), report

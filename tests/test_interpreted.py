@@ -29,12 +29,13 @@ def test_every_family_has_sizes_of_its_own() -> None:
     assert drawn == list(runs(spec, 5)) and drawn != list(runs(spec, 6))
     assert {run.family for run in drawn} == {*FAMILIES, *ON_CPU}
     assert [dict(run.sizes) for run in drawn[:2]] == small_sizes(spec)
-    assert drawn[-1].sizes["M"] == 1
+    assert drawn[-2].sizes["M"] == 1
+    assert min(drawn[-1].sizes.values()) >= 376 and max(drawn[-1].sizes.values()) <= 1024
     long = [run for run in drawn if run.long]
     assert {name: {run.sizes[name] for run in long if run.sizes[name] > 320} for name in spec.dims} == {
         name: {case.sizes[name] for case in spec.cases} - {128} for name in spec.dims
     }
-    hidden = len(FAMILIES | ON_CPU) + 1
+    hidden = len(FAMILIES | ON_CPU) + 2
     assert len({tuple(run.sizes.values()) for run in drawn}) == len(drawn) == hidden + len(long) + 2
     assert len({run.seed for run in drawn}) == len(drawn)
 
@@ -113,6 +114,20 @@ def test_what_begins_at_some_extent_is_seen_at_a_long_one(dim: str, old: str, ne
     for run in drawn:
         seen = run.sizes[dim] > (2000 if dim == "M" else 400)
         assert faults(spec, SWIGLU.replace(old, new), run)[STORED] == ({"act"} if seen else set()), run
+
+
+def test_what_begins_where_two_extents_are_long_at_once_is_seen() -> None:
+    """As no run is that stretches one: beside it the others are short."""
+    spec = spec_of("gemm_rmsnorm_swiglu")
+    old = "silu(gate)"
+    rows, columns = (f"gate.{extent} * (gate * 0 + 1) > 330" for extent in ("rows", "columns"))
+    new = f"where({rows}, where({columns}, gate * 0, {old}), {old})"
+    seen = 0
+    for run in runs(spec, 2):
+        both = run.sizes["M"] > 330 and run.sizes["F"] > 330
+        assert faults(spec, SWIGLU.replace(old, new), run)[STORED] == ({"act"} if both else set()), run
+        seen += both
+    assert seen
 
 
 def test_a_failure_can_be_had_again(tmp_path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from authoring import KERNELS, SHIPPED, SPECS, program_of
 
+from primitives.dims import Dim
 from primitives.launch import alignment_errors
 from primitives.lower import lower
 from primitives.probes import candidates
-from verifier.sizes import LARGEST, LARGEST_ON_CPU, hidden, row_dims, small_sizes
+from verifier.sizes import LARGEST, LARGEST_ON_CPU, hidden, row_dims, small_sizes, together
 from verifier.spec import OutputSpec, Spec, TensorSpec, load
 
 
@@ -69,6 +70,21 @@ def test_one_row(name: str) -> None:
 def test_weights_that_only_their_rows_name_are_no_activations() -> None:
     unstored = spec_of("gemm_partial_cross_entropy_unstored")  # V leads w, and is inner nowhere
     assert "V" not in row_dims(unstored)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_all_dims_are_long_at_once(name: str) -> None:
+    spec = spec_of(name)
+    (sizes,) = together(spec, 4)
+    free = [dim for dim in spec.dims if dim not in spec.static]
+    found = extents(spec, sizes)
+    longest = {dim: max(n for text, n in found.items() if dim in Dim.parse(text).names) for dim in free}
+    assert min(longest.values()) > 700 and max(found.values()) <= 1024
+
+
+def test_static_dims_may_leave_no_room_for_that() -> None:
+    spec = spec_of("gemm_rmsnorm_swiglu")
+    assert not list(together(spec.model_copy(update={"static": ("D",)}), 4))
 
 
 def test_sizes_that_cannot_be() -> None:

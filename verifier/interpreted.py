@@ -20,7 +20,7 @@ from primitives.place import untransposed
 from verifier import numerics, reference
 from verifier.inputs import DTYPES, FAMILIES, ON_CPU, draw
 from verifier.numerics import UNROUNDED, VALUES, Limits, OutputError
-from verifier.sizes import LARGEST_ON_CPU, hidden, small_sizes, stretched
+from verifier.sizes import LARGEST_ON_CPU, hidden, small_sizes, stretched, together
 from verifier.spec import Spec
 
 STORED = "as stored"
@@ -46,9 +46,9 @@ class Run(NamedTuple):
 
 
 def runs(spec: Spec, seed: int) -> Iterator[Run]:
-    """Each family at hidden sizes of its own; the first also at the fixed small sizes and at each extent
-    that a dim has in a case. At one row integers, of which much is exact: a handful of values makes poor
-    statistics."""
+    """Each family at hidden sizes of its own; the first also at the fixed small sizes, at each extent that a
+    dim has in a case, and where all are longer at once. At one row integers, of which much is exact: a
+    handful of values makes poor statistics."""
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield Run(sizes, "normal", fresh())
@@ -57,6 +57,8 @@ def runs(spec: Spec, seed: int) -> Iterator[Run]:
     for family in (*FAMILIES, *ON_CPU):
         yield Run(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
     yield Run(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
+    for sizes in together(spec, fresh()):
+        yield Run(sizes, "normal", fresh())
 
 
 def judged(spec: Spec, program: Program, run: Run) -> Iterator[tuple[str, list[OutputError]]]:

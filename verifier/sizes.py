@@ -18,6 +18,7 @@ TILE = 128  # rows and columns that a kernel computes at a time, or a multiple o
 ALIGNMENT = 16  # bytes: what the bulk tensor copies need of rows
 LARGEST = 1500  # extents on a GPU: several tiles each way
 LARGEST_ON_CPU = 320
+LARGEST_ONCE = 1024  # on a CPU, of a single run with all dims long: 0.3 s
 SHORT = 24  # extents beside a long one, or some more where rows need it
 ELEMENTS = 1 << 21  # of a tensor with a long extent: 0.1 s of a CPU
 HEADS = 8
@@ -37,17 +38,20 @@ def small_sizes(spec: Spec) -> list[dict[str, int]]:
     ]
 
 
-def hidden(spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None) -> dict[str, int]:
+def hidden(
+    spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None, least: float = 1 / 4
+) -> dict[str, int]:
     """Sizes that the spec's kernels must bear besides its cases; a seed gives the same ones again.
 
     Extents of one tensor or another are all different, at most ``largest`` (more only where the static
     dims need it), and rows align as they do in all cases; beyond that dims are as ragged as they may be,
     and none is what a case has. Static dims are a case's. ``rows``: the row dims are that many instead.
+    ``least``: the share of its largest size that a dim has at least.
     """
     random = Random(seed)
     for _ in range(DOUBLINGS):
         for _ in range(TRIES):
-            sizes = _drawn(spec, random, largest, rows)
+            sizes = _drawn(spec, random, largest, rows, least)
             if _fits(spec, sizes, largest):
                 return sizes
         largest *= 2
@@ -70,6 +74,18 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
                 sizes = sizes | {dim: sizes[dim] // 2}
 
 
+def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
+    """Hidden sizes for a CPU with all dims long at once; none where static dims leave a tensor with more than
+    ``ELEMENTS``."""
+    sizes = hidden(spec, seed, LARGEST_ONCE, least=3 / 4)
+    if _bearable(spec, sizes):
+        yield sizes
+
+
+def _bearable(spec: Spec, sizes: Mapping[str, int]) -> bool:
+    return all(math.prod(extent(sizes) for extent in t.shape) <= ELEMENTS for t in _tensors(spec))
+
+
 def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
     """The largest extent of which a dim is a factor, were all dims 1 that have no size here."""
     known = dict.fromkeys(spec.dims, 1) | dict(sizes)
@@ -78,14 +94,14 @@ def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
 
 def _beside(spec: Spec, kept: Mapping[str, int], random: Random) -> dict[str, int] | None:
     """Short sizes for all dims that are not ``kept``, the shortest that do; None if none are short enough."""
-    heads, tensors = _heads(spec), _tensors(spec)
+    heads = _heads(spec)
     loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
     for more in range(SHORT):
         most = {dim: 1 + more // 3 if dim in heads else SHORT + more for dim in spec.dims}
         for _ in range(TRIES // 20):
             sizes = {dim: random.randint(min(8, n), n) for dim, n in most.items()} | dict(kept)
             if (
-                all(math.prod(extent(sizes) for extent in t.shape) <= ELEMENTS for t in tensors)
+                _bearable(spec, sizes)
                 and len({extent(sizes) for extent in loose}) == len(loose)
                 and _aligned(spec, sizes)
                 and _drawable(spec, sizes)
@@ -117,7 +133,7 @@ def _heads(spec: Spec) -> set[str]:
     return {name for names in products if names & static for name in names - static}
 
 
-def _drawn(spec: Spec, random: Random, largest: int, rows: int | None) -> dict[str, int]:
+def _drawn(spec: Spec, random: Random, largest: int, rows: int | None, least: float) -> dict[str, int]:
     static = {dim: random.choice(spec.cases).sizes[dim] for dim in spec.static}
     fixed = static | (dict.fromkeys(row_dims(spec), rows) if rows else {})
     ones = dict.fromkeys(spec.dims, 1) | static
@@ -126,7 +142,7 @@ def _drawn(spec: Spec, random: Random, largest: int, rows: int | None) -> dict[s
         most = max(1, largest // max(_reach(spec, dim, ones), 1))
         # What of these alignment demands is found by trying; rows need none.
         step = 1 if dim in row_dims(spec) else random.choice((1, 2, 4, 8, 16))
-        drawn = random.randint(-(-most // 4), most) // step * step
+        drawn = random.randint(math.ceil(most * least), most) // step * step
         sizes[dim] = fixed.get(dim, max(drawn, 1))
     return sizes
 
