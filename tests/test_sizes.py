@@ -84,7 +84,8 @@ def test_all_dims_are_long_at_once(name: str) -> None:
 
 def test_static_dims_may_leave_no_room_for_that() -> None:
     spec = spec_of("gemm_rmsnorm_swiglu")
-    assert not list(together(spec.model_copy(update={"static": ("D",)}), 4))
+    large = spec.model_copy(update={"static": ("D",), "cases": spec.cases[:1]})
+    assert not list(together(large, 4))
 
 
 def test_sizes_that_cannot_be() -> None:
