@@ -134,7 +134,8 @@ def resume(
 
     session.need_gpu(gpu)
     for name in run:
-        session.refuse_uncounted(session.header_of(name)["provider"], budget.limits())
+        header = session.header_of(name)
+        session.refuse_uncounted(header["provider"], budget.limits(), header.get("model"))
     if len(run) > 1:
         _attend([runs.folder(name).name for name in run], flags(gpu, budget, further, measuring), as_json)
     else:

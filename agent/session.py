@@ -68,20 +68,32 @@ def new_header(
     given = {"directory": str(directory)} if directory else {}
     if provider == "replay":
         given["replays"] = recorded_run(name, raw=raw)
-    refuse_uncounted(provider, limits)
+    refuse_uncounted(provider, limits, authoring.model)
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
     make_provider(header, name, Path(name), raw=raw)
     return header
 
 
-def refuse_uncounted(provider: str, limits: Limits) -> None:
-    """Raises BadParameter for a limit that a run by this provider could never reach."""
+def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) -> None:
+    """Raises BadParameter for a limit that a run by this provider could never reach, or could go past by any
+    amount: before a request to a ``model`` without a price no dollars can be reserved."""
     given = [f"--budget-{name}" for name in ("tokens", "dollars") if getattr(limits, name) is not None]
     if provider in UNCOUNTED and given:
         raise typer.BadParameter(
             f"{' and '.join(given)} would limit nothing: what an author by {provider} spends is not told "
             "here; use --attempts, --time-limit or --budget-seconds"
         )
+    if provider == "claude-code" and limits.dollars is not None:
+        from agent.budget import price
+        from agent.providers import Usage
+
+        if price(model or "", Usage()) is None:
+            named = f"--model {model}" if model else "the command's own model"
+            raise typer.BadParameter(
+                f"--budget-dollars could not be held: no price is known for {named}, so nothing can be "
+                "reserved before a request; give --model a full name, such as claude-opus-5-5, or use "
+                "--budget-tokens"
+            )
 
 
 def author(

@@ -11,21 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from authoring import BROKEN, TOY_KERNEL, Notes, coda_agent, fenced, write_toy
+from typer.testing import CliRunner
 
 from agent import runs, session
 from agent.budget import Ledger, Limits, OutOfBudget, Spent, price
+from agent.cli import app
 from agent.history import past
 from agent.journal import Journal
 from agent.loop import Loop
+from agent.options import Budget
 from agent.prompt import tokens
-from agent.providers import Message, ProviderError, Question, Usage, make
+from agent.providers import Call, Message, ProviderError, Question, Turn, Usage, make
+from agent.providers.patience import UNKNOWN, Patience
+from agent.tools import TOOLS, submission
 
-# It keeps what it was started with, and does as STAND_IN says.
+# It keeps what it was started with, and does as the first of its plans says, which it then crosses out
+# unless it is the last.
 STAND_IN = f"""#!{sys.executable}
 import json, os, subprocess, sys, time
 here = os.path.dirname(os.path.abspath(__file__))
-plan = json.load(open(here + "/plan.json"))
+plan, *later = json.load(open(here + "/plan.json"))
+json.dump(later or [plan], open(here + "/plan.json", "w"))
 system = open(sys.argv[sys.argv.index("--system-prompt-file") + 1]).read()
 kept = {{"argv": sys.argv[1:], "prompt": sys.stdin.read(), "system": system, "env": dict(os.environ),
         "files": os.listdir(".")}}
@@ -51,6 +59,8 @@ RESULT: dict[str, Any] = {
 }  # fmt: skip
 
 Plan = Callable[..., Path]
+ONCE = Patience(total=0.0)
+OUTAGE = {"stderr": "API Error: Connection error.", "status": 1}
 
 
 @pytest.fixture
@@ -62,9 +72,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     (here / "claude").chmod(0o755)
     monkeypatch.setenv("PATH", f"{here}{os.pathsep}{os.environ['PATH']}")
 
-    def told(result: dict[str, Any] | None = None, **more: Any) -> Path:
-        stdout = {"stdout": json.dumps(result)} if result else {}
-        (here / "plan.json").write_text(json.dumps(stdout | more))
+    def told(*results: dict[str, Any], **only: Any) -> Path:
+        plans = [{"stdout": json.dumps(result)} if "result" in result else result for result in results]
+        (here / "plan.json").write_text(json.dumps(plans or [only]))
         return here
 
     return told
@@ -129,8 +139,93 @@ def test_without_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_no_answer_says_why(plan: Plan, answer: dict[str, Any], words: str, retryable: bool) -> None:
     plan(**answer)
     with pytest.raises(ProviderError, match=words) as caught:
-        make("claude-code").next_turn(Question("S", TASK))
+        make("claude-code", patience=ONCE).next_turn(Question("S", TASK))
     assert caught.value.retryable is retryable and len(str(caught.value)) < 800
+
+
+# outages
+
+
+def quick(waits: list[float]) -> Patience:
+    """The usual one, but for the waiting."""
+    return Patience(sleep=waits.append)
+
+
+def test_an_outage_is_outlived(plan: Plan, ledger: Ledger) -> None:
+    """Of a command that fails, is told that its limit is reached, and gives nothing."""
+    limit = RESULT | {"is_error": True, "result": "Claude usage limit reached"}
+    here, waits, heard = plan(OUTAGE, OUTAGE, limit, {}, RESULT), list[float](), list[str]()
+    question = Question("S", TASK, meter=ledger, say=heard.append)
+    turn = make("claude-code", patience=quick(waits)).next_turn(question)
+    assert turn.text == "Here it is." and len(waits) == 4 and json.loads((here / "plan.json").read_text())
+    assert 0.75 <= waits[0] <= 1 and waits == sorted(waits)  # twice as long each time
+    assert "claude ended with status 1: API Error: Connection error.; asking again in 1 s" in "".join(heard)
+    told = ledger.spent()  # nobody knows what three cost; one said it, and the turn is kept by the loop
+    assert told.uncertain_tokens == (3 + 1) * (tokens("S") + tokens(TASK[0].text) + 32_000)
+    assert told.tokens == told.uncertain_tokens + 36 and told.dollars == 3.5
+
+
+def test_an_outage_that_stays_is_given_up(plan: Plan) -> None:
+    plan(OUTAGE)
+    waits: list[float] = []
+    with pytest.raises(ProviderError, match=rf"Connection error. \({UNKNOWN} requests in") as caught:
+        make("claude-code", patience=quick(waits)).next_turn(Question("S", TASK))
+    assert caught.value.retryable and len(waits) == UNKNOWN - 1
+    plan(stdout=json.dumps(RESULT | {"result": " "}))
+    with pytest.raises(ProviderError, match=r"an empty answer \(3 requests"):
+        make("claude-code", patience=quick(waits)).next_turn(Question("S", TASK))
+
+
+# tools, which it uses in its text
+
+
+def used(plan: Plan, text: str) -> tuple[Call, ...]:
+    plan(RESULT | {"result": text})
+    turn = make("claude-code").next_turn(Question("S", TASK, TOOLS))
+    assert turn.text == text and (turn.stop_reason == "tool_use") == bool(turn.calls)
+    return turn.calls
+
+
+def test_it_is_told_of_the_tools(plan: Plan) -> None:
+    here = plan(RESULT)
+    make("claude-code").next_turn(Question("S", TASK, TOOLS))
+    system = kept(here)["system"]
+    assert system.startswith("S\n\n# Tools\n") and "```submit" not in system
+    for tool in TOOLS:
+        assert tool.name == "submit" or (tool.description in system and f"```{tool.name}\n" in system)
+    make("claude-code").next_turn(Question("S", TASK))
+    assert kept(here)["system"] == "S"
+
+
+def test_blocks_use_tools(plan: Plan) -> None:
+    tip = {"lesson": "Say: per_row.", "failed": "trace/call", "fix": "said it"}
+    words = "".join(f"{name}: {value}\n" for name, value in tip.items())
+    text = f"```check\n{TOY_KERNEL}```\nand\n```read\nper_row\n```\n```propose_tip\n{words}```\n"
+    calls = (
+        Call("1", "check", {"source": TOY_KERNEL}),
+        Call("2", "read", {"page": "per_row"}),
+        Call("3", "propose_tip", tip),
+    )
+    assert used(plan, text) == calls
+    both = used(plan, text + fenced(BROKEN))
+    assert both == (*calls, Call("4", "submit", {"source": BROKEN}))
+    assert used(plan, fenced(TOY_KERNEL)) == () == used(plan, "```bash\nls\n```\nI read `per_row`.")
+
+
+def test_a_run_with_tools(plan: Plan, tmp_path: Path, runs_home: Path, no_compiler: None) -> None:
+    """Through the loop: each use is a turn, kept and paid by itself, and what it gave is said."""
+    looks = f"```check\n{BROKEN}```\n```read\nper_row\n```\n"
+    here = plan(RESULT | {"result": looks}, RESULT | {"result": fenced(TOY_KERNEL)})
+    run, notes = runs.start(write_toy(tmp_path), {"provider": "claude-code"}), Notes()
+    with run.journal:
+        outcome = Loop(run.journal, run.spec, session.work_of(run), make("claude-code"), notes).run()
+        kinds = [event.kind for event in run.journal.events()]
+        (answer, *_) = [e.payload for e in run.journal.events() if e.kind == "answer"]
+    assert outcome.report.status == "checked" and outcome.authorship.attempts == 1
+    assert kinds == ["prompt", "reserved", "answer", "draft", "reserved", "answer", "report"]
+    assert submission(Turn.from_json(answer)) is None and notes.tools[0].startswith("check")
+    asked = kept(here)["prompt"]
+    assert looks in asked and "gemm() missing" in asked and "per_row" in asked.rpartition(looks)[2]
 
 
 # what it costs
@@ -166,7 +261,7 @@ def test_a_request_is_reserved_before_it_and_stays_charged_where_it_is_killed(
 ) -> None:
     plan(hangs=True)
     with pytest.raises(ProviderError):
-        options = {"model": model, "max_tokens": 4000, "time_limit": 0.2}
+        options = {"model": model, "max_tokens": 4000, "time_limit": 0.2, "patience": ONCE}
         make("claude-code", **options).next_turn(Question("the system", TASK, meter=ledger))
     read = tokens("the system") + tokens(TASK[0].text)
     worst = price("claude-opus-4-5", Usage(cache_write_tokens=read, output_tokens=4000)) if known else 0.0
@@ -178,7 +273,7 @@ def test_what_a_failure_tells_settles_its_request(plan: Plan, ledger: Ledger) ->
         plan(**answer)
         before = ledger.spent().tokens
         with pytest.raises(ProviderError):
-            make("claude-code").next_turn(Question("S", TASK, meter=ledger))
+            make("claude-code", patience=ONCE).next_turn(Question("S", TASK, meter=ledger))
         found = ledger.spent()
         return Spent(found.tokens - before, found.dollars, found.uncertain_tokens)
 
@@ -202,14 +297,14 @@ def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: Ledger) -> None:
 
 def test_it_waits_until_the_deadline_at_most(plan: Plan) -> None:
     plan(hangs=True)
-    with pytest.raises(ProviderError, match="did not answer within 0"):
+    with pytest.raises(ProviderError, match="time ended before there was an answer: .*not answer within 0"):
         make("claude-code").next_turn(Question("S", TASK, deadline=time.monotonic() + 0.2))
 
 
 def test_one_that_hangs_is_ended_with_all_it_started(plan: Plan) -> None:
     here = plan(hangs=True)
     with pytest.raises(ProviderError, match="did not answer within 2 s; resume"):
-        make("claude-code", time_limit=2.0).next_turn(Question("S", TASK))
+        make("claude-code", time_limit=2.0, patience=ONCE).next_turn(Question("S", TASK))
     child = int((here / "child").read_text())
     deadline = time.monotonic() + 10
     while _runs(child) and time.monotonic() < deadline:
@@ -229,6 +324,24 @@ def test_unknown_fields_and_a_missing_account_do_no_harm(plan: Plan) -> None:
     plan({"subtype": "success", "is_error": False, "result": "x", "usage": None, "news": 1})
     turn = make("claude-code").next_turn(Question("S", TASK))
     assert (turn.usage, turn.author) == (Usage(), "Claude via claude-code")
+
+
+@pytest.mark.parametrize("model", [None, "opus", "claude-of-nowhere"])
+def test_dollars_that_cannot_be_reserved_are_refused_at_the_start(
+    plan: Plan, tmp_path: Path, runs_home: Path, model: str | None
+) -> None:
+    plan(RESULT)
+    limits = Budget(budget_dollars=1.0).limits()
+    with pytest.raises(typer.BadParameter, match="no price is known for .*; give --model a full name"):
+        session.refuse_uncounted("claude-code", limits, model)
+    for provider, named in (("claude-code", "claude-opus-5-5"), ("anthropic", model), ("replay", model)):
+        session.refuse_uncounted(provider, limits, named)
+    session.refuse_uncounted("claude-code", Budget(budget_tokens=9).limits(), model)
+    flags = ["--model", model] if model else []
+    options = ["--provider", "claude-code", "--no-gpu", "--budget-dollars", "1", *flags]
+    found = CliRunner().invoke(app, ["generate", str(write_toy(tmp_path)), *options])
+    assert found.exit_code == 2 and "no price is known" in " ".join(found.output.split())
+    assert runs.names() == []
 
 
 def test_dollars_end_a_run(plan: Plan, tmp_path: Path, runs_home: Path) -> None:

@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import anthropic
@@ -25,14 +24,20 @@ from anthropic.lib.streaming import MessageStream
 
 from agent.budget import OutOfBudget
 from agent.providers import Call, Charge, Message, OnText, ProviderError, Question, Turn, Usage
-from agent.providers.patience import Asking, Patience, TookTooLong, retry_after, whole_within
+from agent.providers.patience import (
+    EMPTY,
+    Fault,
+    Patience,
+    TookTooLong,
+    persist,
+    retry_after,
+    whole_within,
+)
 from agent.providers.scrub import Scrub, Stream
 
 DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
 ANSWER_TIME = 1800.0  # seconds for an answer of at most so many tokens; for more, in proportion
-EMPTY = 3  # answers to one question that may hold nothing, before it is given up
-UNKNOWN = 12  # requests for one that may break off when they may have cost something: a night of them is dear
 
 CACHED = {"type": "ephemeral"}
 ASIDE = 15.0  # seconds for what can be done without: counting, and describing the model
@@ -40,18 +45,6 @@ Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 # what the SDK's parser raises on a stream that is no Messages stream: there is no common type
 _MALFORMED = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
-
-
-@dataclass(frozen=True)
-class _Fault:
-    """Why a request gave no answer. `most`: how many requests for one answer may end so before it is given
-    up; `retry_after`: the server's wish in seconds, 0 where it has none; `unknown`: nobody knows its cost."""
-
-    message: str
-    remedy: str
-    most: float = 1
-    retry_after: float = 0.0
-    unknown: bool = False
 
 
 class Anthropic:
@@ -99,26 +92,17 @@ class Anthropic:
         self._learn()
         request = self._request(question)
         read = self._count(request)
-        asking, ended, why = Asking(self._patience, question.deadline), Counter[_Fault](), ""
-        while (left := asking.time_left()) > 0:
+
+        def attempt(seconds: float) -> Turn | Fault | OutOfBudget:
             charge = question.meter.reserve(self.model, read, self._max_tokens)
-            result = self._attempt(request, charge, question.say, min(self._answer_time, left))
-            asking.requests += 1
-            if isinstance(result, Turn):
-                self._remark(result, question)
-                return result
-            # raised here, with no SDK exception as its context: one may hold the key in a header
-            if isinstance(result, OutOfBudget):
-                raise result
-            ended[result] += 1
-            why = self._scrub.text(result.message)
-            unknown = sum(times for fault, times in ended.items() if fault.unknown)
-            if ended[result] >= result.most or unknown >= UNKNOWN or asking.over():
-                made = f" ({asking})" if asking.requests > 1 else ""
-                raise ProviderError(why + made, result.remedy, retryable=result.most > 1)
-            asking.wait(why, result.retry_after, question.say)
-        late = "the run's time ended before there was an answer" + (f": {why} ({asking})" if why else "")
-        raise ProviderError(late, "resume the run with a larger --budget-seconds", retryable=True)
+            result = self._attempt(request, charge, question.say, min(self._answer_time, seconds))
+            if isinstance(result, Fault):
+                return replace(result, message=self._scrub.text(result.message))
+            return result
+
+        turn = persist(attempt, question, self._patience)
+        self._remark(turn, question)
+        return turn
 
     def _request(self, question: Question) -> dict[str, Any]:
         """Everything but the answer's length. Two marks for the cache: the prefix that all runs share, and
@@ -159,7 +143,7 @@ class Anthropic:
 
     def _attempt(
         self, request: dict[str, Any], charge: Charge, say: OnText, seconds: float
-    ) -> Turn | _Fault | OutOfBudget:
+    ) -> Turn | Fault | OutOfBudget:
         """One request, cut off after so long. Settled where its cost is known, else it stays charged."""
         silence = min(self._timeout, seconds)
         timeout = anthropic.Timeout(silence, connect=min(silence, 10.0))
@@ -191,7 +175,7 @@ class Anthropic:
         except _MalformedStream as error:
             return _broken(f"the stream is malformed: {error}")
 
-    def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | _Fault | OutOfBudget:
+    def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | Fault | OutOfBudget:
         """What to make of a stream that came to its end."""
         usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
@@ -205,7 +189,7 @@ class Anthropic:
             case "end_turn" | "stop_sequence" if text.strip():
                 return self._scrubbed(Turn(text, usage, author, message.stop_reason))
             case "end_turn" | "stop_sequence":
-                return _Fault("the answer holds no text", "resume the run to ask again", EMPTY)
+                return Fault("the answer holds no text", "resume the run to ask again", EMPTY)
             case None:
                 return _broken("the stream ended in the middle of the answer")
             case "max_tokens" if max_tokens < self._max_tokens:
@@ -215,19 +199,19 @@ class Anthropic:
                 )
             case "max_tokens":
                 cut = f"the answer was cut off at {max_tokens} tokens, thinking included"
-                return _Fault(cut, "resume the run with a larger --max-tokens")
+                return Fault(cut, "resume the run with a larger --max-tokens")
             case "refusal":
                 details = message.stop_details
                 reason = (details.explanation or details.category) if details else None
                 refused = f"{message.model} refused to answer" + (f" ({reason})" if reason else "")
                 remedy = "reword the spec's hints, or choose another --model, in a new run"
-                return _Fault(refused, remedy)
+                return Fault(refused, remedy)
             case "model_context_window_exceeded":
                 full = f"the conversation is longer than {message.model} can read"
-                return _Fault(full, "start a new run, or allow fewer rounds")
+                return Fault(full, "start a new run, or allow fewer rounds")
             case other:
                 odd = f"the answer ended with stop_reason {other!r}, which no request here leads to"
-                return _Fault(odd, "choose another --model in a new run")
+                return Fault(odd, "choose another --model in a new run")
 
     def _scrubbed(self, turn: Turn) -> Turn:
         return Turn.from_json(self._scrub.data(turn.to_json()))
@@ -312,11 +296,11 @@ def _usage(message: anthropic.types.Message) -> Usage:
     )
 
 
-def _broken(message: str) -> _Fault:
-    return _Fault(message, "check the network and resume the run", math.inf, unknown=True)
+def _broken(message: str) -> Fault:
+    return Fault(message, "check the network and resume the run", math.inf, unknown=True)
 
 
-def _status_fault(error: anthropic.APIStatusError) -> _Fault:
+def _status_fault(error: anthropic.APIStatusError) -> Fault:
     """An error the server reported, before the stream or (with status 200) inside it."""
     status = error.status_code
     kind = error.type or "error"
@@ -324,8 +308,8 @@ def _status_fault(error: anthropic.APIStatusError) -> _Fault:
     headers = error.response.headers
     passing = status in (408, 409, 429) or status >= 500 or (status == 200 and kind in _PASSING)
     if {"true": True, "false": False}.get(headers.get("x-should-retry", ""), passing):
-        return _Fault(message, "resume the run later", math.inf, retry_after(headers))
-    return _Fault(message, _REMEDIES.get(status, "see the API's message"))
+        return Fault(message, "resume the run later", math.inf, retry_after(headers))
+    return Fault(message, _REMEDIES.get(status, "see the API's message"))
 
 
 #: errors inside a stream that pass with time

@@ -13,11 +13,30 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx2
+
+from agent.budget import OutOfBudget
+from agent.providers import ProviderError, Question, Turn
+
+EMPTY = 3  # answers to one question that may hold nothing, before it is given up
+UNKNOWN = 12  # requests for one that may break off when they may have cost something: a night of them is dear
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a request gave no answer. `most`: how many requests for one answer may end so before it is given
+    up; `retry_after`: the server's wish in seconds, 0 where it has none; `unknown`: nobody knows its cost."""
+
+    message: str
+    remedy: str
+    most: float = 1
+    retry_after: float = 0.0
+    unknown: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +91,31 @@ class Asking:
 
     def _taken(self) -> float:
         return self._patience.clock() - self._began
+
+
+def persist(
+    attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
+) -> Turn:
+    """The turn of the first attempt that gives one; each gets the seconds to the deadline. Raises
+    ProviderError for a fault that stays, or at the question's deadline, and OutOfBudget."""
+    asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""
+    while (left := asking.time_left()) > 0:
+        result = attempt(left)
+        asking.requests += 1
+        if isinstance(result, Turn):
+            return result
+        # raised here, with no SDK exception as its context: one may hold the key in a header
+        if isinstance(result, OutOfBudget):
+            raise result
+        ended[result] += 1
+        why = result.message
+        unknown = sum(times for fault, times in ended.items() if fault.unknown)
+        if ended[result] >= result.most or unknown >= UNKNOWN or asking.over():
+            made = f" ({asking})" if asking.requests > 1 else ""
+            raise ProviderError(why + made, result.remedy, retryable=result.most > 1)
+        asking.wait(why, result.retry_after, question.say)
+    late = "the run's time ended before there was an answer" + (f": {why} ({asking})" if why else "")
+    raise ProviderError(late, "resume the run with a larger --budget-seconds", retryable=True)
 
 
 class TookTooLong(Exception):

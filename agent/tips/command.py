@@ -139,7 +139,7 @@ def measure(
     tried = _tried(ids, specs)
     session.need_gpu(gpu)
     provider, each = _provider(authoring.provider, specs), 2 * runs * len(specs)
-    session.refuse_uncounted(provider, budget.limits())
+    session.refuse_uncounted(provider, budget.limits(), authoring.model)
     part = trials.part(budget.limits(), each * len(tried))
     options = authoring.header() | {"provider": provider, "limits": part.to_json()}
     typer.echo(_plan(tried, specs, runs, part))
