@@ -106,8 +106,10 @@ def primitive(
     from agent import primitive as proposals
 
     if merge:
-        path, outcome = proposals.merge(name, out)
+        path, outcome, lacking = proposals.merge(name, out)
         typer.echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
+        if lacking:
+            typer.echo(f"coda-agent: {lacking}", err=True)
         return
     if reference is not None:
         path = proposals.scaffold(name, reference, [a.strip() for a in arguments.split(",")])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -42,9 +43,20 @@ IMPORTED, EXPORTED = "from primitives.elementwise import (\n", "__all__ = [\n"  
 PACK = optimize.PACK.with_name("primitive.md")
 EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
 
+FORM = re.compile(  # of a primitive's page, its paragraphs unwrapped
+    r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
+    r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
+    re.DOTALL,
+)
+
 HOW = """\
 Answer with the functions in one ```python block, in full each time; only the last such block counts.
 """
+
+
+def formed(page: str) -> re.Match[str] | None:
+    """The parts of a page that has all that the vocabulary's pages have; None for another."""
+    return FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", page))
 
 
 class PrimitiveError(Exception):
@@ -212,8 +224,9 @@ def latest(name: str) -> str:
     raise PrimitiveError(f"no run has authored {name}: coda-agent primitive {name}")
 
 
-def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome]:
-    """Write the patch that adds the primitive of its last run to the vocabulary, and how that run stands."""
+def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
+    """Write the patch that adds the primitive of its last run to the vocabulary; how that run stands; and
+    what its page lacks."""
     from agent import loop
 
     run = runs.reopen(latest(name))
@@ -225,9 +238,18 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome]:
         run.journal.close()
     if outcome is None or isinstance(outcome.report, Rejected):
         raise PrimitiveError(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
-    path = out or Path(f"{name}.patch")
-    write_atomic(path, patch(proposing.parse(text), outcome.source, recording))
-    return path, outcome
+    path, proposal = out or Path(f"{name}.patch"), proposing.parse(text)
+    write_atomic(path, patch(proposal, outcome.source, recording))
+    return path, outcome, lacking(answer(outcome.source, name, len(proposal.arguments)).page)
+
+
+def lacking(page: str) -> str:
+    """What a page must gain to have the form; empty where it has it."""
+    if formed(page):
+        return ""
+    parts = ("Shapes:", "Dtypes:", "Cost:", "Paper: family 1, elementwise")
+    missing = [part for part in parts if part not in page] or ["an example of two lines"]
+    return f"its page lacks {', '.join(missing)}: complete it in {FAMILY}, in the form of those beside it"
 
 
 def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROOT) -> str:
@@ -284,7 +306,8 @@ def _entered(text: str, proposal: Proposal, page: str, fast: bool) -> str:
     decorator = f"@elementwise({', '.join(given)})"
     if len(decorator) > LINE:
         decorator = "@elementwise(\n" + "".join(f"    {one},\n" for one in given) + ")"
-    words = f"{page}\n\n``{proposal.example}``" if proposal.example else page
+    shown = proposal.example and not formed(page)  # a page that has the form has an example of its own
+    words = f"{page}\n\n``{proposal.example}``" if shown else page
     quoted = f'"""{words}"""' if "\n" not in words else f'"""{words}\n"""'
     entry = (
         f"{decorator}\ndef {proposal.name}({', '.join(proposal.arguments)}):\n"

@@ -3,6 +3,7 @@ and the patch that a person merges."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -272,6 +273,8 @@ class Plan:
     factor: float
     schedules: dict[int, Any] = field(default_factory=dict)
     calls: int = 0
+    workspace: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    gaps: tuple[torch.Tensor, ...] = ()
 
     def outputs(self) -> dict[str, torch.Tensor]:
         return {"fused": torch.empty(256, 256, dtype=torch.bfloat16), "loaded": torch.empty(256, 256)}
@@ -367,8 +370,9 @@ def test_a_measured_one_is_accepted(begun: runs.Run) -> None:
 
     outcome, _ = author(begun, GOOD, measure=measure)
     assert outcome.report.status == "accepted"
-    path, again = primitive.merge("softsign")
+    path, again, lacking = primitive.merge("softsign")
     assert path.name == "softsign.patch" and again.report.status == "accepted"
+    assert "its page lacks Shapes:, Dtypes:, Cost:, Paper: family 1" in lacking
 
 
 def checked_identity(run: runs.Run, source: str) -> Any:
@@ -401,7 +405,34 @@ def test_nothing_to_merge(begun: runs.Run) -> None:
         primitive.merge("softsign")
 
 
-# the command, and the patch
+# the page, the command, and the patch
+
+PAGE = '''"""From -1 to 1, ``x / (1 + abs(x))``, by one division.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 4 instructions an element, 1 of them MUFU; exact, 12
+    with 1 MUFU. Paper: family 1, elementwise.
+
+        bent = softsign(t)
+        rest = t - bent
+    """'''
+
+
+def test_a_page_of_the_form_is_merged_as_it_is(begun: runs.Run) -> None:
+    author(begun, GOOD.replace('"""``x / (1 + abs(x))``. One division."""', PAGE))
+    path, _, lacking = primitive.merge("softsign")
+    assert not lacking
+    added = [line[1:] for line in path.read_text().splitlines() if line.startswith("+")]
+    entry = "\n".join(added[added.index("def softsign(x):") :])
+    assert entry.startswith(f"def softsign(x):\n    {PAGE}\n\n\n")
+
+
+def test_what_a_page_lacks_is_said() -> None:
+    page = inspect.cleandoc(PAGE.strip('"'))
+    assert primitive.formed(page)
+    parts = {"Shapes: as for operators. ": "Shapes:", "        rest = t - bent\n": "an example of two lines"}
+    for part, name in parts.items():
+        cut = inspect.cleandoc(PAGE.strip('"').replace(part, ""))
+        assert primitive.lacking(cut).startswith(f"its page lacks {name}: complete it in primitives/element")
 
 
 def test_the_command_from_proposal_to_patch(
@@ -433,7 +464,7 @@ def test_the_command_from_proposal_to_patch(
     assert done.returncode == OK, done.stdout + done.stderr
     assert "attempt 2: checked" in done.stdout and "primitive softsign --merge" in done.stdout
     status, said = here("softsign", "--merge")
-    assert status == OK and "git apply softsign.patch" in said
+    assert status == OK and "git apply softsign.patch" in said and "its page lacks Shapes:" in said
     _check_merged(tmp_path)
 
 

@@ -11,19 +11,13 @@ from importlib import import_module
 import pytest
 from authoring import KERNELS
 from kernels import signature, tensor, trace
-from merged import MERGED
 
 import primitives
+from agent.primitive import formed
 from agent.prompt import FAMILIES, tokens, vocabulary
 from primitives.ir import Program, ProgramError
 
-# What ``coda-agent primitive`` merged has the page that its author wrote.
-PAGES = sorted(set(primitives.__all__) - {"kernel"} - {p.name for p in MERGED})
-FORM = re.compile(
-    r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
-    r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
-    re.DOTALL,
-)
+PAGES = sorted(set(primitives.__all__) - {"kernel"})
 COLUMNS = {
     "2*F": "F",
     "H*W": "W",
@@ -35,7 +29,7 @@ NODES = {"pairs": "even", "rope": "sin"}  # what a page's primitive is in a prog
 
 def page(name: str) -> re.Match[str]:
     text = inspect.getdoc(getattr(primitives, name)) or ""
-    found = FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", text))  # paragraphs, unwrapped
+    found = formed(text)
     assert found, f"{name}: its page has another form:\n{text}"
     return found
 
