@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import random
-import resource
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agent.journal import Event, Journal, JournalError, glance, held, read_export
-from agent.room import BYTES, Room
 from primitives.files import write_atomic
 
 ROOT = Path(__file__).parent.parent
@@ -297,140 +292,6 @@ def test_another_schema(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(JournalError, match="of schema 2, this version reads 1"):
         Journal.open(tmp_path / "run.db")
-
-
-# no room
-
-
-FEW = 8 << 20  # bytes
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, where this user may mount one; else a directory."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={FEW}", "tmpfs", str(disk)]
-    mounted = not os.geteuid() and not subprocess.run(command, capture_output=True).returncode
-    yield disk
-    if mounted:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_full_disk_writes_nothing_of_the_step(tmp_path: Path) -> None:
-    path = tmp_path / "run.db"
-    with Journal.create(path, {}) as journal:
-        journal.once("small", "answer", lambda: {"text": "kept"})
-        journal._db.execute("PRAGMA max_page_count = 12")  # SQLite then fails as on a full disk
-        words = "run.db: database or disk is full; free space .* resume; .*; large is kept in run.db-room"
-        with pytest.raises(JournalError, match=words):
-            journal.once("large", "answer", lambda: {"text": "x" * 100_000})
-        assert [event.key for event in journal.events()] == ["small"]
-        with pytest.raises(JournalError, match="run.db: database or disk is full"):  # nor is more produced
-            journal.once("next", "answer", never)
-    assert (tmp_path / "run.db-room").exists()
-    with Journal.open(path) as journal:
-        assert journal.once("small", "answer", never) == {"text": "kept"}
-        assert len(journal.once("large", "answer", never)["text"]) == 100_000
-        assert [event.key for event in journal.events()] == ["small", "large"]
-    assert [p.name for p in tmp_path.iterdir() if "room" in p.name] == []
-
-
-def never() -> dict[str, Any]:
-    raise AssertionError("it was asked for again")
-
-
-# A process that asks for a long answer and is told more than its disk can take; then it kills itself.
-ASKING = """
-import os, signal, sys
-from contextlib import suppress
-from pathlib import Path
-from agent.journal import Journal, JournalError
-
-path = Path(sys.argv[1])
-journal = Journal.open(path)
-
-def produce():
-    if not os.path.ismount(path.parent):
-        journal._db.execute("PRAGMA max_page_count = 12")  # SQLite then fails as on a full disk
-    else:
-        with (path.parent / "filler").open("wb", buffering=0) as file, suppress(OSError):
-            while True:
-                file.write(b"x" * 4096)
-    return {"text": "paid " * 100_000}
-
-try:
-    journal.once("answer/1", "answer", produce)
-except JournalError as error:
-    print(error, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_disk_that_fills_up_between_request_and_answer(small_disk: Path) -> None:
-    """A real one, where it can be had; the process is killed besides."""
-    path = small_disk / "run.db"
-    Journal.create(path, {}).close()
-    command = [sys.executable, "-c", ASKING, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL and "run.db: database or disk is full; free" in done.stdout
-    assert "answer/1 is kept in run.db-room, and will not be asked for again" in done.stdout
-    (small_disk / "filler").unlink(missing_ok=True)
-    with Journal.open(path) as journal:
-        assert journal.once("answer/1", "answer", never) == {"text": "paid " * 100_000}
-
-
-def test_nothing_is_asked_for_where_there_is_no_room(small_disk: Path) -> None:
-    with Journal.create(small_disk / "run.db", {}) as journal:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if os.path.ismount(small_disk):
-            (small_disk / "filler").write_bytes(b"x" * (FEW - (1 << 20)))
-        else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-        words = (
-            "run.db-room: (No space|File too large).*; free 4 MB on that disk and resume; nothing was asked"
-        )
-        with pytest.raises(JournalError, match=words):
-            journal.once("answer/1", "answer", never)
-        assert not (small_disk / "run.db-room").exists()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        (small_disk / "filler").unlink(missing_ok=True)
-        assert journal.once("answer/1", "answer", dict) == {}
-
-
-def test_an_event_that_was_half_kept_is_none(tmp_path: Path) -> None:
-    room = Room(tmp_path / "room")
-    room.take()
-    assert room.kept() is None and room.path.stat().st_blocks * 512 >= BYTES
-    room.keep('["ä"]')
-    assert room.kept() == '["ä"]' and room.path.stat().st_size == BYTES
-    content = bytearray(room.path.read_bytes())
-    content[content.index(b"\n") + 3] ^= 1
-    room.path.write_bytes(content)
-    assert room.kept() is None
-
-
-def test_a_write_that_the_system_breaks_off(tmp_path: Path) -> None:
-    """The kernel refuses the log's growth in the middle of a commit; the journal stays whole."""
-    path = tmp_path / "run.db"
-    Journal.create(path, {}).close()
-    code = f"""
-import resource
-from agent.journal import Journal, JournalError
-from pathlib import Path
-journal = Journal.open(Path({str(path)!r}))
-journal.once("small", "answer", lambda: {{"text": "kept"}})
-resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-try:
-    journal.once("large", "answer", lambda: {{"text": "x" * 100_000}})
-except JournalError as error:
-    print(error)
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "run.db" in done.stdout and "what was committed is safe" in done.stdout
-    with Journal.open(path) as journal:
-        assert [event.key for event in journal.events()] == ["small"]
 
 
 # reading where nothing can be written
