@@ -225,6 +225,28 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     assert len(workers.tasks("score")) == fewer + 6 and len(workers.tasks("tune")) == 2
 
 
+def test_what_the_sanitizer_has_seen_it_is_not_shown_again(
+    spec: Spec, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    def sanitized(job: Job) -> dict[str, int]:
+        shown.append(job.case)
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+        return {"memcheck": 0, "racecheck": 0}
+
+    monkeypatch.setattr("verifier.sanitizer.sanitized", sanitized)
+    memory, options = Memory(), Options(sanitize=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(spec, options, keep=memory)
+    found = run(spec, options, keep=memory)
+    assert isinstance(found, Measured)
+    assert shown == ["ragged", "hidden", "hidden", "hidden, one row"]
+    (gate,) = (gate for gate in found.gates if gate.gate == "sanitizer")
+    assert gate.figures == dict.fromkeys(["ragged", *shown[2:]], {"memcheck": 0, "racecheck": 0})
+
+
 def test_a_process_that_does_not_find_what_was_planted_is_replaced_and_then_void(
     spec: Spec, workers: Workers
 ) -> None:

@@ -284,7 +284,9 @@ class _Session:
     def _sanitized(self) -> dict[str, Any]:
         from verifier.sanitizer import sanitized
 
-        return {job.case: sanitized(job) for job in self._small()}
+        return {
+            job.case: self._kept(f"sanitizer/{job.case}", partial(sanitized, job)) for job in self._small()
+        }
 
     def _proved(self, gate: str, job: Job, note: str = "") -> dict[str, Any]:
         task = {"numerics": numerics, "stability": stability}[gate]
