@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 PROPOSED = Path("specs") / "primitives"
 HEADER = "proposes"  # of a run: the proposal's YAML, as it was
-VOCABULARY, FAMILY, LANGUAGE = (f"primitives/{n}.py" for n in ("__init__", "elementwise", "raw/language"))
+VOCABULARY, FAMILY, LANGUAGE = (f"primitives/{n}.py" for n in ("__init__", "elementwise", "raw/names"))
 DEVICE = "primitives/device"
 VALUES = f"{DEVICE}/values.py"
 IMPORTED, EXPORTED = "from primitives.elementwise import (\n", "__all__ = [\n"  # what opens lists of names

@@ -10,131 +10,18 @@ process that launches it, is not an author's to write. Raises RawError.
 from __future__ import annotations
 
 import ast
-import builtins
-import importlib
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Collection, Iterator
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from primitives.raw.error import RawError
+from primitives.raw.names import MODULES, RESOURCE_METHODS, SETTINGS, STAGES, STEP_METHODS
+from primitives.raw.reader import Reader, is_docstring, is_super
 
 MAX_BYTES = 128 << 10
-MAX_INTEGER = 1 << 64
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Whose public names may be used: those that a module defines itself, or that come from these.
-_NUMBERS = ("cutlass.base_dsl.typing", "cutlass.cutlass_dsl", "cutlass.base_dsl.arch")
-_CUTE = tuple(
-    f"cutlass.cute.{name}" for name in ("core", "tensor", "tuple", "algorithm", "atom", "math", "typing")
-)
-MODULES: dict[str, tuple[str, ...]] = {
-    "cutlass": (),
-    "cutlass.cute": (*_CUTE, *_NUMBERS),
-    "cutlass.cute.arch": ("cutlass.cute.arch",),
-    "cutlass.cute.math": ("cutlass._mlir_helpers.math",),
-    "cutlass.cute.nvgpu": ("cutlass.cute.nvgpu",),
-    "cutlass.cute.nvgpu.cpasync": ("cutlass.cute.nvgpu",),
-    "cutlass.cute.nvgpu.warp": ("cutlass.cute.nvgpu",),
-    "cutlass.cute.nvgpu.warpgroup": ("cutlass.cute.nvgpu",),
-    "cutlass.pipeline": ("cutlass.pipeline",),
-    "cutlass.utils": (),
-    "cutlass.utils.hopper_helpers": (),
-    "math": (),
-    "quack.activation": (),
-    "quack.copy_utils": (),
-    "quack.epilogue.mixin": (),
-    "quack.epilogue.ops": (),
-    "quack.fast_math": (),
-    "quack.gemm_sm90": (),
-    "quack.layout_utils": (),
-    "quack.rounding": (),
-    "quack.sm90_utils": (),
-    "primitives.device.finish": (),
-    "primitives.device.heads": (),
-    "primitives.device.lanes": (),
-    "primitives.device.mainloop": (),
-    "primitives.device.tables": (),
-    "primitives.device.values": ("quack.activation",),
-}
-# What else these offer compiles, prints, loads libraries, or reaches the compiler's insides.
-CHOSEN = {
-    "cutlass": _names(
-        "AddressSpace BFloat16 Boolean Constexpr Float16 Float32 Float64 Float8E4M3FN Float8E5M2 Int16 Int32 "
-        "Int4 Int64 Int8 Numeric TFloat32 Uint16 Uint32 Uint64 Uint8 all_ and_ any_ const_expr dynamic_expr "
-        "max min not_ or_ range range_constexpr select_ cute pipeline utils"
-    ),
-    "cutlass.utils": frozenset({"SmemAllocator"}),
-    "functools": frozenset({"partial"}),
-    "typing": frozenset({"Any", "Callable", "Literal", "Optional", "Tuple", "Type", "Union"}),
-}
-DENIED = _names(
-    "print_tensor printf print_nd_vector inline_ptx dsl_user_op mangle ParamsBase make_fake_tensor "
-    "register_jit_arg_adapter"
-)
-ALSO = {"cutlass.cute": frozenset({"AddressSpace", "ReductionOp", "jit", "kernel"})}
-
-BUILTINS = _names(
-    "abs all any bool dict enumerate float int isinstance len list max min range reversed round sorted sum "
-    "tuple zip slice"
-)
-# Where an object leads to its interpreter, its compiler or another function's insides.
-_BANNED = _names(
-    "mro format format_map func launch compile compile_to export_to_c ir_value value owner operation context "
-    "location jit_engine"
-)
-_BANNED_PREFIXES = ("gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_", "host_")
-
-# Traced within the kernel: found by watching which methods a compile calls from inside it and which from
-# the host's side of the launch.
-STEP_METHODS = _names(
-    "kernel load_tma mma epilogue epi_begin epi_begin_loop epi_end epi_end_loop epi_get_smem_tensors "
-    "epi_load_acc_subtile epi_prepass_end epi_prepass_subtile epi_r2s_pair_xor epi_retile_acc "
-    "epi_setup_aux_out epi_tile_load_g2s_copy_fns epi_tile_load_s2r epi_visit_acc epi_visit_subtile "
-    "epilog_gmem_copy_and_partition epilog_smem_copy_atom epilog_smem_load_and_partition "
-    "epilog_smem_store_and_partition make_ab_pipeline make_epi_pipeline make_epi_store_pipeline "
-    "make_sched_pipeline pingpong_barrier_arrive pingpong_barrier_sync"
-)
-STAGES = "_compute_stages"  # on the host, in arithmetic
-RESOURCE_METHODS = _names(
-    "begin begin_loop end end_loop_finish end_loop_stage fn_apply fn_prepare fn_prepass_end "
-    "fn_prepass_resolve fn_sink_flush get_smem_tensor load_g2s_copy_fn load_s2r needs_async_fence "
-    "prepass_resolve_needed stat_value stats_begin stats_slice store_convert store_r2s store_setup "
-    "_broadcast_stride _combine_op _coord_idx _end_loop_smem _end_loop_values _finalize _fold _fold_identity "
-    "_get_gmem_vec _guard_neg_inf _mask_oob_active _merge _select_packed16"
-)
-_SETTINGS = frozenset({"_epi_ops"})  # names with an underscore that a class may give a value
-
-_PLAIN = (
-    ast.Expr, ast.Return, ast.Pass, ast.Break, ast.Continue, ast.If, ast.For, ast.While, ast.Assign,
-    ast.Assert, ast.AugAssign, ast.With, ast.withitem, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare,
-    ast.IfExp, ast.Dict, ast.Tuple, ast.List, ast.Set, ast.ListComp, ast.DictComp, ast.GeneratorExp,
-    ast.comprehension, ast.Subscript, ast.Slice, ast.Starred, ast.Lambda, ast.operator, ast.unaryop,
-    ast.boolop, ast.cmpop, ast.expr_context,
-)  # fmt: skip
-_REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
-    ast.Import: ("an import", "imports stand at the top of the module"),
-    ast.ImportFrom: ("an import", "imports stand at the top of the module"),
-    ast.ClassDef: ("a class", "classes stand at the top level of the module"),
-    ast.Try: ("try", "an error ends the compile and is shown to you with its line"),
-    ast.Raise: ("raise", "write assert with a condition"),
-    ast.Global: ("global", "pass the value as an argument"),
-    ast.Nonlocal: ("nonlocal", "return the value"),
-    ast.Delete: ("del", "leave the name alone"),
-    ast.NamedExpr: (":=", "assign on a line of its own"),
-    ast.JoinedStr: ("an f-string", "write the text out"),
-    ast.Yield: ("yield", "return a tuple"),
-    ast.Await: ("await", "nothing waits in a kernel"),
-    ast.Match: ("match", "write if and elif"),
-    ast.AnnAssign: ("an annotated assignment", "write name = value"),
-}
 
 
 def check(text: str, wanted: Collection[str]) -> None:
@@ -166,53 +53,8 @@ def _parse(text: str) -> ast.Module:
         raise RawError("syntax", f"not text that Python reads: {error}") from None
 
 
-def permitted(module: ModuleType, name: str) -> bool:
-    """Whether a module of the list may be asked for ``name``."""
-    home = module.__name__
-    if name.startswith("_") or name in DENIED or not hasattr(module, name):
-        return False
-    if home in CHOSEN:
-        return name in CHOSEN[home]
-    found = getattr(module, name)
-    if name in ALSO.get(home, ()):
-        return True
-    if isinstance(found, ModuleType):
-        return found.__name__ in MODULES and found.__name__.startswith(home)
-    if isinstance(found, int | float | str):
-        return True
-    while isinstance(found, partial):
-        found = found.func
-    origin = getattr(found, "__module__", None) or ""
-    return origin == home or any((origin + ".").startswith(o + ".") for o in MODULES[home])
-
-
-class _Checker:
-    """One walk over a module; ``line`` is that of the last node that has one."""
-
-    def __init__(self, tree: ast.Module):
-        self._tree = tree
-        self.line: int | None = None
-        self._modules: dict[str, ModuleType] = {}  # by the name that the module gives it
-        self._imported: dict[str, Any] = {}
-        self._constants: set[str] = set()
-        self._classes: dict[str, type | None] = {}  # its nearest imported base
-        self._bound = set(_bindings(tree))
-        self._method = False  # whether the node lies in one, where super() means something
-        self._visitors: dict[type[ast.AST], Callable[..., None]] = {
-            ast.FunctionDef: self._function,
-            ast.arguments: self._parameters,
-            ast.Name: self._name,
-            ast.Attribute: self._attribute,
-            ast.Call: self._call,
-            ast.keyword: self._keyword,
-            ast.Constant: self._constant,
-        }
-
-    def _refuse(self, message: str, code: str = "language") -> NoReturn:
-        raise RawError(code, message, self.line)
-
-    def _at(self, node: ast.AST) -> None:
-        self.line = getattr(node, "lineno", self.line)
+class _Checker(Reader):
+    """A module, and its classes; what is traced for the host is not an author's to write."""
 
     # The module
 
@@ -264,52 +106,6 @@ class _Checker:
             self._binding(name)
             (self._modules if isinstance(found, ModuleType) else self._imported)[name] = found
 
-    def _listed(self, name: str) -> ModuleType:
-        if name not in MODULES and name not in CHOSEN:
-            known = ", ".join(sorted({*MODULES, *CHOSEN}))
-            self._refuse(f"{name} cannot be imported here; there are {known}", "vocabulary")
-        return importlib.import_module(name)
-
-    def _member(self, module: ModuleType | str, name: str) -> Any:
-        module = self._listed(module) if isinstance(module, str) else module
-        if not permitted(module, name):
-            near = [n for n in dir(module) if permitted(module, n)]
-            said = f"; it has {', '.join(near)}" if len(near) <= 60 else ""
-            self._refuse(f"{module.__name__} has no {name!r} to use here{said}", "vocabulary")
-        return getattr(module, name)
-
-    def _simple(self, node: ast.expr) -> None:
-        """A value known when the module is read: it refers to no function, so that none can be renamed."""
-        self._at(node)
-        match node:
-            case ast.Constant():
-                self._constant(node)
-            case ast.Name(id=name) if name in self._constants:
-                pass
-            case ast.Name(id=name) if isinstance(self._imported.get(name), int | float | str):
-                pass
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                for part in parts:
-                    self._simple(part)
-            case ast.BinOp(left=left, op=op, right=right) if not isinstance(op, ast.Pow | ast.LShift):
-                self._simple(left)
-                self._simple(right)
-            case ast.BinOp(left=ast.Constant(), right=ast.Constant(value=int(power))) if power <= 64:
-                self._simple(node.left)
-            case ast.UnaryOp(operand=operand):
-                self._simple(operand)
-            case ast.Attribute(value=ast.Name(id=name)) if name in self._modules:
-                if not isinstance(self._chain(node), int | float):
-                    self._refuse(f"{ast.unparse(node)} is no number: use it where it is needed")
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=parts, keywords=[]):
-                if name not in self._modules or self._modules[name].__name__ != "math":
-                    self._refuse("outside functions only math's are called")
-                self._chain(node.func)
-                for part in parts:
-                    self._simple(part)
-            case _:
-                self._refuse("outside functions a value is a number, a string or a tuple of those")
-
     # Classes
 
     def _class(self, node: ast.ClassDef) -> None:
@@ -326,7 +122,7 @@ class _Checker:
                     self._overridable(name, base)
                     self._member_function(statement, base)
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    if name not in _SETTINGS:
+                    if name not in SETTINGS:
                         self._identifier(name)
                     self._setting(value)
                     self._constants.add(name)
@@ -422,7 +218,7 @@ class _Checker:
     def _launch(self, node: ast.FunctionDef) -> None:
         """A vector kernel's ``__call__``: sizes, then the one launch."""
         names = self._plain_parameters(node)
-        body = [s for s in node.body if not _is_docstring(s)]
+        body = [s for s in node.body if not is_docstring(s)]
         for statement in body[:-2]:
             self._at(statement)
             match statement:
@@ -489,7 +285,7 @@ class _Checker:
     def _stage_statement(self, statement: ast.stmt) -> None:
         self._at(statement)
         match statement:
-            case ast.Expr() | ast.Pass() if _is_docstring(statement) or isinstance(statement, ast.Pass):
+            case ast.Expr() | ast.Pass() if is_docstring(statement) or isinstance(statement, ast.Pass):
                 pass
             case ast.Assign(targets=[target], value=value):
                 for part in target.elts if isinstance(target, ast.Tuple) else [target]:
@@ -550,189 +346,12 @@ class _Checker:
         match called:
             case ast.Name(id="min" | "max" | "len"):
                 return True
-            case ast.Attribute(value=inner, attr=name) if _is_super(inner):
+            case ast.Attribute(value=inner, attr=name) if is_super(inner):
                 return name == STAGES
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in self._modules:
                 known = {"cutlass.cute": {"size", "shape", "ceil_div"}, "cutlass": {"min", "max"}}
                 return attribute in known.get(self._modules[name].__name__, ())
         return False
-
-    # Functions
-
-    def _visit(self, node: ast.AST) -> None:
-        self._at(node)
-        visitor = self._visitors.get(type(node))
-        if visitor is not None:
-            visitor(node)
-        elif isinstance(node, _PLAIN):
-            for child in ast.iter_child_nodes(node):
-                self._visit(child)
-        else:
-            unknown = (type(node).__name__, "it is not in the language of raw modules")
-            said, remedy = _REMEDIES.get(type(node), unknown)
-            self._refuse(f"{said} cannot be used here: {remedy}")
-
-    def _function(self, node: ast.FunctionDef) -> None:
-        if getattr(node, "type_params", None):
-            self._refuse("a function has no type parameters here")
-        self._binding(node.name)
-        if self._decorator(node) == "kernel" and not (self._method and node.name == "kernel"):
-            self._refuse("the method kernel, and no other, is decorated with @cute.kernel", "host")
-        self._parameters(node.args)
-        self._annotation(node.returns)
-        for statement in node.body:
-            if not _is_docstring(statement):
-                self._visit(statement)
-
-    def _decorator(self, node: ast.FunctionDef) -> str | None:
-        """The one it may have: ``jit`` or ``kernel``, of cute."""
-        match node.decorator_list:
-            case []:
-                return None
-            case [ast.Attribute(value=ast.Name(id=name), attr="jit" | "kernel" as how)]:
-                if name in self._modules and self._modules[name].__name__ == "cutlass.cute":
-                    return how
-        self._refuse("a function has one decorator at most, @cute.jit or, of the method kernel, @cute.kernel")
-
-    def _parameters(self, node: ast.arguments) -> None:
-        for a in (*node.posonlyargs, *node.args, *node.kwonlyargs, node.vararg, node.kwarg):
-            if a is not None:
-                self._at(a)
-                self._binding(a.arg)
-                self._annotation(a.annotation)
-        for default in (*node.defaults, *node.kw_defaults):
-            if default is not None:
-                self._simple(default)
-
-    def _annotation(self, node: ast.expr | None) -> None:
-        if node is None:
-            return
-        self._at(node)
-        if any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node)):
-            self._refuse("an annotation is written without quotes")
-        if any(isinstance(n, ast.Call) for n in ast.walk(node)):
-            self._refuse("an annotation calls nothing")
-        self._visit(node)
-
-    def _name(self, node: ast.Name) -> None:
-        name = node.id
-        if not isinstance(node.ctx, ast.Load):
-            self._binding(name)
-            return
-        self._identifier(name)
-        if name in self._modules:
-            self._refuse(f"{name} is a module: write {name}.something, it cannot be passed or stored")
-        if name not in self._bound and name not in self._imported and name not in BUILTINS:
-            if hasattr(builtins, name):
-                known = ", ".join(sorted(BUILTINS))
-                self._refuse(f"{name} cannot be used here; of Python's own there are {known}")
-            self._refuse(f"nothing is named {name!r} here")
-
-    def _binding(self, name: str) -> None:
-        self._identifier(name)
-        if hasattr(builtins, name):
-            self._refuse(f"{name!r} is Python's own: take another name")
-        if name in self._modules or name in self._imported:
-            self._refuse(f"{name!r} is imported: take another name")
-
-    def _identifier(self, name: str) -> None:
-        if not name.isascii():
-            self._refuse(f"{name!a} has letters beyond ASCII, which can look like others: spell it out")
-        if "__" in name:
-            self._refuse(f"{name!r}: no name holds __ here")
-
-    def _attribute(self, node: ast.Attribute) -> None:
-        base: ast.expr = node
-        while isinstance(base, ast.Attribute):
-            base = base.value
-        if isinstance(base, ast.Name) and base.id in self._modules:
-            self._chain(node)
-        else:
-            self._value_attribute(node)
-            if not _is_super(node.value):
-                self._visit(node.value)
-            elif not self._method:
-                self._refuse("super() is for methods")
-
-    def _value_attribute(self, node: ast.Attribute) -> None:
-        """An attribute of a value, which is read only."""
-        self._at(node)
-        name = node.attr
-        self._identifier(name)
-        if not isinstance(node.ctx, ast.Load):
-            self._refuse(f".{name} cannot be set: keep the value in a name, or write into a fragment")
-        if name in _BANNED or name.startswith(_BANNED_PREFIXES):
-            self._refuse(f".{name} leads out of the kernel's values: there is no use for it here")
-        if name.startswith("_") and name not in _SETTINGS | RESOURCE_METHODS | {STAGES}:
-            self._refuse(f".{name} is private to what it belongs to: use public names, for own methods too")
-
-    def _chain(self, node: ast.expr) -> Any:
-        """The object that a dotted name, which begins with a module, stands for; None past a value."""
-        names: list[ast.Attribute] = []
-        while isinstance(node, ast.Attribute):
-            names.insert(0, node)
-            node = node.value
-        assert isinstance(node, ast.Name)
-        found: Any = self._modules[node.id]
-        for part in names:
-            if isinstance(found, ModuleType):
-                if not isinstance(part.ctx, ast.Load):
-                    self._refuse(f".{part.attr} cannot be set: a module is read only")
-                found = self._member(found, part.attr)
-            else:
-                self._value_attribute(part)
-                found = None
-        if isinstance(found, ModuleType):
-            self._refuse(f"{ast.unparse(names[-1])} is a module: it cannot be passed or stored")
-        return found
-
-    def _call(self, node: ast.Call) -> None:
-        if _is_super(node):
-            self._refuse("super() is for calling a method: super().method(...)")
-        if not isinstance(node.func, ast.Name | ast.Attribute | ast.Call):
-            self._refuse("call functions by their name")
-        for child in ast.iter_child_nodes(node):
-            self._visit(child)
-
-    def _keyword(self, node: ast.keyword) -> None:
-        if node.arg is not None:
-            self._identifier(node.arg)
-        self._visit(node.value)
-
-    def _constant(self, node: ast.Constant) -> None:
-        self._at(node)
-        match node.value:
-            case str(text):
-                if "__" in text or len(text) > 200:
-                    self._refuse("a string is a short name, without __")
-            case int(value) if abs(value) > MAX_INTEGER:
-                self._refuse("an integer over 64 bits: no register holds it")
-            case bytes() | complex():
-                self._refuse(f"a {type(node.value).__name__} literal cannot be used here")
-
-
-def _is_super(node: ast.expr) -> bool:
-    match node:
-        case ast.Call(func=ast.Name(id="super"), args=[], keywords=[]):
-            return True
-    return False
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    match node:
-        case ast.Expr(value=ast.Constant(value=str())):
-            return True
-    return False
-
-
-def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Every name the module binds; imports aside."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                yield name
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
 
 
 def _module_names(tree: ast.Module) -> Iterator[str]:
