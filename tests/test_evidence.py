@@ -42,10 +42,8 @@ EDITED = sorted(p.name.removesuffix(".raw.report.json") for p in KERNELS.glob("*
 # Whoever measures one takes it off; none is ever put on.
 OLDER = {
     ONE_PROCESS: {
-        "gemm_alpha_residual",
         "gemm_partial_cross_entropy_unstored",
         "gemm_residual_rmsnorm_gemm_bwd",
-        "gemm_rmsnorm_swiglu_fp16",
     },
     SEPARATE_CONTROLS: {
         "gemm_cross_entropy_bwd",

@@ -236,6 +236,7 @@ def test_a_handoffs_prompt_is_named(tmp_path: Path) -> None:
 
 def test_a_budget_is_that_of_all_runs(taught: Taught, tmp_path: Path) -> None:
     given = ["--budget-tokens", 100_000, "--budget-dollars", 1, "--budget-seconds", 2000]
+    given += ["--model", "claude-opus-4-5"]  # dollars are reserved by its price
     result = command(tmp_path, "tip-1", "tip-2", "--runs", 2, *given)
     assert "8 runs: 2 tips x 2 with the tip and 2 without; each may cost 12,500 tokens, $0.125, 250 s" in (
         result.stdout

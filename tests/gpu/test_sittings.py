@@ -31,7 +31,8 @@ def test_an_operators_arms_sit_together() -> None:
     assert not found["failed"] and set(found["arms"]) == set(seats.arms)
     for name, arm in found["arms"].items():
         assert len(arm["milliseconds"]) == 12 and all(map(math.isfinite, arm["milliseconds"]))
-        assert all(0.5 < loss["yardsticks"] < 1.3 for loss in arm["losses"].values()), name
+        most = 1.3 if name in (OWN_TUNER, PROGRAM) else 3.0  # unfused, the sum is rounded before silu, too
+        assert all(0.5 < loss["yardsticks"] < most for loss in arm["losses"].values()), (name, arm["losses"])
     outputs = 128 * 3 * 11008 * 2
     assert outputs <= found["arms"][PROGRAM]["bytes"] < found["arms"][EAGER]["bytes"]
     assert not found["arms"][ANCHOR]["losses"]
