@@ -168,6 +168,20 @@ def test_tails_are_the_same_few_rows_of_all_activations(families: dict[str, dict
     assert all(torch.equal(drawn[name], normal[name]) for name in ("w", "bias", "scale"))
 
 
+def test_spikes_are_one_value_each_in_the_same_few_rows_of_all_activations(
+    families: dict[str, dict[str, torch.Tensor]],
+) -> None:
+    normal, drawn = families["normal"], families["spikes"]
+    found = {name: drawn[name] != normal[name] for name in ("y", "x")}
+    many = found["y"].any(1)
+    assert 1 / 16 < many.double().mean() < 1 / 4 and torch.equal(many, found["x"].any(1))
+    for name, at in found.items():
+        assert at.sum(1).max() == 1
+        sizes = drawn[name][at].abs() / normal[name].double().square().mean().sqrt()
+        assert sizes.min() > 30 and 1000 < sizes.max() < 4200
+    assert all(torch.equal(drawn[name], normal[name]) for name in ("w", "bias", "scale"))
+
+
 def test_zeros_leave_rows_to_eps(families: dict[str, dict[str, torch.Tensor]]) -> None:
     size = {name: families["zeros"][name].square().mean(1).sqrt() for name in ("y", "x")}
     assert torch.equal(size["y"] == 0, size["x"] == 0)

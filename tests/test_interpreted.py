@@ -99,6 +99,27 @@ def test_the_thin_tail_of_gelu_is_seen_where_little_else_is_large(seed: int) -> 
     assert faults(spec, cut, run) == {STORED: set(), "not rounded": {"act"}}
 
 
+RESIDUAL = """\
+from primitives import gemm, kernel, minimum, per_column, row_sums, rsqrt
+@kernel
+def gemm_residual_partial_rmsnorm(y, w, x, gamma, eps):
+    h = gemm(y, w.mT) + x
+    return {"h": h, "hg": h * per_column(gamma), "rstd": rsqrt(row_sums(h * h) / h.columns + eps)}
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("most", [200, 1000])
+def test_what_clamps_values_of_a_trained_models_residual_stream_is_seen(seed: int, most: int) -> None:
+    spec, run = (
+        spec_of("gemm_residual_partial_rmsnorm"),
+        Run({"M": 200, "K": 88, "N": 112}, "spikes", seed),
+    )
+    assert faults(spec, RESIDUAL, run) == {STORED: set(), "not rounded": set()}
+    cut = RESIDUAL.replace("+ x", f"+ minimum(x, {most})")
+    assert faults(spec, cut, run)[STORED] == {"h", "hg", "rstd"}
+
+
 @pytest.mark.parametrize(
     ("dim", "old", "new"),
     [

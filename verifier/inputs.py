@@ -105,6 +105,20 @@ def _tails(of: _Drawn) -> Tensor:
     return of.values.mul_(_over_rows(torch.where(many, 3.0, 0.25), of.values))
 
 
+def _spikes(of: _Drawn) -> Tensor:
+    """In an eighth of the rows of all activations one value of either sign, 32 to 4096 times what is usual: so
+    are residual streams of trained models. What is clamped, or kept in too narrow a range, loses it."""
+    if not of.activation or not of.values.numel() or of.values.dim() < 2:
+        return of.values
+    rows = of.values.view(len(of.values), -1)
+    many = _uniform(rows.shape[:1], of.rows, 0.0, 1.0) < 1 / 8
+    at = torch.randint(rows.shape[1], (len(rows), 1), generator=of.own, device=rows.device)
+    size = torch.exp2(_uniform(at.shape, of.own, 5.0, 12.0)).mul_(of.std)
+    size = size.where(_uniform(at.shape, of.own, -1.0, 1.0) > 0, -size)
+    rows.scatter_(1, at, size.where(many[:, None], rows.gather(1, at)))
+    return of.values
+
+
 def _integers(of: _Drawn) -> Tensor:
     """Multiples of a power of two, up to 8 of it (in fp8, whose sums tensor cores keep to fewer bits, 2):
     a matmul is exact in fp32 in any order of summation, and so what follows from it by sums and products
@@ -131,7 +145,7 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 
 
 #: More of them, for a CPU alone: what they show is a program's mathematics, not how a GPU does it.
-ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails}
+ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes}
 
 
 def draw(
