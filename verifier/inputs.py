@@ -106,8 +106,8 @@ def _tails(of: _Drawn) -> Tensor:
 
 
 def _spikes(of: _Drawn) -> Tensor:
-    """In an eighth of the rows of all activations one value of either sign, 32 to 4096 times what is usual: so
-    are residual streams of trained models. What is clamped, or kept in too narrow a range, loses it."""
+    """In an eighth of the rows of all activations one value of either sign, 32 to 4096 times what is usual:
+    so are residual streams of trained models. What is clamped, or kept in too narrow a range, loses it."""
     if not of.activation or not of.values.numel() or of.values.dim() < 2:
         return of.values
     rows = of.values.view(len(of.values), -1)
