@@ -22,6 +22,7 @@ from agent.session import work_of
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError
 from primitives.lower import lower
+from primitives.refusal import CompileError
 from verifier.gates import Progress, identity
 from verifier.report import (
     MEASUREMENT,
@@ -243,7 +244,6 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
 
 
 def _unpack(path: Path, entry: Entry, program: Program) -> None:
-    from primitives.compile import CompileError
     from primitives.raw import unpack
 
     try:

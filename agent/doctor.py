@@ -300,7 +300,7 @@ def _tiny_signature() -> Signature:
 
 def cache() -> Finding:
     """The cache directory: made, written to, and with room left."""
-    from primitives.compile import cache_dir
+    from primitives.files import cache_dir
 
     path = cache_dir()
     try:

@@ -44,7 +44,7 @@ def explained(error: Exception) -> int:
     from agent.show.counters import CountersError
     from agent.table import TableError
     from agent.tips import TipsError
-    from primitives.compile import CompileError
+    from primitives.refusal import CompileError
     from verifier.jail import JailUnavailable
     from verifier.sanitizer import SanitizerMissing
     from verifier.spec import SpecError

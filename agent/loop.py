@@ -23,6 +23,7 @@ from agent.journal import Journal, JournalError, Record
 from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from agent.work import Measure, Work
 from primitives.deadline import Late, until
+from primitives.files import cache_dir
 from primitives.ir import Program, ProgramError
 from verifier.report import (
     MEASUREMENT,
@@ -235,8 +236,6 @@ class Loop:
     def _gpu(self) -> Iterator[None]:
         """Held while a GPU measures for this user: two measurements at once would time each other. Raises
         OutOfBudget where the time is up before it is free."""
-        from primitives.compile import cache_dir
-
         self.ledger.afford_gpu()
         lock = FileLock(cache_dir() / "gpu.lock")
         deadline = self.ledger.deadline

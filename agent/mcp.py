@@ -31,7 +31,7 @@ from agent.loop import Loop, Outcome, extract, standing
 from agent.options import Measuring
 from agent.providers import Call, ProviderError, Question, Tool, Turn, Usage
 from agent.work import Measure
-from primitives.compile import CompileError
+from primitives.refusal import CompileError
 from verifier.jail import JailUnavailable
 from verifier.report import Accepted, Checked, Rejected
 from verifier.spec import SpecError, load

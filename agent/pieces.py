@@ -15,8 +15,7 @@ from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
-from primitives.compile import cache_dir
-from primitives.files import write_atomic
+from primitives.files import cache_dir, write_atomic
 
 if TYPE_CHECKING:
     from verifier.measure import Keep, Options

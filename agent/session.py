@@ -215,7 +215,7 @@ def use_gpu(gpu: bool | None) -> bool:
         return False
     import torch
 
-    from primitives.compile import HOPPER  # lowered kernels are sm_90a code: no other GPU runs them
+    from primitives.jit import HOPPER  # lowered kernels are sm_90a code: no other GPU runs them
 
     there = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
     if gpu and not there:

@@ -1,15 +1,13 @@
 """Compiling lowered modules: kernels to call, and cubins with a resource report.
 
-QuACK's object cache (QUACK_CACHE_DIR) keeps compiled kernels; its keys hold the lowered module's and
-class's names, which hold the hash of the text, and the operands' dtypes and layouts. The resource report
-needs no GPU: it compiles for sm_90a in a child process and reads the cubin. ``python -m
-primitives.compile`` is that child.
+A program's own text is compiled here (``primitives.jit``), one that an author has edited in confinement
+(``primitives.raw``). The resource report needs no GPU: it compiles for sm_90a in a child process and reads
+the cubin. ``python -m primitives.compile`` is that child.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import sys
@@ -17,248 +15,42 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from primitives import children, deadline
+from primitives import children, deadline, raw
 from primitives.cubin import Resources, inspect_cubin
-from primitives.files import write_atomic
+from primitives.files import cache_dir, write_atomic
 from primitives.ir import Program, Schedule
-from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
+from primitives.jit import cached_gemm, cached_vector, compile_kernel, noting_stages
+from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
 from primitives.probes import PROBES as PROBES  # whoever compiles wants them
 from primitives.probes import candidates, crowded, probes
-from primitives.refusal import refusal
+from primitives.refusal import CompileError, refusal
 
-HOPPER = (9, 0)
 CROWDED = "shared_memory"  # the code of a step that no tile has room for
 FORMAT = 4  # of the file that keeps a report, and of what is counted in it
 
 
-class CompileError(Exception):
-    """The compiler refused a lowered module, or would: its words, shortened, and a reason code; of a raw one
-    also the line of its text, of a program where it is known the node behind it."""
-
-    def __init__(
-        self, message: str, code: str = "compiler", line: int | None = None, node: int | None = None
-    ):
-        super().__init__(message)
-        self.code, self.line, self.node = code, line, node
-
-
-def cache_dir() -> Path:
-    """Where lowered texts, reports and tunings are kept: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
-    return Path(os.environ.get("CODA_AGENT_CACHE") or Path.home() / ".cache" / "coda-agent")
-
-
-def load_module(lowered: Lowered) -> ModuleType:
-    """Import a lowered text from its content-addressed file. Never a raw one: where that may run, in a
-    confined child, it is imported already."""
-    if lowered.module in sys.modules:
-        return sys.modules[lowered.module]
-    if lowered.raw:
-        raise ValueError(f"{lowered.module} is raw CuTeDSL: nothing imports it but a confined compiler")
-    path = cache_dir() / "lowered" / f"{lowered.module}.py"
-    if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
-        write_atomic(path, lowered.text)
-    return import_file(lowered.module, path)
-
-
-def import_file(name: str, path: Path) -> ModuleType:
-    """Import a file under a name of our choice."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a path always gives both
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _cute_dtype(argument: Argument) -> Any:
-    return numeric("fp32" if argument.packed else argument.dtype)
-
-
-def numeric(dtype: str) -> Any:
-    """A signature's dtype -> CuTeDSL's."""
-    import cutlass
-
-    return {
-        "bf16": cutlass.BFloat16,
-        "fp16": cutlass.Float16,
-        "fp32": cutlass.Float32,
-        "fp8_e4m3": cutlass.Float8E4M3FN,
-        "int32": cutlass.Int32,
-        "int64": cutlass.Int64,
-    }[dtype]
-
-
-def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, Any]:
-    """What QuACK's compile wants to know of a resource's argument (its ``host_arg_key``)."""
-    dtype = _cute_dtype(argument)
-    match argument.role:
-        case "load" | "store":
-            key: Any = (dtype, "n")
-        case "scalar":
-            key = ("immediate", dtype)
-        case "pointer":
-            key = ("pointer", dtype)
-        case "head" | "table":
-            assert argument.period is not None  # heads have a width
-            key = ("width" if argument.role == "head" else dtype, argument.period(sizes))
-        case _:
-            key = (dtype, argument.rank)
-    return argument.name, key
-
-
 def compile_gemm(
-    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], *, cached: bool = True
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
     """Compile a step for one schedule; of ``sizes`` only those of static dims matter. Its A crosses as
     [M, K], whatever its strides; B as it is stored: [K, N], or [N, K] where ``b_transposed``. Of a raw text,
     the object that a confined child makes or has made: CompileError where it refuses, as below."""
-    if lowered.raw and cached:
-        return _loaded(lowered, kernel, schedule, sizes)
-    from quack.gemm_runtime.host import _compile_gemm_epi
-
-    compile_it = _compile_gemm_epi if cached else _compile_gemm_epi.__wrapped__
-    return compile_it(
-        *_gemm_key(lowered, kernel, schedule, sizes), post_init_attrs=_attributes(kernel, schedule, sizes)
-    )
-
-
-def _gemm_key(
-    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
-) -> tuple[Any, ...]:
-    """What QuACK compiles a step by."""
-    from quack.gemm_runtime.identity import static_gemm_class_ref
-
-    operand = numeric(kernel.dtype)
-    return (
-        static_gemm_class_ref(getattr(load_module(lowered), kernel.name)),
-        HOPPER,
-        operand,
-        operand,
-        _cute_dtype(kernel.d) if kernel.d else None,
-        _cute_dtype(kernel.c) if kernel.c else None,
-        "m" if kernel.a_transposed else "k",
-        "k" if kernel.b_transposed else "n",
-        "n" if kernel.d else None,
-        "n" if kernel.c else None,
-        (schedule.tile_m, schedule.tile_n),
-        (schedule.cluster_m, schedule.cluster_n, 1),
-        schedule.pingpong,
-        True,  # persistent
-        False,  # statically scheduled
-        False,
-        False,
-        False,  # unbatched
-        not kernel.b_transposed,
-        tuple(sorted(_resource_key(a, sizes) for a in kernel.arguments)),
-    )
-
-
-def _attributes(
-    kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
-) -> tuple[tuple[str, Any], ...]:
-    """Of the step's class, which its object depends on too."""
-    return (
-        ("deep", schedule.deep),
-        ("evict_loads", schedule.evict_loads),
-        ("evict_stores", schedule.evict_stores),
-        ("head_widths", kernel.head_widths(sizes)),
-    )
-
-
-def compile_vector(lowered: Lowered, kernel: VectorKernel, *, cached: bool = True) -> Callable[..., Any]:
-    """Compile the kernel for vectors between steps."""
-    if lowered.raw and cached:
-        return _loaded(lowered, kernel, None, {})
-    load_module(lowered)
-    compile_it = _cached_vector() if cached else _compile_vector
-    return compile_it(*_vector_key(lowered, kernel))
-
-
-def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
-    """What a kernel for vectors is compiled by. Words are interned: QuACK's cache hashes the pickled key, in
-    which one object twice is not what two equal ones are."""
-    arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
-    return lowered.module, kernel.name, tuple(arguments)
-
-
-def compiled(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-    """Whether a program's step at one schedule and all vectors were compiled before, by any process of this
-    cache: then no worker need be started for them, which takes longer than loading what is there. Never of an
-    edited text: a worker looks at its object's stack, compiled before or not."""
     if lowered.raw:
-        return False
-    from quack.cache import jit
-    from quack.gemm_runtime.host import _compile_gemm_epi
-
-    attributes = ("post_init_attrs", _attributes(kernel, schedule, sizes))
-    keys = [(_compile_gemm_epi.__qualname__, *_gemm_key(lowered, kernel, schedule, sizes), attributes)]
-    keys += [(_compile_vector.__qualname__, *_vector_key(lowered, vector)) for vector in lowered.vectors]
-    folder = jit.get_cache_path() / jit._compute_source_fingerprint()
-    return all((folder / f"{jit._key_to_hash(key)}.o").exists() for key in keys)
+        return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
+    return cached_gemm(lowered, kernel, schedule, sizes)
 
 
-def compile_kernel(
-    lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
-) -> Callable[..., Any]:
-    """Either kind, now: no cache is asked or filled. A step's has a schedule."""
-    if isinstance(kernel, VectorKernel):
-        return compile_vector(lowered, kernel, cached=False)
-    assert schedule is not None
-    return compile_gemm(lowered, kernel, schedule, sizes, cached=False)
-
-
-def _loaded(
-    lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
-) -> Callable[..., Any]:
-    from primitives import raw
-
-    return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
-
-
-def _cached_vector() -> Callable[..., Any]:
-    global _vector_cache
-    if _vector_cache is None:
-        from quack.cache import jit_cache
-
-        _vector_cache = jit_cache(_compile_vector)
-    return _vector_cache
-
-
-_vector_cache: Callable[..., Any] | None = None
-
-
-def _compile_vector(
-    module: str, name: str, arguments: tuple[tuple[str, str, int], ...]
-) -> Callable[..., Any]:
-    import cutlass
-    import cutlass.cute as cute
-    from quack.compile_utils import make_fake_stream, make_fake_tensor
-
-    rows = cute.sym_int()
-    fakes: list[Any] = []
-    for role, dtype, rank in arguments:
-        if role in ("scalar", "extent"):
-            fakes.append(cutlass.Float32(1.0))
-        elif role == "pointer":
-            fakes.append(make_fake_tensor(numeric(dtype), (1,)))
-        elif rank == 3:
-            fakes.append(make_fake_tensor(numeric(dtype), (cute.sym_int(), cute.sym_int(), cute.sym_int())))
-        else:
-            fakes.append(make_fake_tensor(numeric(dtype), (rows,)))
-    made = getattr(sys.modules[module], name)()
-    return cute.compile(made, *fakes, make_fake_stream(), options="--enable-tvm-ffi")
+def compile_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
+    """Compile the kernel for vectors between steps."""
+    if lowered.raw:
+        return raw.load(raw.Wanted(lowered, kernel, None, {}))
+    return cached_vector(lowered, kernel)
 
 
 def report(
@@ -412,8 +204,6 @@ def _resources(
 ) -> Resources:
     fields = schedule.to_json() if schedule else None
     if lowered.raw:
-        from primitives import raw
-
         built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), scratch)
         cubin = scratch / "built.cubin"
         cubin.write_bytes(built.cubin)
@@ -436,26 +226,6 @@ def _measured(
     return found
 
 
-@contextmanager
-def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
-    """How the mainloops that are compiled within share out an SM's memory: no tool reads it off a cubin."""
-    from primitives.device.mainloop import FusedGemm
-
-    usual, seen = FusedGemm._compute_stages, []
-
-    def noted(*arguments: Any, **more: Any) -> tuple[int, int, int]:
-        seen.append(usual(*arguments, **more))
-        return seen[-1]
-
-    FusedGemm._compute_stages = noted  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        FusedGemm._compute_stages = usual  # type: ignore[method-assign]
-
-
 if __name__ == "__main__":
-    from primitives import compile as own  # by its name, or there would be two CompileErrors here
-
     children.die_with(int(sys.argv[2]))
-    own._serve(Path(sys.argv[1]))
+    _serve(Path(sys.argv[1]))

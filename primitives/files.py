@@ -1,9 +1,14 @@
-"""Writing files that are seen whole or not at all. Standard library only."""
+"""Where results are kept, and writing files that are seen whole or not at all. Standard library only."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Where lowered texts, reports and tunings are kept: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
+    return Path(os.environ.get("CODA_AGENT_CACHE") or Path.home() / ".cache" / "coda-agent")
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -13,11 +13,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from primitives.compile import compile_gemm, compile_vector, load_module
+from primitives.compile import compile_gemm, compile_vector
 from primitives.cut import cut
 from primitives.dims import Dim
 from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program, Schedule, Signature, reduction
+from primitives.jit import load_module
 from primitives.lower import Argument, GemmKernel, VectorKernel, lower
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """A compiler's refusal in words for who wrote the kernel: its reason, and the lowered line that it is about.
 
-It comes as a traceback through the compiler, whose frames and paths are of this machine and say nothing of
-the kernel.
+What a compiler says comes as a traceback through it, whose frames and paths are of this machine and say
+nothing of the kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +17,17 @@ _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _FRAME = re.compile(r'\s*File "(?P<path>[^"]*)", line \d+')
 _LOWERED = re.compile(r"coda_lowered_\w+\.py$")
 _FOLDERS = re.compile(r"(?<![\w.)\]/])/(?:[\w.+@~-]+/)+(?=[\w.+@~-])")
+
+
+class CompileError(Exception):
+    """The compiler refused a lowered module, or would: its words, shortened, and a reason code; of a raw one
+    also the line of its text, of a program where it is known the node behind it."""
+
+    def __init__(
+        self, message: str, code: str = "compiler", line: int | None = None, node: int | None = None
+    ):
+        super().__init__(message)
+        self.code, self.line, self.node = code, line, node
 
 
 def refusal(words: str) -> str:

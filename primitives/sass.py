@@ -24,21 +24,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from primitives import children
-from primitives.compile import (
-    COMPILE_SECONDS,
-    CompileError,
-    _environment,
-    cache_dir,
-    compile_kernel,
-    load_module,
-)
+from primitives import children, raw
+from primitives.compile import COMPILE_SECONDS, _environment
 from primitives.cubin import tool
-from primitives.files import write_atomic
+from primitives.files import cache_dir, write_atomic
 from primitives.ir import Program, Schedule
+from primitives.jit import compile_kernel, load_module
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
 from primitives.probes import probes
-from primitives.refusal import refusal
+from primitives.refusal import CompileError, refusal
 
 FORMAT = 1  # of the file that keeps a listing, and of how it is found
 LOWERED = ""  # the file of the lowered text itself
@@ -186,8 +180,6 @@ def _cubin(
 ) -> tuple[bytes, str]:
     """A kernel's machine code, and the path that its line info has for the lowered text."""
     if lowered.raw:
-        from primitives import raw
-
         return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
     path = load_module(lowered).__file__ or ""
     with _lines_of(path):

@@ -21,19 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from primitives import workers
-from primitives.compile import (
-    CompileError,
-    cache_dir,
-    compile_gemm,
-    compile_vector,
-    compiled,
-)
+from primitives import raw, workers
+from primitives.compile import compile_gemm, compile_vector
 from primitives.cubin import deepest_stack
-from primitives.files import write_atomic
+from primitives.files import cache_dir, write_atomic
 from primitives.ir import SWIZZLES, Program, Schedule
+from primitives.jit import compiled
 from primitives.lower import GemmKernel, Lowered, lower
 from primitives.probes import candidates, probes
+from primitives.refusal import CompileError
 
 if TYPE_CHECKING:
     import torch
@@ -245,8 +241,6 @@ def _build_raw(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
 ) -> None:
     """The objects of an edited text, and in ``cubins`` the step's."""
-    from primitives import raw
-
     for vector in lowered.vectors:
         raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
     built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), cubins)

@@ -26,7 +26,7 @@ from agent.journal import Journal
 from agent.loop import Loop
 from agent.providers import ProviderError, Question, Turn, Usage
 from primitives import children, deadline
-from primitives.compile import cache_dir
+from primitives.files import cache_dir
 from primitives.ir import Program
 from verifier import interpreted
 from verifier.gpu import Worker

@@ -41,7 +41,7 @@ from agent import cli, live, runs, session
 from agent.budget import Limits
 from agent.journal import read_export
 from agent.options import Budget, Further, Measuring, flags
-from primitives.compile import CompileError
+from primitives.refusal import CompileError
 from verifier.gates import Progress
 from verifier.measure import Keep, Kept, Options
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL

@@ -15,13 +15,13 @@ from kernels import BACKWARD, NORM, QK_NORM, ROPE, kernel_names, signature, tens
 
 from primitives import compile as compiling
 from primitives import tune, workers
-from primitives.compile import PROBES, CompileError, cache_dir, report
+from primitives.compile import PROBES, report
 from primitives.cubin import Resources, deepest_stack
-from primitives.files import write_atomic
+from primitives.files import cache_dir, write_atomic
 from primitives.ir import Program, Schedule
 from primitives.lower import lower
 from primitives.probes import operand_stages
-from primitives.refusal import refusal
+from primitives.refusal import CompileError, refusal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -309,7 +309,7 @@ def test_a_lowered_text_is_imported_from_a_file_of_its_content() -> None:
     path = cache_dir() / "lowered" / f"{lowered.module}.py"
     write_atomic(path, "raise SystemExit('tampered')")
     code = (
-        "import sys\nfrom primitives.compile import load_module\nfrom primitives.ir import Program\n"
+        "import sys\nfrom primitives.ir import Program\nfrom primitives.jit import load_module\n"
         "from primitives.lower import lower\nlowered = lower(Program.from_json(sys.stdin.read()))\n"
         "module = load_module(lowered)\nassert load_module(lowered) is module\n"
         "print([hasattr(module, k.name) for k in (*lowered.gemms, *lowered.vectors)], module.__file__)\n"

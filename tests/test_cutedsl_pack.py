@@ -58,19 +58,20 @@ def missing(name):
                 return True
     return False
 answer = {"missing": [name for name in names if missing(name)]}
-from primitives import compile, cubin as cubins
+from primitives import cubin as cubins
 from primitives.ir import Schedule
+from primitives.jit import compile_kernel
 from primitives.lower import lower
 from test_cutedsl_pack import SUFFIX, TOY
 own = lower(TOY)
-def sass(example, text, kernel, build, *how):
+def sass(example, text, kernel, schedule):
     edited = replace(own, text=text, hash=f"{example}{own.hash}")
-    build(edited, replace(kernel, name=kernel.name.removesuffix(SUFFIX)), *how, cached=False)
+    compile_kernel(edited, replace(kernel, name=kernel.name.removesuffix(SUFFIX)), schedule, {})
     (cubin,) = pathlib.Path.cwd().rglob("*.cubin")
     answer[example] = cubins.tool("nvdisasm", "-c", str(cubin))
     cubin.unlink()
-sass("step", step, own.gemms[0], compile.compile_gemm, Schedule(128, 128, True, 2, 1), {})
-sass("finish", finish, own.vectors[0], compile.compile_vector)
+sass("step", step, own.gemms[0], Schedule(128, 128, True, 2, 1))
+sass("finish", finish, own.vectors[0], None)
 print(json.dumps(answer))
 """
 NAMES = sorted(set(DOTTED.findall(TEXT)))

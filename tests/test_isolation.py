@@ -17,7 +17,8 @@ from cheats.corpus import Rejection
 from cheats.twins import RMSNORM
 
 from primitives import children
-from primitives.compile import CompileError, report
+from primitives.compile import report
+from primitives.refusal import CompileError
 from verifier import jail
 from verifier.jail import JailUnavailable, Traced
 from verifier.report import Checked, Rejected

@@ -17,7 +17,7 @@ from test_measure import Workers
 
 from agent import cli, pieces
 from agent.pieces import resumed
-from primitives.compile import cache_dir
+from primitives.files import cache_dir
 from verifier import measure as measuring
 from verifier.gates import identity
 from verifier.measure import Options

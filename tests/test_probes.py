@@ -14,10 +14,11 @@ from authoring import KERNELS, SPECS, resources
 from kernels import EXAMPLES, QK_NORM, ROPE, signature, source, tensor, trace
 
 from agent import bundle
-from primitives.compile import PROBES, CompileError, report
+from primitives.compile import PROBES, report
 from primitives.ir import TILES, Program, Schedule
 from primitives.lower import lower
 from primitives.probes import choices, fits, operand_stages, probes
+from primitives.refusal import CompileError
 from primitives.trace import trace_lines
 from verifier.gates import Failed, Gates, silent
 from verifier.measure import Options, _Session
@@ -72,9 +73,9 @@ FULL = crowd(6, 6, "M, 2*N")
 # A process of its own: it imports the DSL. What QuACK splits is read off before anything is traced.
 COUNT = """
 import json, sys
-from primitives import compile as c
 from primitives.device.mainloop import FusedGemm
 from primitives.ir import Program, Schedule
+from primitives.jit import compile_kernel
 from primitives.lower import lower
 
 class Counted(BaseException):
@@ -93,7 +94,7 @@ found = []
 for text, sizes, step, fields in json.load(sys.stdin):
     lowered = lower(Program.from_json(text))
     try:
-        c.compile_gemm(lowered, lowered.gemms[step], Schedule(*fields), sizes, cached=False)
+        compile_kernel(lowered, lowered.gemms[step], Schedule(*fields), sizes)
     except Counted as error:
         found.append(error.args[0])
 print(json.dumps(found))

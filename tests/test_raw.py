@@ -11,11 +11,13 @@ import kernels
 import pytest
 
 from primitives import raw
-from primitives.compile import PROBES, CompileError, compile_gemm, load_module, report
+from primitives.compile import PROBES, compile_gemm, report
+from primitives.jit import load_module
 from primitives.lower import editable, lower
 from primitives.lowered import Lowered
 from primitives.raw import child
 from primitives.raw.error import RawError
+from primitives.refusal import CompileError
 from primitives.sass import disassemble
 from primitives.tune import compile_all
 

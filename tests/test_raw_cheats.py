@@ -17,8 +17,9 @@ from cheats.raw import BOMBS, FINISH_KERNEL, GAMES, LIMIT, THEMES, TWIN, changed
 from cheats.raw_compiler import SMALL
 
 from primitives import raw
-from primitives.compile import CompileError, _child, _environment
+from primitives.compile import _child, _environment
 from primitives.lower import lower
+from primitives.refusal import CompileError
 from verifier.report import Checked, Rejected
 from verifier.verify import check_raw
 

@@ -24,9 +24,10 @@ PARENT = """
 import json, os, sys, threading, time, traceback, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
-from primitives import compile as c
+from primitives import jit
 from primitives.ir import Program
 from primitives.lower import lower
+from primitives.probes import PROBES
 from primitives.raw.confine import confine
 import torch
 
@@ -36,10 +37,10 @@ def lowered(name):
 def build(made):
     sizes = {}
     for kernel in made.gemms:
-        found = c.compile_gemm(made, kernel, c.PROBES[0], sizes, cached=False)
+        found = jit.compile_kernel(made, kernel, PROBES[0], sizes)
         found.export_to_c(object_file_path=f"{kernel.name}.o", function_name="func")
     for kernel in made.vectors:
-        found = c.compile_vector(made, kernel, cached=False)
+        found = jit.compile_kernel(made, kernel, None, sizes)
         found.export_to_c(object_file_path=f"{kernel.name}.o", function_name="func")
 
 def child(work, answer, hold):
@@ -48,7 +49,7 @@ def child(work, answer, hold):
     seconds = time.monotonic() - start
     said = {"layers": layers, "missing": missing, "seconds": seconds}
     try:
-        names = {"lowered": lowered, "build": build, "c": c, "made": made, "hold": hold}
+        names = {"lowered": lowered, "build": build, "jit": jit, "made": made, "hold": hold}
         exec(work, names)
         said["said"] = names.get("said")
     except BaseException:
@@ -59,7 +60,7 @@ def child(work, answer, hold):
 parent, scratch = os.getpid(), Path(sys.argv[2])
 made = lowered("gemm_row_abs_max")
 if "build" in sys.argv[3]:
-    c.load_module(made)
+    jit.load_module(made)
     build(made)
 idle = threading.Thread(target=time.sleep, args=(60,), daemon=True)
 idle.start()
@@ -84,7 +85,7 @@ BUILD = """
 from pathlib import Path
 text = Path("module.py")
 text.write_text(made.text)
-c.import_file(made.module, text.resolve())
+jit.import_file(made.module, text.resolve())
 build(made)
 said = sorted(p.name.partition("_")[0] for p in Path.cwd().glob("*.o"))
 """

@@ -22,9 +22,10 @@ PROGRAM = ROOT / "generated_kernels" / "gemm_row_abs_max.program.json"
 COMPILE = """
 import sys
 from pathlib import Path
-from primitives import compile as c
+from primitives import jit
 from primitives.ir import Program
 from primitives.lower import lower
+from primitives.probes import PROBES
 lowered = lower(Program.from_json(Path(sys.argv[1]).read_text()))
 target = Path(sys.argv[2])
 visit = "    @cute.jit\\n    def epi_visit"
@@ -38,10 +39,10 @@ for name, text in edits.items():
     assert name == "step" or text != lowered.text
     (target / f"{name}.py").write_text(text)
     sys.modules.pop(lowered.module, None)
-    c.import_file(lowered.module, target / f"{name}.py")
-    made = c.compile_gemm(lowered, lowered.gemms[0], c.PROBES[0], {}, cached=False)
+    jit.import_file(lowered.module, target / f"{name}.py")
+    made = jit.compile_kernel(lowered, lowered.gemms[0], PROBES[0], {})
     made.export_to_c(object_file_path=str(target / f"{name}.o"), function_name="func")
-made = c.compile_vector(lowered, lowered.vectors[0], cached=False)
+made = jit.compile_kernel(lowered, lowered.vectors[0], None, {})
 made.export_to_c(object_file_path=str(target / "finish.o"), function_name="func")
 """
 HEADER, SECTION, SYMBOL, RELOCATION = "<16sHHIQQQIHHHHHH", "<IIQQQQIIQQ", "<IBBHQQ", "<QQq"

@@ -19,10 +19,10 @@ from authoring import (
     write_toy,
 )
 
-from primitives.compile import CompileError
 from primitives.cubin import Resources
 from primitives.ir import Program
 from primitives.lower import lower
+from primitives.refusal import CompileError
 from verifier import verify as gates
 from verifier.jail import JailUnavailable
 from verifier.measure import Options

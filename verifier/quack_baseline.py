@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primitives import workers
-from primitives.compile import cache_dir
-from primitives.files import write_atomic
+from primitives.files import cache_dir, write_atomic
 from primitives.ir import SWIZZLES
 from primitives.probes import STARTING
 from primitives.tune import FORMAT, leaders, race_calls, refusals, search

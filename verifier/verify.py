@@ -16,6 +16,7 @@ from primitives.compile import CROWDED, PROBES
 from primitives.ir import Node, Program, ProgramError, Schedule
 from primitives.lower import lower
 from primitives.probes import fits
+from primitives.refusal import CompileError
 from verifier import jail
 from verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
 from verifier.report import Accepted, Checked, Identity, Rejected, joined
@@ -227,7 +228,7 @@ def _compiled(
     raw: str,
 ) -> Sequence[Resources]:
     """The compiler's account; Failed with its words, and the line of the kernel file where it is known."""
-    from primitives.compile import CompileError, report
+    from primitives.compile import report
 
     try:
         return report(program, dims, schedules, raw)

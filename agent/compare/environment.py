@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from agent.compare.results import ResultsError
-from primitives.compile import cache_dir
+from primitives.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"

@@ -20,7 +20,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from primitives.files import write_atomic
+from primitives.files import cache_dir, write_atomic
 
 TIPS = Path(__file__).parent.parent.parent / "tips_log.md"
 HEADING = re.compile(r"^## (tip-\d+): (.+)$")
@@ -313,8 +313,6 @@ def _alone(path: Path) -> Iterator[None]:
     """Between reading the log and writing it no other process of ours changes it. The lock lies in the cache,
     for the log itself is replaced by every change and the checkout is people's."""
     from filelock import FileLock
-
-    from primitives.compile import cache_dir
 
     key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     lock = FileLock(cache_dir() / "locks" / f"{key}.lock")

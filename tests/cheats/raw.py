@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cheats.corpus import Cheat, Contained, Rejection, Twin, rejected
 from cheats.twins import RMSNORM
-from primitives.compile import cache_dir
+from primitives.files import cache_dir
 from primitives.ir import Program
 from primitives.lower import editable
 

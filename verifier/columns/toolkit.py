@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from primitives.compile import cache_dir
+from primitives.files import cache_dir
 
 TOOLKITS = Path("/usr/local")  # has cuda, cuda-13.0, ...
 DRIVERS = tuple(map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/nvidia/lib64")))

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from primitives.compile import cache_dir
+from primitives.files import cache_dir
 from primitives.workers import count as cores
 from verifier.gpu import report
 
