@@ -111,7 +111,7 @@ def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
 
     import torch
 
-    from primitives.launch import Plan
+    from primitives.plan import Plan
     from verifier.inputs import draw
 
     plan = Plan(program, chosen.sizes, schedules, raw=raw.read_text(encoding="utf-8") if raw else "")

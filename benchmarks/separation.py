@@ -16,8 +16,8 @@ from typing import Any
 
 from primitives.compile import PROBES
 from primitives.ir import Program
-from primitives.launch import Plan
 from primitives.lower import lower
+from primitives.plan import Plan
 from verifier import numerics, reference
 from verifier.conditions import device
 from verifier.inputs import DTYPES, FAMILIES, draw

@@ -27,14 +27,14 @@ from primitives.cubin import deepest_stack
 from primitives.files import cache_dir, write_atomic
 from primitives.ir import SWIZZLES, Program, Schedule
 from primitives.jit import compiled
+from primitives.launchable import LaunchError
 from primitives.lower import GemmKernel, Lowered, lower
+from primitives.plan import Plan
 from primitives.probes import candidates, probes
 from primitives.refusal import CompileError
 
 if TYPE_CHECKING:
     import torch
-
-    from primitives.launch import Plan
 
 FORMAT = 2  # of the file that keeps a tuning, and of the way it is found
 ROUNDS = 9
@@ -75,8 +75,6 @@ Race = Callable[[list[Tile], int], list[tuple[Tile, float]]]
 
 def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
     """The candidates, at least one."""
-    from primitives.launch import LaunchError
-
     found = candidates(kernel, sizes)
     if not found:
         raise LaunchError(f"step {kernel.step}: no tile holds {kernel.wants(sizes)}")
@@ -258,8 +256,6 @@ def _race(
     rounds: int,
 ) -> list[tuple[Schedule, float]]:
     """Milliseconds of each schedule that runs, fastest first."""
-    from primitives.launch import Plan
-
     fine = compile_all(program, sizes, [(kernel.step, s) for s in schedules], raw)
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []

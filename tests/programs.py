@@ -15,7 +15,7 @@ from writing import Init, Writer
 from primitives.dims import Dim
 from primitives.interpret import torch_dtype
 from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule, Signature
-from primitives.launch import alignment_errors
+from primitives.launchable import alignment_errors
 from primitives.lower import GemmKernel
 from primitives.trace import trace_source
 

@@ -13,8 +13,10 @@ import torch
 from primitives import launch, tune
 from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program, Schedule
-from primitives.launch import GAP, Kernel, LaunchError, Plan, alignment_errors
+from primitives.launch import Kernel
+from primitives.launchable import LaunchError, alignment_errors
 from primitives.lower import lower
+from primitives.plan import GAP, Plan
 from primitives.probes import candidates
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
@@ -27,8 +29,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
     def stand_in(lowered: Any, kernel: Any, *rest: Any) -> Callable[..., None]:
         return lambda *arguments: recorded.append((kernel.name, arguments))
 
-    monkeypatch.setattr(launch, "compile_gemm", stand_in)
-    monkeypatch.setattr(launch, "compile_vector", stand_in)
+    monkeypatch.setattr("primitives.plan.compile_gemm", stand_in)
+    monkeypatch.setattr("primitives.plan.compile_vector", stand_in)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
     return recorded
 

@@ -13,7 +13,8 @@ import torch
 from primitives import launch
 from primitives.interpret import torch_dtype
 from primitives.ir import Program, Schedule
-from primitives.launch import Kernel, LaunchError, check_inputs
+from primitives.launch import Kernel
+from primitives.launchable import LaunchError, check_inputs
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 

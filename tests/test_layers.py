@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from primitives.interpret import torch_dtype
-from primitives.launch import ALIGNMENT, LaunchError, check_sizes
+from primitives.launchable import ALIGNMENT, LaunchError, check_sizes
 from verifier import layers
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import COMPILE, EAGER, PROGRAM

@@ -15,7 +15,7 @@ from test_scoring import SCALED, CpuPlan, doubled, on_a_cpu
 from test_timing import SIZES, updating
 from torch import Tensor
 
-from primitives.launch import ALIGNMENT
+from primitives.launchable import ALIGNMENT
 from verifier.gates import Failed
 from verifier.guards import GUARD, POISONS, Guarded
 from verifier.proof import REPEATS, Job, numerics, stability

@@ -15,9 +15,9 @@ import pytest
 import torch
 from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 
-from primitives import launch
 from primitives.interpret import torch_dtype
 from primitives.ir import Schedule, Signature
+from primitives.plan import Plan
 from primitives.roofline import H100, Ceiling, roofline
 
 ROOT = Path(__file__).parents[1]
@@ -251,13 +251,13 @@ def test_counts_the_bytes_that_launches_are_given(
     def stand_in(*_: Any) -> Callable[..., None]:
         return lambda *arguments: launched.append(given_bytes(arguments))
 
-    monkeypatch.setattr(launch, "compile_gemm", stand_in)
-    monkeypatch.setattr(launch, "compile_vector", stand_in)
+    monkeypatch.setattr("primitives.plan.compile_gemm", stand_in)
+    monkeypatch.setattr("primitives.plan.compile_vector", stand_in)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
     program = PROGRAMS[name]
     program = program._replace(schedule=dict.fromkeys(range(2 if name == "two" else 1), schedule))
     sizes = {d: RAGGED[d] for d in program.signature.dims}
-    plan = launch.Plan(program, sizes, program.schedule, "cpu")
+    plan = Plan(program, sizes, program.schedule, "cpu")
     inputs = {
         n: torch.empty([d(sizes) for d in t.shape], dtype=torch_dtype(t.dtype))
         for n, t in program.signature.inputs.items()

@@ -16,7 +16,7 @@ from test_timing import SIZES, SimulatedClock, tiny, updating
 from torch import Tensor
 
 import verifier.fingerprint
-from primitives.launch import Plan
+from primitives.plan import Plan
 from verifier import timing
 from verifier.fingerprint import Fingerprints, overwrite, words
 from verifier.gates import Failed

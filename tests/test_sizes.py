@@ -6,7 +6,7 @@ import pytest
 from authoring import KERNELS, SHIPPED, SPECS, program_of
 
 from primitives.dims import Dim
-from primitives.launch import alignment_errors
+from primitives.launchable import alignment_errors
 from primitives.lower import lower
 from primitives.probes import candidates
 from verifier.sizes import LARGEST, LARGEST_ON_CPU, hidden, row_dims, small_sizes, together

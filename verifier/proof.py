@@ -24,7 +24,7 @@ from verifier.spec import Spec
 if TYPE_CHECKING:
     import torch
 
-    from primitives.launch import Plan
+    from primitives.plan import Plan
     from verifier.numerics import OutputError
 
 REPEATS = 20
@@ -47,7 +47,7 @@ class Job:
 
     def plans(self) -> list[Plan]:
         """A plan for each choice, in one workspace."""
-        from primitives.launch import Plan
+        from primitives.plan import Plan
 
         made: list[Plan] = []
         for chosen in self.schedules:
@@ -109,7 +109,7 @@ class Trial:
 def tune(job: Job) -> dict[str, Any]:
     """The fastest schedules by step, those of the last race, and the seconds it took; from the cache
     where they were found before. The inputs are forgotten: scoring draws its own."""
-    from primitives.launch import LaunchError
+    from primitives.launchable import LaunchError
     from primitives.tune import NoSchedule, finalists, tuned
 
     start = time.monotonic()

@@ -26,7 +26,7 @@ from verifier.proof import Job, Trial, poisoned_run, untouched
 if TYPE_CHECKING:
     import torch
 
-    from primitives.launch import Plan
+    from primitives.plan import Plan
 
 LONGEST = 1.5  # seconds of rounds: clocks at the power limit swing within one
 HOST_CALLS = 50

@@ -149,7 +149,7 @@ def _unmeasured() -> str:
 def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None]) -> None:
     """Names and shapes were checked with the types; here what the hardware demands of them."""
     from primitives.cut import cut
-    from primitives.launch import alignment_errors
+    from primitives.launchable import alignment_errors
     from primitives.probes import candidates
 
     try:

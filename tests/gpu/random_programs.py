@@ -21,8 +21,8 @@ from primitives.compile import PROBES
 from primitives.cut import cut
 from primitives.interpret import interpret, torch_dtype
 from primitives.ir import OPERATIONS, Program, ProgramError, Schedule
-from primitives.launch import Plan
 from primitives.lower import lower
+from primitives.plan import Plan
 
 DEVICE = "cuda"
 GUARD = 4096  # bytes on either side of a tensor, which nothing may write, or read and use

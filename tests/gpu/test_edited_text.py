@@ -9,8 +9,8 @@ import torch
 
 from primitives.compile import PROBES
 from primitives.ir import Program
-from primitives.launch import Plan
 from primitives.lower import editable
+from primitives.plan import Plan
 from verifier.inputs import draw
 from verifier.proof import bits, poisoned_run
 from verifier.spec import Spec, load

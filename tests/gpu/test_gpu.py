@@ -12,7 +12,8 @@ import torch
 
 from primitives.compile import PROBES
 from primitives.ir import Program, Schedule
-from primitives.launch import Kernel, LaunchError
+from primitives.launch import Kernel
+from primitives.launchable import LaunchError
 from verifier import numerics, reference
 from verifier.inputs import draw
 from verifier.jail import Traced, trace

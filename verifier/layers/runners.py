@@ -10,7 +10,9 @@ from torch import Tensor
 
 from primitives.interpret import interpret, solve_sizes
 from primitives.ir import Program
-from primitives.launch import Kernel, LaunchError, Plan
+from primitives.launch import Kernel
+from primitives.launchable import LaunchError
+from primitives.plan import Plan
 from verifier.layers.shape import Shape
 
 Tensors = Mapping[str, Tensor]
