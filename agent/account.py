@@ -18,7 +18,7 @@ from agent.loop import OTHER_VERSION, extract, measurement
 from agent.providers import Turn
 from agent.runs import JOURNAL
 from verifier.report import REPORT, Accepted, Checked, Rejected, Timing, joined
-from verifier.spec import SpecError, load
+from verifier.spec_file import SpecError, load
 
 KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")  # others are only listed
 Verdict = Accepted | Checked | Rejected

@@ -47,7 +47,7 @@ def generate(
 ) -> None:
     """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
     from agent import runs
-    from verifier.spec import load
+    from verifier.spec_file import load
 
     name = load(spec, check=False).name  # a spec that cannot be read says so first
     limits = budget.limits().shared(candidates)
@@ -73,7 +73,7 @@ def optimize(
     """Have an accepted kernel's CuTeDSL edited, and keep what is measured to be faster."""
     from agent import runs
     from agent.optimize import base
-    from verifier.spec import load
+    from verifier.spec_file import load
 
     path = Path("specs") / f"{name}.yaml"
     base(load(path, check=False))  # one that is not there says so first

@@ -33,7 +33,8 @@ from verifier.report import (
     Measurement,
     Unmeasured,
 )
-from verifier.spec import Spec, SpecError, load
+from verifier.spec import Spec
+from verifier.spec_file import SpecError, load
 
 if TYPE_CHECKING:
     from verifier.measure import Kept, Known, Options

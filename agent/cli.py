@@ -55,7 +55,7 @@ def verify(
     """Run every gate on a kernel file that this machine can run; a measurement that was cut off goes on."""
     from agent import live
     from agent.pieces import resumed
-    from verifier.spec import load
+    from verifier.spec_file import load
     from verifier.verify import verify as run_gates
 
     loaded = load(spec or session.spec_of(kernel))
@@ -252,7 +252,7 @@ def new(
 def prompt(spec: SpecPath) -> None:
     """Print what an author of SPEC is given."""
     from agent.prompt import assemble
-    from verifier.spec import load
+    from verifier.spec_file import load
 
     typer.echo(str(assemble(load(spec, check=False), spec.read_text(encoding="utf-8"))))
 

@@ -47,7 +47,7 @@ def explained(error: Exception) -> int:
     from primitives.refusal import CompileError
     from verifier.jail import JailUnavailable
     from verifier.sanitizer import SanitizerMissing
-    from verifier.spec import SpecError
+    from verifier.spec_file import SpecError
 
     wrong = SpecError | KernelError | BundleError | CountersError | PrimitiveError | ScaffoldError | TipsError
     if isinstance(error, wrong | ResultsError | TableError):

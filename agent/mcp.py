@@ -34,7 +34,7 @@ from agent.work import Measure
 from primitives.refusal import CompileError
 from verifier.jail import JailUnavailable
 from verifier.report import Accepted, Checked, Rejected
-from verifier.spec import SpecError, load
+from verifier.spec_file import SpecError, load
 
 NAME = "mcp"  # as a run's provider
 SPECS = Path("specs")

@@ -26,7 +26,8 @@ from verifier import proposal_gates, verify
 from verifier.gates import Progress
 from verifier.proposal import Proposal
 from verifier.report import Accepted, Measurement, Rejected
-from verifier.spec import Spec, SpecError
+from verifier.spec import Spec
+from verifier.spec_file import SpecError
 
 if TYPE_CHECKING:
     from agent.loop import Outcome

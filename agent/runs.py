@@ -12,7 +12,8 @@ from typing import Any
 
 from agent.journal import Journal, JournalError, Snapshot
 from primitives.files import write_atomic
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 STAMP = re.compile(r"-(\d{8}-\d{6})(?:-(\d+))?$")
 JOURNAL = "journal.db"  # in a run's folder

@@ -21,7 +21,7 @@ from agent.show import beside, tuned
 from agent.show.counters import wanted
 from primitives.files import write_atomic
 from primitives.ir import Program
-from verifier.spec import load
+from verifier.spec_file import load
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "generated_kernels"

@@ -18,7 +18,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from verifier import jail
-from verifier.spec import load
+from verifier.spec_file import load
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 5

@@ -24,7 +24,8 @@ from verifier.inputs import DTYPES, FAMILIES, draw
 from verifier.mutants import Mutant, mutants
 from verifier.numerics import UNROUNDED, Limits, OutputError
 from verifier.sizes import hidden
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 ROOT = Path(__file__).resolve().parents[1]
 Sizes = Mapping[str, int]

@@ -28,7 +28,9 @@ from verifier.gates import identity
 from verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, ROUTINE, SINGLE_ROW
 from verifier.proof import REPEATS
 from verifier.report import PROTOCOL, Accepted, Checked, Gate, Measured, Rejected, Timing
-from verifier.spec import Case, Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
+from verifier.spec_parts import Case
 from verifier.timing import FEWEST
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import primitives
 from primitives.dims import Dim
 from primitives.ir import Program, Schedule, Signature, TensorType
 from primitives.trace import trace_source
-from verifier.spec import load
+from verifier.spec_file import load
 
 SPECS = Path(__file__).parents[1] / "specs"
 BODIES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.spec import SpecError, load
+from verifier.spec_file import SpecError, load
 
 
 def write_changed(path: Path, text: str, old: str = "", new: str = "") -> Path:

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from agent import candidates, history, runs
 from agent.cli import app
 from agent.journal import JournalError, glance
-from verifier.spec import load
+from verifier.spec_file import load
 
 
 @pytest.fixture

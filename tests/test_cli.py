@@ -46,7 +46,7 @@ from verifier.gates import Progress
 from verifier.measure import Keep, Kept, Options
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
 from verifier.report import REPORT, Checked
-from verifier.spec import load
+from verifier.spec_file import load
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain")
 

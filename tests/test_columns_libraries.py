@@ -25,7 +25,8 @@ from verifier import reference
 from verifier.columns import apart, flashinfer, liger, upstream
 from verifier.columns.entry import Entry, Given
 from verifier.inputs import draw
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 SPECS = Path(__file__).parent.parent / "specs"
 TEN = {

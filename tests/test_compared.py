@@ -35,7 +35,7 @@ from agent.page import compared
 from agent.providers import Turn
 from verifier.decision import KEPT
 from verifier.report import Measured, Rejected
-from verifier.spec import load
+from verifier.spec_file import load
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from primitives.ir import Program, Schedule
 from primitives.lower import editable, lower
 from primitives.raw import Wanted
 from primitives.sass import Listing
-from verifier.spec import load
+from verifier.spec_file import load
 
 PROGRAM = of_spec("gemm_swiglu_bwd")
 KEPT = SPECS.parent / "generated_kernels" / "gemm_swiglu_bwd.program.json"

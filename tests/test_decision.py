@@ -12,7 +12,8 @@ from verifier.claims import unfounded
 from verifier.decision import Void, decide
 from verifier.gates import Failed
 from verifier.report import Accepted, Authorship, Timing, accepted
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 
 def toy(tmp_path: Path, wide: str) -> Spec:

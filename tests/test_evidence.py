@@ -31,7 +31,7 @@ from verifier.claims import PROMISES, protocol
 from verifier.decision import central, compared
 from verifier.evidence import problems
 from verifier.report import CONTROLS_AMONG_ARMS, ONE_PROCESS, PROTOCOL, SEPARATE_CONTROLS, Accepted, Checked
-from verifier.spec import load
+from verifier.spec_file import load
 
 COMMITTED = sorted(
     p.name.removesuffix(".report.json") for p in KERNELS.glob("*.report.json") if not edited(p)

@@ -20,7 +20,7 @@ from agent.budget import Ledger, Spent
 from agent.cli import app
 from agent.journal import Journal, JournalError, glance
 from agent.providers import Turn, Usage
-from verifier.spec import load
+from verifier.spec_file import load
 
 
 @pytest.fixture

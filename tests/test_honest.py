@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verifier.report import Checked
-from verifier.spec import load
+from verifier.spec_file import load
 from verifier.verify import check
 
 HERE = Path(__file__).parent

@@ -18,7 +18,8 @@ from verifier.evidence import problems
 from verifier.gates import Failed
 from verifier.measure import Kept, Options
 from verifier.report import Accepted, Checked, Measured, Rejected
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 GOOD = fenced(TOY_KERNEL)
 
@@ -170,7 +171,7 @@ def test_a_kernel_with_schedules_can_be_accepted_and_stands(toy: Path, tmp_path:
 def test_a_change_travels_with_what_it_has_to_beat(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verifier.spec import load
+    from verifier.spec_file import load
 
     spec = load(toy, check=False)
     first = program_of(spec, TOY_KERNEL)
@@ -214,7 +215,7 @@ def decided(toy: Path) -> Callable[..., None]:
     """Decides on a change whose speeds over the kept kernel are these, in cases large and wide."""
     from authoring import timing
 
-    from verifier.spec import load
+    from verifier.spec_file import load
 
     spec = load(toy, check=False)
 

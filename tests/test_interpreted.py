@@ -9,7 +9,8 @@ from verifier.gates import Failed
 from verifier.inputs import FAMILIES, ON_CPU
 from verifier.interpreted import EXTREME, STORED, Run, judged, runs
 from verifier.sizes import small_sizes
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 from verifier.verify import _interpret
 
 

@@ -30,7 +30,7 @@ from agent.journal import Journal, JournalError
 from agent.loop import Loop
 from agent.tips import Tip, TipsError, read_tips
 from agent.tips.lessons import UNSEEN, changed, learned
-from verifier.spec import load
+from verifier.spec_file import load
 
 VERSIONS = ", ".join(f"{name} {version(name)}" for name in ("nvidia-cutlass-dsl", "quack-kernels"))
 UNSCALED_FIX = '-`return {"c": gemm(a, b)}` +`return {"c": gemm(a, b) * per_row(v)}`'

@@ -23,7 +23,8 @@ from verifier.measure import Kept, Options, measure
 from verifier.proof import Job, clean, numerics, stability, tune
 from verifier.report import PROTOCOL, Measured, Rejected, Unmeasured
 from verifier.scoring import faults, score
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 from verifier.statistics import ratio
 
 SCHEDULE = {"tile_m": 128, "tile_n": 192, "pingpong": True}

@@ -13,7 +13,8 @@ from verifier import reference
 from verifier.inputs import draw
 from verifier.mutants import Mutant, mutants
 from verifier.numerics import UNROUNDED, Limits, _Trial, weak_spots
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 SPECS = Path(__file__).parent.parent / "specs"
 

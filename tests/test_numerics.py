@@ -14,7 +14,9 @@ from torch.nn.functional import silu
 from verifier import exactness, numerics, reference
 from verifier.inputs import FAMILIES, draw
 from verifier.numerics import compare, weak_spots
-from verifier.spec import Spec, Tolerance, load
+from verifier.spec import Spec
+from verifier.spec_file import load
+from verifier.spec_parts import Tolerance
 
 ROOT = Path(__file__).parent.parent
 NORM, SWIGLU, BACKWARD = "gemm_residual_partial_rmsnorm", "gemm_rmsnorm_swiglu", "gemm_swiglu_bwd"

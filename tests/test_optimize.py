@@ -40,7 +40,8 @@ from verifier.evidence import problems
 from verifier.gates import identity
 from verifier.measure import Kept, Options
 from verifier.report import Accepted, Checked, Measured, Rejected
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 from verifier.timing import FEWEST
 
 # Milliseconds of the kernel before, whose edit takes 2.0.

@@ -38,7 +38,8 @@ from agent.page.markup import Html, element, visible
 from agent.providers import Turn, Usage
 from verifier.decision import KEPT
 from verifier.report import GATES, Gate, Measured, Rejected, Unmeasured
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 HOSTILE = '</script></pre><script>alert(1)</script><img src="https://evil.example/x" onerror=alert(1)>'
 ODD = "\x00\x1b[31mred\x1b[0m \u202egnp.exe \ud800 \r é λ 𝛾 & &amp; ]]> <!--"

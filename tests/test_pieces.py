@@ -23,7 +23,7 @@ from verifier.gates import identity
 from verifier.measure import Options
 from verifier.report import PROTOCOL, REPORT, Accepted, Identity
 from verifier.scoring import score
-from verifier.spec import load
+from verifier.spec_file import load
 
 USUAL = Options()
 Verify = Callable[..., tuple[int, str, str]]

@@ -36,7 +36,8 @@ from verifier.gates import Failed
 from verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
 from verifier.proposal_gates import Proof
 from verifier.report import Accepted, Checked, Measured, Rejected
-from verifier.spec import Spec, SpecError, load
+from verifier.spec import Spec
+from verifier.spec_file import SpecError, load
 
 SOFTSIGN = """\
 name: softsign

@@ -22,7 +22,8 @@ from primitives.refusal import CompileError
 from primitives.trace import trace_lines
 from verifier.gates import Failed, Gates, silent
 from verifier.measure import Options, _Session
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 from verifier.verify import compile_gate
 
 PINGPONG, COOPERATIVE = PROBES

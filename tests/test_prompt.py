@@ -18,7 +18,7 @@ from agent.loop import extract
 from agent.prompt import BUDGET, EXAMPLES, Prompt, assemble, tokens
 from agent.tips import PROPOSED, RETIRED, Tip
 from verifier.report import Rejected
-from verifier.spec import load
+from verifier.spec_file import load
 from verifier.verify import check
 
 PRODUCT = re.compile(r"\w+ = gemm\(\w+, \w+(\.mT)?\)")

@@ -23,7 +23,8 @@ from verifier.inputs import draw
 from verifier.quack_baseline import ARMS, MATMUL, OUR_SEARCH, OWN_TUNER, admitted, chained, tuned
 from verifier.quack_epilogue import QuackEpilogue
 from verifier.quack_library import LIBRARY
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 SPECS = Path(__file__).parent.parent / "specs"
 TILE = 64

@@ -18,7 +18,7 @@ from primitives.lower import lower
 from primitives.probes import candidates
 from primitives.trace import trace_source
 from verifier.report import Rejected
-from verifier.spec import load
+from verifier.spec_file import load
 from verifier.verify import check
 
 INPUTS = {

@@ -16,7 +16,7 @@ from agent.ending import OK, REJECTED
 from agent.journal import JournalError, read_export
 from agent.loop import Loop
 from verifier.report import REPORT
-from verifier.spec import SpecError, load
+from verifier.spec_file import SpecError, load
 
 STAMPED = re.compile(r"toy-\d{8}-\d{6}(-\d+)?")
 

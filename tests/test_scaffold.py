@@ -20,7 +20,8 @@ from agent.scaffold.function import read
 from benchmarks.operators import OPTIONS
 from verifier.inputs import DTYPES, draw
 from verifier.reference import run
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 OPS = '''\
 import math

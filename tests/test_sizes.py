@@ -10,7 +10,9 @@ from primitives.launchable import alignment_errors
 from primitives.lower import lower
 from primitives.probes import candidates
 from verifier.sizes import LARGEST, LARGEST_ON_CPU, hidden, row_dims, small_sizes, together
-from verifier.spec import OutputSpec, Spec, TensorSpec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
+from verifier.spec_parts import OutputSpec, TensorSpec
 
 
 def spec_of(name: str) -> Spec:

@@ -14,7 +14,8 @@ from spec_files import fails, write_changed
 from primitives.dims import Dim
 from verifier import reference
 from verifier.inputs import DTYPES
-from verifier.spec import BadReference, Spec, SpecError, load
+from verifier.spec import BadReference, Spec
+from verifier.spec_file import SpecError, load
 from verifier.spec_trial import check_reference
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +87,8 @@ def test_signature_survives_json(write):
 
 def test_loading_without_check_needs_no_torch(write):
     code = (
-        "import sys; from verifier.spec import load; load({!r}, check=False); print('torch' in sys.modules)"
+        "import sys; from verifier.spec_file import load; load({!r}, check=False); "
+        "print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code.format(str(write()))]
     done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

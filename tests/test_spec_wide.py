@@ -11,7 +11,8 @@ from spec_files import fails, write_changed
 
 from verifier import reference
 from verifier.inputs import draw, trial
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 WIDE = """\
 name: wide

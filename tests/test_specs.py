@@ -19,7 +19,8 @@ from verifier import reference
 from verifier.baselines import formulation
 from verifier.inputs import DTYPES, draw
 from verifier.numerics import compare, weak_spots
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))

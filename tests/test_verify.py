@@ -27,7 +27,8 @@ from verifier import verify as gates
 from verifier.jail import JailUnavailable
 from verifier.measure import Options
 from verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected, Unmeasured
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 from verifier.verify import check, line_behind, verify
 
 pytestmark = pytest.mark.usefixtures("no_compiler")

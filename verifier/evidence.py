@@ -17,7 +17,8 @@ from verifier import jail
 from verifier.claims import of_samples, unfounded
 from verifier.decision import KEPT
 from verifier.report import GATES, RAW_GATES, Accepted, Rejected
-from verifier.spec import Spec, SpecError, load
+from verifier.spec import Spec
+from verifier.spec_file import SpecError, load
 
 
 def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> list[str]:

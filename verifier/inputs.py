@@ -14,8 +14,9 @@ from primitives.interpret import torch_dtype
 from primitives.ir import DTYPES as FLOATS
 from primitives.ir import INDICES, OPERANDS
 from verifier.sizes import row_dims
-from verifier.spec import BadReference, Spec, TensorSpec
+from verifier.spec import BadReference, Spec
 from verifier.spec_init import IGNORED_SHARE, Init
+from verifier.spec_parts import TensorSpec
 
 Sizes = Mapping[str, int]
 DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *OPERANDS, *INDICES)}

@@ -30,7 +30,8 @@ from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
 from verifier.report import PROTOCOL, Measured, Measurement, Timing, Unmeasured
 from verifier.scoring import Race, score
-from verifier.spec import Case, Spec
+from verifier.spec import Spec
+from verifier.spec_parts import Case
 
 Known = Mapping[int, Sequence[Schedule]]
 

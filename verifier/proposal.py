@@ -26,9 +26,9 @@ from ruamel.yaml import YAML
 from primitives.ir import OPERATIONS, VALUE_NAME, Node, Operation, Program, register
 from primitives.lower import editable, exports
 from verifier.gates import Failed
-from verifier.spec import BadReference, Spec, plain, read
-from verifier.spec_init import Model
-from verifier.spec_rules import fault
+from verifier.spec import BadReference, Spec
+from verifier.spec_file import plain, read
+from verifier.spec_model import Model, fault
 
 if TYPE_CHECKING:
     from torch import Tensor

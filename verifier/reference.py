@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from primitives.dims import Dim
 from verifier.inputs import DTYPES, Sizes, trial
-from verifier.spec import OutputSpec, Spec, TensorSpec
+from verifier.spec import Spec
+from verifier.spec_parts import OutputSpec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take
 # Of matrices as large as the extents allow: where so many fit, nobody asks what is made on the way, for

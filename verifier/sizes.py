@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from random import Random
 
 from primitives.dims import Dim
-from verifier.spec import OutputSpec, Spec, TensorSpec
+from verifier.spec import Spec
+from verifier.spec_parts import OutputSpec, TensorSpec
 
 TILE = 128  # rows and columns that a kernel computes at a time, or a multiple of them
 ALIGNMENT = 16  # bytes: what the bulk tensor copies need of rows

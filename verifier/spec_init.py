@@ -1,4 +1,4 @@
-"""How a spec's inputs are drawn: the forms that ``init`` takes in its YAML, and the model they share.
+"""How a spec's inputs are drawn: the forms that ``init`` takes in its YAML.
 
 A value that says "arithmetic over dims" is a number or text such as ``D**-0.5``; it is evaluated at the
 sizes of a case.
@@ -6,30 +6,17 @@ sizes of a case.
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
-from verifier.spec_rules import fault, instead, integer, positive
+from verifier.spec_model import Model, fault, instead
 
 Sizes = Mapping[str, int]
 IGNORED_SHARE = 0.1  # of the values of an input with ``ignored``
-
-
-class Model(BaseModel):
-    """Strict and frozen; an unknown key is a fault that says what was meant."""
-
-    model_config = ConfigDict(frozen=True, strict=True, arbitrary_types_allowed=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_keys(cls, data: Any) -> Any:
-        for key in data if isinstance(data, dict) else ():
-            if key not in cls.model_fields:
-                raise fault(f"unknown key {key!r}; {instead(key, cls.model_fields)}", key)
-        return data
 
 
 class Normal(Model):
@@ -39,7 +26,7 @@ class Normal(Model):
 
     def at(self, sizes: Sizes) -> float:
         """The standard deviation at these sizes; ValueError where the arithmetic has no positive value."""
-        return positive(self.std, sizes)
+        return _positive(self.std, sizes)
 
 
 class Init(Model):
@@ -67,8 +54,8 @@ class Init(Model):
         """The least and the largest integer that ``integers`` or ``count`` draw at these sizes, ``ignored``
         apart; ValueError where the arithmetic gives no such range."""
         if self.count is not None:
-            return 0, integer(self.count, sizes, least=1) - 1
-        low, high = (integer(bound, sizes) for bound in self.integers or ("none", "none"))
+            return 0, _integer(self.count, sizes, least=1) - 1
+        low, high = (_integer(bound, sizes) for bound in self.integers or ("none", "none"))
         if low >= high:
             raise ValueError(f"{list(self.integers or ())} is {low} to {high}; low must be less than high")
         if self.ignored is not None and low <= self.ignored < high:
@@ -93,3 +80,55 @@ class Init(Model):
         if self.geometric and not all(math.isfinite(x) and x > 0 for x in self.geometric):
             raise fault(f"geometric {list(self.geometric)} must be positive and finite", "geometric")
         return self
+
+
+def _positive(formula: float | str, sizes: Sizes) -> float:
+    """Arithmetic over dims, evaluated; ValueError where it has no positive finite value."""
+    value = _value(formula, sizes)
+    if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
+    return value
+
+
+def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
+    """Arithmetic over dims, evaluated; ValueError where it is no integer, or one below ``least``."""
+    value = _value(formula, sizes)
+    if isinstance(value, complex) or not math.isfinite(value) or value != int(value):
+        raise ValueError(f"{formula!r} is {value}; it must be an integer")
+    if least is not None and value < least:
+        raise ValueError(f"{formula!r} is {int(value)}; it must be at least {least}")
+    return int(value)
+
+
+def _value(formula: float | str, sizes: Sizes) -> float:
+    try:
+        return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
+    except (SyntaxError, ArithmeticError) as error:
+        raise ValueError(f"{formula!r} has no value ({error})") from None
+    except KeyError as error:
+        remedy = instead(error.args[0], sizes)
+        raise ValueError(f"{formula!r}: dim {error} is not declared; {remedy}") from None
+
+
+def _arithmetic(node: ast.expr, sizes: Sizes) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return float(value)
+        case ast.Name(id=name):
+            return float(sizes[name])
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_arithmetic(operand, sizes)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _arithmetic(left, sizes), _arithmetic(right, sizes)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a / b
+                case ast.Pow():
+                    return a**b
+    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use dims, numbers and + - * / **")

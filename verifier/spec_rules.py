@@ -1,7 +1,7 @@
 """The rules that a spec must keep beyond its types: names, sizes, cases, texts.
 
 Each raises a fault: a message for the spec's author with the place it is about, as keys from the model
-being validated. ``verifier.spec`` turns the place into a line of the file.
+being validated. ``verifier.spec_file`` turns the place into a line of the file.
 """
 
 from __future__ import annotations
@@ -9,35 +9,18 @@ from __future__ import annotations
 import ast
 import keyword
 import math
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
-
-from pydantic_core import PydanticCustomError
+from typing import Literal
 
 from primitives.dims import NAME as DIM_NAME
 from primitives.dims import Unsolvable, solving_order
 from primitives.ir import DTYPES, INDICES, OPERANDS, READABLE, VALUE_NAME
-
-if TYPE_CHECKING:
-    from verifier.spec import Case, OutputSpec, Spec, TensorSpec
+from verifier.spec_model import fault, instead
+from verifier.spec_parts import Case, Declared, OutputSpec, TensorSpec
 
 RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
 
 
-def fault(message: str, *place: str | int) -> PydanticCustomError:
-    """An error at ``place`` (keys from the model being validated), with a message for the spec's author."""
-    return PydanticCustomError("spec", "{message}", {"message": message, "place": place})
-
-
-def instead(word: object, known: Iterable[str]) -> str:
-    """What to write in place of an unknown word."""
-    names = sorted(known)
-    close = get_close_matches(str(word), names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names) or '(none declared)'}"
-
-
-def check(spec: Spec) -> None:
+def check(spec: Declared) -> None:
     """Every rule, in the order in which a reader would ask."""
     _check_names(spec)
     _check_shapes(spec)
@@ -50,7 +33,7 @@ def check(spec: Spec) -> None:
         _check_text(spec, "baseline")
 
 
-def _check_names(spec: Spec) -> None:
+def _check_names(spec: Declared) -> None:
     for dim in spec.dims:
         if not DIM_NAME.fullmatch(dim) or keyword.iskeyword(dim) or dim in RESERVED:
             raise fault(f"dim {dim!r} is no name for a size; use a word such as M or d_model", "dims", dim)
@@ -78,7 +61,7 @@ def _check_name(name: str, *place: str | int) -> None:
         raise fault(f"{name!r} is no name for a value; {rule}", *place)
 
 
-def _check_shapes(spec: Spec) -> None:
+def _check_shapes(spec: Declared) -> None:
     for kind in ("inputs", "outputs"):
         tensors: dict[str, TensorSpec | OutputSpec] = getattr(spec, kind)
         if not tensors:
@@ -90,7 +73,7 @@ def _check_shapes(spec: Spec) -> None:
                     raise fault(message, kind, name, "shape", axis)
 
 
-def _check_kinds(spec: Spec) -> None:
+def _check_kinds(spec: Declared) -> None:
     """Which dtypes stand at which rank, and which of them take which values."""
     for name, output in spec.outputs.items():
         if output.dtype not in DTYPES:
@@ -128,7 +111,7 @@ def _check_init(name: str, tensor: TensorSpec) -> None:
         raise fault(f"{message}; use normal or uniform", *place, "integers")
 
 
-def _check_solvable(spec: Spec) -> None:
+def _check_solvable(spec: Declared) -> None:
     try:
         solving_order({name: t.shape for name, t in spec.inputs.items()}, tuple(spec.dims))
     except Unsolvable as error:
@@ -136,7 +119,7 @@ def _check_solvable(spec: Spec) -> None:
         raise fault(message, "dims", error.dim) from None
 
 
-def _check_updates(spec: Spec) -> None:
+def _check_updates(spec: Declared) -> None:
     seen: dict[str, str] = {}
     for name, output in spec.outputs.items():
         target = output.updates
@@ -159,7 +142,7 @@ def describe(tensor: TensorSpec | OutputSpec) -> str:
     return f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
 
 
-def _check_cases(spec: Spec) -> None:
+def _check_cases(spec: Declared) -> None:
     if not spec.cases:
         raise fault("cases is empty; give at least one", "cases")
     names: set[str] = set()
@@ -171,7 +154,7 @@ def _check_cases(spec: Spec) -> None:
         _check_values(spec, case)
 
 
-def _check_sizes(spec: Spec, case: Case, index: int) -> None:
+def _check_sizes(spec: Declared, case: Case, index: int) -> None:
     for dim, size in case.sizes.items():
         if dim not in spec.dims:
             remedy = instead(dim, [*spec.dims, "name", "bench"])
@@ -184,7 +167,7 @@ def _check_sizes(spec: Spec, case: Case, index: int) -> None:
         raise fault(f"case {case.name!r} gives no size for {', '.join(missing)}", "cases", index)
 
 
-def _check_values(spec: Spec, case: Case) -> None:
+def _check_values(spec: Declared, case: Case) -> None:
     for kind in ("inputs", "outputs"):
         for name, tensor in getattr(spec, kind).items():
             for axis, dim in enumerate(tensor.shape):
@@ -212,7 +195,7 @@ def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
         raise fault(message, "inputs", name, "init", *place) from None
 
 
-def _check_text(spec: Spec, key: Literal["reference", "baseline"]) -> None:
+def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:
     text = getattr(spec, key)
     try:
         tree = ast.parse(text)
@@ -226,55 +209,3 @@ def _check_text(spec: Spec, key: Literal["reference", "baseline"]) -> None:
     for output in spec.outputs:
         if output not in stored:
             raise fault(f"{key} never assigns output {output!r}; add a line '{output} = ...'", key)
-
-
-def positive(formula: float | str, sizes: Mapping[str, int]) -> float:
-    """Arithmetic over dims, evaluated; ValueError where it has no positive finite value."""
-    value = _value(formula, sizes)
-    if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
-    return value
-
-
-def integer(formula: int | str, sizes: Mapping[str, int], least: int | None = None) -> int:
-    """Arithmetic over dims, evaluated; ValueError where it is no integer, or one below ``least``."""
-    value = _value(formula, sizes)
-    if isinstance(value, complex) or not math.isfinite(value) or value != int(value):
-        raise ValueError(f"{formula!r} is {value}; it must be an integer")
-    if least is not None and value < least:
-        raise ValueError(f"{formula!r} is {int(value)}; it must be at least {least}")
-    return int(value)
-
-
-def _value(formula: float | str, sizes: Mapping[str, int]) -> float:
-    try:
-        return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
-    except (SyntaxError, ArithmeticError) as error:
-        raise ValueError(f"{formula!r} has no value ({error})") from None
-    except KeyError as error:
-        remedy = instead(error.args[0], sizes)
-        raise ValueError(f"{formula!r}: dim {error} is not declared; {remedy}") from None
-
-
-def _arithmetic(node: ast.expr, sizes: Mapping[str, int]) -> float:
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            return float(value)
-        case ast.Name(id=name):
-            return float(sizes[name])
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_arithmetic(operand, sizes)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _arithmetic(left, sizes), _arithmetic(right, sizes)
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.Div():
-                    return a / b
-                case ast.Pow():
-                    return a**b
-    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use dims, numbers and + - * / **")

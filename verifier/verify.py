@@ -20,7 +20,8 @@ from primitives.refusal import CompileError
 from verifier import jail
 from verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
 from verifier.report import Accepted, Checked, Identity, Rejected, joined
-from verifier.spec import Case, Spec
+from verifier.spec import Spec
+from verifier.spec_parts import Case
 
 if TYPE_CHECKING:
     from primitives.cubin import Resources

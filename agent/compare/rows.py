@@ -18,7 +18,8 @@ from verifier import columns, sitting
 from verifier.contest import Contender
 from verifier.gpu import Task
 from verifier.layers import VARIANTS
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]

@@ -71,7 +71,7 @@ class Draft:
 
     def spec(self, check: bool = False) -> Spec:
         """What the loader reads in it; ScaffoldError at the user's line where it objects."""
-        from verifier.spec import SpecError, load
+        from verifier.spec_file import SpecError, load
 
         text = str(self)
         with tempfile.TemporaryDirectory() as directory:

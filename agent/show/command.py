@@ -50,7 +50,7 @@ def show(
     from agent.show import counters as counting
     from agent.show import sass as listing
     from primitives.sass import disassemble
-    from verifier.spec import load
+    from verifier.spec_file import load
 
     loaded = load(spec or session.spec_of(kernel), check=False)
     raw = showing.edited(kernel)

@@ -200,7 +200,7 @@ def _writer(authoring: Authoring, provider: str) -> str:
 
 def _provider(name: str, specs: list[Path]) -> str:
     from agent import session
-    from verifier.spec import load
+    from verifier.spec_file import load
 
     chosen = session.choose_provider(name, load(specs[0], check=False).name)
     if chosen == "replay":

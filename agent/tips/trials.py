@@ -18,7 +18,7 @@ from agent.loop import Listener, Loop
 from agent.proportions import Difference, difference
 from agent.tips import ACCEPTED, Tip, TipsError, in_prompts
 from agent.work import Authoring, Measure
-from verifier.spec import load
+from verifier.spec_file import load
 
 Author = Callable[[Path, Sequence[Tip]], "int | None"]
 """Authors a spec's kernel with these tips in the prompt: attempts needed, None if it did not pass in time."""

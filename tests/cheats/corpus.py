@@ -9,7 +9,8 @@ from pathlib import Path
 
 from primitives.ir import Program
 from primitives.trace import trace_lines
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 HERE = Path(__file__).parent
 SPECS = HERE.parents[1] / "specs"

@@ -9,7 +9,8 @@ import pytest
 from verifier import proposal_gates
 from verifier.proposal import FAMILIES, Proposal
 from verifier.report import Measured, Rejected
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 SOFTSIGN = '''\
 def softsign(x: Any) -> Any:

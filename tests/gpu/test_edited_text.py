@@ -13,7 +13,8 @@ from primitives.lower import editable
 from primitives.plan import Plan
 from verifier.inputs import draw
 from verifier.proof import bits, poisoned_run
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 ROOT = Path(__file__).parent.parent.parent
 KERNELS = {

@@ -17,7 +17,8 @@ from primitives.launchable import LaunchError
 from verifier import numerics, reference
 from verifier.inputs import draw
 from verifier.jail import Traced, trace
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "agent" / "examples").glob("*.yaml"))

@@ -20,7 +20,8 @@ from verifier.inputs import FAMILIES, draw
 from verifier.numerics import Limits
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL, chained, config, tuned
 from verifier.quack_library import LIBRARY, quack_library
-from verifier.spec import Spec, load
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 SPECS = Path(__file__).parent.parent.parent / "specs"
 LIMITS = Limits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)

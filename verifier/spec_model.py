@@ -1,0 +1,36 @@
+"""What the parts of a spec are made of: a strict model, and faults that say where and what would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def fault(message: str, *place: str | int) -> PydanticCustomError:
+    """An error at ``place`` (keys from the model being validated), with a message for the spec's author."""
+    return PydanticCustomError("spec", "{message}", {"message": message, "place": place})
+
+
+def instead(word: object, known: Iterable[str]) -> str:
+    """What to write in place of an unknown word."""
+    names = sorted(known)
+    close = get_close_matches(str(word), names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names) or '(none declared)'}"
+
+
+class Model(BaseModel):
+    """Strict and frozen; an unknown key is a fault that says what was meant."""
+
+    model_config = ConfigDict(frozen=True, strict=True, arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_keys(cls, data: Any) -> Any:
+        for key in data if isinstance(data, dict) else ():
+            if key not in cls.model_fields:
+                raise fault(f"unknown key {key!r}; {instead(key, cls.model_fields)}", key)
+        return data
