@@ -1,4 +1,8 @@
-"""The `claude` command as an author: a stand-in on the PATH is run as the real one would be."""
+"""The `claude` command as an author: a stand-in on the PATH is run as the real one would be.
+
+What it prints (`claude_says.py`) are copies of what Claude Code 2.1.330 printed on 2026-11-22, but where it
+dies or prints what is no account.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,22 @@ from typing import Any
 import pytest
 import typer
 from authoring import BROKEN, TOY_KERNEL, Notes, coda_agent, fenced, write_toy
+from claude_says import (
+    CONTINUE,
+    CUT_FOUR_TIMES,
+    DECLINED,
+    LIMIT,
+    OVERLOADED,
+    REFUSED,
+    RESET,
+    RESULT,
+    TWICE,
+    WHOLE,
+    failed,
+    goes_on,
+    printed,
+    response,
+)
 from typer.testing import CliRunner
 
 from agent import runs, session
@@ -47,20 +67,8 @@ sys.stdout.write(plan.get("stdout", ""))
 sys.exit(plan.get("status", 0))
 """
 TASK = [Message("user", "write a kernel")]
-RESULT: dict[str, Any] = {
-    "type": "result",
-    "subtype": "success",
-    "is_error": False,
-    "result": "Here it is.",
-    "usage": {"input_tokens": 5, "output_tokens": 7, "cache_read_input_tokens": 11,
-              "cache_creation_input_tokens": 13, "service_tier": "standard"},
-    "modelUsage": {"claude-haiku-4-5": {"outputTokens": 2}, "claude-opus-5-5": {"outputTokens": 5}},
-    "total_cost_usd": 3.5,
-}  # fmt: skip
-
 Plan = Callable[..., Path]
 ONCE = Patience(total=0.0)
-OUTAGE = {"stderr": "API Error: Connection error.", "status": 1}
 
 
 @pytest.fixture
@@ -73,11 +81,18 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     monkeypatch.setenv("PATH", f"{here}{os.pathsep}{os.environ['PATH']}")
 
     def told(*results: dict[str, Any], **only: Any) -> Path:
-        plans = [{"stdout": json.dumps(result)} if "result" in result else result for result in results]
+        plans = [_planned(result) for result in results]
         (here / "plan.json").write_text(json.dumps(plans or [only]))
         return here
 
     return told
+
+
+def _planned(result: dict[str, Any]) -> dict[str, Any]:
+    """What a stand-in does to come to an account: it has it alone, or after an answer."""
+    if "subtype" not in result:
+        return result
+    return printed(*([] if result["is_error"] else response(result["result"])), result)
 
 
 def kept(here: Path) -> dict[str, Any]:
@@ -89,12 +104,24 @@ def test_an_answer_with_its_model_and_tokens(plan: Plan) -> None:
     plan(RESULT)
     heard: list[str] = []
     turn = make("claude-code").next_turn(Question("S", TASK, say=heard.append))
-    assert turn.text == "Here it is." and turn.author == "claude-opus-5-5 via claude-code"
-    assert turn.usage == Usage(5, 7, 11, 13) and heard[-1] == turn.text
+    assert turn.text == "Here it is. " and turn.author == "claude-sonnet-5-5 via claude-code"
+    assert turn.usage == Usage(11, 7, 4000, 300) and heard[-1] == turn.text
+
+
+def test_an_answer_is_all_its_blocks(plan: Plan) -> None:
+    """The command's account has the last one alone, where thinking came between them."""
+    plan(printed(*response("first \u2028", "second"), RESULT | {"result": "second"}))
+    assert make("claude-code").next_turn(Question("S", TASK)).text == "first \u2028second"
+    empty = goes_on("[Your previous response had no visible output. Please continue.]")
+    account = RESULT | {"num_turns": 2, "usage": TWICE, "result": "late"}
+    plan(printed(*response(), empty, *response("late"), account))
+    turn = make("claude-code").next_turn(Question("S", TASK))
+    assert turn.text == "late" and turn.usage == Usage(22, 14, 8000, 600)
 
 
 def test_it_gets_the_conversation_and_nothing_else(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-secret")
+    monkeypatch.setenv("CLAUDE_CODE_MAX_RETRIES", "20")
     here = plan(RESULT)
     system = "the prefix " * 30_000  # longer than an argument may be
     talk = [*TASK, Message("assistant", "my draft"), Message("user", "rejected: why")]
@@ -107,6 +134,11 @@ def test_it_gets_the_conversation_and_nothing_else(plan: Plan, monkeypatch: pyte
     flags = found["argv"]
     assert flags[flags.index("--tools") + 1] == "" and flags[flags.index("--setting-sources") + 1] == ""
     assert flags[flags.index("--model") + 1] == "opus" and "--strict-mcp-config" in flags
+    assert "--no-session-persistence" in flags
+    assert (
+        found["env"]["CLAUDE_CODE_DISABLE_ATTACHMENTS"] == "1" and not Path(found["env"]["TMPDIR"]).exists()
+    )
+    assert found["env"]["CLAUDE_CODE_MAX_RETRIES"] == "0"  # patience is ours
     make("claude-code").next_turn(Question("S", TASK))
     assert kept(here)["prompt"] == "write a kernel" and "--model" not in kept(here)["argv"]
 
@@ -121,23 +153,39 @@ def test_without_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("answer", "words", "retryable"),
     [
-        ({"stdout": json.dumps(RESULT | {"is_error": True, "result": "Invalid API key · Please run /login"}),
-          "status": 1}, "not logged in: Invalid API key .*; run `claude`, log in", False),
+        (failed("Not logged in · Please run /login"), "not logged in: Not .*; run `claude`, log in", False),
+        (failed("Failed to authenticate. API Error: 401 Invalid bearer token", 401), "not logged in", False),
+        (failed("Failed to authenticate: OAuth token revoked. Please log in again.", 403), "log in", False),
         ({"stderr": "error: unknown option '--tools'", "status": 1}, "unknown option.*; update", False),
-        ({"stdout": json.dumps(RESULT | {"is_error": True, "result": "Claude usage limit reached"})},
-         "status 0: Claude usage limit reached", True),
-        ({"stdout": json.dumps({"type": "result", "subtype": "error_during_execution"})},
-         "error_during_execution", True),
+        (failed("There's an issue with the selected model (claude-of-nowhere). It may not exist or you may"
+                " not have access to it.", 404), "answered 404: There's.*; choose another --model", False),
+        (failed("Prompt is too long · the request is ~230000 tokens (limit 200000)", 400),
+         "answered 400: Prompt is too long", False),
+        (failed("Credit balance is too low", 400), "answered 400: Credit balance is too low", False),
+        (printed(*response("no ", stop="model_context_window_exceeded"),
+                 failed("API Error: The model has reached its context window limit.")),
+         "context window limit.; start a new run", False),
+        (printed(*DECLINED), "claude refused to answer: API Error: Sonnet.*; reword", False),
+        (printed(*CUT_FOUR_TIMES), "cut at its limit of 32,000 tokens.*larger --max-tokens", False),
+        (printed(*response("half an ", stop="max_tokens"), CONTINUE, *response("other half "),
+                 RESULT | {"num_turns": 2, "result": "other half "}), "cut at its limit", False),
+        (LIMIT, "status 1: You've hit your 5-hour limit", True),
+        (failed("API Error: 500 Internal server error. This is a server-side issue.", 500), "500", True),
+        (failed("API Error: Server is temporarily limiting requests (not your usage limit) · slow down", 429),
+         "status 1: API Error: Server is temporarily limiting", True),
+        (RESET, "was lost", True),
+        (failed("API Error: Stream ended without receiving any events"), "without receiving any", True),
+        (RESULT | {"is_error": True, "subtype": "error_during_execution", "result": "", "errors": ["odd"]},
+         "status 1: .*odd", True),
         ({"stderr": "boom\n" * 900, "status": 134}, "status 134: ", True),
         ({"stdout": "no JSON"}, "status 0: no JSON", True),
         ({"stdout": "[1]"}, r"status 0: \[1\]", True),
         ({}, "status 0: nothing", True),
-        ({"stdout": json.dumps(RESULT | {"result": "  \n"})}, "an empty answer", True),
-        ({"stdout": json.dumps(RESULT | {"stop_reason": "max_tokens"})}, "cut at its limit", False),
+        (RESULT | {"result": "  \n"}, "an empty answer", True),
     ],
 )  # fmt: skip
 def test_no_answer_says_why(plan: Plan, answer: dict[str, Any], words: str, retryable: bool) -> None:
-    plan(**answer)
+    plan(answer)
     with pytest.raises(ProviderError, match=words) as caught:
         make("claude-code", patience=ONCE).next_turn(Question("S", TASK))
     assert caught.value.retryable is retryable and len(str(caught.value)) < 800
@@ -152,28 +200,35 @@ def quick(waits: list[float]) -> Patience:
 
 
 def test_an_outage_is_outlived(plan: Plan, ledger: Ledger) -> None:
-    """Of a command that fails, is told that its limit is reached, and gives nothing."""
-    limit = RESULT | {"is_error": True, "result": "Claude usage limit reached"}
-    here, waits, heard = plan(OUTAGE, OUTAGE, limit, {}, RESULT), list[float](), list[str]()
+    """Of a line that breaks, an API that is overloaded, a limit that is reached, and a command that dies."""
+    here, waits, heard = plan(RESET, OVERLOADED, LIMIT, {}, RESULT), list[float](), list[str]()
     question = Question("S", TASK, meter=ledger, say=heard.append)
     turn = make("claude-code", patience=quick(waits)).next_turn(question)
-    assert turn.text == "Here it is." and len(waits) == 4 and json.loads((here / "plan.json").read_text())
+    assert turn.text == "Here it is. " and len(waits) == 4 and json.loads((here / "plan.json").read_text())
     assert 0.75 <= waits[0] <= 1 and waits == sorted(waits)  # twice as long each time
-    assert "claude ended with status 1: API Error: Connection error.; asking again in 1 s" in "".join(heard)
-    told = ledger.spent()  # nobody knows what three cost; one said it, and the turn is kept by the loop
-    assert told.uncertain_tokens == (3 + 1) * (tokens("S") + tokens(TASK[0].text) + 32_000)
-    assert told.tokens == told.uncertain_tokens + 36 and told.dollars == 3.5
+    assert "claude ended with status 1: API Error: Connection to the API was lost" in "".join(heard)
+    told = ledger.spent()  # nobody knows what two cost; two were refused, and the turn is kept by the loop
+    assert told.uncertain_tokens == (2 + 1) * (tokens("S") + tokens(TASK[0].text) + 32_000)
+    assert told.tokens == told.uncertain_tokens and told.dollars == 0
 
 
 def test_an_outage_that_stays_is_given_up(plan: Plan) -> None:
-    plan(OUTAGE)
+    plan(RESET)
     waits: list[float] = []
-    with pytest.raises(ProviderError, match=rf"Connection error. \({UNKNOWN} requests in") as caught:
+    with pytest.raises(ProviderError, match=rf"try again. \({UNKNOWN} requests in") as caught:
         make("claude-code", patience=quick(waits)).next_turn(Question("S", TASK))
     assert caught.value.retryable and len(waits) == UNKNOWN - 1
-    plan(stdout=json.dumps(RESULT | {"result": " "}))
+    plan(RESULT | {"result": " "})
     with pytest.raises(ProviderError, match=r"an empty answer \(3 requests"):
         make("claude-code", patience=quick(waits)).next_turn(Question("S", TASK))
+
+
+@pytest.mark.parametrize("account", [OVERLOADED, LIMIT, REFUSED])
+def test_requests_that_cost_nothing_are_made_for_as_long_as_patience_lasts(
+    plan: Plan, account: dict[str, Any]
+) -> None:
+    plan(*[account] * (UNKNOWN + 1), RESULT)
+    assert make("claude-code", patience=quick([])).next_turn(Question("S", TASK)).text == "Here it is. "
 
 
 # tools, which it uses in its text
@@ -248,7 +303,7 @@ def test_dollars_are_those_the_command_tells_or_its_models_prices(plan: Plan) ->
     }
     opus, haiku = price("claude-opus-4-5", Usage(5, 7, 11)), price("claude-haiku-4-5", Usage(3, 0, 0, 13))
     assert opus and haiku
-    assert dollars() == 3.5
+    assert dollars() == 0.001242
     for unknown in (None, "dear", -1, float("nan")):
         assert dollars(total_cost_usd=unknown, modelUsage=models) == pytest.approx(opus + haiku)
     assert dollars(total_cost_usd=None, modelUsage=models | {"claude-of-nowhere": {}}) is None
@@ -277,10 +332,15 @@ def test_what_a_failure_tells_settles_its_request(plan: Plan, ledger: Ledger) ->
         found = ledger.spent()
         return Spent(found.tokens - before, found.dollars, found.uncertain_tokens)
 
-    assert fails(stdout=json.dumps(RESULT | {"stop_reason": "max_tokens"})) == Spent(36, 3.5)
-    assert fails(stderr="error: unknown option '--tools'", status=1) == Spent(0, 3.5)
-    assert fails(stderr="Invalid API key", status=1) == Spent(0, 3.5)
-    assert fails(stderr="boom", status=134).uncertain_tokens > 32_000
+    assert fails(**printed(*CUT_FOUR_TIMES)) == Spent(4 * WHOLE, 0.004968)
+    assert fails(**printed(*DECLINED)).tokens == WHOLE
+    assert fails(stderr="error: unknown option '--tools'", status=1).tokens == 0
+    for account in (OVERLOADED, LIMIT, REFUSED, failed("Not logged in · Please run /login")):
+        assert fails(**printed(account)) == Spent(0, 0.006210)
+    half = response("half an ", stop=None)  # nobody knows how much more was written
+    for broken in (failed("API Error: told in the stream", 529), RESET | {"usage": RESULT["usage"]}):
+        assert fails(**printed(*half, broken)).tokens > 32_000
+    assert fails(stderr="boom", status=134).tokens > 32_000
 
 
 def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: Ledger) -> None:
@@ -292,6 +352,10 @@ def test_an_answer_shrinks_to_what_is_left(plan: Plan, ledger: Ledger) -> None:
     left = 5000 - tokens("S") - tokens(TASK[0].text)
     assert kept(here)["env"]["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(left)
     with pytest.raises(OutOfBudget, match="5,000 of 5,000 tokens"):  # nobody has settled it
+        make("claude-code").next_turn(Question("S", TASK, meter=ledger))
+    ledger.limits = Limits(tokens=10_000)
+    plan(printed(*CUT_FOUR_TIMES))
+    with pytest.raises(OutOfBudget, match="had 4,9.. tokens for an answer, which was cut off there"):
         make("claude-code").next_turn(Question("S", TASK, meter=ledger))
 
 
@@ -321,7 +385,9 @@ def _runs(process: int) -> bool:
 
 
 def test_unknown_fields_and_a_missing_account_do_no_harm(plan: Plan) -> None:
-    plan({"subtype": "success", "is_error": False, "result": "x", "usage": None, "news": 1})
+    account = {"type": "result", "subtype": "success", "usage": None, "news": 1}
+    odd = [{"type": "stream_event", "event": event} for event in (None, {}, {"delta": 1}, {"type": ["x"]})]
+    plan(printed(*odd, *response("x"), account))
     turn = make("claude-code").next_turn(Question("S", TASK))
     assert (turn.usage, turn.author) == (Usage(), "Claude via claude-code")
 
@@ -348,11 +414,11 @@ def test_dollars_end_a_run(plan: Plan, tmp_path: Path, runs_home: Path) -> None:
     plan(RESULT | {"result": fenced(BROKEN)})
     run = runs.start(write_toy(tmp_path), {"provider": "claude-code"})
     with run.journal:
-        author, limits = make("claude-code"), Limits(dollars=1.0)
+        author, limits = make("claude-code"), Limits(dollars=0.001)
         loop = Loop(run.journal, run.spec, session.work_of(run), author, Notes(), limits=limits)
-        assert "3.5 of 1 dollars are used up" in loop.run().stopped
+        assert "of 0.001 dollars are used up" in loop.run().stopped
     (found,) = past()
-    assert (found.attempts, found.spent) == (1, Spent(36, 3.5))
+    assert (found.attempts, found.spent) == (1, Spent(WHOLE, 0.001242))
 
 
 def test_a_run_by_the_command_line(plan: Plan, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 Each turn is one process that gets the whole conversation: nothing of a session is kept, so that a run can be
 resumed anywhere. It has none of the command's tools, no settings and no files: it starts in an empty
-directory, and what it answers is text. ANTHROPIC_API_KEY is withheld, with which it would bill the key
-instead. The loop's tools it uses in its text, by blocks of code: so each request is a turn, which is reserved
-and kept by itself, where a server of the command's own would be asked within one.
+directory, and what it answers is text. The command adds who the model is, the platform, that directory and
+the date to our prompt. ANTHROPIC_API_KEY is withheld, with which it would bill the key instead. The loop's
+tools it uses in its text, by blocks of code: so each request is a turn, which is reserved and kept by itself,
+where a server of the command's own would be asked within one.
 
 An estimate of each turn is reserved before it. What it cost is what the command says at its end, in tokens
-and US dollars; one that is killed says nothing and stays charged. An outage is outlived as that of a line is.
+and US dollars; one that is killed or breaks off stays charged. An outage is outlived as that of a line is, by
+our patience alone: the command's retries are off. That it has an answer go on that was cut at its limit, up
+to three times, or was empty, once, cannot be turned off: those requests are charged and were not reserved.
 """
 
 from __future__ import annotations
@@ -19,28 +22,53 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agent.budget import price
+from agent.budget import OutOfBudget, price
 from agent.prompt import tokens
 from agent.providers import Call, Charge, Message, ProviderError, Question, Tool, Turn, Usage
 from agent.providers.patience import EMPTY, Fault, Patience, persist
 from primitives import children
 
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
+FLAGS = (
+    "--print", "--output-format", "stream-json", "--verbose", "--include-partial-messages", "--tools", "",
+    "--strict-mcp-config", "--setting-sources", "", "--no-session-persistence",
+)  # fmt: skip
 WITHHELD = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+SET = {
+    "CLAUDE_CODE_DISABLE_ATTACHMENTS": "1",  # else `@/a/path` anywhere in a prompt sends that file
+    "CLAUDE_CODE_MAX_RETRIES": "0",  # ten, for minutes and within one reservation
+    "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",  # a stream that breaks is asked for whole
+    "CLAUDE_CODE_DISABLE_REFUSAL_RETRY": "1",
+    "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # to another model
+}
 WORDS = 400  # characters of what the command said, in an error
 LOGGED_OUT = ("/login", "log in", "logged in", "api key", "oauth", "authenticat")
 OUTDATED = "unknown option"
+UNREACHED = ("ECONNREFUSED", "EAI_AGAIN", "ENOTFOUND", "ENETUNREACH", "EHOSTUNREACH")
+PASSING = (408, 409, 429)  # statuses of the API that pass with time, as 5xx do
 COUNTS = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 BLOCK = re.compile(r"^```(\w+)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 PYTHON = ("python", "py")
 SUBMIT = "submit"  # the tool that an answer with a block of Python is
 MODEL_COUNTS = ("inputTokens", "outputTokens", "cacheReadInputTokens", "cacheCreationInputTokens")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the command printed. ``result``: its account of the end, empty where it gave none; ``text``: all
+    that the model wrote, of which the account has the last block alone; ``begun``: how many responses began;
+    ``stops``: why each that came to its end did."""
+
+    result: Mapping[str, Any]
+    text: str
+    begun: int
+    stops: tuple[str, ...]
 
 
 class ClaudeCode:
@@ -65,8 +93,7 @@ class ClaudeCode:
                 f"there is no `{command}` command on this machine's PATH",
                 "install Claude Code and log in once, or use --provider anthropic or handoff",
             )
-        self._command = [found, "--print", "--output-format", "json", "--tools", "", "--strict-mcp-config"]
-        self._command += ["--setting-sources", "", *(["--model", model] if model else [])]
+        self._command = [found, *FLAGS, *(["--model", model] if model else [])]
         self._model = model or ""
         self._max_tokens = max_tokens
         self._time_limit = time_limit
@@ -74,13 +101,13 @@ class ClaudeCode:
 
     def next_turn(self, question: Question) -> Turn:
         """The command's answer, whole at its end. Raises ProviderError where it is logged out, refuses, or
-        fails or takes too long until patience or the question's deadline is over."""
+        fails or takes too long until patience or the question's deadline is over, and OutOfBudget."""
         question.say("waiting for claude\n")
         system, prompt = question.system + _how_to_use(question.tools), _conversation(question.messages)
         priced = self._model if price(self._model, Usage()) is not None else ""  # an alias has no price
         read = tokens(system) + tokens(prompt)
 
-        def attempt(seconds: float) -> Turn | Fault:
+        def attempt(seconds: float) -> Turn | Fault | OutOfBudget:
             charge = question.meter.reserve(priced, read, self._max_tokens)
             return self._attempt(system, prompt, charge, min(self._time_limit, seconds))
 
@@ -89,23 +116,38 @@ class ClaudeCode:
         calls = _calls(turn.text, question.tools)
         return replace(turn, calls=calls, stop_reason="tool_use" if calls else turn.stop_reason)
 
-    def _attempt(self, system: str, prompt: str, charge: Charge, seconds: float) -> Turn | Fault:
+    def _attempt(
+        self, system: str, prompt: str, charge: Charge, seconds: float
+    ) -> Turn | Fault | OutOfBudget:
         """One request, ended after so long. Settled where it failed at a known cost."""
         with TemporaryDirectory(prefix="coda-claude-") as scratch:
-            status, said, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
+            status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
         if status is None:
             remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
             return Fault(f"claude did not answer within {seconds:.6g} s", remedy, math.inf, unknown=True)
-        answer = _parse(said)
-        told = _told(answer, said, words)
-        usage, dollars = _usage(answer), _dollars(answer)
-        if fault := _fault(status, answer, told):
-            known = isinstance(answer.get("usage"), dict) or _unsent(told)
-            if known:
-                charge.settle(usage, dollars)
-            return replace(fault, unknown=not known)
-        author = f"{_model(answer)} via claude-code"
-        return Turn(answer["result"], usage, author, "end_turn", dollars=dollars)
+        said = _parse(printed)
+        told = _told(said.result, printed, words)
+        usage, dollars = _usage(said.result), _dollars(said.result)
+        fault = self._cut(said, charge.max_tokens) or _fault(status, said, told)
+        if fault is None:
+            author = f"{_model(said.result)} via claude-code"
+            return Turn(said.text, usage, author, "end_turn", dollars=dollars)
+        known = _is_known(said, told)
+        if known:
+            charge.settle(usage, dollars)
+        return fault if isinstance(fault, OutOfBudget) else replace(fault, unknown=not known)
+
+    def _cut(self, said: Said, most: int) -> Fault | OutOfBudget | None:
+        """Of an answer that reached its limit: how the command had it go on need not fit its beginning."""
+        if "max_tokens" not in said.stops:
+            return None
+        if most < self._max_tokens:
+            return OutOfBudget(
+                f"the budget had {most:,} tokens for an answer, which was cut off there, thinking included; "
+                "resume the run with a larger --budget-tokens or --budget-dollars"
+            )
+        cut = f"claude's answer was cut at its limit of {most:,} tokens, thinking included"
+        return Fault(cut, "resume the run with a larger --max-tokens")
 
     def _run(
         self, scratch: Path, system: str, prompt: str, most: int, seconds: float
@@ -120,7 +162,8 @@ class ClaudeCode:
             subprocess.Popen,
             [*self._command, "--system-prompt-file", str(prefix)],
             cwd=scratch / "empty",
-            env=kept | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most)},
+            # its socket and other files, which it leaves when it is killed, lie in the scratch folder
+            env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
             start_new_session=True,
         )
         return children.attend(begin, prompt, seconds)
@@ -176,18 +219,37 @@ def _conversation(messages: Sequence[Message]) -> str:
     return "\n\n".join(f"<!-- {i}. {titles[m.role]} -->\n\n{m.text}" for i, m in enumerate(messages, 1))
 
 
-def _parse(said: str) -> dict[str, Any]:
-    """The command's JSON object; empty where it gave none."""
+def _parse(printed: str) -> Said:
+    """Its output, a JSON object a line; lines that are none are left out."""
+    lines = [found for line in printed.split("\n") if isinstance(found := _json(line), dict)]
+    events = [line.get("event") for line in lines if line.get("type") == "stream_event"]
+    texts = [_at(event, "delta", "text") for event in events if _at(event, "delta", "type") == "text_delta"]
+    stops = [_at(event, "delta", "stop_reason") for event in events if _at(event, "type") == "message_delta"]
+    return Said(
+        result=next((line for line in reversed(lines) if line.get("type") == "result"), {}),
+        text="".join(text for text in texts if isinstance(text, str)),
+        begun=sum(_at(event, "type") == "message_start" for event in events),
+        stops=tuple(stop for stop in stops if isinstance(stop, str)),  # one that broke off has null
+    )
+
+
+def _json(line: str) -> Any:
     try:
-        answer = json.loads(said)
+        return json.loads(line)
     except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}
+        return None
 
 
-def _told(answer: Mapping[str, Any], said: str, words: str) -> str:
+def _at(found: Any, *names: str) -> Any:
+    """What lies in nested objects; None where it does not."""
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _told(answer: Mapping[str, Any], printed: str, words: str) -> str:
     """What the command had to say, in one line, for an error."""
-    told = str(answer.get("result") or words or said or answer.get("subtype") or "nothing")
+    told = str(answer.get("result") or answer.get("errors") or words or printed or "nothing")
     return " ".join(told.split())[-WORDS:]
 
 
@@ -195,26 +257,35 @@ def _logged_out(told: str) -> bool:
     return any(sign in told.lower() for sign in LOGGED_OUT)
 
 
-def _unsent(told: str) -> bool:
-    """Whether no model was asked."""
-    return _logged_out(told) or OUTDATED in told
+def _is_known(said: Said, told: str) -> bool:
+    """Whether it is known what a failure cost. Where a response broke off, the command's account leaves it
+    out or guesses; before one, the API refused the request or never had it."""
+    if said.begun:
+        return len(said.stops) == said.begun and isinstance(said.result.get("usage"), dict)
+    refused = isinstance(said.result.get("api_error_status"), int)
+    return refused or _logged_out(told) or OUTDATED in told or any(code in told for code in UNREACHED)
 
 
-def _fault(status: int, answer: Mapping[str, Any], told: str) -> Fault | None:
+def _fault(status: int, said: Said, told: str) -> Fault | None:
     """Why there is no whole answer; None where there is one."""
+    answer, code = said.result, said.result.get("api_error_status")
     if status != 0 or answer.get("is_error") or answer.get("subtype") != "success":
-        if _logged_out(told):
+        if code in (None, 401, 403) and _logged_out(told):
             return Fault(f"claude is not logged in: {told}", "run `claude`, log in, and resume the run")
         if OUTDATED in told:
             return Fault(f"claude: {told}", "update Claude Code: `claude update`")
+        if "refusal" in said.stops:
+            remedy = "reword the spec's hints, or choose another --model, in a new run"
+            return Fault(f"claude refused to answer: {told}", remedy)
+        if "model_context_window_exceeded" in said.stops:
+            return Fault(f"claude: {told}", "start a new run, or allow fewer rounds")
+        if isinstance(code, int) and code < 500 and code not in PASSING:
+            remedy = "choose another --model in a new run" if code == 404 else "see the API's message"
+            return Fault(f"the API answered {code}: {told}", remedy)
         remedy = "see what `claude --print hello` says, then resume the run"
         return Fault(f"claude ended with status {status}: {told}", remedy, math.inf)
-    text = answer.get("result")
-    if not isinstance(text, str) or not text.strip():
+    if not said.text.strip():
         return Fault("claude gave an empty answer", "resume the run to ask again", EMPTY)
-    if answer.get("stop_reason") == "max_tokens":
-        remedy = "resume the run with a larger --max-tokens, or with more of a budget"
-        return Fault("claude's answer was cut at its limit of tokens", remedy)
     return None
 
 
