@@ -1,7 +1,7 @@
 """The `claude` command as an author: a stand-in on the PATH is run as the real one would be.
 
 What it prints (`claude_says.py`) are copies of what Claude Code 2.1.330 printed on 2026-11-22, but where it
-dies or prints what is no account.
+dies, fails while it executes, or prints what is no account.
 """
 
 from __future__ import annotations
