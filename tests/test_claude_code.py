@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -382,6 +384,54 @@ def _runs(process: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+# Beside its answer it starts a process of its own session, which goes on writing into its TMPDIR.
+LITTERING = f"""#!{sys.executable}
+import os, subprocess, sys
+here = os.path.dirname(os.path.abspath(__file__))
+code = "import os, time; n = 0; end = time.time() + 5\\nwhile time.time() < end:\\n    n += 1\\n    open(" + \
+    "os.environ['TMPDIR'] + f'/{{n}}', 'w').close()"
+litter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                          start_new_session=True)
+open(here + "/litter", "w").write(str(litter.pid))
+while len(os.listdir(os.environ["TMPDIR"])) < 50:
+    pass
+sys.stdout.write(open(here + "/says").read())
+"""
+
+
+def test_an_answer_is_not_lost_to_what_the_command_leaves_behind(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = plan(RESULT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (here / "says").write_text(_planned(RESULT)["stdout"])
+    (here / "claude").write_text(LITTERING)
+    try:
+        assert make("claude-code").next_turn(Question("S", TASK)).text == "Here it is. "
+    finally:
+        os.kill(int((here / "litter").read_text()), signal.SIGKILL)
+
+
+def test_a_command_that_cannot_be_started_is_tried_again_and_costs_nothing(
+    plan: Plan, ledger: Ledger
+) -> None:
+    """As when it is being updated, or the disk of the scratch folder is full."""
+    here = plan(RESULT)
+    author = make("claude-code", patience=Patience(sleep=lambda _: (here / "gone").rename(here / "claude")))
+    (here / "claude").rename(here / "gone")
+    heard: list[str] = []
+    question = Question("S", TASK, meter=ledger, say=heard.append)
+    assert author.next_turn(question).text == "Here it is. "
+    assert "claude could not be started: " in "".join(heard) and "No such file" in "".join(heard)
+    assert ledger.spent().tokens == tokens("S") + tokens(TASK[0].text) + 32_000  # of the second alone
+
+
+def test_a_command_on_a_relative_path(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(plan(RESULT).parent)
+    monkeypatch.setenv("PATH", "bin")
+    assert make("claude-code").next_turn(Question("S", TASK)).text == "Here it is. "
 
 
 def test_unknown_fields_and_a_missing_account_do_no_harm(plan: Plan) -> None:

@@ -93,7 +93,8 @@ class ClaudeCode:
                 f"there is no `{command}` command on this machine's PATH",
                 "install Claude Code and log in once, or use --provider anthropic or handoff",
             )
-        self._command = [found, *FLAGS, *(["--model", model] if model else [])]
+        # it is run in another directory, and PATH may name it from this one
+        self._command = [os.path.abspath(found), *FLAGS, *(["--model", model] if model else [])]
         self._model = model or ""
         self._max_tokens = max_tokens
         self._time_limit = time_limit
@@ -120,8 +121,14 @@ class ClaudeCode:
         self, system: str, prompt: str, charge: Charge, seconds: float
     ) -> Turn | Fault | OutOfBudget:
         """One request, ended after so long. Settled where it failed at a known cost."""
-        with TemporaryDirectory(prefix="coda-claude-") as scratch:
-            status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
+        # what the command has started may still write there, and is no reason to lose an answer
+        with TemporaryDirectory(prefix="coda-claude-", ignore_cleanup_errors=True) as scratch:
+            try:
+                status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
+            except OSError as error:  # before it began: it was being updated, or there was no room
+                charge.settle(Usage())
+                remedy = "see what `claude --print hello` says and what room there is, then resume the run"
+                return Fault(f"claude could not be started: {error}", remedy, math.inf)
         if status is None:
             remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
             return Fault(f"claude did not answer within {seconds:.6g} s", remedy, math.inf, unknown=True)
