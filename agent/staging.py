@@ -32,7 +32,7 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
         try:
             for number, content in enumerate(contents.values()):
                 write_atomic(draft / str(number), content)
-            write_atomic(draft / PLACES, json.dumps([os.path.relpath(path, directory) for path in contents]))
+            write_atomic(draft / PLACES, json.dumps([_way(directory, path) for path in contents]))
             draft.rename(whole)
         except OSError:
             shutil.rmtree(draft, ignore_errors=True)
@@ -46,6 +46,12 @@ def end(directory: Path, name: str) -> None:
     if any(folder.is_dir() for folder in _folders(directory, name)):
         with _alone(directory):
             _finish(directory, name)
+
+
+def end_all(directory: Path) -> None:
+    """``end`` whatever was decided there. Raises OSError."""
+    for folder in directory.glob(".*.whole"):
+        end(directory, folder.name[1:].removesuffix(".whole"))
 
 
 def _finish(directory: Path, name: str) -> None:
@@ -68,6 +74,11 @@ def _replace(directory: Path, whole: Path) -> None:
     for file, place in zip(staged, places, strict=True):
         if file.exists():  # else it was moved before a kill
             _move(file, place)
+
+
+def _way(directory: Path, path: Path) -> str:
+    """To a file from a directory; through no link, for ``..`` leads from where one points to."""
+    return os.path.relpath(path.parent.resolve() / path.name, directory.resolve())
 
 
 def _move(staged: Path, place: Path) -> None:

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from agent import accept
+from agent import accept, staging
 from agent.accept import KERNELS, RECORDINGS
 from agent.journal import read_export
 from agent.prompt import tokens
@@ -170,7 +170,9 @@ def success(runs: Iterable[RunRow], tries: int) -> int:
 
 
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
-    """All accepted kernels' reports and all recorded runs. Raises KernelError and JournalError."""
+    """All accepted kernels' reports and all recorded runs. Raises KernelError and JournalError; OSError where
+    an acceptance that was cut off cannot be ended."""
+    staging.end_all(kernels)
     found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
     found.sort(key=lambda report: _order(report.identity.spec))
     reports = tuple(report for report in found if not report.identity.raw)

@@ -25,7 +25,7 @@ from authoring import (
 )
 
 from agent import accept as accepting
-from agent import runs
+from agent import runs, table
 from agent.accept import AcceptError, accept
 from agent.journal import JournalError, read_export
 from agent.loop import Outcome, standing
@@ -293,6 +293,25 @@ def test_an_acceptance_that_was_cut_off_is_ended_by_the_next(spec: Path, tmp_pat
     assert (kernels / "toy.py").read_text() == twice == TWICE and not whole.exists()
     put(accepted_run(spec), kernels)
     assert (kernels / "toy.py").read_text() == TOY_KERNEL and len(list(kernels.iterdir())) == len(NAMES)
+
+
+def test_the_tables_are_of_the_kernel_whose_acceptance_was_cut_off(spec: Path, tmp_path: Path) -> None:
+    kernels, whole = tmp_path / "kernels", tmp_path / "kernels" / ".toy.report.json.whole"
+    put(accepted_run(spec), kernels)
+    whole.mkdir()
+    (kernels / "toy.report.json").rename(whole / "0")
+    (whole / "places.json").write_text('["toy.report.json"]')
+    assert [r.identity.spec for r in table.read(kernels, kernels).reports] == ["toy"]
+    assert not whole.exists() and table.read(tmp_path / "none", kernels).reports == ()
+
+
+def test_a_folder_that_is_a_link(spec: Path, tmp_path: Path) -> None:
+    """A recording goes where it is told to, not to a place of that name beside the folder linked to."""
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "kernels").symlink_to(tmp_path / "far" / "away")
+    paths = put(accepted_run(spec), tmp_path / "kernels", tmp_path / "recordings")
+    assert all(path.is_file() for path in paths)
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["away"]
 
 
 # the commit

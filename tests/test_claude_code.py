@@ -419,7 +419,11 @@ def test_a_command_that_cannot_be_started_is_tried_again_and_costs_nothing(
 ) -> None:
     """As when it is being updated, or the disk of the scratch folder is full."""
     here = plan(RESULT)
-    author = make("claude-code", patience=Patience(sleep=lambda _: (here / "gone").rename(here / "claude")))
+
+    def back(seconds: float) -> None:
+        (here / "gone").rename(here / "claude")
+
+    author = make("claude-code", patience=Patience(sleep=back))
     (here / "claude").rename(here / "gone")
     heard: list[str] = []
     question = Question("S", TASK, meter=ledger, say=heard.append)

@@ -42,9 +42,10 @@ def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     """The schedules that a case was measured with, by step: from the report beside a kernel's file
     (NAME.report.json, or NAME.raw.report.json), if it is of this program and has them. KernelError for one
     that cannot be read."""
-    from agent import accept
+    from agent import accept, staging
 
     path = beside(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
+    staging.end(path.parent, path.name)
     if not path.exists():
         return {}
     report = accept.report(path)
