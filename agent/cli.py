@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,9 @@ from agent.ending import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
 from agent.options import Gpu, Json, Measuring, SpecPath, WeakJail, grouped
 from agent.show.command import show
 from agent.tips.command import tips
+
+if TYPE_CHECKING:
+    from agent.loop import Outcome
 
 app = typer.Typer(
     add_completion=False,
@@ -191,7 +194,7 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
         console.print(Syntax(changes, "diff", word_wrap=True))
     asked = outcome.report.status == "accepted" and sys.stdin.isatty()
     if asked and typer.confirm("you have read it: accept it and commit?"):
-        _accept(run, commit=True, looked=True)
+        _accept(run, commit=True, looked=True, shown=outcome)
     raise typer.Exit(REJECTED if outcome.report.status == "rejected" else OK)
 
 
@@ -205,13 +208,17 @@ def accept(
     _accept(run, commit, looked)
 
 
-def _accept(run: str, commit: bool, looked: bool) -> None:
+def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) -> None:
+    """``shown``: what a person has read of it, which is accepted or nothing."""
     from agent import accept as accepting
-    from agent import runs
+    from agent import loop, runs
 
-    outcome = session.standing(run)
-    opened = runs.reopen(run)
+    shown = shown or session.standing(run)
+    opened = runs.reopen(run)  # from here on it stands as it is
     try:
+        outcome = loop.standing(opened.journal, opened.spec)
+        if outcome is None or (outcome.source, outcome.report) != (shown.source, shown.report):
+            raise accepting.AcceptError(f"run {run} went on while it was read: coda-agent review {run}")
         paths = accepting.accept(outcome, opened.journal, looked=looked)
     finally:
         opened.journal.close()

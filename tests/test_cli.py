@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from authoring import (
     SPECS,
     TOY,
     TOY_KERNEL,
+    TWICE,
     UNSCALED,
     accepted_run,
     coda_agent,
@@ -40,6 +42,7 @@ from authoring import (
 from agent import cli, live, runs, session
 from agent.budget import Limits
 from agent.journal import read_export
+from agent.loop import Outcome
 from agent.options import Budget, Further, Measuring, flags
 from primitives.refusal import CompileError
 from verifier.gates import Progress
@@ -407,18 +410,39 @@ def test_review_asks_at_a_terminal_before_it_accepts(
     command: Command, spec: Path, monkeypatch: pytest.MonkeyPatch, agreed: bool
 ) -> None:
     asked: list[str] = []
-    accepted: list[tuple[str, bool, bool]] = []
+    accepted: list[tuple[str, bool, bool, str]] = []
+
+    def accept(run: str, commit: bool, looked: bool, shown: Outcome) -> None:
+        accepted.append((run, commit, looked, shown.source))
+
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("typer.confirm", lambda question: asked.append(question) or agreed)  # type: ignore[func-returns-value]
-    monkeypatch.setattr(cli, "_accept", lambda run, commit, looked: accepted.append((run, commit, looked)))
+    monkeypatch.setattr(cli, "_accept", accept)
     name = accepted_run(spec)
     assert command("review", name).status == 0
     assert asked == ["you have read it: accept it and commit?"]
-    assert accepted == ([(name, True, True)] if agreed else [])
+    assert accepted == ([(name, True, True, TOY_KERNEL)] if agreed else [])
     for other in (make_run(spec), make_run(spec, found=slow(load(spec, check=False)))):
         command("review", other)
     command("review", name, "--json")
     assert len(asked) == 1
+
+
+def test_what_is_accepted_is_what_was_shown(
+    command: Command, spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run went on, in another process, while a person read."""
+    name, later = accepted_run(spec), accepted_run(spec, TWICE)
+
+    def confirm(question: str) -> bool:
+        shutil.copyfile(runs.folder(later) / runs.JOURNAL, runs.folder(name) / runs.JOURNAL)
+        return True
+
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("typer.confirm", confirm)
+    monkeypatch.setattr("agent.accept.accept", None)  # it would write into the checkout
+    done = command("review", name)
+    assert done.status == 1 and f"run {name} went on while it was read: coda-agent review {name}" in done.err
 
 
 def test_review_of_a_rejected_kernel(command: Command, spec: Path) -> None:
