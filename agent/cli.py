@@ -102,9 +102,10 @@ def measure(
     """Measure a bundle on this machine's H100; a second call goes on where the first was cut off."""
     from agent import bundle as bundles
     from agent import live
+    from agent.gpu import gpu_alone
 
     session.need_gpu(True)
-    with live.Watch(session.console(False)) as watch:
+    with live.Watch(session.console(False)) as watch, gpu_alone(watch.console.print):
         done = bundles.measure(
             path,
             out,

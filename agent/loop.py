@@ -10,20 +10,20 @@ import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from pydantic import ValidationError
 
 from agent import improve, prompt, tools
 from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
+from agent.gpu import gpu_alone
 from agent.journal import Journal, JournalError, Record
 from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from agent.work import Measure, Work
 from primitives.deadline import Late, until
-from primitives.files import cache_dir
 from primitives.ir import Program, ProgramError
 from verifier.report import (
     MEASUREMENT,
@@ -234,20 +234,16 @@ class Loop:
 
     @contextmanager
     def _gpu(self) -> Iterator[None]:
-        """Held while a GPU measures for this user: two measurements at once would time each other. Raises
-        OutOfBudget where the time is up before it is free."""
+        """Within: the GPU is ours alone. Raises OutOfBudget where the time is up before it is free."""
         self.ledger.afford_gpu()
-        lock = FileLock(cache_dir() / "gpu.lock")
-        deadline = self.ledger.deadline
-        try:
-            lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
-        except Timeout:
-            self.ledger.timely()
-            raise
-        try:
+        with ExitStack() as stack:
+            try:
+                say = self.listener.text
+                stack.enter_context(gpu_alone(lambda words: say(f"{words}\n"), self.ledger.deadline))
+            except Timeout:
+                self.ledger.timely()
+                raise
             yield
-        finally:
-            lock.release()
 
     def _measured(self, number: int, program: Program, raw: str, kept: Outcome | None) -> Measurement | None:
         before = measurement({e.key: e.payload for e in self.journal.events()}, number)

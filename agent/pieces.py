@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from filelock import FileLock, Timeout
-
+from agent.gpu import gpu_alone
 from primitives.files import cache_dir, write_atomic
 
 if TYPE_CHECKING:
@@ -62,9 +61,9 @@ class Pieces:
 def resumed(
     options: Options, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Keep]]:
-    """Within: where a kernel's measurement on this card keeps its pieces, and with them the GPU, which no run
-    measures on meanwhile. What is there of one that was cut off counts, unless ``again`` is to start anew.
-    After it, whatever it came to, nothing is left: the next one draws its own inputs."""
+    """Within: where a kernel's measurement on this card keeps its pieces, and with them the GPU, on which no
+    other command measures meanwhile. What is there of one that was cut off counts, unless ``again`` is to
+    start anew. After it, whatever it came to, nothing is left: the next one draws its own inputs."""
     from verifier.conditions import card
     from verifier.report import PROTOCOL
 
@@ -72,11 +71,7 @@ def resumed(
     with ExitStack() as stack:
 
         def keep(identity: Identity) -> Pieces:
-            lock = FileLock(cache_dir() / "gpu.lock")
-            if not _at_once(lock):
-                say("another command measures on this GPU: waiting for it")
-                lock.acquire()
-            stack.callback(lock.release)
+            stack.enter_context(gpu_alone(say))
             versions = json.dumps(identity.versions, sort_keys=True)
             found = Pieces.of(cache_dir() / "verifying", identity, options, str(PROTOCOL), versions, card())
             if again:
@@ -92,11 +87,3 @@ def resumed(
         yield keep
         for each in kept:
             each.clear()
-
-
-def _at_once(lock: FileLock) -> bool:
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return False
-    return True

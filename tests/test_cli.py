@@ -38,17 +38,20 @@ from authoring import (
     slow,
     write_toy,
 )
+from gpu_taken import gpu_taken
 
 from agent import cli, live, runs, session
 from agent.budget import Limits
 from agent.journal import read_export
 from agent.loop import Outcome
 from agent.options import Budget, Further, Measuring, flags
+from primitives.ir import Program
 from primitives.refusal import CompileError
 from verifier.gates import Progress
 from verifier.measure import Keep, Kept, Options
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
-from verifier.report import REPORT, Checked
+from verifier.report import REPORT, Checked, Measured
+from verifier.spec import Spec
 from verifier.spec_file import load
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain")
@@ -345,6 +348,23 @@ def test_bundle_measure_import(command: Command, spec: Path, tmp_path: Path, gpu
         done = command("import", results)
         assert done == Done(0, f"{name}: measured. Look at it: coda-agent review {name}\n", "")
     assert "accepted: toy, program " in command("review", name).out
+
+
+def test_a_bundle_is_measured_when_the_gpu_is_free(
+    command: Command, spec: Path, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+    begun: list[Program] = []
+
+    def measure(spec: Spec, program: Program, *_: object, **options: object) -> Measured:
+        begun.append(program)
+        return measured(spec, program)
+
+    monkeypatch.setattr("verifier.measure.measure", measure)
+    command("bundle", make_run(spec), "-o", tmp_path / "b.json")
+    with gpu_taken(monkeypatch, lambda: begun) as waited:
+        done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
+    assert done.status == 0 and waited == [False] and len(begun) == 1 and "waiting for it" in done.out
 
 
 def test_a_slow_kernel_there(

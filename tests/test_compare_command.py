@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from comparison import results as made_up
 from comparison_machine import Machine, stood_in
+from gpu_taken import gpu_taken
 
 from agent import cli
 from agent.accept import ROOT
@@ -139,6 +141,25 @@ def test_the_command_measures_keeps_and_draws(
     assert gpu.sat[0][1][:3] == (ANCHOR, EAGER, COMPILE) and LIGER not in gpu.sat[0][1]
     assert "Against torch.compile: no row has both" in said
     assert read(tmp_path / "results.json").sittings
+
+
+def test_two_comparisons_at_once_measure_one_after_the_other(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the first has measured is not lost, nor measured again."""
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    words = ("--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch", "--processes", 1)
+    command("--out", tmp_path / "first", *words)
+    sat = len(gpu.sat)
+
+    def first() -> bool:
+        shutil.copytree(tmp_path / "first", tmp_path / "out")
+        return len(gpu.sat) > sat
+
+    with gpu_taken(monkeypatch, first) as waited:
+        status, _, told = command("--out", tmp_path / "out", *words)
+    assert status == 0 and waited == [False] and "waiting for it" in told and len(gpu.sat) == sat
 
 
 def test_a_quick_look_leaves_out_what_takes_long(

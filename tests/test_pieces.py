@@ -3,7 +3,6 @@ for."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 from authoring import TOY_KERNEL, program_of, write_toy
-from filelock import FileLock
+from gpu_taken import gpu_taken
 from test_measure import Workers
 
-from agent import cli, pieces
+from agent import cli
 from agent.pieces import resumed
 from primitives.files import cache_dir
 from verifier import measure as measuring
@@ -169,19 +168,6 @@ def test_it_waits_for_a_run_that_measures(
     workers: Workers, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run of the loop does, and a second ``verify`` of the same kernel."""
-    lock = FileLock(cache_dir() / "gpu.lock")
-    waited: list[bool] = []
-
-    class Waiting(FileLock):
-        def acquire(self, timeout: float | None = None, *given: Any, **more: Any) -> Any:
-            if timeout is None:
-                waited.append(not asked(workers))
-                lock.release()
-            return super().acquire(timeout, *given, **more)
-
-    monkeypatch.setattr(pieces, "FileLock", Waiting)
-    with lock:
+    with gpu_taken(monkeypatch, lambda: asked(workers)) as waited:
         status, _, err = verify()
-    assert status == 0 and waited == [True] and "waiting for it" in err
-    with FileLock(cache_dir() / "gpu.lock", timeout=0):  # it is free again
-        assert os.path.exists(cache_dir() / "gpu.lock")
+    assert status == 0 and waited == [False] and "waiting for it" in err

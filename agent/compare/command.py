@@ -64,13 +64,15 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
     """Measure what is missing, and draw all that there is then."""
     from agent.compare import measuring, results
     from agent.compare.cells import NAMES
+    from agent.gpu import gpu_alone
 
     asked = _asked(choice, effort)
     path = drawing.out / RESULTS
-    found = results.read(path) if path.exists() else results.Results()
     if not session.use_gpu(None):
         raise session.Absent("comparing takes an H100, and there is none here; results are drawn by --from")
-    found, ended = _measured(asked, found, path, quiet=drawing.as_json)
+    with gpu_alone(lambda words: typer.echo(f"coda-agent: {words}", err=True)):
+        found = results.read(path) if path.exists() else results.Results()  # another may have added to them
+        found, ended = _measured(asked, found, path, quiet=drawing.as_json)
     _shown(View(found, NAMES), drawing)
     if found.failed() and not drawing.as_json:
         typer.echo("Arms that failed are not tried again but with --again.")

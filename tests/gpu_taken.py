@@ -1,0 +1,32 @@
+"""A GPU on which another command measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from primitives.files import cache_dir
+
+
+@contextmanager
+def gpu_taken(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], object]) -> Iterator[list[bool]]:
+    """Until ours waits for it. What is given: for each wait, whether ours had ``begun`` to measure."""
+    lock = FileLock(cache_dir() / "gpu.lock")
+    waited: list[bool] = []
+
+    class Waiting(FileLock):
+        def acquire(self, timeout: float | None = None, *given: Any, **more: Any) -> Any:
+            if timeout == -1:
+                waited.append(bool(begun()))
+                lock.release()
+            return super().acquire(timeout, *given, **more)
+
+    monkeypatch.setattr("agent.gpu.FileLock", Waiting)
+    with lock:
+        yield waited
+    with FileLock(cache_dir() / "gpu.lock", timeout=0):  # it is free again
+        pass
