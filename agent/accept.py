@@ -8,6 +8,7 @@ them or none: they are staged first, and what was staged whole is put in place b
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from dataclasses import dataclass
 from difflib import unified_diff
@@ -33,6 +34,9 @@ HEADER = (
     *("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes"),
     *("measures_tip", "without_tips", "with_tips"),
 )
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, its user's part of it, or what a file may have
 
 
 class AcceptError(Exception):
@@ -151,7 +155,8 @@ def accept(
         staging.put(directory, evidence.name, written)
     except OSError as error:
         place = error.filename or directory  # a write that fails names no file
-        raise AcceptError(f"{place}: {error.strerror}; make room and accept again") from None
+        remedy = "make room" if error.errno in FULL else "see that it can be written,"
+        raise AcceptError(f"{place}: {error.strerror}; {remedy} and accept again") from None
     return [*(path for path in written if path not in (evidence, run)), evidence, run]
 
 

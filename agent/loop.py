@@ -10,7 +10,7 @@ import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -129,7 +129,8 @@ class Loop:
                 raise
             return _ended(outcome, kept, str(ended))
         except KeyboardInterrupt:
-            self._stopped("interrupted")
+            with suppress(JournalError):  # for which a disk may have no room
+                self._stopped("interrupted")
             raise
         raise AssertionError("the attempts have a limit")
 

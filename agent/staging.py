@@ -34,7 +34,7 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
                 write_atomic(draft / str(number), content)
             write_atomic(draft / PLACES, json.dumps([_way(directory, path) for path in contents]))
             draft.rename(whole)
-        except OSError:
+        except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         _finish(directory, name)

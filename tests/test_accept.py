@@ -174,6 +174,28 @@ def test_a_disk_that_fills_up_leaves_the_kernel_before(
     assert contents(tmp_path / "kernels")["toy.py"].decode() == TOY_KERNEL
 
 
+def test_an_acceptance_that_is_interrupted_leaves_nothing(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, real, done = accepted_run(spec), os.fsync, iter(range(5))
+
+    def fsync(descriptor: int) -> None:
+        if next(done) == 4:
+            raise KeyboardInterrupt
+        real(descriptor)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "fsync", fsync)
+        put(name, tmp_path / "kernels")
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_says_so(spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("no folder")
+    with pytest.raises(AcceptError, match="kernels: File exists; see that it can be written, and accept"):
+        put(accepted_run(spec), tmp_path / "kernels")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 32 KB, where this user may mount one."""

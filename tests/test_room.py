@@ -15,14 +15,14 @@ from typing import Any
 
 import fake_messages as fake
 import pytest
-from authoring import ROOT, TOY_KERNEL, Notes, fenced, write_toy
+from authoring import ROOT, TOY_KERNEL, Notes, Scripted, fenced, write_toy
 from fake_messages import FakeMessages
 
 from agent import runs, session
 from agent.budget import spent
 from agent.journal import Journal, JournalError
 from agent.loop import Loop
-from agent.providers import make
+from agent.providers import Question, Turn, make
 from agent.room import BYTES, Room
 
 FEW = 8 << 20  # bytes
@@ -145,6 +145,22 @@ class Filling(Notes):
         with (self.disk / "filler").open("ab", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(b"x" * 4096)
+
+
+def test_an_interruption_on_a_full_disk_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_home: Path
+) -> None:
+    run = runs.start(write_toy(tmp_path), {"provider": "anthropic"})
+
+    class Interrupted(Scripted):
+        def next_turn(self, question: Question) -> Turn:
+            run.journal._db.execute(FULL)
+            raise KeyboardInterrupt
+
+    with run.journal, pytest.raises(KeyboardInterrupt):
+        Loop(run.journal, run.spec, session.work_of(run), Interrupted([]), Notes()).run()
+    with runs.reopen(run.name).journal as journal:
+        assert journal.events()[-1].payload == {"reason": "interrupted"}  # it was kept in the room
 
 
 def test_nothing_is_asked_for_where_there_is_no_room(small_disk: Path) -> None:
