@@ -263,12 +263,17 @@ class Schedule(NamedTuple):
 
 
 # What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.
-TILES = frozenset(
+LARGE_TILES = frozenset(
     [(256, n, False) for n in (128, 160, 192, 208)]
     + [(128, n, False) for n in (128, 160, 192, 224, 256)]
     + [(128, n, True) for n in (128, 160, 192, 208)]
     + [(192, 128, True)]
 )
+# For outputs of which those are too few to give every SM one.
+SMALL_TILES = frozenset(
+    [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
+)
+TILES = LARGE_TILES | SMALL_TILES
 CLUSTERS = ((1, 1), (1, 2), (2, 1), (2, 2))
 SWIZZLES = (1, 2, 4, 8, 16, 32)
 

@@ -70,9 +70,9 @@ class Argument:
 @dataclass(frozen=True)
 class GemmKernel:
     """A step's class and what it is called with. ``c`` and ``d`` are the mainloop's own epilogue
-    load and store; further ones are among ``arguments``. ``periods``: heads' widths in the GEMM's columns,
-    which its tiles must be multiples of, as of ``grains``. ``adds``: the input to which D is added, where D
-    is written over it."""
+    load and store; further ones are among ``arguments``. ``shape``: its rows and columns. ``periods``: heads'
+    widths in the GEMM's columns, which its tiles must be multiples of, as of ``grains``. ``adds``: the input
+    to which D is added, where D is written over it."""
 
     step: int
     name: str
@@ -84,6 +84,7 @@ class GemmKernel:
     c: Argument | None
     d: Argument | None
     arguments: tuple[Argument, ...]
+    shape: tuple[Dim, Dim]
     periods: tuple[Dim, ...]
     grains: tuple[Dim, ...]
     adds: int | None = None

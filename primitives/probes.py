@@ -8,22 +8,19 @@ from the operands. QuACK splits it while it compiles; here it is counted before,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd, prod
 from typing import Literal
 
 from primitives.cut import cut
-from primitives.ir import CLUSTERS, TILES, Program, Schedule
+from primitives.ir import CLUSTERS, LARGE_TILES, SMALL_TILES, Program, Schedule
 from primitives.lowered import SUM_GRAIN, Argument, GemmKernel
 from primitives.resources import StepResources
 
 # One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
-# Where tuning starts: every tile on clusters of two, at the usual rasterisation.
-STARTING = tuple(
-    Schedule(*tile, *cluster) for tile in sorted(TILES) for cluster in CLUSTERS if prod(cluster) == 2
-)
+SMS = 132  # of an H100
 
 BLOCK_BYTES = 227 << 10  # what a block may have of an SM's shared memory
 MAINLOOP_BYTES = 1024  # for its barriers
@@ -50,9 +47,20 @@ def probes(
 
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """Where tuning starts: tiles that the step admits at these static sizes, on clusters of two."""
-    deep = [schedule._replace(deep=True) for schedule in STARTING if schedule.pingpong]
-    return [schedule for schedule in (*STARTING, *deep) if kernel.admits(schedule, sizes)]
+    """Where tuning starts: tiles that the step admits at these sizes, on clusters of two, pingpong also deep;
+    large ones alone where ``sizes`` has no more than the static dims."""
+    whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
+    found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
+    deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
+    return [schedule for schedule in (*found, *deep) if kernel.admits(schedule, sizes)]
+
+
+def starting(shape: Sequence[int] | None) -> list[Schedule]:
+    """Tiles on clusters of two, at the usual rasterisation: small ones too for an output of this shape, if it
+    is known, whose 128x128 tiles are fewer than an H100's SMs."""
+    few = shape is not None and prod(-(-size // 128) for size in shape) < SMS
+    tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
+    return [Schedule(*tile, *cluster) for tile in tiles for cluster in CLUSTERS if prod(cluster) == 2]
 
 
 def choices(

@@ -1,10 +1,10 @@
 """Tuning: which schedule runs each step fastest at given sizes, on this GPU.
 
-Every tile and cluster of two at the usual rasterisation, pingpong also with a deep mainloop; then the best
-three tiles over rasterisation group sizes and L2 eviction hints, the very best also on a cluster of four;
-then the best of both, all three tiles among them, in a longer race, because the first two pick among noise.
-Candidates are compiled in parallel processes, timed interleaved in random order with a cold L2, and the
-choice is kept under the hash of text, sizes and GPU.
+Every tile (small ones where the output is) and cluster of two at the usual rasterisation, pingpong also with
+a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction hints, the very best
+also on a cluster of four; then the best of both, all three tiles among them, in a longer race, because the
+first two pick among noise. Candidates are compiled in parallel processes, timed interleaved in random order
+with a cold L2, and the choice is kept under the hash of text, sizes and GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from primitives import raw, workers
 from primitives.compile import compile_gemm, compile_vector
 from primitives.cubin import deepest_stack
 from primitives.files import cache_dir, write_atomic
-from primitives.ir import SWIZZLES, Program, Schedule
+from primitives.ir import SMALL_TILES, SWIZZLES, Program, Schedule
 from primitives.jit import compiled
 from primitives.launchable import LaunchError
 from primitives.lower import GemmKernel, Lowered, lower
@@ -36,7 +36,7 @@ from primitives.refusal import CompileError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 2  # of the file that keeps a tuning, and of the way it is found
+FORMAT = 3  # of the file that keeps a tuning, and of the way it is found
 ROUNDS = 9
 FINALISTS = 3
 FINAL = 6
@@ -109,10 +109,9 @@ def search(
 def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
     """``search`` where good choices are known: only these race if they have tiles enough among them, since
     which is best depends on the GPU: one that meets its power limit sooner prefers wider ones (by 10%, over
-    a 128x128 pingpong at 7B width)."""
-    others = (
-        [] if len(_by_tile(known)) >= FINALISTS else leaders([choice for choice, _ in race(start, ROUNDS)])
-    )
+    a 128x128 pingpong at 7B width), and small ones where such start."""
+    enough = len(_by_tile(known)) >= FINALISTS and any(map(_small, known)) == any(map(_small, start))
+    others = [] if enough else leaders([choice for choice, _ in race(start, ROUNDS)])
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
 
@@ -120,6 +119,10 @@ def leaders(ranked: Sequence[Tile]) -> list[Tile]:
     """The fastest of each tile, of the best few tiles: what a wide one reads less of shows at its own group
     size only."""
     return sorted(_by_tile(ranked).values(), key=ranked.index)[:FINALISTS]
+
+
+def _small(choice: Tiled) -> bool:
+    return (choice.tile_m, choice.tile_n, choice.pingpong) in SMALL_TILES
 
 
 def _by_tile(ranked: Sequence[Tile]) -> dict[tuple[int, int, bool], Tile]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from primitives.cut import GemmStep, Steps
+from primitives.dims import Dim
 from primitives.ir import OPERATIONS, Program
 from primitives.lowered import CUTE_DTYPES, GemmKernel, Writer, literal
 from primitives.place import untransposed, values_read
@@ -70,6 +71,11 @@ class StepWriter(Writer):
         zero = self.past_edge.get(self.nodes[reduced].args[0]) == 0.0
         return not (zero and self.reduction(reduced).identity == 0.0)
 
+    def shape(self) -> tuple[Dim, Dim]:
+        """The GEMM's rows and columns."""
+        rows, columns = self.steps.types[self.step.gemm].shape
+        return rows, columns
+
     def kernel(self) -> GemmKernel:
         operands = self.nodes[self.step.gemm].args
         a, b = (untransposed(self.program, i) for i in operands)
@@ -85,6 +91,7 @@ class StepWriter(Writer):
             self.resources.c,
             self.resources.d,
             tuple(argument for argument, _ in self.resources.all()),
+            self.shape(),
             tuple(self.resources.periods),
             self.resources.grains(),
             self.resources.sums[1] if self.resources.sums else None,

@@ -9,9 +9,9 @@ import kernels
 import pytest
 
 from primitives import tune
-from primitives.ir import Schedule
+from primitives.ir import SMALL_TILES, TILES, Schedule
 from primitives.lower import GemmKernel, lower
-from primitives.probes import candidates
+from primitives.probes import SMS, candidates
 
 SIZES = {"M": 16384, "D": 2048, "F": 5632}
 
@@ -88,6 +88,20 @@ def test_known_schedules_of_one_tile_race_with_the_best_of_others(kernel: GemmKe
     race = Course(lambda s: 0.9 if s == wide else 1.0 if s in known else 1.2)
     ranked = tune.search_again(known, candidates(kernel, SIZES), race)
     assert ranked[0][0] == wide and set(known) < set(race.fields[-1])
+
+
+def test_small_tiles_race_where_large_ones_are_too_few(kernel: GemmKernel) -> None:
+    rows, columns = (dim(SIZES) for dim in kernel.shape)
+    assert -(-rows // 128) * -(-columns // 128) >= SMS and not tiles(candidates(kernel, SIZES)) & SMALL_TILES
+    few = SIZES | {"M": 128}
+    assert tiles(candidates(kernel, few)) == TILES
+    small = Schedule(128, 64, False, 1, 2)
+    known = [Schedule(128, 128, True, 1, 2), Schedule(192, 128, True, 1, 2), Schedule(128, 256, False, 2, 1)]
+    race = Course(lambda s: 0.9 if s == small else 1.0)
+    assert tune.search_again(known, candidates(kernel, few), race)[0][0] == small
+    again = Course(lambda s: 1.0)
+    tune.search_again([*known, small], candidates(kernel, few), again)
+    assert again.fields == [[*known, small]]
 
 
 def test_known_schedules_of_several_tiles_race_by_themselves(kernel: GemmKernel) -> None:

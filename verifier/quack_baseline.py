@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from primitives import workers
 from primitives.files import cache_dir, write_atomic
 from primitives.ir import SWIZZLES
-from primitives.probes import STARTING
+from primitives.probes import starting
 from primitives.tune import FORMAT, leaders, race_calls, refusals, search
 from verifier.baselines import products
 from verifier.quack_epilogue import QuackEpilogue, Tensors
@@ -83,10 +83,11 @@ def own_space(stage: QuackEpilogue) -> Configs:
 
 
 def our_space(stage: QuackEpilogue) -> Configs:
-    """The first stage of our own search: every tile that this epilogue admits, on clusters of two."""
+    """The first stage of our own search: tiles that this epilogue admits, on clusters of two, small ones
+    where the output is small."""
     return [
         config(s.tile_m, s.tile_n, s.pingpong, cluster=(s.cluster_m, s.cluster_n))
-        for s in STARTING
+        for s in starting((stage.a.shape[0], stage.b.shape[1]))
         if not (stage.paired and s.tile_n % PAIR_GRAIN)
     ]
 
