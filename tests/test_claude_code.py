@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,6 +65,13 @@ if plan.get("hangs"):
     child = subprocess.Popen(["sleep", "600"])
     open(here + "/child", "w").write(str(child.pid))
     time.sleep(600)
+if plan.get("fills"):
+    with open(os.environ["TMPDIR"] + "/filler", "wb", buffering=0) as file:
+        try:
+            while file.write(b"x" * 4096):
+                pass
+        except OSError:
+            pass
 sys.stderr.write(plan.get("stderr", ""))
 sys.stdout.write(plan.get("stdout", ""))
 sys.exit(plan.get("status", 0))
@@ -412,6 +420,23 @@ def test_an_answer_is_not_lost_to_what_the_command_leaves_behind(
         assert make("claude-code").next_turn(Question("S", TASK)).text == "Here it is. "
     finally:
         os.kill(int((here / "litter").read_text()), signal.SIGKILL)
+
+
+def test_a_disk_that_fills_up_meanwhile_loses_no_answer(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that has the scratch folder: a file system of its own, where this user may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    mounted = not os.geteuid() and not subprocess.run(command, capture_output=True).returncode
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    plan(_planned(RESULT) | {"fills": mounted})
+    try:
+        assert make("claude-code", patience=ONCE).next_turn(Question("S", TASK)).text == "Here it is. "
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_command_that_cannot_be_started_is_tried_again_and_costs_nothing(

@@ -23,7 +23,6 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -165,15 +164,21 @@ class ClaudeCode:
         prefix.write_text(system, encoding="utf-8")  # as an argument it could be too long
         (scratch / "empty").mkdir()
         kept = {name: value for name, value in os.environ.items() if name not in WITHHELD}
-        begin = partial(
-            subprocess.Popen,
-            [*self._command, "--system-prompt-file", str(prefix)],
-            cwd=scratch / "empty",
-            # its socket and other files, which it leaves when it is killed, lie in the scratch folder
-            env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
-            start_new_session=True,
-        )
-        return children.attend(begin, prompt, seconds)
+
+        def begin(**files: Any) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                [*self._command, "--system-prompt-file", str(prefix)],
+                cwd=scratch / "empty",
+                # its socket and other files, which it leaves when it is killed, lie in the scratch folder
+                env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
+                start_new_session=True,
+                **files | {"stdout": printed},
+            )
+
+        with os.fdopen(os.memfd_create("claude"), "w+b") as printed:  # a disk may fill up meanwhile
+            status, _, words = children.attend(begin, prompt, seconds)
+            printed.seek(0)
+            return status, printed.read().decode("utf-8", "replace"), words
 
 
 def _how_to_use(tools: Sequence[Tool]) -> str:
