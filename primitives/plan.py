@@ -138,21 +138,25 @@ class Plan:
         return [1, rows, -(-columns // schedule.tile_n)]
 
     def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
-        """What lives between kernels, in one buffer: tiles and vectors that are no outputs, and partials
-        sized by the chosen tiles."""
+        """What lives between kernels, in one buffer: tiles and vectors that are no outputs, then partials,
+        which are as many as the chosen tiles make them."""
         import torch
 
-        wanted: dict[Hashable, tuple[list[int], str]] = {}
+        values: dict[Hashable, tuple[list[int], str]] = {}
+        partials: dict[Hashable, tuple[list[int], str]] = {}
         for gemm in self.lowered.gemms:
             for a in (*gemm.arguments, gemm.d):
                 if a is not None and a.role == "partial" and not a.picks:
-                    wanted["partial", a.node, a.part] = (self._partials(gemm, a.node), "fp32")
+                    partials["partial", a.node, a.part] = (self._partials(gemm, a.node), "fp32")
                 elif a is not None and a.role == "store" and a.node not in self._names:
-                    wanted["value", a.node] = (self._shape(a.node), self._steps.dtypes[a.node])
+                    values["value", a.node] = (self._shape(a.node), self._steps.dtypes[a.node])
         for vector in self.lowered.vectors:
             for a in vector.arguments:
                 if a.role == "out" and a.node not in self._names:
-                    wanted["value", a.node] = (self._shape(a.node), a.dtype)
+                    values["value", a.node] = (self._shape(a.node), a.dtype)
+        # Values lie at one place whatever the tiles: plans of a race share a buffer, and run a step on what
+        # earlier ones left there.
+        wanted = values | partials
         sizes = {
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
             for key, (shape, dtype) in wanted.items()

@@ -39,11 +39,14 @@ def planned(program: Program, schedule: Schedule | None = None) -> tuple[Plan, A
     steps = sum(n.op == "gemm" for n in program.nodes)
     sizes = {d: SIZES[d] for d in program.signature.dims}
     plan = Plan(program, sizes, dict.fromkeys(range(steps), schedule or Schedule()), "cpu")
-    inputs = {
+    return plan, inputs_of(program, sizes), plan.outputs()
+
+
+def inputs_of(program: Program, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    return {
         name: torch.zeros([d(sizes) for d in t.shape], dtype=torch_dtype(t.dtype))
         for name, t in program.signature.inputs.items()
     }
-    return plan, inputs, plan.outputs()
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -128,6 +131,28 @@ def test_everything_between_kernels_lies_in_one_workspace_without_overlap(calls)
     storages = {t.untyped_storage().data_ptr() for t in plan._slots.fixed if isinstance(t, torch.Tensor)}
     assert len(storages) == 1
     assert all(start % 256 == spans[0][0] % 256 for start, _ in spans)
+
+
+def test_what_earlier_steps_leave_lies_where_it_did_whatever_tile_a_later_one_has(calls):
+    signature = kernels.signature(
+        {"x": kernels.tensor("M, K"), "w": kernels.tensor("N, K"), "v": kernels.tensor("P, K")},
+        {"o": kernels.tensor("M, P"), "total": kernels.tensor("M", "fp32")},
+    )
+    lines = (
+        "rstd = rsqrt(row_sums(gemm(x, w.mT)) + 1)",
+        "o = gemm(x, v.mT) * per_row(rstd)",
+        "return {'o': o, 'total': row_sums(o)}",
+    )
+    program, sizes = kernels.trace(signature, *lines), {"M": 100, "K": 64, "N": 200, "P": 264}
+    first = Plan(program, sizes, dict.fromkeys(range(2), Schedule()), "cpu")
+    wide = Plan(program, sizes, {0: Schedule(), 1: Schedule(128, 256, False)}, "cpu", first.workspace)
+    rows = []
+    for plan in (first, wide):
+        plan.run(inputs_of(program, sizes), plan.outputs())
+        epilogue = calls[-2][1][4]  # of the second GEMM, which its finish follows
+        (row,) = (getattr(epilogue, a.name) for a in plan.lowered.gemms[1].arguments if a.role == "row")
+        rows.append(row)
+    assert same(*rows) and rows[0].shape == (100,)
 
 
 def test_a_workspace_s_gaps_are_all_of_it_in_which_nothing_lies(calls):
