@@ -39,13 +39,6 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
     return found
 
 
-def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sizes of inputs that can be launched on; LaunchError naming what is wrong otherwise."""
-    sizes = check_tensors(program.signature, inputs)
-    check_sizes(program, sizes)
-    return sizes
-
-
 def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
     """LaunchError for sizes at which a tensor is empty or has rows that do not align."""
     errors = [*empty(program.signature, sizes), *alignment_errors(program, sizes)]

@@ -14,7 +14,7 @@ from primitives import launch
 from primitives.interpret import torch_dtype
 from primitives.ir import Program, Schedule
 from primitives.launch import Kernel
-from primitives.launchable import LaunchError, check_inputs
+from primitives.launchable import LaunchError, check_sizes, check_tensors
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 
@@ -49,6 +49,13 @@ def on_gpu(program: Program, **changed: Any) -> dict[str, Any]:
 
 
 MISSING = object()
+
+
+def check_inputs(program: Program, inputs: dict[str, Any]) -> dict[str, int]:
+    """As a ``Kernel`` does where it has no plan for them."""
+    sizes = check_tensors(program.signature, inputs)
+    check_sizes(program, sizes)
+    return sizes
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
