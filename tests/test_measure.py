@@ -17,9 +17,9 @@ from authoring import TOY_KERNEL, program_of, write_toy
 from primitives.ir import Schedule
 from primitives.roofline import roofline
 from verifier import measure as measuring
-from verifier.gates import Failed
+from verifier.gates import Failed, Gates, silent
 from verifier.gpu import Lost
-from verifier.measure import Kept, Options, measure
+from verifier.measure import Kept, Options, _Session, measure
 from verifier.proof import Job, clean, numerics, stability, tune
 from verifier.report import PROTOCOL, Measured, Rejected, Unmeasured
 from verifier.scoring import faults, score
@@ -302,6 +302,12 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     workers.gain = 1.0
     slower = run(spec, kept=kept)
     assert isinstance(slower, Rejected) and slower.code == "no_faster"
+
+
+def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:
+    session = _Session(spec, program_of(spec, TOY_KERNEL), Options(), Gates(silent), None, {}, None, "")
+    session.seconds |= {"tune": 1.0, "score": 3.0, "score: race": 2.0}
+    assert session._share("tune") == 0.25
 
 
 def test_slow_is_rejected_and_too_few_processes_accept_nothing(spec: Spec, workers: Workers) -> None:
