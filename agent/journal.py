@@ -16,7 +16,7 @@ import sqlite3
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -195,7 +195,8 @@ class Journal(Record):
     def close(self) -> None:
         """Give the journal free for others. Harmless when it is closed already."""
         if self._lock.is_locked and not self._keeps:
-            self._room.give_back()
+            with suppress(OSError):  # on a disk that fails: who opens it next removes it
+                self._room.give_back()
         self._db.close()
         self._lock.release()
 

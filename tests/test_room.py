@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -179,6 +180,23 @@ def test_nothing_is_asked_for_where_there_is_no_room(small_disk: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         (small_disk / "filler").unlink(missing_ok=True)
         assert journal.once("answer/1", "answer", dict) == {}
+
+
+def test_a_room_that_cannot_be_removed_keeps_no_journal_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that failed, and can only be read since."""
+
+    def fails(room: Room) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    journal = Journal.create(tmp_path / "run.db", {})
+    journal.once("answer/1", "answer", dict)
+    with monkeypatch.context() as patch:
+        patch.setattr(Room, "give_back", fails)
+        journal.close()
+    Journal.open(tmp_path / "run.db").close()
+    assert not (tmp_path / "run.db-room").exists()
 
 
 def test_an_event_that_was_half_kept_is_none(tmp_path: Path) -> None:
