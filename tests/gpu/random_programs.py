@@ -19,14 +19,14 @@ from programs import Made, Tensors, random_program, random_schedule
 
 from primitives.compile import PROBES
 from primitives.cut import cut
-from primitives.interpret import interpret, torch_dtype
+from primitives.interpret import interpret
 from primitives.ir import OPERATIONS, Program, ProgramError, Schedule
 from primitives.lower import lower
 from primitives.plan import Plan
+from verifier.guards import POISONS, Guarded, untouched
 
 DEVICE = "cuda"
-GUARD = 4096  # bytes on either side of a tensor, which nothing may write, or read and use
-POISON = 255  # as every byte: NaN in each float, -1 in integers
+POISON = POISONS[0]  # as every byte: NaN in each float, -1 in integers
 SECONDS = 150  # for one case, most of it compiling
 REFUSED = (RuntimeError, ValueError, AssertionError)  # DSLBaseError among them: what the tuner passes over
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
@@ -48,18 +48,6 @@ COARSE = Limits(8e-3, 2e-3)
 FP8 = Limits(8e-3, 2e-3)
 # A value near the middle of two 16-bit ones is stored as either: one ulp of bf16 in what the next step reads.
 CHAINED = Limits(4e-2, 4e-3)
-
-
-def guarded(shape: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A poisoned tensor, and the bytes that hold it and its guards."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    held = torch.full((size + 2 * GUARD + -size % 256,), POISON, dtype=torch.uint8, device=DEVICE)
-    return held[GUARD : GUARD + size].view(dtype).view(shape), held
-
-
-def intact(tensor: torch.Tensor, held: torch.Tensor) -> bool:
-    end = GUARD + tensor.numel() * tensor.element_size()
-    return bool((held[:GUARD] == POISON).all() and (held[end:] == POISON).all())
 
 
 def limits(program: Program, dtype: torch.dtype) -> Limits:
@@ -148,17 +136,15 @@ def compare(made: Made, plan: Plan, seed: int) -> dict[str, Any]:
     """Run twice, and hold it against the interpreter."""
     program, signature = plan.program, plan.program.signature
     drawn = made.draw(plan.sizes, seed, DEVICE)
-    inputs, outputs, held = {}, {}, {}
-    for name, tensor in drawn.items():
-        inputs[name], held[name] = guarded(list(tensor.shape), tensor.dtype)
-    for name, t in signature.outputs.items():
-        if name not in signature.updates:
-            shape = [d(plan.sizes) for d in t.shape]
-            outputs[name], held[name] = guarded(shape, torch_dtype(t.dtype))
-    outputs |= {name: inputs[old] for name, old in signature.updates.items()}
+    fresh = {name: t for name, t in plan.outputs().items() if name not in signature.updates}
+    read, written = Guarded(drawn, POISON), Guarded(fresh, POISON)
+    inputs = read.tensors
+    outputs = written.tensors | {name: inputs[old] for name, old in signature.updates.items()}
     runs = [launch(plan, drawn, inputs, outputs) for _ in range(2)]
-    whole = [k for k, b in held.items() if intact((inputs | outputs)[k], b)]
-    faults = [f"{k}: the bytes around it were written" for k in sorted(held.keys() - set(whole))]
+    beside = [held.written_beside(POISON) for held in (read, written)]
+    faults = [f"{k}: the bytes around it were written" for names in beside for k in names]
+    if not untouched(plan.gaps, POISON):
+        faults.append("the workspace: bytes between its tensors were written")
     read_only = drawn.keys() - signature.updates.values()
     faults += [f"{k}: an input was written" for k in sorted(read_only) if differ(inputs[k], drawn[k])]
     faults += [f"{k}: two runs differ" for k in outputs if differ(runs[0][k], runs[1][k])]
