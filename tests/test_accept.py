@@ -23,6 +23,7 @@ from authoring import (
     slow,
     write_toy,
 )
+from small_disk import mounted
 
 from agent import accept as accepting
 from agent import runs, table
@@ -199,14 +200,8 @@ def test_a_place_that_cannot_be_written_says_so(spec: Path, tmp_path: Path) -> N
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 32 KB, where this user may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(disk)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
-        command = []
-    yield disk
-    if command:
-        subprocess.run(["umount", str(disk)], check=True)
+    with mounted(tmp_path / "disk", 32 << 10) as disk:
+        yield disk
 
 
 def test_a_disk_that_is_full(spec: Path, small_disk: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +35,7 @@ from claude_says import (
     printed,
     response,
 )
+from small_disk import mounted
 from typer.testing import CliRunner
 
 from agent import runs, session
@@ -425,18 +425,11 @@ def test_an_answer_is_not_lost_to_what_the_command_leaves_behind(
 def test_a_disk_that_fills_up_meanwhile_loses_no_answer(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that has the scratch folder: a file system of its own, where this user may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    mounted = not os.geteuid() and not subprocess.run(command, capture_output=True).returncode
-    monkeypatch.setattr(tempfile, "tempdir", str(disk))
-    plan(_planned(RESULT) | {"fills": mounted})
-    try:
+    """The one that has the scratch folder; a real one, where it can be had."""
+    with mounted(tmp_path / "disk", 1 << 20) as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        plan(_planned(RESULT) | {"fills": os.path.ismount(disk)})
         assert make("claude-code", patience=ONCE).next_turn(Question("S", TASK)).text == "Here it is. "
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_command_that_cannot_be_started_is_tried_again_and_costs_nothing(

@@ -18,6 +18,7 @@ import fake_messages as fake
 import pytest
 from authoring import ROOT, TOY_KERNEL, Notes, Scripted, fenced, write_toy
 from fake_messages import FakeMessages
+from small_disk import mounted
 
 from agent import runs, session
 from agent.budget import spent
@@ -32,13 +33,8 @@ FEW = 8 << 20  # bytes
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, where this user may mount one; else a directory."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={FEW}", "tmpfs", str(disk)]
-    mounted = not os.geteuid() and not subprocess.run(command, capture_output=True).returncode
-    yield disk
-    if mounted:
-        subprocess.run(["umount", str(disk)], check=True)
+    with mounted(tmp_path / "disk", FEW) as disk:
+        yield disk
 
 
 def test_a_full_disk_writes_nothing_of_the_step(tmp_path: Path) -> None:

@@ -1,0 +1,24 @@
+"""A file system of its own, where this user may mount one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def mounted(disk: Path, size: int) -> Iterator[Path]:
+    """A directory that is made here, of so many bytes where it could be mounted (``os.path.ismount``)."""
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    may = not os.geteuid() and shutil.which("mount") is not None
+    done = may and not subprocess.run(command, capture_output=True).returncode
+    try:
+        yield disk
+    finally:
+        if done:
+            subprocess.run(["umount", str(disk)], check=True)
