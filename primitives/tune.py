@@ -106,6 +106,21 @@ def search(
     return race(list(dict.fromkeys(second[:FINAL] + leaders(first))), FINAL_ROUNDS)
 
 
+def ranking(
+    start: list[Tile],
+    refine: Callable[[list[Tile]], list[Tile]],
+    race: Race[Tile],
+    known: list[Tile],
+    *,
+    edited: bool,
+) -> list[tuple[Tile, float]]:
+    """The last race of a search, or of one among ``known`` choices. Those of an ``edited`` text are what its
+    author was shown: they race alone."""
+    if known and edited:
+        return race(known, FINAL_ROUNDS)
+    return search_again(known, start, race) if known else search(start, refine, race)
+
+
 def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
     """``search`` where good choices are known: only these race if they have tiles enough among them, since
     which is best depends on the GPU: one that meets its power limit sooner prefers wider ones (by 10%, over
@@ -154,12 +169,8 @@ def tuned(
     for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes, raw)
         again = [s for s in (known or {}).get(kernel.step, ()) if kernel.admits(s, sizes)]
-        if again and raw:  # its author was shown what these took
-            ranked = race(again, FINAL_ROUNDS)
-        elif again:
-            ranked = search_again(again, first[kernel.step], race)
-        else:
-            ranked = search(first[kernel.step], partial(refinements, kernel=kernel), race)
+        refine = partial(refinements, kernel=kernel)
+        ranked = ranking(first[kernel.step], refine, race, again, edited=bool(raw))
         if not ranked:
             raise NoSchedule(f"no schedule of {kernel.name} runs at {dict(sizes)}")
         chosen[kernel.step] = ranked[0][0]

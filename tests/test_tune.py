@@ -90,6 +90,16 @@ def test_known_schedules_of_one_tile_race_with_the_best_of_others(kernel: GemmKe
     assert ranked[0][0] == wide and set(known) < set(race.fields[-1])
 
 
+def test_what_an_author_was_shown_races_alone(kernel: GemmKernel) -> None:
+    known = [Schedule(128, 128, True, 1, 2)]
+    for edited, races in ((True, 1), (False, 2)):
+        race = Course(lambda s: s.tile_n)
+        refine = partial(tune.refinements, kernel=kernel)
+        tune.ranking(candidates(kernel, SIZES), refine, race, known, edited=edited)
+        assert len(race.fields) == races and set(known) <= set(race.fields[-1])
+        assert (race.fields == [known]) == edited
+
+
 def test_small_tiles_race_where_large_ones_are_too_few(kernel: GemmKernel) -> None:
     rows, columns = (dim(SIZES) for dim in kernel.shape)
     assert -(-rows // 128) * -(-columns // 128) >= SMS and not tiles(candidates(kernel, SIZES)) & SMALL_TILES
