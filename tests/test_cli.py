@@ -531,7 +531,7 @@ def test_show_of_what_no_tile_has_room_for(command: Command, tmp_path: Path) -> 
     lines += [f"  {name}: {tile}" for name in names] + ["outputs:"]
     lines += [f"  o{name}: {tile}" for name in names] + ["reference: |", "  t = x @ w.mT"]
     lines += [f"  o{name} = torch.stack((t, t), -1).flatten(1) * {name}" for name in names]
-    lines += ["cases:", "  - {name: one, M: 512, K: 256, N: 256}", "accept: {speedup: 1.0}"]
+    lines += ["cases:", "  - {name: one, M: 16384, K: 256, N: 2048}", "accept: {speedup: 1.0}"]
     returned = ", ".join(f"'o{name}': join(t, t) * {name}" for name in names)
     spec, kernel = tmp_path / "crowd.yaml", tmp_path / "crowd.py"
     spec.write_text("\n".join(lines) + "\n")

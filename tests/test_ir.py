@@ -272,7 +272,7 @@ HOSTILE: dict[str, tuple[Edit, str]] = {
     "schedule field true": (put("schedule", {"0": {"swizzle": True}}), "schedule"),
     "schedule field a number": (put("schedule", {"0": {"pingpong": 1}}), "schedule"),
     "schedule field a string": (put("schedule", {"0": {"tile_m": "128"}}), "schedule"),
-    "schedule of no tile": (put("schedule", {"0": {"tile_m": 64}}), "schedule"),
+    "schedule of no tile": (put("schedule", {"0": {"tile_m": 96}}), "schedule"),
     "schedule of no cluster": (put("schedule", {"0": {"cluster_m": 4}}), "schedule"),
     "schedule of no swizzle": (put("schedule", {"0": {"swizzle": 3}}), "schedule"),
 }

@@ -149,10 +149,10 @@ def schedule(program: Json, step: str = "0", **fields: object) -> None:
     program["schedule"] = {step: fields}
 
 
-@cheat(refused("schedule", "no tile 64x64"))
+@cheat(refused("schedule", "no tile 32x64"))
 def a_tile_that_no_mainloop_has(program: Json) -> None:
     """Smaller than a warp group's instruction."""
-    schedule(program, tile_m=64, tile_n=64)
+    schedule(program, tile_m=32, tile_n=64)
 
 
 @cheat(refused("schedule", "cluster must be one of"))
