@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
@@ -65,21 +67,38 @@ def files(name: str, directory: Path = KERNELS, *, raw: bool = False) -> list[Pa
     return [directory / f"{name}.{suffix}" for suffix in (RAW_SUFFIXES if raw else SUFFIXES)]
 
 
+@contextmanager
+def settled(name: str, directory: Path | None = None, *, raw: bool = False) -> Iterator[list[Path]]:
+    """Within: the ``files`` of a kernel, by default in generated_kernels/, are of one acceptance: one that
+    was cut off is ended first, and others wait. Raises OSError, FileNotFoundError without a directory."""
+    *others, evidence = files(name, directory or KERNELS, raw=raw)
+    with staging.settled(evidence.parent, evidence.name):
+        yield [*others, evidence]
+
+
 def read(spec: Spec, directory: Path | None = None, *, raw: bool = False) -> Kernel | None:
     """The accepted kernel of a spec, by default of generated_kernels/, or its edited text; None where there
     is none. Whether the report is for these files is ``verifier.evidence``'s to say. Raises KernelError."""
-    source, program, *_, evidence = files(spec.name, directory or KERNELS, raw=raw)
-    staging.end(evidence.parent, evidence.name)
     try:
-        return Kernel(
-            Program.from_json(program.read_text(encoding="utf-8"), spec.signature()),
-            report(evidence),
-            source.read_text(encoding="utf-8") if raw else "",
-        )
+        with settled(spec.name, directory, raw=raw) as (source, program, *_, evidence):
+            return Kernel(
+                Program.from_json(program.read_text(encoding="utf-8"), spec.signature()),
+                report(evidence),
+                source.read_text(encoding="utf-8") if raw else "",
+            )
     except FileNotFoundError:
         return None
     except (ProgramError, UnicodeDecodeError) as error:
         raise KernelError(f"{program}: {error}; accept that kernel again") from None
+
+
+def is_there(name: str) -> bool:
+    """Whether generated_kernels/ has an accepted kernel of this name. Raises OSError."""
+    try:
+        with settled(name) as (*_, evidence):
+            return evidence.is_file()
+    except FileNotFoundError:
+        return False
 
 
 def report(path: Path) -> Accepted:
@@ -169,10 +188,11 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     assert program is not None  # of a rejected one there are no changes to show
     if raw and lower(program, raw).hash != outcome.report.identity.lowered_hash:
         return ""  # no text of the program's: a primitive's functions
-    path, *_, evidence = files(outcome.report.identity.spec, directory, raw=bool(raw))
-    staging.end(directory, evidence.name)
+    name = outcome.report.identity.spec
+    path, *_ = files(name, directory, raw=bool(raw))
     try:
-        before = path.read_text(encoding="utf-8")
+        with settled(name, directory, raw=bool(raw)):
+            before = path.read_text(encoding="utf-8")
     except OSError:
         if not raw:
             return ""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent import accept, runs
 from agent.loop import last_verified, measurement, stands_at
-from agent.pieces import Pieces
+from agent.pieces import FilePieces
 from agent.session import work_of
 from primitives.files import write_atomic
 from primitives.ir import Program, ProgramError
@@ -203,10 +203,10 @@ def _partial(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def _pieces(out: Path, entry: Entry, options: Options) -> Pieces:
+def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
     """Where one entry's measurement is kept until ``out`` is whole."""
     rival = entry.kept.model_dump_json() if entry.kept else ""
-    return Pieces.of(_partial(out), entry.identity, options, rival)
+    return FilePieces.of(_partial(out), entry.identity, options, rival)
 
 
 def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str], Progress]) -> Results:

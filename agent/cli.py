@@ -62,7 +62,7 @@ def verify(
     from verifier.verify import verify as run_gates
 
     loaded = load(spec or session.spec_of(kernel))
-    source = session.source(kernel)
+    source = session.kernel_source(kernel)
     options = measuring.options()
     with (
         live.Watch(session.console(as_json)) as watch,

@@ -254,7 +254,7 @@ class Loop:
         try:
             with self._gpu():
                 self.ledger.afford_gpu()
-                pieces = Pieces.of(self.journal, number)
+                pieces = JournalPieces.of(self.journal, number)
                 with self._timely():
                     found = self.measure(self.spec, program, pieces, rival, raw)
                 payload = found.model_dump(mode="json") | pieces.charge()
@@ -275,7 +275,7 @@ def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome
 
 
 @dataclass
-class Pieces:
+class JournalPieces:
     """Finished pieces of a measurement, in the journal: one that was cut off goes on. Each is charged with
     the GPU's time ``since`` the one before, so that a kill loses the charge of one."""
 
@@ -285,7 +285,7 @@ class Pieces:
     since: float  # by time.monotonic
 
     @classmethod
-    def of(cls, journal: Journal, number: int) -> Pieces:
+    def of(cls, journal: Journal, number: int) -> JournalPieces:
         """Those of attempt ``number``, since its last measurement that was void."""
         voids = sum(e.key.startswith(f"void/{number}/") for e in journal.events())
         return cls(journal, f"piece/{number}.{voids}/", f"void/{number}/{voids}", time.monotonic())

@@ -24,7 +24,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
 
 from agent import account, prompt, runs, session, tools
-from agent.accept import files
+from agent.accept import is_there
 from agent.budget import OutOfBudget, Spent
 from agent.journal import JournalError
 from agent.loop import Loop, Outcome, extract, standing
@@ -301,8 +301,7 @@ def _spec(name: str, path: Path) -> dict[str, Any]:
         spec = load(path, check=False)
     except SpecError as error:
         return told | {"error": str(error)}
-    *_, evidence = files(spec.name)
-    return told | {"summary": spec.summary, "accepted": evidence.is_file()}
+    return told | {"summary": spec.summary, "accepted": is_there(spec.name)}
 
 
 def _known(name: str) -> str:

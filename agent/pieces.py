@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Pieces:
+class FilePieces:
     """Finished pieces of one measurement, each a file that is seen whole or not at all."""
 
     directory: Path
 
     @classmethod
-    def of(cls, parent: Path, identity: Identity, options: Options, *more: str) -> Pieces:
+    def of(cls, parent: Path, identity: Identity, options: Options, *more: str) -> FilePieces:
         """Those of this kernel, this spec's sizes, these options and whatever ``more`` they depend on: of no
         other measurement."""
         what = json.dumps([identity.lowered_hash, identity.spec_hash, asdict(options), *more])
@@ -67,13 +67,15 @@ def resumed(
     from verifier.conditions import card
     from verifier.report import PROTOCOL
 
-    kept: list[Pieces] = []
+    kept: list[FilePieces] = []
     with ExitStack() as stack:
 
-        def keep(identity: Identity) -> Pieces:
+        def keep(identity: Identity) -> FilePieces:
             stack.enter_context(gpu_alone(say))
             versions = json.dumps(identity.versions, sort_keys=True)
-            found = Pieces.of(cache_dir() / "verifying", identity, options, str(PROTOCOL), versions, card())
+            found = FilePieces.of(
+                cache_dir() / "verifying", identity, options, str(PROTOCOL), versions, card()
+            )
             if again:
                 found.clear()
             elif times := found.written():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,6 +239,16 @@ def source(path: Path) -> str:
         raise typer.BadParameter(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path}: cannot be read as text: {error}") from None
+
+
+def kernel_source(kernel: Path) -> str:
+    """``source`` of a kernel's file, once an acceptance of that kernel that was cut off is ended."""
+    from agent.accept import settled
+
+    name, raw = kernel.name.partition(".")[0], ".raw." in kernel.name
+    with suppress(FileNotFoundError), settled(name, kernel.parent, raw=raw):
+        return source(kernel)
+    return source(kernel)
 
 
 def console(quiet: bool) -> Any:

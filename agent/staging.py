@@ -8,7 +8,6 @@ and no disk is too full for that.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -16,17 +15,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from agent.locks import alone, together
 from primitives.files import sync_directory, write_atomic
 
+STATES = ("draft", "whole", "done")  # of a folder: being written, all there, and its files in their places
 PLACES = "places.json"  # in a folder: where its files go, in their order
 
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
     """Replace files by these, in their order. The last vouches for the others: it is gone while they are
     replaced. ``name`` tells them from others that are staged in ``directory``. Raises OSError; then all are
-    as they were, or the next ``end`` replaces them."""
+    as they were, or are replaced by whoever looks next."""
     directory.mkdir(parents=True, exist_ok=True)
-    with _alone(directory):
+    with alone(directory):
         _finish(directory, name)
         draft, whole, _ = _folders(directory, name)
         try:
@@ -40,18 +41,25 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
         _finish(directory, name)
 
 
-def end(directory: Path, name: str) -> None:
-    """Replace files whose replacement was cut off after it was decided, and leave nothing of one that was cut
-    off before. Raises OSError."""
-    if any(folder.is_dir() for folder in _folders(directory, name)):
-        with _alone(directory):
-            _finish(directory, name)
+@contextmanager
+def settled(directory: Path, name: str = "*") -> Iterator[None]:
+    """Within: files are as they were replaced last, and stay so. A replacement that was cut off after it was
+    decided is ended first, and of one that was cut off before nothing is left; of any ``name`` without one.
+    Raises OSError, FileNotFoundError where there is no ``directory``."""
+    while True:
+        _end(directory, name)
+        with together(directory):
+            if not any(
+                folder.is_dir() for folder in directory.glob(f".{name}.whole")
+            ):  # else it was decided, and cut off, just now
+                yield
+                return
 
 
-def end_all(directory: Path) -> None:
-    """``end`` whatever was decided there. Raises OSError."""
-    for folder in directory.glob(".*.whole"):
-        end(directory, folder.name[1:].removesuffix(".whole"))
+def _end(directory: Path, name: str) -> None:
+    for folder in [f for state in STATES for f in directory.glob(f".{name}.{state}")]:
+        with alone(directory):
+            _finish(directory, folder.stem[1:])
 
 
 def _finish(directory: Path, name: str) -> None:
@@ -94,17 +102,5 @@ def _move(staged: Path, place: Path) -> None:
 
 
 def _folders(directory: Path, name: str) -> tuple[Path, Path, Path]:
-    """Of files that are being written, that are all there, and that are in their places."""
-    draft, whole, done = (directory / f".{name}.{state}" for state in ("draft", "whole", "done"))
+    draft, whole, done = (directory / f".{name}.{state}" for state in STATES)
     return draft, whole, done
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Held by one process at a time; the kernel drops it when that process dies."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from agent import accept, staging
 from agent.accept import KERNELS, RECORDINGS
-from agent.journal import read_export
+from agent.journal import Event, read_export
 from agent.prompt import tokens
 from agent.proportions import wilson
 from agent.tools import DRAFT, TIP
@@ -172,12 +173,15 @@ def success(runs: Iterable[RunRow], tries: int) -> int:
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     """All accepted kernels' reports and all recorded runs. Raises KernelError and JournalError; OSError where
     an acceptance that was cut off cannot be ended."""
-    staging.end_all(kernels)
-    found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):  # nothing was accepted yet
+            stack.enter_context(staging.settled(kernels))
+        found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
+        exports = [read_export(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
     found.sort(key=lambda report: _order(report.identity.spec))
     reports = tuple(report for report in found if not report.identity.raw)
     accepted = {report.authorship.run for report in reports if report.authorship}
-    runs = [_run(path, accepted) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
+    runs = [_run(header, events, accepted) for header, events in exports]
     runs.sort(key=lambda run: (_order(run.operator), run.run))
     edits = [report for report in found if report.identity.raw]
     return Tables(reports, _rows(reports), tuple(runs), _rows(edits))
@@ -242,8 +246,7 @@ def _row(operator: str, timing: Timing) -> Row:
     )
 
 
-def _run(path: Path, accepted: set[str]) -> RunRow:
-    header, events = read_export(path)
+def _run(header: Mapping[str, Any], events: Sequence[Event], accepted: set[str]) -> RunRow:
     answers = [e.payload for e in events if e.kind == "answer"]
     prompts = [e.payload for e in events if e.kind == "prompt"]
     failed = {

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,15 @@ from authoring import (
 from small_disk import mounted
 
 from agent import accept as accepting
-from agent import runs, table
+from agent import runs, session, table
 from agent.accept import AcceptError, accept
+from agent.compare.kernels import written
 from agent.journal import JournalError, read_export
 from agent.loop import Outcome, standing
 from primitives.lower import lower
 from verifier.report import Accepted
 from verifier.spec import Spec
+from verifier.spec_file import load
 
 pytestmark = pytest.mark.usefixtures("runs_home")
 NAMES = ["toy.py", "toy.program.json", "toy.cutedsl.py", "toy.report.json", "toy.jsonl"]
@@ -320,6 +322,74 @@ def test_the_tables_are_of_the_kernel_whose_acceptance_was_cut_off(spec: Path, t
     (whole / "places.json").write_text('["toy.report.json"]')
     assert [r.identity.spec for r in table.read(kernels, kernels).reports] == ["toy"]
     assert not whole.exists() and table.read(tmp_path / "none", kernels).reports == ()
+
+
+def cut_off(kernels: Path) -> Path:
+    """An acceptance of the kernel there that was cut off once it was decided: two of its files are not in
+    their places yet. Its folder."""
+    names, whole = ["toy.py", "toy.program.json", "toy.report.json"], kernels / ".toy.report.json.whole"
+    whole.mkdir()
+    for number, file in enumerate(names):
+        (kernels / file).rename(whole / str(number))
+    (whole / "places.json").write_text(json.dumps(names))
+    return whole
+
+
+def test_whoever_reads_a_kernel_ends_an_acceptance_that_was_cut_off(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = tmp_path / "kernels"
+    put(accepted_run(spec), kernels)
+    monkeypatch.setattr("agent.accept.KERNELS", kernels)
+    program = program_of(load(spec, check=False), TOY_KERNEL)
+    readers: list[Callable[[], object]] = [
+        lambda: written(load(spec, check=False)).hash == program.hash,
+        lambda: session.kernel_source(kernels / "toy.py") == TOY_KERNEL,
+        lambda: accepting.is_there("toy"),
+    ]
+    for reader in readers:
+        whole = cut_off(kernels)
+        assert reader() and not whole.exists()
+
+
+# Accepts two runs in turn, until it is killed.
+ACCEPTING = """
+import itertools, sys
+from pathlib import Path
+from agent import accept, runs
+from agent.loop import standing
+
+here = Path(sys.argv[3])
+opened = [runs.reopen(name) for name in sys.argv[1:3]]
+found = [(standing(run.journal, run.spec), run.journal) for run in opened]
+for outcome, journal in itertools.cycle(found):
+    accept.accept(outcome, journal, here, here)
+"""
+
+
+def test_a_kernel_is_read_whole_while_others_accept(spec: Path, tmp_path: Path) -> None:
+    """Its files are all of one acceptance, and are there."""
+    first, second = accepted_run(spec), accepted_run(spec, TWICE)
+    put(first, tmp_path)
+    loaded = load(spec, check=False)
+    command = [sys.executable, "-c", ACCEPTING, first, second, str(tmp_path)]
+    seen: set[str] = set()
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            while len(seen) < 2:
+                assert process.poll() is None
+                seen.add(read_once(loaded, tmp_path))
+            for _ in range(300):
+                read_once(loaded, tmp_path)
+        finally:
+            process.kill()
+
+
+def read_once(spec: Spec, kernels: Path) -> str:
+    found = accepting.read(spec, kernels)
+    assert found is not None
+    assert found.program.hash == found.report.identity.program_hash
+    return found.program.hash
 
 
 def test_a_folder_that_is_a_link(spec: Path, tmp_path: Path) -> None:

@@ -342,11 +342,15 @@ def test_processes_that_change_it_at_once_lose_nothing(log: Path) -> None:
     assert left == {log.name, "go", *(f"ready-{number}" for number in range(4))}  # no lock beside the log
 
 
-def test_a_cache_that_cannot_be_written_is_named(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CODA_AGENT_CACHE", str(log / "cache"))
-    with pytest.raises(TipsError, match="set CODA_AGENT_CACHE to a directory that can be written"):
-        add(LESSON, log)
+def test_a_place_that_is_no_folder_is_named(log: Path) -> None:
+    with pytest.raises(TipsError, match=f"{log}: File exists; make it a folder that can be read"):
+        add(LESSON, log / "tips.md")
     assert log.read_text() == LOG
+
+
+def test_a_cache_is_not_needed(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(log / "cache"))
+    assert not add(LESSON, log).merged
 
 
 def test_a_near_duplicate_is_named_and_not_merged(log: Path) -> None:

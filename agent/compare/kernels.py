@@ -34,8 +34,8 @@ def tuned(spec: Spec, *, raw: bool) -> Kept | None:
 
 def written(spec: Spec) -> Program:
     """The program that a model wrote for an operator, accepted or not yet."""
-    path = accept.files(spec.name)[1]
-    return Program.from_json(path.read_text(encoding="utf-8"), spec.signature())
+    with accept.settled(spec.name) as (_, program, *_):
+        return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
 
 
 def machine(ceilings: Mapping[str, float]) -> Machine:

@@ -45,10 +45,10 @@ def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     from agent import accept, staging
 
     path = beside(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
-    staging.end(path.parent, path.name)
-    if not path.exists():
-        return {}
-    report = accept.report(path)
+    with staging.settled(path.parent, path.name):
+        if not path.exists():
+            return {}
+        report = accept.report(path)
     if report.identity.program_hash != program.hash:
         return {}
     found = [t.schedules for t in report.timings if t.case == case]

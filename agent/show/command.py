@@ -97,7 +97,7 @@ def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
     from verifier import jail
     from verifier.report import Rejected
 
-    text = session.source(kernel)
+    text = session.kernel_source(kernel)
     if kernel.suffix == ".json":
         try:
             return Program.from_json(text, spec.signature())

@@ -10,17 +10,17 @@ every other byte as people wrote it.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from primitives.files import cache_dir, write_atomic
+from agent import locks
+from primitives.files import write_atomic
 
 TIPS = Path(__file__).parent.parent.parent / "tips_log.md"
 HEADING = re.compile(r"^## (tip-\d+): (.+)$")
@@ -173,7 +173,7 @@ def one_line(words: str, longest: int = LONGEST_FIX) -> str:
 def add(lesson: Lesson, path: Path = TIPS) -> Added:
     """Put a lesson into the log as proposed, or its evidence to the entry that has these words already, whose
     state and lesson stay. Raises TipsError, OSError."""
-    with _alone(path):
+    with _changing(path):
         text = _text(path)
         tips = [entry.tip for entry in _entries(path, text)]
         same = next((tip for tip in tips if same_words(tip, lesson)), None)
@@ -191,7 +191,7 @@ def add(lesson: Lesson, path: Path = TIPS) -> Added:
 
 def change(id: str, path: Path = TIPS, **values: str) -> Tip:
     """Give a tip another state, or what measuring it found; the tip as it was. Raises TipsError, OSError."""
-    with _alone(path):
+    with _changing(path):
         before = find(id, path)
         _write(path, _edited(path, _text(path), id, values))
     return before
@@ -309,23 +309,17 @@ def _entries(path: Path, text: str) -> list[_Entry]:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Between reading the log and writing it no other process of ours changes it. The lock lies in the cache,
-    for the log itself is replaced by every change and the checkout is people's."""
-    from filelock import FileLock
-
-    key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
-    lock = FileLock(cache_dir() / "locks" / f"{key}.lock")
-    try:
-        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        remedy = "set CODA_AGENT_CACHE to a directory that can be written"
-        raise TipsError(f"{lock.lock_file}: {error.strerror}; {remedy}") from None
-    try:
+def _changing(path: Path) -> Iterator[None]:
+    """Between reading the log and writing it no other process of ours changes it. Its folder is locked, for
+    the log itself is replaced by every change."""
+    directory = path.resolve().parent
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locks.alone(directory))
+        except OSError as error:
+            raise TipsError(f"{directory}: {error.strerror}; make it a folder that can be read") from None
         yield
-    finally:
-        lock.release()
 
 
 def _text(path: Path) -> str:
