@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -26,6 +26,7 @@ from typing import IO, Any
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
 PATIENCE = 200  # milliseconds until a silent child is looked after
+NOT_STARTED, NOT_FOUND = 126, 127  # the statuses of a command that could not be
 _PR_SET_PDEATHSIG = 1
 
 
@@ -139,6 +140,23 @@ def die_with(parent: int) -> None:
         os._exit(1)  # it ended before its death could reach us
 
 
+def dying_with_us(command: Sequence[str]) -> list[str]:
+    """The command of a program that is not ours, for a child that dies with this process as ours do. Where
+    it cannot be started its status is NOT_FOUND or NOT_STARTED, as a shell's is, and its errors say why."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def _become(parent: int, command: Sequence[str]) -> None:
+    die_with(parent)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and so by what it becomes
+        signal.signal(ignored, signal.SIG_DFL)
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        print(error.strerror, file=sys.stderr)
+        sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED)
+
+
 def ended(process: subprocess.Popen[Any]) -> bool:
     """Whether it has. It is not reaped, so that its number, which is its group's, stays its own."""
     if process.returncode is not None:
@@ -165,3 +183,7 @@ def end(process: subprocess.Popen[Any]) -> int:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), sys.argv[2:])

@@ -125,12 +125,12 @@ class ClaudeCode:
             try:
                 status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
             except OSError as error:  # before it began: it was being updated, or there was no room
-                charge.settle(Usage())
-                remedy = "see what `claude --print hello` says and what room there is, then resume the run"
-                return Fault(f"claude could not be started: {error}", remedy, math.inf)
+                return _not_started(charge, str(error))
         if status is None:
             remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
             return Fault(f"claude did not answer within {seconds:.6g} s", remedy, math.inf, unknown=True)
+        if status in (children.NOT_STARTED, children.NOT_FOUND) and not printed:
+            return _not_started(charge, " ".join(words.split())[-WORDS:])
         said = _parse(printed)
         told = _told(said.result, printed, words)
         usage, dollars = _usage(said.result), _dollars(said.result)
@@ -167,7 +167,7 @@ class ClaudeCode:
 
         def begin(**files: Any) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
-                [*self._command, "--system-prompt-file", str(prefix)],
+                children.dying_with_us([*self._command, "--system-prompt-file", str(prefix)]),
                 cwd=scratch / "empty",
                 # its socket and other files, which it leaves when it is killed, lie in the scratch folder
                 env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
@@ -179,6 +179,13 @@ class ClaudeCode:
             status, _, words = children.attend(begin, prompt, seconds)
             printed.seek(0)
             return status, printed.read().decode("utf-8", "replace"), words
+
+
+def _not_started(charge: Charge, why: str) -> Fault:
+    """Of a request that was never made."""
+    charge.settle(Usage())
+    remedy = "see what `claude --print hello` says and what room there is, then resume the run"
+    return Fault(f"claude could not be started: {why}", remedy, math.inf)
 
 
 def _how_to_use(tools: Sequence[Tool]) -> str:

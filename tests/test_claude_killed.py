@@ -1,0 +1,79 @@
+"""The `claude` command ends with the process that asks it, be that killed: real processes, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from attending import eventually
+from authoring import ROOT
+
+from agent.providers import Message, ProviderError, Question, make
+from agent.providers.patience import Patience
+from primitives import children
+
+# It notes who it is, and would go on for ten minutes.
+ENDLESS = f"""#!{sys.executable}
+import os, sys, time
+note = os.path.dirname(os.path.abspath(__file__)) + "/note"
+open(note + ".draft", "w").write(str(os.getpid()))
+os.rename(note + ".draft", note)
+time.sleep(600)
+"""
+ASKING = """
+from agent.providers import Message, Question, make
+make("claude-code").next_turn(Question("S", [Message("user", "write a kernel")]))
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the PATH, with a `claude`."""
+    (tmp_path / "claude").write_text(ENDLESS)
+    (tmp_path / "claude").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def runs(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_it_is_killed_with_us(here: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ASKING], cwd=ROOT) as process:
+        try:
+            eventually((here / "note").exists)
+        finally:
+            process.send_signal(signal.SIGKILL)
+    claude = int((here / "note").read_text())
+    try:
+        eventually(lambda: not runs(claude))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(claude, signal.SIGKILL)
+
+
+def test_one_that_is_no_program_was_not_asked(here: Path) -> None:
+    (here / "claude").write_text("#!/no/such/interpreter\n")
+    with pytest.raises(ProviderError, match="claude could not be started: No such file or directory"):
+        make("claude-code", patience=Patience(total=0.0)).next_turn(Question("S", [Message("user", "x")]))
+
+
+def test_a_program_is_as_if_it_were_started_at_once(tmp_path: Path) -> None:
+    """Its arguments, files, working directory and signals; and its own status."""
+    command = ["/bin/sh", "-c", 'cat; pwd; echo "$1"; grep SigIgn /proc/self/status; exit 7', "sh", "a b"]
+    found = [
+        subprocess.run(each, input="given\n", cwd=tmp_path, capture_output=True, text=True)
+        for each in (command, children.dying_with_us(command))
+    ]
+    assert (found[1].returncode, found[1].stdout) == (7, found[0].stdout)
+    assert found[0].stdout.startswith(f"given\n{tmp_path}\na b\nSigIgn:")
