@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agent import session
-from agent.ending import finish
+from agent.ending import ABSENT, finish
 from agent.options import (
     IMPROVE,
     Authoring,
@@ -25,6 +25,7 @@ from agent.options import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from agent.history import Past
     from agent.runs import Run
 
 Directory = Annotated[Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")]
@@ -164,6 +165,7 @@ def begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
 def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
     """Go on with several runs at once, and say how each ended, the best in full."""
     from agent import candidates
+    from agent.history import UNDECIDED
 
     console = session.console(as_json)
     try:
@@ -172,10 +174,21 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
     except KeyboardInterrupt:
         typer.echo(f"coda-agent resume {' '.join(names)} goes on", err=True)
         raise
-    for past in others:
-        console.print(f"{past.run}: {past.status} {past.why}".rstrip(), markup=False)
-    console.print(f"the best: {best.run}", markup=False)
-    finish(session.standing(best.run).report, as_json, best.run)
+    none = best.past.status == UNDECIDED
+    for ended in [*others, best] if none else others:
+        console.print(_told(ended.past), markup=False, soft_wrap=True)
+    if none:
+        again = f"coda-agent resume {' '.join(names)}"
+        typer.echo(f"coda-agent: none of them has a verified kernel yet: {again}", err=True)
+        raise typer.Exit(best.status if best.status > 0 else ABSENT)
+    console.print(f"the best: {best.past.run}", markup=False)
+    finish(session.standing(best.past.run).report, as_json, best.past.run)
+
+
+def _told(past: Past) -> str:
+    """How a run stands that is not the best."""
+    words = f"{past.run}: {past.status} {past.why}".rstrip()
+    return f"{words}, stopped: {past.stopped}" if past.stopped else words
 
 
 def _go(

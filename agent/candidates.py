@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent import history, live
@@ -34,6 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from agent.cli import main
 main()
 """
+SPEAKER = "coda-agent: "  # before what is said of an error
 LOG = "log.txt"  # in a run's folder: what its process says
 GRACE = 20.0  # seconds for a candidate that is told to stop
 RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # the best first
@@ -61,10 +62,32 @@ class Candidate:
             lines = children.tail(file).split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
+    def ended(self) -> Ended:
+        """How it stands once it has ended."""
+        past, status = self.reading.past(), children.end(self.process)
+        if past.status == history.UNDECIDED:
+            past = replace(past, stopped=self._reason(past, status))
+        return Ended(past, status)
+
+    def _reason(self, past: history.Past, status: int) -> str:
+        """Why it ended without a verdict: by its last words, which a full disk may have lost."""
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        words = self.says().removeprefix(SPEAKER) or past.stopped
+        return words or f"ended with status {status}; coda-agent resume {self.run} says why"
+
     def stop(self) -> None:
         """As Ctrl-C would: its journal has all that was received."""
         if self.running:
             self.process.send_signal(signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a candidate stood at its end, and the exit status of its process, negative for a signal."""
+
+    past: history.Past
+    status: int
 
 
 @contextmanager
@@ -88,7 +111,7 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
         yield found
 
 
-def attend(candidates: Sequence[Candidate], console: Console) -> list[history.Past]:
+def attend(candidates: Sequence[Candidate], console: Console) -> list[Ended]:
     """Show them until all have ended; how each stands then, the best first. On a terminal a candidate's
     number stops it and q stops all; Ctrl-C stops all anywhere."""
     try:
@@ -96,7 +119,7 @@ def attend(candidates: Sequence[Candidate], console: Console) -> list[history.Pa
     except KeyboardInterrupt:
         _stop(candidates)
         raise
-    return sorted(_standing(candidates), key=_merit)
+    return sorted((candidate.ended() for candidate in candidates), key=lambda ended: _merit(ended.past))
 
 
 def _watch(candidates: Sequence[Candidate], console: Console) -> None:
@@ -129,12 +152,14 @@ def _tell(candidates: Sequence[Candidate], console: Console) -> None:
 
 
 def table(candidates: Sequence[Candidate]) -> Table:
-    rows = ((c.number, c.reading.past(), c.says() if c.running else "ended") for c in candidates)
-    return live.table(rows, f"a number stops that candidate, {live.STOP_ALL} stops all")
+    return live.table(map(_row, candidates), f"a number stops that candidate, {live.STOP_ALL} stops all")
 
 
-def _standing(candidates: Sequence[Candidate]) -> list[history.Past]:
-    return [candidate.reading.past() for candidate in candidates]
+def _row(candidate: Candidate) -> tuple[int, history.Past, str]:
+    if candidate.running:
+        return candidate.number, candidate.reading.past(), candidate.says()
+    past = candidate.ended().past
+    return candidate.number, past, past.stopped or "ended"
 
 
 def _merit(past: history.Past) -> tuple[int, float, int]:

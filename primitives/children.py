@@ -146,7 +146,7 @@ def dying_with_us(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def _become(parent: int, command: Sequence[str]) -> None:
+def _become(parent: int, command: list[str]) -> None:
     die_with(parent)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and so by what it becomes
         signal.signal(ignored, signal.SIG_DFL)

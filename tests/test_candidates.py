@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import pytest
 from attending import PATIENCE, eventually, going, terminal
 from authoring import (
     BROKEN,
+    HEADER,
+    ROOT,
     TOY_KERNEL,
     accepted_run,
     coda_agent,
@@ -25,6 +30,7 @@ from authoring import (
 from typer.testing import CliRunner
 
 from agent import candidates, history, runs
+from agent.authoring import begun
 from agent.cli import app
 from agent.journal import JournalError, glance
 from verifier.spec_file import load
@@ -95,6 +101,54 @@ def test_ctrl_c_stops_all_and_says_how_to_go_on(toy: Path, tmp_path: Path) -> No
     assert done.returncode == 0 and f"the best: {first}" in done.stdout
 
 
+# The command where no file may be longer: a disk that has no room for a run's answer, but for a few words.
+LITTLE_ROOM = """
+import resource
+from agent.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_that_no_answer_could_be_kept_of_says_why(toy: Path, tmp_path: Path, number: int) -> None:
+    """Each of two in the words of a single run, and all with its status."""
+    more = [*options(tmp_path / "hands"), "--candidates", str(number)]
+    command = [sys.executable, "-c", LITTLE_ROOM, "generate", str(toy), *more]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 3 and len(runs.names()) == number, done.stderr
+    for name in runs.names():
+        why = f"{runs.runs_dir() / name / runs.JOURNAL}-room: File too large; free 4 MB on that disk"
+        told = f"coda-agent: {why}" if number == 1 else f"{name}: authoring, stopped: {why}"
+        assert told in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_that_may_not_ask_says_why(toy: Path, tmp_path: Path, number: int) -> None:
+    more = ("--candidates", str(number), "--budget-seconds", "0")
+    done = coda_agent("generate", toy, *options(tmp_path / "hands"), *more)
+    assert done.returncode == 1 and len(runs.names()) == number, done.stderr
+    why = r"0.\d+ of 0 seconds are used up; resume the run with a larger --budget-seconds\n"
+    for name in runs.names():
+        told = f"coda-agent: {why}" if number == 1 else f"{name}: authoring, stopped: {why}"
+        assert re.search(told, done.stdout + done.stderr)
+
+
+def test_one_that_is_killed_says_so(toy: Path, tmp_path: Path) -> None:
+    from rich.console import Console
+
+    names = begun(toy, HEADER | {"directory": str(tmp_path / "hands")}, 2)
+    with candidates.started(names, ["--no-gpu"]) as started:
+        eventually(lambda: all((tmp_path / "hands" / n / "prompt-1.md").exists() for n in "12"))
+        for candidate in started:
+            candidate.process.kill()
+        ended = candidates.attend(started, Console())
+    assert [(e.past.run, e.past.stopped, e.status) for e in ended] == [
+        (name, "killed by SIGKILL", -signal.SIGKILL) for name in names
+    ]
+
+
 def test_candidates_end_with_their_parent(toy: Path, tmp_path: Path) -> None:
     with two(toy, tmp_path / "hands") as process:
         assert not any(map(free, runs.names()))
@@ -115,7 +169,8 @@ def test_a_key_stops_one_on_a_terminal(toy: Path, tmp_path: Path) -> None:
         screen.press("q")
         process.wait(timeout=PATIENCE)
     assert second in screen.seen
-    assert process.returncode == 3 and "has no verified kernel yet" in screen.seen
+    assert process.returncode == 130 and "none of them has a verified kernel yet" in screen.seen
+    assert f"{first}: authoring, stopped: interrupted" in screen.seen
     assert [run.status for run in history.past()] == ["authoring", "authoring"]
 
 
