@@ -658,6 +658,27 @@ def test_handoff_takes_what_looks_unfinished_after_a_long_while(
     assert hand(tmp_path, time_limit=20, patience=0.3).next_turn(Question("S", ASK)).text == text
 
 
+@pytest.mark.parametrize("text", ["<!-- end -->", "\n\n  <!-- end -->\r\n", "\ufeff<!-- end -->\n"])
+def test_handoff_waits_for_more_than_an_end(tmp_path: Path, text: str) -> None:
+    answer = tmp_path / "answer-1.md"
+    answer.write_text(text)
+    words = f"{answer} has no more than the line <!-- end --> .*write the answer above it and resume"
+    with pytest.raises(ProviderError, match=words) as caught:
+        hand(tmp_path, time_limit=0.1, settle=0.0, patience=0.0).next_turn(Question("S", ASK))
+    assert caught.value.retryable
+    answer.write_text("an answer\n" + text.lstrip("\ufeff"))
+    assert hand(tmp_path, settle=60.0).next_turn(Question("S", ASK)).text.startswith("an answer\n")
+
+
+@pytest.mark.parametrize("text", ["I say <!-- end -->", "a = 1<!-- end -->\n", "<!-- end --> and more"])
+def test_handoff_s_end_is_a_line_of_its_own(tmp_path: Path, text: str) -> None:
+    """Else it is text, which has to stand still."""
+    (tmp_path / "answer-1.md").write_text(text)
+    with pytest.raises(ProviderError, match="not known to be whole"):
+        hand(tmp_path, time_limit=0.1, settle=60.0).next_turn(Question("S", ASK))
+    assert hand(tmp_path, settle=0.0, patience=0.0).next_turn(Question("S", ASK)).text == text
+
+
 def test_handoff_gives_up_at_its_limit(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match=r"did not come within 0.1 s; .*--time-limit") as caught:
         hand(tmp_path / "new", time_limit=0.1).next_turn(Question("S", ASK))

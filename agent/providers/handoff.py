@@ -8,6 +8,7 @@ ends the wait.
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 import time
@@ -102,18 +103,24 @@ class Handoff:
     def _whole(self, answer: Path, still: float) -> str:
         """The answer, if it is whole; ``still``: for how long it has not changed, in seconds."""
         content = answer.read_bytes()
-        ended = content.rstrip().endswith(END.encode())
+        ended = _ended(content)
         if not ended and still < self._settle:
             return ""
         text = _text(answer, content)
         if ended:
-            return text.rstrip().removesuffix(END)
+            return _before_end(text)
         return text if not _lacks(text) or still >= self._patience else ""
 
     def _late(self, answer: Path, there: bool) -> ProviderError:
-        lacks = _lacks(_text(answer, answer.read_bytes())) if there else ""
-        late = f"is not known to be whole ({lacks or 'it still changed'})" if there else "did not come"
-        remedy = f"end it with the line {END} and resume the run" if there else "resume the run to wait again"
+        content = answer.read_bytes() if there else b""
+        lacks = _lacks(_text(answer, content))
+        if not there:
+            late, remedy = "did not come", "resume the run to wait again"
+        elif _ended(content):
+            late, remedy = f"has no more than the line {END}", "write the answer above it and resume the run"
+        else:
+            late = f"is not known to be whole ({lacks or 'it still changed'})"
+            remedy = f"end it with the line {END} and resume the run"
         return ProviderError(
             f"{answer} {late} within {self._time_limit:g} s",
             f"{remedy}, with a larger --time-limit where that is too short",
@@ -133,6 +140,17 @@ def _state(path: Path) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     return (found.st_ino, found.st_size, found.st_mtime_ns) if found.st_size else None
+
+
+def _ended(content: bytes) -> bool:
+    """Whether the last line is END. The content may be cut within a character."""
+    return content.removeprefix(codecs.BOM_UTF8).rstrip().rpartition(b"\n")[2].strip() == END.encode()
+
+
+def _before_end(text: str) -> str:
+    """An answer without the line END; "" where nothing comes before it."""
+    said = text.rstrip().removesuffix(END)
+    return said if said.strip() else ""
 
 
 def _text(answer: Path, content: bytes) -> str:
