@@ -16,6 +16,7 @@ from gpu_taken import gpu_taken
 
 from agent import cli
 from agent.accept import ROOT
+from agent.compare.options import QUICK_ROUNDS
 from agent.compare.results import read, write
 from agent.ending import ABSENT, USAGE
 from verifier.columns import (
@@ -174,6 +175,25 @@ def test_a_quick_look_leaves_out_what_takes_long(
     assert command("--out", tmp_path, "--quick")[0] == 0 and len(gpu.sat) == 3
     command("--out", tmp_path, "--quick", "--columns", "upstream")
     assert gpu.sat[-1] == ("/other/python", (ANCHOR, UPSTREAM))
+
+
+def test_a_quick_look_is_as_long_as_it_is_told(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    rounds: list[int] = []
+    real = gpu.ask
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        rounds.extend([asked.rounds] if hasattr(asked, "rounds") else [])
+        return real(python, task, asked, **more)
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    words = ("--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch", "--quick")
+    command("--out", tmp_path / "short", *words)
+    assert rounds == [QUICK_ROUNDS]
+    command("--out", tmp_path / "long", *words, "--processes", 2, "--rounds", 20)
+    assert rounds[1:] == [20, 20] and len(gpu.sat) == 3
 
 
 def test_a_gpu_that_is_gone_is_one_message_and_what_was_measured_is_drawn(

@@ -42,8 +42,16 @@ class Effort:
             "that may end after two minutes; what it takes has not been measured yet.",
         ),
     ] = False
-    processes: Annotated[int, typer.Option(min=1, max=20, help="Processes that time a row.")] = PROCESSES
-    rounds: Annotated[int, typer.Option(min=12, help="Interleaved rounds at most, in each.")] = ROUNDS
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, max=20, help=f"Processes that time a row. Default: {PROCESSES}, quickly 1."),
+    ] = None
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=12, help=f"Interleaved rounds at most, in each. Default: {ROUNDS}, quickly {QUICK_ROUNDS}."
+        ),
+    ] = None
     budget_seconds: Annotated[
         float | None,
         typer.Option(min=1, help="Begin no sitting that may end later than this; the same command goes on."),
@@ -55,9 +63,9 @@ class Effort:
     @property
     def sitting(self) -> tuple[int, int, float]:
         """Processes, rounds in each, and seconds after which none begins."""
-        if self.quick:
-            return 1, QUICK_ROUNDS, self.budget_seconds or QUICK_SECONDS
-        return self.processes, self.rounds, self.budget_seconds or math.inf
+        usual = (1, QUICK_ROUNDS, QUICK_SECONDS) if self.quick else (PROCESSES, ROUNDS, math.inf)
+        processes, rounds, seconds = usual
+        return self.processes or processes, self.rounds or rounds, self.budget_seconds or seconds
 
 
 @dataclass(frozen=True)
