@@ -8,10 +8,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commanding import Command, Done
 
 # The caches of ours, QuACK, Triton and PyTorch: each would otherwise be in the user's home or in /tmp.
 CACHES = {
@@ -98,3 +99,45 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(primitives.compile, "report", report)
     seeds = itertools.count(1)
     monkeypatch.setattr("verifier.verify.secrets.randbits", lambda bits: next(seeds))
+
+
+@pytest.fixture
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of this machine's says where and how Claude is asked."""
+    for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "CODA_AGENT_MODEL", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key, no GPU, and lines long enough that words are not broken."""
+    for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COLUMNS", "220")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """``agent.cli.main`` in this process."""
+    from agent import cli
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["coda-agent", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return Done(int(ended.value.code or 0), said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def nothing_beside() -> Iterator[None]:
+    """No command of these tests writes into the checkout."""
+    root = Path(__file__).parent.parent
+    before = set(os.listdir(root))
+    yield
+    assert set(os.listdir(root)) - before <= {".cache", ".coverage"}

@@ -1,0 +1,99 @@
+"""The command: two machines, one that authors and one that has a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from authoring import (
+    make_run,
+    measured,
+    slow,
+    write_toy,
+)
+from commanding import Command, Done
+from gpu_taken import gpu_taken
+
+from agent import session
+from primitives.ir import Program
+from verifier.report import Measured
+from verifier.spec import Spec
+
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    return write_toy(tmp_path)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, and figures as it might give them."""
+    monkeypatch.setattr(session, "need_gpu", lambda gpu: None)
+    monkeypatch.setattr(
+        "verifier.measure.measure", lambda spec, program, *_, **options: measured(spec, program)
+    )
+
+
+def test_bundle_measure_import(command: Command, spec: Path, tmp_path: Path, gpu: None) -> None:
+    name, path, results = make_run(spec), tmp_path / "b.json", tmp_path / "r.json"
+    done = command("bundle", name, "-o", path)
+    assert done == Done(0, f"{path}: 1 kernel(s). There: coda-agent measure {path}\n", "")
+    done = command("measure", path, "-o", results)
+    assert (
+        done.status == 0 and f"{name}: measured\n" in done.out and f"coda-agent import {results}" in done.out
+    )
+    for _ in range(2):
+        done = command("import", results)
+        assert done == Done(0, f"{name}: measured. Look at it: coda-agent review {name}\n", "")
+    assert "accepted: toy, program " in command("review", name).out
+
+
+def test_a_bundle_is_measured_when_the_gpu_is_free(
+    command: Command, spec: Path, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+    begun: list[Program] = []
+
+    def measure(spec: Spec, program: Program, *_: object, **options: object) -> Measured:
+        begun.append(program)
+        return measured(spec, program)
+
+    monkeypatch.setattr("verifier.measure.measure", measure)
+    command("bundle", make_run(spec), "-o", tmp_path / "b.json")
+    with gpu_taken(monkeypatch, lambda: begun) as waited:
+        done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
+    assert done.status == 0 and waited == [False] and len(begun) == 1 and "waiting for it" in done.out
+
+
+def test_a_slow_kernel_there(
+    command: Command, spec: Path, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: slow(spec))
+    name = make_run(spec)
+    command("bundle", name, "-o", tmp_path / "b.json")
+    done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
+    assert done.status == 1 and f"{name}: rejected at decision: case large: 0.900x" in done.out
+    done = command("import", tmp_path / "r.json")
+    assert done.status == 0 and f"rejected at decision: slow. Feed back: coda-agent resume {name}" in done.out
+
+
+def test_a_program_that_no_tracer_wrote(command: Command, spec: Path, tmp_path: Path, gpu: None) -> None:
+    name, path = make_run(spec), tmp_path / "b.json"
+    command("bundle", name, "-o", path)
+    data = json.loads(path.read_text())
+    data["entries"][0]["program"] = '{"__import__": "os"}'
+    path.write_text(json.dumps(data))
+    done = command("measure", path, "-o", tmp_path / "r.json")
+    assert done.status == 2 and f"b.json: run {name}: its program is refused: " in done.said()
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_files_that_are_none(command: Command, spec: Path, gpu: None) -> None:
+    for name, kind in (("measure", "bundle"), ("import", "results")):
+        done = command(name, spec)
+        assert done.status == 2 and f"toy.yaml: this is no {kind} file of coda-agent" in done.said()
+        done = command(name, spec.with_name("nothing"))
+        assert done.status == 2 and "nothing: No such file or directory; give a file" in done.said()
