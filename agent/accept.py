@@ -22,8 +22,9 @@ from agent import staging
 from agent.journal import Record, Snapshot
 from agent.loop import PIECE, STOPPED, Outcome
 from agent.runs import JOURNAL, folder
+from primitives.errors import ProgramError
 from primitives.files import write_atomic
-from primitives.ir import Program, ProgramError
+from primitives.ir import Program
 from primitives.lower import editable, lower
 from verifier.report import REPORT, Accepted, Authorship, Rejected
 from verifier.spec import Spec

@@ -19,8 +19,9 @@ from agent import accept, runs
 from agent.loop import last_verified, measurement, stands_at
 from agent.pieces import FilePieces
 from agent.session import work_of
+from primitives.errors import ProgramError
 from primitives.files import write_atomic
-from primitives.ir import Program, ProgramError
+from primitives.ir import Program
 from primitives.lower import lower
 from primitives.refusal import CompileError
 from verifier.gates import Progress, identity

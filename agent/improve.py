@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, ProgramError, Schedule
+from primitives.errors import ProgramError
+from primitives.ir import Program
 from primitives.roofline import roofline
+from primitives.schedule import CLUSTERS, SWIZZLES, TILES, Schedule
 from verifier.decision import BASELINE, CANDIDATE
 from verifier.report import Accepted, Timing
 from verifier.spec import Spec

@@ -24,7 +24,8 @@ from agent.journal import Journal, JournalError, Record
 from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from agent.work import Measure, Work
 from primitives.deadline import Late, until
-from primitives.ir import Program, ProgramError
+from primitives.errors import ProgramError
+from primitives.ir import Program
 from verifier.report import (
     MEASUREMENT,
     REPORT,

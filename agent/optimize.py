@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from agent import accept, improve, prompt
 from agent.show import counters
 from agent.tips import CUTEDSL, in_prompts, kept, read_tips
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.lower import editable
+from primitives.schedule import Schedule
 from verifier import verify
 from verifier.gates import Progress
 from verifier.report import Accepted

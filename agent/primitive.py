@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from agent import accept, optimize, prompt, runs
 from primitives.files import write_atomic
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.raw.arithmetic import LINE, answer
+from primitives.schedule import Schedule
 from verifier import proposal as proposing
 from verifier import proposal_gates, verify
 from verifier.gates import Progress

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from agent import improve, prompt
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
+from primitives.schedule import Schedule
 from verifier import verify
 from verifier.gates import Progress
 from verifier.report import Accepted, Measurement

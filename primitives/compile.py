@@ -24,12 +24,13 @@ from typing import Any
 from primitives import children, deadline, raw
 from primitives.cubin import Resources, inspect_cubin
 from primitives.files import cache_dir, write_atomic
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.jit import cached_gemm, cached_vector, compile_kernel, noting_stages
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
 from primitives.probes import PROBES as PROBES  # whoever compiles wants them
 from primitives.probes import candidates, crowded, probes
 from primitives.refusal import CompileError, refusal
+from primitives.schedule import Schedule
 
 CROWDED = "shared_memory"  # the code of a step that no tile has room for
 FORMAT = 4  # of the file that keeps a report, and of what is counted in it

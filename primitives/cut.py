@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from primitives import remedies
 from primitives.dims import Dim
-from primitives.ir import DTYPES, OPERANDS, OPERATIONS, Program, ProgramError, Type, reduction
+from primitives.errors import ProgramError
+from primitives.ir import DTYPES, OPERANDS, OPERATIONS, Program, Type, reduction
 from primitives.place import Placement, place, untransposed, values_read
 
 WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its step's N

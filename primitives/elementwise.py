@@ -12,7 +12,8 @@ from typing import Any
 
 from primitives import remedies
 from primitives.dims import Dim
-from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from primitives.errors import ProgramError
+from primitives.ir import Attribute, Operation, Type, register
 from primitives.tiles import join, pairs
 from primitives.trace import Tensor, apply
 from primitives.vectors import per_head, per_row

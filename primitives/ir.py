@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 from primitives.cutedsl import Reduction, Spread, Statistic
 from primitives.dims import NAME as DIM_NAME
 from primitives.dims import Dim
+from primitives.errors import ProgramError
+from primitives.schedule import Schedule
 
 DTYPES = ("bf16", "fp16", "fp32")
 OPERANDS = ("fp8_e4m3",)  # read by gemm alone
@@ -26,19 +28,8 @@ VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of specs and their values
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
 MAX_NAMES = 64  # of each kind in a signature
-LONGEST_MESSAGE = 2000
 MAX_BYTES = 1 << 20
 FORMAT = 2
-
-
-class ProgramError(Exception):
-    """A program or kernel file that is wrong: a reason code, words for its author, a line if known."""
-
-    def __init__(self, code: str, message: str, line: int | None = None):
-        if len(message) > LONGEST_MESSAGE:  # it quotes what may be a megabyte
-            message = f"{message[:LONGEST_MESSAGE]} ..."
-        super().__init__(message)
-        self.code, self.message, self.line = code, message, line
 
 
 class TensorType(NamedTuple):
@@ -220,62 +211,6 @@ def register(operation: Operation) -> Operation:
         raise ValueError(f"operation {operation.name!r} is defined twice")
     OPERATIONS[operation.name] = operation
     return operation
-
-
-class Schedule(NamedTuple):
-    """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
-
-    ``deep`` takes stages of shared memory from the epilogue where that buys the mainloop another.
-    """
-
-    tile_m: int = 128
-    tile_n: int = 128
-    pingpong: bool = True
-    cluster_m: int = 2
-    cluster_n: int = 1
-    swizzle: int = 8
-    evict_loads: bool = False
-    evict_stores: bool = False
-    deep: bool = False
-
-    def to_json(self) -> dict[str, int | bool]:
-        return self._asdict()
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Schedule:
-        """ProgramError for an unknown field, a wrong type or a tile the mainloop has not."""
-        known = {name: type(default) for name, default in cls._field_defaults.items()}
-        for name, value in data.items():
-            if name not in known or type(value) is not known[name]:
-                raise ProgramError(
-                    "schedule", f"schedule field {name!r} = {value!r}; known: {', '.join(known)}"
-                )
-        schedule = cls(**data)
-        if (schedule.tile_m, schedule.tile_n, schedule.pingpong) not in TILES:
-            raise ProgramError(
-                "schedule",
-                f"no tile {schedule.tile_m}x{schedule.tile_n} with "
-                f"pingpong={schedule.pingpong}; known: {sorted(TILES)}",
-            )
-        if (schedule.cluster_m, schedule.cluster_n) not in CLUSTERS or schedule.swizzle not in SWIZZLES:
-            raise ProgramError("schedule", f"cluster must be one of {CLUSTERS}, swizzle one of {SWIZZLES}")
-        return schedule
-
-
-# What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.
-LARGE_TILES = frozenset(
-    [(256, n, False) for n in (128, 160, 192, 208)]
-    + [(128, n, False) for n in (128, 160, 192, 224, 256)]
-    + [(128, n, True) for n in (128, 160, 192, 208)]
-    + [(192, 128, True)]
-)
-# For outputs of which those are too few to give every SM one.
-SMALL_TILES = frozenset(
-    [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
-)
-TILES = LARGE_TILES | SMALL_TILES
-CLUSTERS = ((1, 1), (1, 2), (2, 1), (2, 2))
-SWIZZLES = (1, 2, 4, 8, 16, 32)
 
 
 class Program(NamedTuple):

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from primitives.files import cache_dir, write_atomic
-from primitives.ir import Schedule
 from primitives.lowered import Argument, GemmKernel, Lowered, VectorKernel
+from primitives.schedule import Schedule
 
 HOPPER = (9, 0)
 

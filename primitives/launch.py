@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primitives.cut import cut
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.launchable import check_sizes, check_tensors, dense
 from primitives.plan import Plan
+from primitives.schedule import Schedule
 from primitives.tune import tuned
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Literal
 from primitives.cut import Steps
 from primitives.cutedsl import Reduction, Spread, Statistic
 from primitives.dims import Dim
-from primitives.ir import OPERATIONS, TILES, Program, Schedule, reduction
+from primitives.ir import OPERATIONS, Program, reduction
+from primitives.schedule import TILES, Schedule
 
 CUTE_DTYPES = {
     "bf16": "cutlass.BFloat16",

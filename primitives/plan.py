@@ -11,10 +11,11 @@ from primitives.compile import compile_gemm, compile_vector
 from primitives.cut import cut
 from primitives.dims import Dim
 from primitives.interpret import torch_dtype
-from primitives.ir import Program, Schedule, reduction
+from primitives.ir import Program, reduction
 from primitives.jit import load_module
 from primitives.launchable import LaunchError
 from primitives.lower import Argument, GemmKernel, VectorKernel, lower
+from primitives.schedule import Schedule
 
 if TYPE_CHECKING:
     import torch

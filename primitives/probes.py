@@ -13,9 +13,10 @@ from math import gcd, prod
 from typing import Literal
 
 from primitives.cut import cut
-from primitives.ir import CLUSTERS, LARGE_TILES, SMALL_TILES, Program, Schedule
+from primitives.ir import Program
 from primitives.lowered import SUM_GRAIN, Argument, GemmKernel
 from primitives.resources import StepResources
+from primitives.schedule import CLUSTERS, LARGE_TILES, SMALL_TILES, Schedule
 
 # One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from primitives.cutedsl import Reduction
-from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from primitives.errors import ProgramError
+from primitives.ir import Attribute, Operation, Type, register
 from primitives.trace import Tensor, apply
 
 Rule = Callable[[tuple[Type, ...], Attribute], Type]

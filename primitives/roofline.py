@@ -17,9 +17,10 @@ from typing import Any, Literal
 from primitives.cut import GemmStep, Steps, cut
 from primitives.dims import Dim
 from primitives.finish import FinishWriter, finish_writers
-from primitives.ir import OPERANDS, TILES, Program, reduction
+from primitives.ir import OPERANDS, Program, reduction
 from primitives.lowered import Writer
 from primitives.place import untransposed
+from primitives.schedule import TILES
 
 ITEM_BYTES = {"fp8_e4m3": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
 PARTIAL_BYTES = 4  # partials are fp32

@@ -28,11 +28,12 @@ from primitives import children, raw
 from primitives.compile import COMPILE_SECONDS, _environment
 from primitives.cubin import tool
 from primitives.files import cache_dir, write_atomic
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.jit import compile_kernel, load_module
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
 from primitives.probes import probes
 from primitives.refusal import CompileError, refusal
+from primitives.schedule import Schedule
 
 FORMAT = 1  # of the file that keeps a listing, and of how it is found
 LOWERED = ""  # the file of the lowered text itself

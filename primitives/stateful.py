@@ -6,7 +6,8 @@ from typing import Any
 
 from primitives import remedies
 from primitives.cutedsl import Reduction, Statistic
-from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from primitives.errors import ProgramError
+from primitives.ir import Attribute, Operation, Type, register
 from primitives.reductions import reduces
 from primitives.trace import Tensor, apply, dim_attribute, size_of
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from primitives.errors import ProgramError
+from primitives.ir import Attribute, Operation, Type, register
 from primitives.trace import Tensor, apply
 
 

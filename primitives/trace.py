@@ -17,12 +17,12 @@ from typing import Any
 from primitives import remedies
 from primitives.cut import cut
 from primitives.dims import Dim
+from primitives.errors import ProgramError
 from primitives.ir import (
     OPERATIONS,
     Attribute,
     Node,
     Program,
-    ProgramError,
     Signature,
     Type,
     check_output_names,

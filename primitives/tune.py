@@ -25,13 +25,14 @@ from primitives import raw, workers
 from primitives.compile import compile_gemm, compile_vector
 from primitives.cubin import deepest_stack
 from primitives.files import cache_dir, write_atomic
-from primitives.ir import SMALL_TILES, SWIZZLES, Program, Schedule
+from primitives.ir import Program
 from primitives.jit import compiled
 from primitives.launchable import LaunchError
 from primitives.lower import GemmKernel, Lowered, lower
 from primitives.plan import Plan
 from primitives.probes import candidates, probes
 from primitives.refusal import CompileError
+from primitives.schedule import SMALL_TILES, SWIZZLES, Schedule
 
 if TYPE_CHECKING:
     import torch

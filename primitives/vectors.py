@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from primitives import remedies
 from primitives.cutedsl import Spread
-from primitives.ir import Attribute, Operation, ProgramError, Type, register
+from primitives.errors import ProgramError
+from primitives.ir import Attribute, Operation, Type, register
 from primitives.trace import Tensor, apply, dim_attribute
 
 LARGEST = (2 - 2**-23) * 2.0**127  # of fp32, in which registers compute

@@ -20,8 +20,9 @@ from agent import runs
 from agent.budget import Spent
 from agent.providers import Message, Question, Turn, Usage
 from primitives.cubin import Resources
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.roofline import roofline
+from primitives.schedule import Schedule
 from primitives.trace import trace_source
 from verifier.decision import central, compared
 from verifier.gates import identity

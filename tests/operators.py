@@ -7,7 +7,8 @@ from pathlib import Path
 
 import primitives
 from primitives.dims import Dim
-from primitives.ir import Program, Schedule, Signature, TensorType
+from primitives.ir import Program, Signature, TensorType
+from primitives.schedule import Schedule
 from primitives.trace import trace_source
 from verifier.spec_file import load
 

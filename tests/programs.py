@@ -14,9 +14,10 @@ from writing import Init, Writer
 
 from primitives.dims import Dim
 from primitives.interpret import torch_dtype
-from primitives.ir import CLUSTERS, SWIZZLES, TILES, Program, Schedule, Signature
+from primitives.ir import Program, Signature
 from primitives.launchable import alignment_errors
 from primitives.lower import GemmKernel
+from primitives.schedule import CLUSTERS, SWIZZLES, TILES, Schedule
 from primitives.trace import trace_source
 
 Tensors = dict[str, torch.Tensor]

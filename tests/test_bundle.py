@@ -31,7 +31,8 @@ from agent.accept import accept
 from agent.bundle import BundleError
 from agent.journal import JournalError
 from agent.loop import Loop, standing
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
+from primitives.schedule import Schedule
 from verifier.measure import DEFAULT_ARMS, Keep, Kept, Known, Options
 from verifier.report import Accepted, Measured, Rejected
 from verifier.spec import Spec

@@ -18,7 +18,7 @@ from agent.compare import environment, kernels, measuring, rows
 from agent.compare.cells import Cell, Empty, lines
 from agent.compare.measuring import Asked, OutOfTime, measure
 from agent.compare.results import LAYER_FORWARD, Results, ResultsError, read, write
-from primitives.ir import Schedule
+from primitives.schedule import Schedule
 from verifier.columns import (
     ANCHOR,
     COMPILE,

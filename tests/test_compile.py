@@ -18,10 +18,11 @@ from primitives import tune, workers
 from primitives.compile import PROBES, report
 from primitives.cubin import Resources, deepest_stack
 from primitives.files import cache_dir, write_atomic
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.lower import lower
 from primitives.probes import operand_stages
 from primitives.refusal import CompileError, refusal
+from primitives.schedule import Schedule
 
 
 @pytest.fixture(scope="module", autouse=True)

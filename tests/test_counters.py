@@ -22,10 +22,11 @@ from agent.show import counters
 from agent.show.counters import Counters, CountersError, Export
 from benchmarks import counters as command
 from primitives.compile import PROBES, report
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.lower import editable, lower
 from primitives.raw import Wanted
 from primitives.sass import Listing
+from primitives.schedule import Schedule
 from verifier.spec_file import load
 
 PROGRAM = of_spec("gemm_swiglu_bwd")

@@ -20,7 +20,8 @@ from kernels import (
 )
 
 from primitives.cut import GemmStep, Steps, cut
-from primitives.ir import MAX_NODES, Node, Program, ProgramError, Signature, TensorType
+from primitives.errors import ProgramError
+from primitives.ir import MAX_NODES, Node, Program, Signature, TensorType
 from primitives.trace import trace_source
 
 INPUTS = {

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primitives.errors import ProgramError
 from primitives.interpret import interpret, solve_sizes, torch_dtype
-from primitives.ir import MAX_BYTES, OPERATIONS, Program, ProgramError
+from primitives.ir import MAX_BYTES, OPERATIONS, Program
 from primitives.lower import lower
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,9 @@ from authoring import TOY_KERNEL, Notes, Scripted, fenced, make_run, measured, p
 from agent import bundle, history, improve, runs, session
 from agent.accept import accept
 from agent.loop import Loop, Outcome, standing
-from primitives.ir import Program, ProgramError, Schedule
+from primitives.errors import ProgramError
+from primitives.ir import Program
+from primitives.schedule import Schedule
 from verifier.decision import BASELINE, KEPT, compared, decide
 from verifier.evidence import problems
 from verifier.gates import Failed

@@ -14,17 +14,9 @@ from typing import Any
 import pytest
 from kernels import ACCUMULATE, BACKWARD, EXAMPLES, NORM, QK_NORM, signature, source, tensor, trace
 
-from primitives.ir import (
-    MAX_BYTES,
-    MAX_NODES,
-    Node,
-    Operation,
-    Program,
-    ProgramError,
-    Schedule,
-    Signature,
-    register,
-)
+from primitives.errors import ProgramError
+from primitives.ir import MAX_BYTES, MAX_NODES, Node, Operation, Program, Signature, register
+from primitives.schedule import Schedule
 from primitives.trace import trace_source
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import primitives
-from primitives.ir import ProgramError
+from primitives.errors import ProgramError
 from verifier import language
 
 HEAD = "from primitives import gemm, kernel, pairs, rsqrt, where\n"

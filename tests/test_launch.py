@@ -12,12 +12,13 @@ import torch
 
 from primitives import launch, tune
 from primitives.interpret import solve_sizes, torch_dtype
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.launch import Kernel
 from primitives.launchable import LaunchError, alignment_errors
 from primitives.lower import lower
 from primitives.plan import GAP, Plan
 from primitives.probes import candidates
+from primitives.schedule import Schedule
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 

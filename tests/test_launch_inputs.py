@@ -12,9 +12,10 @@ import torch
 
 from primitives import launch
 from primitives.interpret import torch_dtype
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.launch import Kernel
 from primitives.launchable import LaunchError, check_sizes, check_tensors
+from primitives.schedule import Schedule
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 

@@ -36,8 +36,9 @@ from machine import LANGUAGE
 
 from primitives import lower as lowering
 from primitives.interpret import interpret
-from primitives.ir import TILES, Node, Program, Schedule, Signature, TensorType
+from primitives.ir import Node, Program, Signature, TensorType
 from primitives.lower import GemmKernel, VectorKernel, lower
+from primitives.schedule import TILES, Schedule
 
 ROOT = Path(__file__).parent.parent
 INPUTS = {

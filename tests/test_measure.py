@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from authoring import TOY_KERNEL, program_of, write_toy
 
-from primitives.ir import Schedule
 from primitives.roofline import roofline
+from primitives.schedule import Schedule
 from verifier import measure as measuring
 from verifier.gates import Failed, Gates, silent
 from verifier.gpu import Lost

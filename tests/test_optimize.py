@@ -32,9 +32,10 @@ from agent.optimize import NothingToOptimize, base
 from agent.table import read
 from agent.tips.lessons import learned
 from primitives.compile import PROBES
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.lower import editable, lower
 from primitives.refusal import CompileError
+from primitives.schedule import Schedule
 from verifier.decision import KEPT, central, compared
 from verifier.evidence import problems
 from verifier.gates import identity

@@ -15,10 +15,11 @@ from kernels import EXAMPLES, QK_NORM, ROPE, signature, source, tensor, trace
 
 from agent import bundle
 from primitives.compile import PROBES, report
-from primitives.ir import TILES, Program, Schedule
+from primitives.ir import Program
 from primitives.lower import lower
 from primitives.probes import choices, fits, operand_stages, probes
 from primitives.refusal import CompileError
+from primitives.schedule import TILES, Schedule
 from primitives.trace import trace_lines
 from verifier.gates import Failed, Gates, silent
 from verifier.measure import Options, _Session

@@ -23,8 +23,9 @@ from programs import Made, make, random_program
 import primitives
 from primitives.compile import report
 from primitives.cut import cut
+from primitives.errors import ProgramError
 from primitives.interpret import interpret
-from primitives.ir import OPERATIONS, Program, ProgramError, TensorType
+from primitives.ir import OPERATIONS, Program, TensorType
 from primitives.lower import lower
 from primitives.trace import trace_source
 

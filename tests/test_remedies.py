@@ -12,8 +12,9 @@ from authoring import KERNELS, SPECS, TOY_KERNEL, write_toy
 from kernels import QK_NORM, ROPE, Example, draw, signature, source, tensor, trace
 from spec_files import write_changed
 
+from primitives.errors import ProgramError
 from primitives.interpret import interpret
-from primitives.ir import ProgramError, Signature, TensorType
+from primitives.ir import Signature, TensorType
 from primitives.lower import lower
 from primitives.probes import candidates
 from primitives.trace import trace_source

@@ -16,9 +16,10 @@ import torch
 from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 
 from primitives.interpret import torch_dtype
-from primitives.ir import Schedule, Signature
+from primitives.ir import Signature
 from primitives.plan import Plan
 from primitives.roofline import H100, Ceiling, roofline
+from primitives.schedule import Schedule
 
 ROOT = Path(__file__).parents[1]
 TILE = 16384 * 2048 * 2  # bytes of a bf16 tile at 1B: 64 MiB

@@ -14,10 +14,10 @@ from rich.console import Console
 from agent.show import sass as shown
 from primitives import sass
 from primitives.compile import PROBES, report
-from primitives.ir import Schedule
 from primitives.lower import lower
 from primitives.refusal import CompileError
 from primitives.sass import LOWERED, Instruction, Listing, disassemble, parse
+from primitives.schedule import Schedule
 
 BACKWARD, SIZES = of_spec("gemm_swiglu_bwd"), {"D": 64, "F": 64}
 TEXT = """\

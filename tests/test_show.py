@@ -17,7 +17,8 @@ from agent import words
 from agent.show import Shown
 from primitives.cubin import Resources
 from primitives.interpret import interpret, torch_dtype
-from primitives.ir import Program, Schedule, Signature
+from primitives.ir import Program, Signature
+from primitives.schedule import Schedule
 
 
 def body(expression: str) -> Program:

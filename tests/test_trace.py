@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from kernels import BACKWARD, IMPORTS, NORM, signature, source, tensor, trace
 
-from primitives.ir import Node, Program, ProgramError, Signature
+from primitives.errors import ProgramError
+from primitives.ir import Node, Program, Signature
 from primitives.trace import Tensor, trace_source
 
 TILE = signature(

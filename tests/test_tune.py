@@ -9,9 +9,9 @@ import kernels
 import pytest
 
 from primitives import tune
-from primitives.ir import SMALL_TILES, TILES, Schedule
 from primitives.lower import GemmKernel, lower
 from primitives.probes import SMS, candidates
+from primitives.schedule import SMALL_TILES, TILES, Schedule
 
 SIZES = {"M": 16384, "D": 2048, "F": 5632}
 

@@ -137,7 +137,7 @@ def test_the_contract_gate_demands_16_bytes(tmp_path: Path) -> None:
 
 
 def test_the_contract_gate_has_the_lowerings_words(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    from primitives.ir import ProgramError
+    from primitives.errors import ProgramError
 
     def refuse(program: Program) -> None:
         raise ProgramError("width", "a tile has no home", 8)

@@ -15,7 +15,8 @@ from kernels import signature, tensor, trace
 import primitives
 from agent.primitive import formed
 from agent.prompt import FAMILIES, tokens, vocabulary
-from primitives.ir import Program, ProgramError
+from primitives.errors import ProgramError
+from primitives.ir import Program
 
 PAGES = sorted(set(primitives.__all__) - {"kernel"})
 COLUMNS = {

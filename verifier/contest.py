@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
+from primitives.schedule import Schedule
 from verifier import timing
 from verifier.gates import Failed
 from verifier.gpu import cuda_error, report

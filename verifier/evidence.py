@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from primitives.ir import Program, ProgramError
+from primitives.errors import ProgramError
+from primitives.ir import Program
 from primitives.lower import Lowered, lower
 from verifier import jail
 from verifier.claims import of_samples, unfounded

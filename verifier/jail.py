@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from primitives.ir import Program, ProgramError, Signature
+from primitives.errors import ProgramError
+from primitives.ir import Program, Signature
 from primitives.sandbox import CPU_SECONDS
 from verifier.language import MAX_SOURCE_BYTES
 from verifier.report import Rejected

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import primitives
 from primitives import sandbox
-from primitives.ir import ProgramError, Signature
+from primitives.errors import ProgramError
+from primitives.ir import Signature
 from primitives.trace import trace_lines
 from verifier import language
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
 from primitives import remedies
-from primitives.ir import ProgramError
+from primitives.errors import ProgramError
 from primitives.trace import BUILTINS
 
 MAX_SOURCE_BYTES = 64 << 10

@@ -19,9 +19,10 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.lower import lower
 from primitives.roofline import roofline
+from primitives.schedule import Schedule
 from verifier.baselines import CUBLAS
 from verifier.decision import BASELINE, CANDIDATE, PROCESSES, Void, central, compared, decide
 from verifier.gates import Failed, Gates, Progress, Stop, identity, silent

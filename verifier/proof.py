@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
+from primitives.schedule import Schedule
 from verifier import guards
 from verifier.fingerprint import Fingerprints
 from verifier.gates import Failed, judge

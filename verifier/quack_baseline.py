@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from primitives import workers
 from primitives.files import cache_dir, write_atomic
-from primitives.ir import SWIZZLES
 from primitives.probes import starting
+from primitives.schedule import SWIZZLES
 from primitives.tune import FORMAT, leaders, race_calls, refusals, search
 from verifier.baselines import products
 from verifier.quack_epilogue import QuackEpilogue, Tensors

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives import deadline
 from primitives.compile import CROWDED, PROBES
-from primitives.ir import Node, Program, ProgramError, Schedule
+from primitives.errors import ProgramError
+from primitives.ir import Node, Program
 from primitives.lower import lower
 from primitives.probes import fits
 from primitives.refusal import CompileError
+from primitives.schedule import Schedule
 from verifier import jail
 from verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
 from verifier.report import Accepted, Checked, Identity, Rejected, joined

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.words import StepText, steps
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.roofline import H100, Machine, Roofline, StepFloor, roofline
+from primitives.schedule import Schedule
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

@@ -83,7 +83,7 @@ def show(
 
 def _resources(kernel: Path, program: Program, spec: Spec, raw: str) -> tuple[Resources, ...]:
     from primitives.compile import report
-    from primitives.ir import ProgramError
+    from primitives.errors import ProgramError
 
     try:
         return report(program, spec.cases[0].sizes, raw=raw)
@@ -93,7 +93,8 @@ def _resources(kernel: Path, program: Program, spec: Spec, raw: str) -> tuple[Re
 
 def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
     """The program of a kernel file, traced in the jail, or of a program.json."""
-    from primitives.ir import Program, ProgramError
+    from primitives.errors import ProgramError
+    from primitives.ir import Program
     from verifier import jail
     from verifier.report import Rejected
 

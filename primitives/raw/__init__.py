@@ -25,7 +25,6 @@ from typing import Any
 
 from primitives import workers
 from primitives.files import cache_dir, write_atomic
-from primitives.ir import Schedule
 from primitives.jit import compile_kernel, import_file, noting_stages
 from primitives.lowered import GemmKernel, Lowered, VectorKernel
 from primitives.raw import child
@@ -33,6 +32,7 @@ from primitives.raw.error import RawError
 from primitives.raw.language import check
 from primitives.raw.objects import inspect, same_host
 from primitives.refusal import CompileError
+from primitives.schedule import Schedule
 
 FORMAT = 1  # of what is kept of a compile
 FUNCTION = "func"  # what an object exports

@@ -12,13 +12,14 @@ from unittest.mock import patch
 
 from cheats.child import children
 from primitives import raw
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.lower import lower
 from primitives.lowered import GemmKernel, VectorKernel
 from primitives.raw import child
 from primitives.raw.error import RawError
 from primitives.raw.language import check
 from primitives.raw.objects import inspect
+from primitives.schedule import Schedule
 
 SMALL = Schedule(128, 128, False, 1, 1)
 

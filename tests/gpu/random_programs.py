@@ -19,10 +19,12 @@ from programs import Made, Tensors, random_program, random_schedule
 
 from primitives.compile import PROBES
 from primitives.cut import cut
+from primitives.errors import ProgramError
 from primitives.interpret import interpret
-from primitives.ir import OPERATIONS, Program, ProgramError, Schedule
+from primitives.ir import OPERATIONS, Program
 from primitives.lower import lower
 from primitives.plan import Plan
+from primitives.schedule import Schedule
 from verifier.guards import POISONS, Guarded, untouched
 
 DEVICE = "cuda"

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from primitives.compile import PROBES
-from primitives.ir import Program, Schedule
+from primitives.ir import Program
 from primitives.launch import Kernel
 from primitives.launchable import LaunchError
+from primitives.schedule import Schedule
 from verifier import numerics, reference
 from verifier.inputs import draw
 from verifier.jail import Traced, trace

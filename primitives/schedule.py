@@ -1,0 +1,64 @@
+"""How a step of a program runs on Hopper, and what the mainloop offers. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from primitives.errors import ProgramError
+
+
+class Schedule(NamedTuple):
+    """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
+
+    ``deep`` takes stages of shared memory from the epilogue where that buys the mainloop another.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    pingpong: bool = True
+    cluster_m: int = 2
+    cluster_n: int = 1
+    swizzle: int = 8
+    evict_loads: bool = False
+    evict_stores: bool = False
+    deep: bool = False
+
+    def to_json(self) -> dict[str, int | bool]:
+        return self._asdict()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schedule:
+        """ProgramError for an unknown field, a wrong type or a tile the mainloop has not."""
+        known = {name: type(default) for name, default in cls._field_defaults.items()}
+        for name, value in data.items():
+            if name not in known or type(value) is not known[name]:
+                raise ProgramError(
+                    "schedule", f"schedule field {name!r} = {value!r}; known: {', '.join(known)}"
+                )
+        schedule = cls(**data)
+        if (schedule.tile_m, schedule.tile_n, schedule.pingpong) not in TILES:
+            raise ProgramError(
+                "schedule",
+                f"no tile {schedule.tile_m}x{schedule.tile_n} with "
+                f"pingpong={schedule.pingpong}; known: {sorted(TILES)}",
+            )
+        if (schedule.cluster_m, schedule.cluster_n) not in CLUSTERS or schedule.swizzle not in SWIZZLES:
+            raise ProgramError("schedule", f"cluster must be one of {CLUSTERS}, swizzle one of {SWIZZLES}")
+        return schedule
+
+
+# What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.
+LARGE_TILES = frozenset(
+    [(256, n, False) for n in (128, 160, 192, 208)]
+    + [(128, n, False) for n in (128, 160, 192, 224, 256)]
+    + [(128, n, True) for n in (128, 160, 192, 208)]
+    + [(192, 128, True)]
+)
+# For outputs of which those are too few to give every SM one.
+SMALL_TILES = frozenset(
+    [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
+)
+TILES = LARGE_TILES | SMALL_TILES
+CLUSTERS = ((1, 1), (1, 2), (2, 1), (2, 2))
+SWIZZLES = (1, 2, 4, 8, 16, 32)
