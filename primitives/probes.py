@@ -16,12 +16,12 @@ from primitives.cut import cut
 from primitives.ir import Program
 from primitives.lowered import SUM_GRAIN, Argument, GemmKernel
 from primitives.resources import StepResources
+from primitives.roofline import H100, ITEM_BYTES
 from primitives.schedule import CLUSTERS, LARGE_TILES, SMALL_TILES, Schedule
 
 # One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
-SMS = 132  # of an H100
 
 BLOCK_BYTES = 227 << 10  # what a block may have of an SM's shared memory
 MAINLOOP_BYTES = 1024  # for its barriers
@@ -29,7 +29,6 @@ ALIGNMENT = 1024  # bytes that operands may lose behind a resource
 ROW_BYTES = 128  # a row of an operand in a stage, whatever its dtype
 LOAD_STAGES = (4, 2)  # as QuACK begins, and what is left of them where the operands get fewer than three
 FEWEST = 2  # stages of operands: with one the mainloop waits for itself
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
 
 Kind = Literal["once", "load", "store"]  # how many times a resource lies there: once, or in every stage
 
@@ -59,7 +58,7 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
     """Tiles on clusters of two, at the usual rasterisation: small ones too for an output of this shape, if it
     is known, whose 128x128 tiles are fewer than an H100's SMs."""
-    few = shape is not None and prod(-(-size // 128) for size in shape) < SMS
+    few = shape is not None and prod(-(-size // 128) for size in shape) < H100.multiprocessors.value
     tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
     return [Schedule(*tile, *cluster) for tile in tiles for cluster in CLUSTERS if prod(cluster) == 2]
 
@@ -130,7 +129,7 @@ def _shares(
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]
     for argument in (*own, *(a for a, _ in resources.all())):
-        each = 4 if argument.packed else BYTES[argument.dtype]
+        each = 4 if argument.packed else ITEM_BYTES[argument.dtype]
         period = argument.period(sizes) if argument.period else 0
         match argument.role:
             case "load":

@@ -10,7 +10,8 @@ import pytest
 
 from primitives import tune
 from primitives.lower import GemmKernel, lower
-from primitives.probes import SMS, candidates
+from primitives.probes import candidates
+from primitives.roofline import H100
 from primitives.schedule import SMALL_TILES, TILES, Schedule
 
 SIZES = {"M": 16384, "D": 2048, "F": 5632}
@@ -102,7 +103,8 @@ def test_what_an_author_was_shown_races_alone(kernel: GemmKernel) -> None:
 
 def test_small_tiles_race_where_large_ones_are_too_few(kernel: GemmKernel) -> None:
     rows, columns = (dim(SIZES) for dim in kernel.shape)
-    assert -(-rows // 128) * -(-columns // 128) >= SMS and not tiles(candidates(kernel, SIZES)) & SMALL_TILES
+    assert -(-rows // 128) * -(-columns // 128) >= H100.multiprocessors.value
+    assert not tiles(candidates(kernel, SIZES)) & SMALL_TILES
     few = SIZES | {"M": 128}
     assert tiles(candidates(kernel, few)) == TILES
     small = Schedule(128, 64, False, 1, 2)

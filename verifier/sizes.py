@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from random import Random
 
 from primitives.dims import Dim
+from primitives.roofline import ITEM_BYTES
 from verifier.spec import Spec
 from verifier.spec_parts import OutputSpec, TensorSpec
 
@@ -25,7 +26,6 @@ ELEMENTS = 1 << 21  # of a tensor with a long extent: 0.1 s of a CPU
 HEADS = 8
 TRIES = 400  # draws before the largest extent must be too small for the spec's static dims
 DOUBLINGS = 8  # of the largest extent
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "int32": 4, "int64": 8}
 
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
@@ -164,7 +164,7 @@ def _fits(spec: Spec, sizes: dict[str, int], largest: int) -> bool:
 def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
     """Whether rows are multiples of 16 bytes; those that a case leaves unaligned (a head's statistics) need
     not be."""
-    rows = [(t.shape[-1], _BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
+    rows = [(t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
     every = [case.sizes for case in spec.cases]
     demanded = [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]
     return not any(row(sizes) * b % ALIGNMENT for row, b in demanded)
