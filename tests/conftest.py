@@ -88,6 +88,26 @@ def runs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """The file of a small spec."""
+    from authoring import write_toy
+
+    return write_toy(tmp_path)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes the file of a kernel for it."""
+
+    def write(source: str) -> Path:
+        path = tmp_path / "toy.py"
+        path.write_text(source)
+        return path
+
+    return write
+
+
+@pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compile gate's compiler gives the same account of every program, at once. The gates before it
     are real, but on the same inputs each time."""

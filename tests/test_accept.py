@@ -21,7 +21,6 @@ from authoring import (
     make_run,
     program_of,
     slow,
-    write_toy,
 )
 from small_disk import mounted
 
@@ -38,11 +37,6 @@ from verifier.spec_file import load
 
 pytestmark = pytest.mark.usefixtures("runs_home")
 NAMES = ["toy.py", "toy.program.json", "toy.cutedsl.py", "toy.report.json", "toy.jsonl"]
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    return write_toy(tmp_path)
 
 
 def outcome_of(name: str) -> Outcome:

@@ -91,11 +91,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    return write_toy(tmp_path)
-
-
-@pytest.fixture
 def packed(spec: Path, tmp_path: Path) -> tuple[str, Path]:
     """A checked run and its bundle."""
     name = make_run(spec)

@@ -31,21 +31,6 @@ from verifier.report import REPORT
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
 
-@pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    return write_toy(tmp_path)
-
-
-@pytest.fixture
-def kernel(tmp_path: Path) -> Callable[[str], Path]:
-    def write(source: str) -> Path:
-        path = tmp_path / "toy.py"
-        path.write_text(source)
-        return path
-
-    return write
-
-
 # what a spec may have wrong: status 2, file, line and remedy, and no run begun
 SPEC_MISTAKES = {
     "a key": (

@@ -24,7 +24,6 @@ from authoring import (
     fenced,
     make_run,
     measured,
-    write_toy,
 )
 from commanding import Command, Done, of_process
 
@@ -38,11 +37,6 @@ from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
 from verifier.report import REPORT, Checked
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    return write_toy(tmp_path)
 
 
 def answered(directory: Path, *answers: str) -> Path:

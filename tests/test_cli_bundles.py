@@ -10,7 +10,6 @@ from authoring import (
     make_run,
     measured,
     slow,
-    write_toy,
 )
 from commanding import Command, Done
 from gpu_taken import gpu_taken
@@ -21,11 +20,6 @@ from verifier.report import Measured
 from verifier.spec import Spec
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    return write_toy(tmp_path)
 
 
 @pytest.fixture

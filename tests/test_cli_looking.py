@@ -17,7 +17,6 @@ from authoring import (
     accepted_run,
     make_run,
     slow,
-    write_toy,
 )
 from commanding import Command, Done
 
@@ -28,21 +27,6 @@ from verifier.report import REPORT, Checked
 from verifier.spec_file import load
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    return write_toy(tmp_path)
-
-
-@pytest.fixture
-def kernel(tmp_path: Path) -> Callable[[str], Path]:
-    def write(source: str) -> Path:
-        path = tmp_path / "toy.py"
-        path.write_text(source)
-        return path
-
-    return write
 
 
 def test_prompt(command: Command, spec: Path) -> None:
