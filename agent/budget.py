@@ -23,6 +23,14 @@ MILLION = 1_000_000
 class OutOfBudget(Exception):
     """A limit is reached: which, and how to go on."""
 
+    @classmethod
+    def within_an_answer(cls, tokens: int) -> OutOfBudget:
+        """That one was cut off, for which so many were left."""
+        return cls(
+            f"the budget had {tokens:,} tokens for an answer, which was cut off there, thinking included; "
+            "resume the run with a larger --budget-tokens or --budget-dollars"
+        )
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from agent.blocks import last
 from primitives.errors import ProgramError
 from primitives.ir import Program
 from primitives.roofline import roofline
@@ -14,8 +14,6 @@ from primitives.schedule import CLUSTERS, SWIZZLES, TILES, Schedule
 from verifier.decision import BASELINE, CANDIDATE
 from verifier.report import Accepted, Timing
 from verifier.spec import Spec
-
-BLOCK = re.compile(r"^```json[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 HOW = f"""\
 Change the program (other fusions, fewer or cheaper operations, values used twice) or its schedules, or both.
@@ -60,11 +58,11 @@ def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
 
 def schedules(text: str) -> dict[int, Schedule]:
     """What an answer's last ```json block sets, by step; nothing without one. Raises ProgramError."""
-    blocks = BLOCK.findall(text)
-    if not blocks:
+    block = last(text, "json")
+    if block is None:
         return {}
     try:
-        found = json.loads(blocks[-1])
+        found = json.loads(block)
         return {int(step): Schedule.from_json(fields) for step, fields in _items(found)}
     except (ValueError, RecursionError) as error:
         raise ProgramError(

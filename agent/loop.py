@@ -7,7 +7,6 @@ up where it was: an answer that was received is never asked for again.
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +17,7 @@ from filelock import Timeout
 from pydantic import ValidationError
 
 from agent import improve, prompt, tools
+from agent.blocks import PYTHON, last
 from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.gpu import gpu_alone
 from agent.journal import Journal, JournalError, Record
@@ -46,7 +46,6 @@ OTHER_VERSION = "the run's journal was written by another version of coda-agent;
 PIECE = "piece"  # the kind of event that holds a part of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended before its time
 CALLS = 12  # turns that only use tools, before an attempt without an answer is over
-BLOCK = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
 class Listener(Protocol):
@@ -76,8 +75,7 @@ class Outcome:
 
 def extract(answer: str) -> str | None:
     """The last ```python block of an answer; None if there is none."""
-    blocks = BLOCK.findall(answer)
-    return blocks[-1] if blocks else None
+    return last(answer, *PYTHON)
 
 
 @dataclass

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, Any
 
 # Of private writable memory, a process. An honest compile takes 0.4 GB, once in an hour-old worker too; a
@@ -74,8 +73,9 @@ def attend(
 
     Its status (None: it took over ``seconds``), its output, and the end of its errors. Nothing of its group
     is left."""
-    # Files, not pipes: one whom a dead child left its pipes to would keep us waiting.
-    with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:
+    # Files, not pipes: one whom a dead child left its pipes to would keep us waiting. In memory: a disk may
+    # fill up meanwhile.
+    with _memory() as given, _memory() as output, _memory() as errors:
         given.write(text.encode())
         given.seek(0)
         process = begin(stdin=given, stdout=output, stderr=errors)
@@ -86,6 +86,10 @@ def attend(
         output.seek(0)
         said, words = output.read().decode("utf-8", "replace"), tail(errors)
     return status if timely else None, said, words
+
+
+def _memory() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("coda"), "w+b")
 
 
 def tail(file: IO[bytes]) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.account import KINDS, Account, Attempt, Draft, Step, Verdict, read
+from agent.blocks import PYTHON, blocks
 from agent.history import dollars
-from agent.loop import BLOCK
 from agent.page.charts import Mark, bars, duration, number, timeline
 from agent.page.markup import Html, code, details, document, element, facts, table
 from agent.page.rounds import improved, repaired, rounds, speeds
@@ -201,7 +201,7 @@ def _diff(before: Attempt, after: Attempt) -> list[Html]:
 
 def _said(turn: Turn) -> Html:
     """The author's words around its code."""
-    *_, block = [None, *BLOCK.finditer(turn.text)]
+    *_, block = [None, *blocks(turn.text, *PYTHON)]
     words = turn.text
     if block:
         words = f"{words[: block.start()]}[the source]\n{words[block.end() :]}"

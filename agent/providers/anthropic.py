@@ -193,10 +193,7 @@ class Anthropic:
             case None:
                 return _broken("the stream ended in the middle of the answer")
             case "max_tokens" if max_tokens < self._max_tokens:
-                return OutOfBudget(
-                    f"the budget had {max_tokens:,} tokens for an answer, which was cut off there, thinking "
-                    "included; resume the run with a larger --budget-tokens or --budget-dollars"
-                )
+                return OutOfBudget.within_an_answer(max_tokens)
             case "max_tokens":
                 cut = f"the answer was cut off at {max_tokens} tokens, thinking included"
                 return Fault(cut, "resume the run with a larger --max-tokens")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agent.blocks import PYTHON, blocks
 from agent.budget import OutOfBudget, price
 from agent.prompt import tokens
 from agent.providers import Call, Charge, Message, ProviderError, Question, Tool, Turn, Usage
@@ -52,8 +52,6 @@ OUTDATED = "unknown option"
 UNREACHED = ("ECONNREFUSED", "EAI_AGAIN", "ENOTFOUND", "ENETUNREACH", "EHOSTUNREACH")
 PASSING = (408, 409, 429)  # statuses of the API that pass with time, as 5xx do
 COUNTS = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-BLOCK = re.compile(r"^```(\w+)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-PYTHON = ("python", "py")
 SUBMIT = "submit"  # the tool that an answer with a block of Python is
 MODEL_COUNTS = ("inputTokens", "outputTokens", "cacheReadInputTokens", "cacheCreationInputTokens")
 
@@ -148,10 +146,7 @@ class ClaudeCode:
         if "max_tokens" not in said.stops:
             return None
         if most < self._max_tokens:
-            return OutOfBudget(
-                f"the budget had {most:,} tokens for an answer, which was cut off there, thinking included; "
-                "resume the run with a larger --budget-tokens or --budget-dollars"
-            )
+            return OutOfBudget.within_an_answer(most)
         cut = f"claude's answer was cut at its limit of {most:,} tokens, thinking included"
         return Fault(cut, "resume the run with a larger --max-tokens")
 
@@ -172,13 +167,10 @@ class ClaudeCode:
                 # its socket and other files, which it leaves when it is killed, lie in the scratch folder
                 env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
                 start_new_session=True,
-                **files | {"stdout": printed},
+                **files,
             )
 
-        with os.fdopen(os.memfd_create("claude"), "w+b") as printed:  # a disk may fill up meanwhile
-            status, _, words = children.attend(begin, prompt, seconds)
-            printed.seek(0)
-            return status, printed.read().decode("utf-8", "replace"), words
+        return children.attend(begin, prompt, seconds)
 
 
 def _not_started(charge: Charge, why: str) -> Fault:
@@ -214,9 +206,9 @@ def _example(tool: Tool) -> str:
 def _calls(text: str, tools: Sequence[Tool]) -> tuple[Call, ...]:
     """The uses of tools in an answer, what it submits among them; none where it only submits."""
     named = {tool.name: tool for tool in tools if tool.name != SUBMIT}
-    found = [(name, body) for name, body in BLOCK.findall(text) if name in named]
-    calls = [(name, _input(named[name], body)) for name, body in found]
-    submitted = [body for name, body in BLOCK.findall(text) if name in PYTHON]
+    found = [(block["language"], block["content"]) for block in blocks(text)]
+    calls = [(name, _input(named[name], body)) for name, body in found if name in named]
+    submitted = [body for name, body in found if name in PYTHON]
     if calls and submitted and any(tool.name == SUBMIT for tool in tools):
         calls.append((SUBMIT, {"source": submitted[-1]}))
     return tuple(Call(str(number), name, given) for number, (name, given) in enumerate(calls, 1))
