@@ -94,6 +94,11 @@ def price(model: str, usage: Usage) -> float | None:
         return None
 
 
+def is_priced(model: str | None) -> bool:
+    """Whether dollars can be reserved for it. Of an alias, or of no model, no price is known."""
+    return bool(model) and price(str(model), Usage()) is not None
+
+
 def spent(events: Iterable[Event]) -> Spent:
     """By a run's events."""
     charges: dict[str, Spent] = {}  # by request: what settles it comes after what reserves it

@@ -85,10 +85,9 @@ def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) ->
             "here; use --attempts, --time-limit or --budget-seconds"
         )
     if provider == "claude-code" and limits.dollars is not None:
-        from agent.budget import price
-        from agent.providers import Usage
+        from agent.budget import is_priced
 
-        if price(model or "", Usage()) is None:
+        if not is_priced(model):
             named = f"--model {model}" if model else "the command's own model"
             raise typer.BadParameter(
                 f"--budget-dollars could not be held: no price is known for {named}, so nothing can be "

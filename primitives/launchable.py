@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from primitives.cut import cut
 from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program, Signature
+from primitives.roofline import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
     for name, (shape, dtype) in tensors.items():
         if len(shape) == 2:
             extent = shape[1](sizes)
-            if extent * torch_dtype(dtype).itemsize % ALIGNMENT:
+            if extent * ITEM_BYTES[dtype] % ALIGNMENT:
                 found.append(f"{name}: rows of {extent} {dtype} are no multiple of {ALIGNMENT} bytes")
     return found
 

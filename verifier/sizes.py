@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from random import Random
 
 from primitives.dims import Dim
+from primitives.launchable import ALIGNMENT
 from primitives.roofline import ITEM_BYTES
 from verifier.spec import Spec
 from verifier.spec_parts import OutputSpec, TensorSpec
 
 TILE = 128  # rows and columns that a kernel computes at a time, or a multiple of them
-ALIGNMENT = 16  # bytes: what the bulk tensor copies need of rows
 LARGEST = 1500  # extents on a GPU: several tiles each way
 LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # on a CPU, of a single run with all dims long: 0.3 s

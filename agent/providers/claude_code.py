@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agent.blocks import PYTHON, blocks
-from agent.budget import OutOfBudget, price
+from agent.budget import OutOfBudget, is_priced, price
 from agent.prompt import tokens
 from agent.providers import Call, Charge, Message, ProviderError, Question, Tool, Turn, Usage
 from agent.providers.patience import EMPTY, Fault, Patience, persist
@@ -102,7 +102,7 @@ class ClaudeCode:
         fails or takes too long until patience or the question's deadline is over, and OutOfBudget."""
         question.say("waiting for claude\n")
         system, prompt = question.system + _how_to_use(question.tools), _conversation(question.messages)
-        priced = self._model if price(self._model, Usage()) is not None else ""  # an alias has no price
+        priced = self._model if is_priced(self._model) else ""
         read = tokens(system) + tokens(prompt)
 
         def attempt(seconds: float) -> Turn | Fault | OutOfBudget:
