@@ -21,8 +21,9 @@ from primitives.plan import Plan
 from verifier import numerics, reference
 from verifier.conditions import device
 from verifier.inputs import DTYPES, FAMILIES, draw
+from verifier.limits import Limits, of_stored, of_unrounded
 from verifier.mutants import Mutant, mutants
-from verifier.numerics import UNROUNDED, Limits, OutputError
+from verifier.numerics import OutputError
 from verifier.sizes import hidden
 from verifier.spec import Spec
 from verifier.spec_file import load
@@ -65,7 +66,7 @@ class _Gate:
     """The error gate on one draw of inputs."""
 
     def __init__(self, spec: Spec, sizes: Sizes, inputs: Mapping[str, Any], family: str):
-        self.spec, self.sizes, self.inputs = spec, sizes, inputs
+        self.spec, self.sizes, self.inputs, self.family = spec, sizes, inputs, family
         self.truth = reference.oracle(spec, inputs, sizes)
         self.values = reference.fp32(spec, inputs, sizes)
         self.exact = numerics.exact_outputs(self.values, self.truth) if family == "integers" else frozenset()
@@ -79,13 +80,16 @@ class _Gate:
         got = mutant.after(got)
         if any(got[name].shape != self.truth[name].shape for name in got):
             return math.inf
-        spoken = mutant.product is None and mutant.after is dict
-        unrounded = self.excess(got, numerics.unrounded(self.spec), UNROUNDED) if spoken else 0.0
-        return max(self.excess(got), unrounded)
+        stored = self.excess(got)
+        if not mutant.spoken:
+            return stored
+        return max(stored, self._share_of(numerics.unrounded(self.spec), got, of_unrounded(self.family)))
 
-    def excess(self, got: Mapping[str, Any], spec: Spec | None = None, limits: Limits | None = None) -> float:
+    def excess(self, got: Mapping[str, Any]) -> float:
         """The greatest share that an output has of a limit, infinite where a bit or a NaN is wrong."""
-        spec, limits = spec or self.spec, limits or Limits()
+        return self._share_of(self.spec, got, of_stored(self.family))
+
+    def _share_of(self, spec: Spec, got: Mapping[str, Any], limits: Limits) -> float:
         stored, yard = (
             {name: t[name].to(DTYPES[o.dtype]) for name, o in spec.outputs.items()}
             for t in (got, self.values)

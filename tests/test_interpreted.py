@@ -7,7 +7,8 @@ from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_to
 
 from verifier.gates import Failed
 from verifier.inputs import FAMILIES, ON_CPU
-from verifier.interpreted import EXTREME, STORED, Run, judged, runs
+from verifier.interpreted import STORED, Run, judged, runs
+from verifier.limits import EXTREME
 from verifier.sizes import small_sizes
 from verifier.spec import Spec
 from verifier.spec_file import load
@@ -97,6 +98,26 @@ def test_the_thin_tail_of_gelu_is_seen_where_little_else_is_large(seed: int) -> 
     cut = GELU.replace("    return", "    tail = z < -4.5\n    return").replace(
         "0.5 * z", "where(tail, 0, 0.5 * z)"
     )
+    assert faults(spec, cut, run) == {STORED: set(), "not rounded": {"act"}}
+
+
+MLP = """\
+from primitives import gemm, kernel, pairs, silu, where
+@kernel
+def gemm_swiglu_mlp(x, w_gate_up, w_down):
+    z = gemm(x, w_gate_up.mT)
+    gate, up = pairs(z)
+    act = silu(gate) * up
+    return {"preact": z, "act": act, "out": gemm(act, w_down.mT)}
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_matmul_reads_is_judged_unrounded_too(seed: int) -> None:
+    """It was judged as stored alone, in 16 bits, which hides a tail; the matmul still reads it rounded."""
+    spec, run = spec_of("gemm_swiglu_mlp"), Run({"M": 200, "D": 88, "F": 112}, "tails", seed)
+    assert faults(spec, MLP, run) == {STORED: set(), "not rounded": set()}
+    cut = MLP.replace("silu(gate)", "where(gate < -7, gate * 0, silu(gate))")
     assert faults(spec, cut, run) == {STORED: set(), "not rounded": {"act"}}
 
 

@@ -9,7 +9,6 @@ much as large ones: an activation's tail must be right, too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import NamedTuple
@@ -19,21 +18,12 @@ from primitives.ir import Program
 from primitives.place import untransposed
 from verifier import numerics, reference
 from verifier.inputs import DTYPES, FAMILIES, ON_CPU, draw
-from verifier.numerics import UNROUNDED, VALUES, Limits, OutputError
+from verifier.limits import Limits, of_stored, of_unrounded
+from verifier.numerics import OutputError
 from verifier.sizes import LARGEST_ON_CPU, hidden, small_sizes, stretched, together
 from verifier.spec import Spec
 
 STORED = "as stored"
-# Where exponentials make a few values of an output larger than all others together, a ratio of two errors is
-# a ratio of two numbers: it says nothing of the mathematics. Each value by itself does.
-EXTREME = ("large", "huge")
-# Beside a long extent the others are short: a chain's few operands and their roundings repeat along it, and
-# ratios and slopes scatter as those few do. All that only fp32 loses is judged as anywhere.
-FEW = Limits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
-FEW_UNROUNDED = replace(UNROUNDED, rms=FEW.rms, tile=FEW.tile, slope=FEW.slope, shared=(4.0, 6.0, 8.0))
-# Where one value of a row outweighs the rest, the worst element is one of a few again. What so large a value
-# shows is no matter of ratios: a clamp is thousands of roundings off.
-SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
 
 
 class Run(NamedTuple):
@@ -66,7 +56,7 @@ def runs(spec: Spec, seed: int) -> Iterator[Run]:
 
 def judged(spec: Spec, program: Program, run: Run) -> Iterator[tuple[str, list[OutputError]]]:
     """How the outputs were judged, in words, and what the error gate says: as stored, then unrounded, there
-    value by value alone where inputs are ``EXTREME``."""
+    value by value alone where a family is ``limits.EXTREME``."""
     sizes = run.sizes
     inputs = draw(spec, sizes, run.seed, family=run.family)
     truth, values = reference.oracle(spec, inputs, sizes), reference.fp32(spec, inputs, sizes)
@@ -76,33 +66,26 @@ def judged(spec: Spec, program: Program, run: Run) -> Iterator[tuple[str, list[O
         yard = {name: values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
         return numerics.compare(spec, interpret(program, inputs), truth, yard, limits, exact)
 
-    yield STORED, errors(spec, program, _limits(run))
-    operands = _handed_on(program)
-    unrounded = numerics.unrounded(spec, operands), _unrounded(program, operands)
-    yield "not rounded", errors(*unrounded, _limits_unrounded(run))
+    yield STORED, errors(spec, program, of_stored(run.family, run.long))
+    wide = numerics.unrounded(spec), _unrounded(program)
+    yield "not rounded", errors(*wide, of_unrounded(run.family, run.long))
 
 
-def _limits(run: Run) -> Limits:
-    if run.family == "spikes":
-        return SPIKES
-    return FEW if run.long else Limits()
+def _unrounded(program: Program) -> Program:
+    """The program with its outputs in fp32. One that a matmul reads is made twice: rounded as it was, for the
+    matmul, and by its own name unrounded."""
+    nodes, outputs = list(program.nodes), dict(program.outputs)
+    types = {name: tensor._replace(dtype="fp32") for name, tensor in program.signature.outputs.items()}
+    for name in _handed_on(program):
+        read = f"{name} for a matmul"
+        types[read], outputs[read] = program.signature.outputs[name], outputs[name]
+        outputs[name] = len(nodes)
+        nodes.append(nodes[outputs[read]])
+    signature = program.signature._replace(outputs=types, updates={})
+    return program._replace(signature=signature, nodes=tuple(nodes), outputs=outputs)
 
 
-def _limits_unrounded(run: Run) -> Limits:
-    if run.family in EXTREME:
-        return VALUES
-    return FEW_UNROUNDED if run.long or run.family == "spikes" else UNROUNDED
-
-
-def _handed_on(program: Program) -> set[str]:
+def _handed_on(program: Program) -> list[str]:
     """Outputs that one of the program's matmuls reads, and reads rounded."""
     operands = {untransposed(program, a) for n in program.nodes if n.op == "gemm" for a in n.args}
-    return {name for name, index in program.outputs.items() if index in operands}
-
-
-def _unrounded(program: Program, but: set[str]) -> Program:
-    outputs = {
-        name: tensor if name in but else tensor._replace(dtype="fp32")
-        for name, tensor in program.signature.outputs.items()
-    }
-    return program._replace(signature=program.signature._replace(outputs=outputs))
+    return [name for name, index in program.outputs.items() if index in operands]

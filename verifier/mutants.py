@@ -52,6 +52,11 @@ class Mutant:
     product: Product | None = None
     after: Callable[[Outputs], Outputs] = dict
 
+    @property
+    def spoken(self) -> bool:
+        """Whether a program could say it: it is another text."""
+        return self.product is None and self.after is dict
+
 
 def mutants(spec: Spec) -> Iterator[Mutant]:
     """All of them, in a fixed order."""

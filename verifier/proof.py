@@ -99,9 +99,10 @@ class Trial:
 
     def judge(self, plan: Plan, outputs: Mapping[str, torch.Tensor]) -> Sequence[OutputError]:
         """What a plan made of the inputs, through the error gate. Raises Failed."""
-        from verifier import numerics
+        from verifier import limits, numerics
 
-        errors = numerics.compare(self.job.spec, outputs, self.truth, self.yardstick, exact=self.exact)
+        allowed = limits.of_stored(self.family)
+        errors = numerics.compare(self.job.spec, outputs, self.truth, self.yardstick, allowed, self.exact)
         where = f"on the GPU, {_place(self.job)}, inputs {self.family!r}, schedule {named(plan.schedules)}"
         judge(errors, where)
         return errors

@@ -1,0 +1,93 @@
+"""One module says what the error gate allows of a family; all who judge by it allow the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from authoring import KERNELS, program_of
+
+from verifier import numerics, reference
+from verifier.inputs import FAMILIES, ON_CPU
+from verifier.interpreted import Run, judged
+from verifier.limits import EXTREME, FEW, SPIKES, USUAL, VALUES, Limits, of_stored, of_unrounded
+from verifier.mutants import Mutant
+from verifier.numerics import _Trial
+from verifier.proof import Job, Trial
+from verifier.spec import Spec
+from verifier.spec_file import load
+
+NAME = "gemm_rmsnorm_swiglu"
+SIZES = {"M": 40, "D": 24, "F": 32}
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    return load(Path(__file__).parent.parent / "specs" / f"{NAME}.yaml", check=False)
+
+
+@contextmanager
+def allowed() -> Iterator[list[Limits]]:
+    """The limits of each judgement made meanwhile."""
+    found: list[Limits] = []
+    compare = numerics.compare
+
+    def noted(spec: Spec, got: Any, truth: Any, yard: Any, limits: Limits = USUAL, exact: Any = ()) -> Any:
+        found.append(limits)
+        return compare(spec, got, truth, yard, limits, exact)
+
+    with mock.patch.object(numerics, "compare", noted):
+        yield found
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *ON_CPU])
+def test_the_interpreter_the_gpu_and_the_search_for_weak_spots_allow_the_same(
+    spec: Spec, family: str
+) -> None:
+    program = program_of(spec, (KERNELS / f"{NAME}.py").read_text())
+    with allowed() as interpreter:
+        assert all(e.passed for _, errors in judged(spec, program, Run(SIZES, family, 0)) for e in errors)
+    trial = _Trial.of(spec, SIZES, 0, family)
+    with allowed() as search:
+        assert trial.passes(Mutant("none", spec.reference))
+    assert search == interpreter == [of_stored(family), of_unrounded(family)]
+    if family in FAMILIES:
+        drawn = Trial.__new__(Trial)  # without its inputs, which lie on a GPU
+        yard = reference.yardstick(spec, trial.inputs, SIZES)
+        drawn.__dict__.update(job=Job(spec, program, "any", SIZES), family=family)
+        drawn.__dict__.update(truth=trial.truth, yardstick=yard, exact=trial.exact)
+        plan: Any = SimpleNamespace(schedules={})
+        with allowed() as gpu:
+            drawn.judge(plan, yard)
+        assert gpu == interpreter[:1]
+
+
+def test_what_each_family_is_allowed() -> None:
+    assert {of_stored(family) for family in FAMILIES} == {USUAL}  # a report's errors are judged by it
+    assert of_stored("spikes") == of_stored("spikes", long=True) == SPIKES
+    assert of_stored("normal", long=True) == FEW
+    assert {f for f in (*FAMILIES, *ON_CPU) if of_unrounded(f) == VALUES} == set(EXTREME)
+
+
+def test_what_no_program_could_say_is_left_to_the_families_of_a_gpu(spec: Spec) -> None:
+    """A spoilt execution that only the interpreter's families show would get through: no GPU draws them."""
+    spoilt = Mutant("spoilt", spec.reference, after=lambda outputs: {k: t for k, t in outputs.items()})
+    said = Mutant("said", spec.reference + "\nact = 2 * act")
+    families: list[str] = []
+    honest = _Trial.passes
+
+    def shown_on_a_cpu(trial: _Trial, mutant: Mutant) -> bool:
+        families.append(trial.family)
+        return honest(trial, mutant) and trial.family not in ON_CPU
+
+    with (
+        mock.patch.object(numerics, "mutants", lambda _: iter((spoilt, said))),
+        mock.patch.object(_Trial, "passes", shown_on_a_cpu),
+    ):
+        assert numerics.weak_spots(spec, SIZES) == ["spoilt"]
+    assert set(families) == set(FAMILIES)
