@@ -30,13 +30,14 @@ from agent.ending import OK
 from agent.loop import Loop, Outcome, standing
 from agent.optimize import NothingToOptimize, base
 from agent.table import read
-from agent.tips.lessons import learned
+from agent.tips.lessons import changed, learned
+from agent.work import Measure
 from primitives.compile import PROBES
 from primitives.ir import Program
 from primitives.lower import editable, lower
 from primitives.refusal import CompileError
 from primitives.schedule import Schedule
-from verifier.decision import KEPT, central, compared
+from verifier.decision import KEPT, NO_FASTER, central, compared
 from verifier.evidence import problems
 from verifier.gates import identity
 from verifier.measure import Kept, Options
@@ -101,6 +102,10 @@ def faster(spec: Spec, program: Program, raw: str) -> Measured:
     return found.model_copy(update={"identity": identity(spec, program, raw), "timings": rows})
 
 
+def no_faster() -> Rejected:
+    return Rejected(gate="decision", code=NO_FASTER, message="no case is faster beyond doubt")
+
+
 class Gpu:
     """Stands in for the GPU gates; what it was given to measure, and to beat."""
 
@@ -114,9 +119,10 @@ class Gpu:
         return faster(spec, program, raw)
 
 
-def author(run: runs.Run, answers: list[str], gpu: Gpu | None = None, improve: int = 0) -> Outcome:
+def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improve: int = 0) -> Outcome:
     work = session.work_of(run)
-    return Loop(run.journal, run.spec, work, Scripted(answers), Notes(), measure=gpu, improve=improve).run()
+    provider, attempts = Scripted(answers), len(answers)
+    return Loop(run.journal, run.spec, work, provider, Notes(), attempts, gpu, improve=improve).run()
 
 
 def optimized(spec: Path) -> str:
@@ -161,6 +167,22 @@ def test_a_failed_round_teaches_those_who_edit(spec: Path, tmp_path: Path) -> No
     assert failure.failed == "compile/language" and failure.level == "cutedsl"
     added = tips.add(failure.teaches("Name what is there"), tmp_path / "tips.md")
     assert added.tip.level == "cutedsl" and tips.read_tips(tmp_path / "tips.md") == [added.tip]
+
+
+def test_an_edit_that_is_no_faster_teaches_what_to_leave_alone(spec: Path) -> None:
+    """The text that it should have beaten is what mends it: the kernel's own, then an edit that was kept."""
+    ideas = [edit(spec, idea) for idea in ("slower", "quicker", "quickest")]
+
+    def judge(spec: Spec, program: Program, keep: object, kept: Kept | None, raw: str) -> Measured | Rejected:
+        return no_faster() if raw in (ideas[0], ideas[2]) else faster(spec, program, raw)
+
+    for count, kept in ((1, editable(program(spec))), (3, ideas[1])):
+        run = start(spec)
+        with run.journal:
+            author(run, [fenced(idea) for idea in ideas[:count]], judge, improve=1)
+        (failure,) = learned(run.name).failures
+        assert failure.failed == "decision/no_faster" and failure.level == "cutedsl"
+        assert failure.fix == changed(ideas[count - 1], kept)
 
 
 def test_an_edit_is_measured_against_the_kernel_that_it_was_made_from(spec: Path) -> None:

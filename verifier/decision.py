@@ -17,6 +17,7 @@ from verifier.timing import FEWEST
 
 CANDIDATE, BASELINE = "candidate", "torch.compile"
 KEPT = "the kernel before"  # which a change has to beat
+NO_FASTER = "no_faster"  # why one that does not is rejected
 PROCESSES = 3  # for an acceptance: fewer tell nothing of the spread between processes
 
 Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
@@ -89,7 +90,7 @@ def _improvement(rows: Sequence[Timing]) -> None:
         told = ", ".join(f"{c}: {r.estimate:.3f}x [{r.low:.3f}, {r.high:.3f}]" for c, r in ratios.items())
         why = f"it is slower on {', '.join(slower)}" if slower else "no case is faster beyond doubt"
         words = f"not kept, for {why}; its speed over that of {KEPT}: {told}"
-        raise Failed("no_faster", words, timings=[x.model_dump(exclude={"samples"}) for x in rows])
+        raise Failed(NO_FASTER, words, timings=[x.model_dump(exclude={"samples"}) for x in rows])
 
 
 def _believable(program: Program, t: Timing) -> None:

@@ -1,5 +1,5 @@
-"""What a run's journal teaches: failures that a later attempt or draft of the same run fixed, and the tips
-that its author proposed."""
+"""What a run's journal teaches: failures that a later attempt or draft of the same run fixed, changes that
+were no faster than what they were made from, and the tips that its author proposed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import unified_diff
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from agent.journal import Event, JournalError, glance
 from agent.loop import OTHER_VERSION, measurement
+from agent.optimize import Base
 from agent.runs import folder
 from agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
+from verifier.decision import NO_FASTER
 from verifier.report import GATES, REPORT, Accepted, Checked, Rejected, joined
+from verifier.spec_file import load
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 SOURCES = ("report", "draft")  # kinds of events that judge a source
@@ -24,7 +28,8 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class Failure:
-    """A rejection at ``failed`` (gate/reason) that a later source of the run got past, and how."""
+    """A rejection at ``failed`` (gate/reason) that a later source of the run got past, and how; or that of a
+    change which was no faster, past which what it was made from is."""
 
     spec: str
     failed: str
@@ -78,7 +83,7 @@ def learned(name: str) -> Learned:
     try:
         judged = list(_judged(events))
         versions = _versions([report for report, _ in judged])
-        mended = _failures(str(header["spec"]), versions, judged)
+        mended = _failures(str(header["spec"]), versions, judged, _began_with(directory, events))
         failures = tuple(replace(failure, level=level) for failure in mended)
         spoken = [event.payload for event in events if event.kind == "tip"]
         told = tuple(_told(said, str(header["spec"]), versions, failures, level) for said in spoken)
@@ -101,12 +106,25 @@ def _judged(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
             yield joined(report, found), event.payload["source"]
 
 
-def _failures(spec: str, versions: str, judged: Sequence[tuple[Report, str]]) -> Iterator[Failure]:
-    """Of rejections for one reason, the last that was mended: what changed after it is what mended it."""
+def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
+    """The text that a run's edits were made from; None where it edits none."""
+    found = next((event.payload for event in events if event.kind == "base"), None)
+    return None if found is None else Base.from_json(found, load(directory / "spec.yaml", check=False)).text
+
+
+def _failures(
+    spec: str, versions: str, judged: Sequence[tuple[Report, str]], best: str | None
+) -> Iterator[Failure]:
+    """Of rejections for one reason, the last that was mended: what changed after it is what mended it.
+    ``best``: the text that is to be beaten, until another is accepted."""
     found: dict[str, Failure] = {}
     for index, (report, source) in enumerate(judged):
+        if isinstance(report, Accepted):
+            best = source
         if isinstance(report, Rejected):
             after = next((text for later, text in judged[index + 1 :] if _passed(later, report.gate)), None)
+            if report.code == NO_FASTER:
+                after = after or best
             if after is not None:
                 failed = f"{report.gate}/{report.code}"
                 found[failed] = Failure(spec, failed, changed(source, after), versions)
