@@ -38,8 +38,8 @@ class Effort:
         bool,
         typer.Option(
             "--quick",
-            help="Three rows in one process, nothing autotuned, without CODA's own package. Begins nothing "
-            "that may end after two minutes; what it takes has not been measured yet.",
+            help="Three rows in one process, without max-autotune and CODA's own package. Begins nothing that "
+            "may end after two minutes.",
         ),
     ] = False
     processes: Annotated[
