@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agent import accept, runs
+from agent import accept, rivals, runs
 from agent.loop import last_verified, measurement, stands_at
 from agent.pieces import FilePieces
 from agent.session import work_of
@@ -32,6 +32,7 @@ from verifier.report import (
     Identity,
     Measured,
     Measurement,
+    QuackTuned,
     Unmeasured,
 )
 from verifier.spec import Spec
@@ -80,9 +81,9 @@ class Rival(_File):
 
 
 class Entry(_File):
-    """A checked kernel that awaits measurement. ``known``: by case, schedules that won before. ``kept``: the
-    accepted kernel that this one is to beat. ``raw``: its edited text, ``objects`` what that was compiled to
-    here: the machine there need not run it."""
+    """A checked kernel that awaits measurement. ``known``: by case, schedules that won before; ``quack``: the
+    same of QuACK's arms. ``kept``: the accepted kernel that this one is to beat. ``raw``: its edited text,
+    ``objects`` what that was compiled to here: the machine there need not run it."""
 
     run: str
     attempt: int
@@ -90,6 +91,7 @@ class Entry(_File):
     program: str
     identity: Identity
     known: dict[str, Schedules] = {}
+    quack: dict[str, QuackTuned] = {}
     kept: Rival | None = None
     raw: str = ""
     objects: dict[str, str] = {}
@@ -145,6 +147,7 @@ def _entry(name: str) -> Entry:
             program=last["program"],
             identity=report.identity,
             known=_known(run.spec, report.identity),
+            quack=rivals.quack(run.spec),
             kept=Rival.of(kept) if kept else None,
             raw=raw,
             objects=_objects(run.spec, last["program"], raw, kept) if raw else {},
@@ -230,6 +233,7 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
             known=_schedules(path, entry),
             kept=_rival(path, entry, spec),
             raw=entry.raw,
+            quack=_quack(path, entry),
         )
         results.append(
             Result(
@@ -265,6 +269,19 @@ def _schedules(path: Path, entry: Entry) -> dict[str, Known]:
         raise BundleError(
             f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"
         ) from None
+
+
+def _quack(path: Path, entry: Entry) -> dict[str, QuackTuned]:
+    from verifier.quack_baseline import parsed
+
+    try:
+        for case in entry.quack.values():
+            parsed(case.arms)
+    except ValueError as error:
+        raise BundleError(
+            f"{path}: run {entry.run}: a schedule of QuACK's is refused: {error}; bundle it again"
+        ) from None
+    return entry.quack
 
 
 def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:

@@ -58,6 +58,7 @@ def verify(
     """Run every gate on a kernel file that this machine can run; a measurement that was cut off goes on."""
     from agent import live
     from agent.pieces import resumed
+    from agent.rivals import quack
     from verifier.spec_file import load
     from verifier.verify import verify as run_gates
 
@@ -76,6 +77,7 @@ def verify(
             progress=watch.gate,
             options=options,
             keep=keep,
+            quack=quack(loaded),
         )
     finish(report, as_json)
 

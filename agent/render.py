@@ -14,6 +14,8 @@ from verifier.report import (
     RAW_GATES,
     Accepted,
     Checked,
+    Config,
+    Finalists,
     Gate,
     Identity,
     Rejected,
@@ -110,6 +112,28 @@ def timings(rows: tuple[Timing, ...]) -> Table:
     return table
 
 
+def rivals(rows: tuple[Timing, ...]) -> list[str]:
+    """The schedules that QuACK's arms ran on, a line for each case that has any."""
+    return [
+        f"{t.case}: " + "; ".join(f"{arm} {_stages(stages)}" for arm, stages in t.quack.items())
+        for t in rows
+        if t.quack
+    ]
+
+
+def _stages(stages: Finalists) -> str:
+    return ", then ".join(_config(first) for first, *_ in stages)
+
+
+def _config(config: Config) -> str:
+    tile_m, tile_n, cluster_m, cluster_n, group = (
+        config.get(name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n", "max_swizzle_size")
+    )
+    kind = "pingpong" if config.get("pingpong") else "cooperative"
+    swapped = ", operands swapped" if config.get("swap_ab") else ""
+    return f"{tile_m}x{tile_n} {kind}, cluster {cluster_m}x{cluster_n}, group {group}{swapped}"
+
+
 def _sees(t: Timing) -> str:
     """The least difference that this measurement would have told from none."""
     least = [r.detectable for r in t.ratios.values() if r.detectable is not None]
@@ -146,6 +170,8 @@ def show(console: Console, report: Accepted | Checked | Rejected) -> None:
     console.print(gates(report))
     if isinstance(report, Accepted):
         console.print(timings(report.timings))
+        for line in rivals(report.timings):
+            console.print(line, markup=False, style="dim")
     if isinstance(report, Rejected):
         place = f"line {report.line}: " if report.line else ""
         console.print(Text(f"{place}{report.message}"))

@@ -195,10 +195,20 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
     """What measures a checked kernel here, if anything does."""
     if not use_gpu(gpu):
         return None
+    from agent.rivals import quack
     from verifier.measure import measure as run_gates
 
     def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
-        return run_gates(spec, program, options, progress=watch.gate, keep=keep, kept=kept, raw=raw)
+        return run_gates(
+            spec,
+            program,
+            options,
+            progress=watch.gate,
+            keep=keep,
+            kept=kept,
+            raw=raw,
+            quack=quack(spec),
+        )
 
     return measure
 

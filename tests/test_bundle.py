@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from authoring import (
+    QUACK,
     TOY_KERNEL,
     TWICE,
     Notes,
@@ -34,7 +36,8 @@ from agent.loop import Loop, standing
 from primitives.ir import Program
 from primitives.schedule import Schedule
 from verifier.measure import DEFAULT_ARMS, Keep, Kept, Known, Options
-from verifier.report import Accepted, Measured, Rejected
+from verifier.quack_baseline import MATMUL, OWN_TUNER
+from verifier.report import Accepted, Measured, QuackTuned, Rejected
 from verifier.spec import Spec
 
 pytestmark = pytest.mark.usefixtures("runs_home")
@@ -53,6 +56,7 @@ class Gpu:
         self.programs: list[Program] = []
         self.known: list[Mapping[str, Known]] = []
         self.kept: list[Kept | None] = []
+        self.quack: list[Mapping[str, QuackTuned]] = []
         self.cut_before = ""
         self.verdict: Callable[[Spec, Program], Measured | Rejected] = measured
 
@@ -67,9 +71,11 @@ class Gpu:
         known: Mapping[str, Known],
         kept: Kept | None,
         raw: str,
+        quack: Mapping[str, QuackTuned],
     ) -> Measured | Rejected:
         self.programs.append(program)
         self.known.append(known)
+        self.quack.append(quack)
         self.kept.append(kept)
         self.arms.append(options.arms)
         for case in spec.cases:
@@ -445,6 +451,41 @@ def test_a_schedule_that_is_none(packed: tuple[str, Path], gpu: Gpu, known: Any)
     edit(path, lambda data: entry_of(data).update(known=known))
     with pytest.raises(BundleError, match=f"run {name}: a known schedule is refused: .*; bundle it again"):
         measure(path)
+
+
+def test_what_quack_won_with_before_is_raced_again(
+    accepted_before: Path, spec: Path, tmp_path: Path, gpu: Gpu
+) -> None:
+    """Whatever the kernel: it is of the spec alone."""
+    bundle.pack([make_run(spec, TWICE)], tmp_path / "bundle.json")
+    assert known_of(tmp_path / "bundle.json", gpu) == {}
+    tuned = QuackTuned(
+        gpu="NVIDIA H100 80GB HBM3", version=version("quack-kernels"), arms={OWN_TUNER: (QUACK,)}
+    )
+    assert gpu.quack == [{"large": tuned, "wide": tuned}]
+
+
+HOSTILE_QUACK: list[tuple[dict[str, Any], str]] = [
+    ({"QuACK": [[{}]]}, "'QuACK' is no arm of QuACK's"),
+    ({MATMUL: [[{"tile_m": 128, "shell": 1}]]}, "have no field 'shell'"),
+    ({MATMUL: [[{"tile_m": 128.0}]]}, "valid"),
+    ({MATMUL: [[{"tile_m": "128"}]]}, "valid"),
+    ({MATMUL: [[{"tile_m": [128]}]]}, "valid"),
+    ({MATMUL: [[]]}, "at least 1 item"),
+    ({MATMUL: [7]}, "valid"),
+]
+
+
+@pytest.mark.parametrize(("arms", "words"), HOSTILE_QUACK)
+def test_a_schedule_that_is_none_of_quacks(
+    packed: tuple[str, Path], gpu: Gpu, arms: dict[str, Any], words: str
+) -> None:
+    _, path = packed
+    quack = {"large": {"gpu": "a GPU", "version": "1", "arms": arms}}
+    edit(path, lambda data: entry_of(data).update(quack=quack))
+    with pytest.raises(BundleError, match=words) as refused:
+        measure(path)
+    assert "again" in str(refused.value) and not gpu.programs
 
 
 # what home refuses

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from agent.options import Further, flags
 from verifier.gates import Progress
 from verifier.measure import Keep, Kept, Options
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
-from verifier.report import REPORT, Checked
+from verifier.report import REPORT, Checked, QuackTuned
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
@@ -105,6 +106,8 @@ def test_generate_with_a_gpu(
     command: Command, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arms: list[tuple[str, ...]] = []
+    before = {"large": QuackTuned(gpu="a GPU", version="1", arms={})}
+    monkeypatch.setattr("agent.rivals.quack", lambda spec: before)
 
     def measure(
         spec: Any,
@@ -115,8 +118,9 @@ def test_generate_with_a_gpu(
         keep: Keep,
         kept: Kept | None,
         raw: str,
+        quack: Mapping[str, QuackTuned],
     ) -> object:
-        assert kept is None and not raw
+        assert kept is None and not raw and quack == before
         arms.append(options.arms)
         progress("benchmark", "case large")
         return measured(spec, program)

@@ -51,6 +51,8 @@ def test_review(command: Command, spec: Path) -> None:
 def test_review_of_an_accepted_kernel(command: Command, spec: Path) -> None:
     done = command("review", accepted_run(spec))
     assert done.status == 0 and "1.300 [1.250, 1.352]" in done.out and "must exceed 1.1" in done.out
+    chosen = "128x192 pingpong, cluster 2x1, group 8, operands swapped"
+    assert f"large: QuACK (its own tuner) {chosen}\nwide: QuACK (its own tuner) {chosen}\n" in done.out
 
 
 @pytest.mark.parametrize("agreed", [True, False])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from comparison_machine import ARMS, H100, Machine, stood_in
 
+from agent import rivals
 from agent.compare import environment, kernels, measuring, rows
 from agent.compare.cells import Cell, Empty, lines
 from agent.compare.measuring import Asked, OutOfTime, measure
@@ -34,6 +35,7 @@ from verifier.columns import (
 )
 from verifier.gpu import WorkerError
 from verifier.quack_baseline import OWN_TUNER
+from verifier.report import QuackTuned
 
 
 @pytest.fixture
@@ -312,3 +314,11 @@ def test_a_kernel_comes_as_it_was_tuned_or_with_what_was_good_nearby() -> None:
     assert kernels.contenders(swiglu.spec, at_7b)[PROGRAM].schedules == kept.schedules["7B"]
     elsewhere = kernels.contenders(swiglu.spec, rows.square("gemm_swiglu", 8192))[PROGRAM]
     assert elsewhere.schedules is None and elsewhere.known in kept.finalists.values()
+
+
+def test_quacks_arms_come_with_what_they_were_tuned_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = QuackTuned(gpu="a GPU", version="1", arms={})
+    monkeypatch.setattr(rivals, "quack", lambda spec: {"7B": tuned} if spec.name == "gemm_swiglu" else {})
+    chosen = rows.chosen(("gemm_swiglu", "gemm_rope"), ("7B", "square 8192"), everything=False, quick=False)
+    given = {(row.operator, row.case): row.task((OWN_TUNER,), 12)[1].quack for row in chosen}
+    assert given.pop(("gemm_swiglu", "7B")) is tuned and len(given) == 3 and set(given.values()) == {None}

@@ -21,8 +21,9 @@ from verifier.gates import Failed, Gates, silent
 from verifier.gpu import Lost
 from verifier.measure import Kept, Options, _Session, measure
 from verifier.proof import Job, clean, numerics, stability, tune
-from verifier.report import PROTOCOL, Measured, Rejected, Unmeasured
-from verifier.scoring import faults, score
+from verifier.quack_baseline import MATMUL
+from verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured
+from verifier.scoring import Race, faults, score
 from verifier.spec import Spec
 from verifier.spec_file import load
 from verifier.statistics import ratio
@@ -57,6 +58,8 @@ class Workers:
         self.speedup = 1.5
         self.gain = 1.1  # over a kernel before
         self.kept: list[Job | None] = []
+        self.races: list[Race] = []
+        self.chosen: Iterator[int] = itertools.repeat(128)
         self.faults: Iterator[list[str]] = itertools.repeat([])  # of the controls, one after the other
 
     def __call__(self, ahead: tuple[str, ...] = ()) -> Any:
@@ -83,11 +86,18 @@ class Workers:
             "host_microseconds": {"candidate": 12.0, "cuBLAS matmul": 17.0},
             "graph_milliseconds": own,
             "parts": {"gemm of step 0": own * generator.gauss(1, 0.005), "vector of step 0": 0.01},
+            "quack": self.quack(race),
             "input_sets": 2,
             "conditions": {"gpu": "NVIDIA H100", "driver": "1", "sm_mhz": [1, 2, 3]},
             "seeds": {"benchmark/0": len(self.asked)},
             "seconds": {"inputs": 1.0, "rivals": 2.0, "race": 4.0},
         }
+
+    def quack(self, race: Race) -> dict[str, Any]:
+        """What QuACK's arms ran on, which another process may have chosen anew."""
+        self.races.append(race)
+        chosen = next(self.chosen)
+        return {arm: [[{"tile_m": chosen}, {"tile_m": 64}]] for arm in race.arms if arm == MATMUL}
 
     def tasks(self, name: str) -> list[tuple[int, str]]:
         """(worker, case) of every such task."""
@@ -302,6 +312,26 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     workers.gain = 1.0
     slower = run(spec, kept=kept)
     assert isinstance(slower, Rejected) and slower.code == "no_faster"
+
+
+def test_what_quack_ran_on_is_told_and_what_it_won_with_before_goes_along(
+    spec: Spec, workers: Workers
+) -> None:
+    before = QuackTuned(gpu="a GPU", version="1", arms={MATMUL: (({"tile_m": 256},),)})
+    found = run(spec, quack={"wide": before})
+    assert isinstance(found, Measured)
+    assert [race.quack for race in workers.races] == [None, before] * 3
+    assert [t.quack for t in found.timings] == [{MATMUL: (({"tile_m": 128}, {"tile_m": 64}),)}] * 2
+    told = found.quack()["large"]
+    assert (told.gpu, told.arms) == ("NVIDIA H100", found.timings[0].quack)
+    assert told.version == found.identity.versions["quack-kernels"]
+
+
+def test_no_schedule_is_told_that_not_every_process_had(spec: Spec, workers: Workers) -> None:
+    workers.chosen = iter([128, 128, 128, 256, 128, 128])  # the second case, in the second process
+    found = run(spec)
+    assert isinstance(found, Measured) and not found.timings[1].quack
+    assert found.quack().keys() == {"large"}
 
 
 def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:

@@ -36,6 +36,7 @@ from agent.journal import Journal, JournalError
 from agent.page.charts import LEFT, LONG, Mark, duration, number, timeline
 from agent.page.markup import Html, element, visible
 from agent.providers import Turn, Usage
+from agent.render import rivals
 from verifier.decision import KEPT
 from verifier.report import GATES, Gate, Measured, Rejected, Unmeasured
 from verifier.spec import Spec
@@ -359,6 +360,8 @@ def test_charts_and_tables_hold_the_measured_figures(toy: Path, out: Path) -> No
     for t, row in zip(found.timings, rows, strict=True):
         ratios = [f"{r.estimate:.3f} [{r.low:.3f}, {r.high:.3f}]" for r in t.ratios.values()]
         assert row == [t.case, *ratios]
+    said = [p.text for p in accepted.every("p")]
+    assert [line for line in rivals(found.timings) if line in said] == rivals(found.timings) != []
 
 
 def test_conditions_versions_and_controls_are_shown(toy: Path, out: Path) -> None:

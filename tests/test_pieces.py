@@ -20,7 +20,7 @@ from primitives.files import cache_dir
 from verifier import measure as measuring
 from verifier.gates import identity
 from verifier.measure import Options
-from verifier.report import PROTOCOL, REPORT, Accepted, Identity
+from verifier.report import PROTOCOL, REPORT, Accepted, Identity, QuackTuned
 from verifier.scoring import score
 from verifier.spec_file import load
 
@@ -110,6 +110,15 @@ def test_what_is_whole_is_measured_anew_on_other_inputs(workers: Workers, verify
     workers.speedup = 0.5  # a rejected one is whole, too
     assert verify()[0] == 1
     assert kept() == []
+
+
+def test_what_quack_won_with_before_is_raced_again(
+    workers: Workers, verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = QuackTuned(gpu="a GPU", version="1", arms={})
+    monkeypatch.setattr("agent.rivals.quack", lambda spec: {"wide": tuned} if spec.name == "toy" else {})
+    assert verify()[0] == 0
+    assert [race.quack for race in workers.races] == [None, tuned] * 3
 
 
 def test_again_starts_anew(workers: Workers, verify: Verify) -> None:

@@ -8,21 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from verifier import numerics, quack_baseline, quack_library, quack_norms, reference
+from primitives.files import cache_dir
+from verifier import numerics, quack_baseline, quack_library, quack_norms, reference, scoring, sitting
 from verifier.baselines import products
 from verifier.inputs import draw
-from verifier.quack_baseline import ARMS, MATMUL, OUR_SEARCH, OWN_TUNER, admitted, chained, tuned
+from verifier.quack_baseline import (
+    ARMS,
+    LIBRARY_ARMS,
+    MATMUL,
+    OUR_SEARCH,
+    OWN_TUNER,
+    Tuned,
+    admitted,
+    chained,
+    tuned,
+)
 from verifier.quack_epilogue import QuackEpilogue
 from verifier.quack_library import LIBRARY
+from verifier.report import QuackTuned
 from verifier.spec import Spec
 from verifier.spec_file import load
 
@@ -241,10 +255,13 @@ def test_its_own_tuners_space_is_quacks(name: str, tiles: int, swaps: bool) -> N
     assert {c.device_capacity for c in space} == {9}
 
 
+Races = list[tuple[str, list[Any]]]
+
+
 @pytest.fixture
-def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, list[Any]]]:
+def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Races:
     """Races that the schedule of the widest swizzle, then the last one, wins; who ran in which."""
-    races: list[tuple[str, list[Any]]] = []
+    races: Races = []
 
     def race(
         spec: Spec, sizes: Any, arm: str, index: int, stage: Any, configs: list[Any], rounds: int
@@ -261,7 +278,7 @@ def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, li
 
 @pytest.mark.parametrize(("arm", "swizzle"), [(OWN_TUNER, 8), (OUR_SEARCH, 32)])
 def test_each_stage_of_a_chain_is_tuned_and_kept(
-    arm: str, swizzle: int, raced: list[tuple[str, list[Any]]], monkeypatch: pytest.MonkeyPatch
+    arm: str, swizzle: int, raced: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[tuple[str, Any]] = []
 
@@ -273,27 +290,117 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     spec = spec_of("gemm_swiglu_mlp")
     sizes = small(spec)
     inputs = draw(spec, sizes, seed=0)
-    outputs = tuned(arm, spec, [inputs], sizes)[0]()
+    (call,), finalists = tuned(arm, spec, [inputs], sizes)
+    outputs = call()
     assert outputs.keys() == spec.outputs.keys()
     races = 2 if arm == OWN_TUNER else 3
     assert [index for index, _ in raced] == ["0"] * races + ["1"] * races
     assert [name for name, _ in prepared] == ["linear_act_epi", "identity_epi"] * 2  # raced, then used
     assert {config.max_swizzle_size for _, config in prepared} == {swizzle}
     first = prepared[2:]
-    tuned(arm, spec, [inputs], sizes)
+    assert [[GemmConfig(**each) for each in stage][0] for stage in finalists] == [c for _, c in first]
+    assert [len(stage) for stage in finalists] == [len(raced[races - 1][1]), len(raced[-1][1])]
+    again = tuned(arm, spec, [inputs], sizes)
     assert len(raced) == 2 * races and prepared[4:] == first  # the choice came from the disk
+    assert again.finalists == finalists
 
 
-def test_bare_products_are_those_of_the_formulation(
-    raced: list[tuple[str, list[Any]]], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def relu(monkeypatch: pytest.MonkeyPatch, raced: Races) -> Callable[..., Tuned]:
+    """An arm of a GEMM and ReLU whose tuning is not kept."""
+    spec = spec_of("gemm_relu2")
+    sizes = small(spec)
+    monkeypatch.setattr(QuackEpilogue, "prepare", lambda stage, config: dict)
+
+    def again(arm: str, known: QuackTuned | None = None) -> Tuned:
+        for kept in cache_dir().rglob("quack-*.json"):
+            kept.unlink()
+        raced.clear()
+        return tuned(arm, spec, [draw(spec, sizes, seed=0)], sizes, known)
+
+    return again
+
+
+def known_of(arm: str, stages: Any, **other: str) -> QuackTuned:
+    here = {"gpu": "a GPU", "version": version("quack-kernels")}
+    return QuackTuned.model_validate(here | other | {"arms": {arm: stages}})
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_what_was_raced_last_is_raced_again_alone(arm: str, relu: Callable[..., Tuned], raced: Races) -> None:
+    finalists = relu(arm).finalists
+    last = raced[-1][1]
+    assert len(raced) > 1 and len(last) >= 3
+    again = relu(arm, known_of(arm, finalists))
+    ((_, configs),) = raced
+    assert {*configs} == {*last}
+    assert again.finalists[0][0] in finalists[0] and len(again.finalists[0]) == len(last)
+
+
+def test_what_is_known_of_one_tile_races_with_the_best_of_others(
+    relu: Callable[..., Tuned], raced: Races
 ) -> None:
+    (best, *_), *_ = relu(OWN_TUNER).finalists
+    relu(OWN_TUNER, known_of(OWN_TUNER, [[best]]))
+    start, last = (configs for _, configs in raced)
+    assert len(start) > 40 and len(last) == 3 and asdict(last[0]) == best
+
+
+@pytest.mark.parametrize("arm", LIBRARY_ARMS)
+def test_a_schedule_that_an_arms_own_search_never_comes_to_is_not_raced(
+    arm: str, relu: Callable[..., Tuned], raced: Races
+) -> None:
+    wide = asdict(quack_baseline.config(256, 128, False))
+    strange = [wide | change for change in ({"tile_n": 64}, {"cluster_m": 4}, {"split_k": 2})]
+    relu(arm, known_of(arm, [strange]))
+    searched = len(raced)
+    relu(arm)
+    assert len(raced) == searched > 1  # nothing was known
+    fours = wide | {"cluster_n": 2, "max_swizzle_size": 32}  # only ours refines
+    relu(arm, known_of(arm, [[wide | {"pingpong": 0}, fours, *strange]]))
+    told = [asdict(c) for c in raced[-1][1]]
+    assert wide in told and (fours in told) == (arm == OUR_SEARCH)
+    assert all(type(each["pingpong"]) is bool for each in told)  # as the space has it
+
+
+@pytest.mark.parametrize("other", [{"gpu": "another GPU"}, {"version": "0.1"}])
+def test_what_another_gpu_or_quack_won_with_is_not_raced(
+    other: dict[str, str], relu: Callable[..., Tuned], raced: Races
+) -> None:
+    finalists = relu(OWN_TUNER).finalists
+    relu(OWN_TUNER, known_of(OWN_TUNER, finalists, **other))
+    assert len(raced) == 2
+    relu(OWN_TUNER, known_of(MATMUL, finalists))  # nor what another arm did
+    assert len(raced) == 2
+
+
+def test_scores_and_sittings_hand_on_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, spec, given = known_of(OWN_TUNER, []), spec_of("gemm_relu2"), []
+
+    def found(*asked: Any) -> Tuned:
+        given.append(asked)
+        return Tuned([dict], [[{"tile_m": 128}]])
+
+    monkeypatch.setattr(quack_baseline, "tuned", found)
+    sizes: dict[str, int] = {}
+    sets: Any = SimpleNamespace(inputs=[{}], arm=lambda name, calls: (name, calls))
+    job: Any = SimpleNamespace(spec=spec, sizes=sizes)
+    arm: Any
+    arm, finalists = scoring._rival(OWN_TUNER, job, sets, known)
+    assert arm == (OWN_TUNER, [dict]) and finalists == [[{"tile_m": 128}]]
+    seats = sitting.Seats(spec, sizes, (OWN_TUNER,), {}, 12, known)
+    assert sitting.prepare(OWN_TUNER, seats, {}).call is dict
+    assert given == [(OWN_TUNER, spec, [{}], sizes, known)] * 2
+
+
+def test_bare_products_are_those_of_the_formulation(raced: Races, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two sets of inputs each, into outputs that they share; what other specs multiply alike is known."""
     monkeypatch.setattr(QuackEpilogue, "prepare", lambda stage, config: lambda: {id(stage.outs["D"]): stage})
     specs = [spec_of(name) for name in ("gemm_swiglu_mlp", "gemm_relu2", "gemm_bias_gelu")]
     for spec in specs:
         sizes = small(spec)
         sets = [draw(spec, sizes, seed) for seed in (0, 1)]
-        made: Any = [call() for call in tuned(MATMUL, spec, sets, sizes)]
+        made: Any = [call() for call in tuned(MATMUL, spec, sets, sizes).calls]
         one, other = made
         assert one.keys() == other.keys() and len(one) == (2 if spec is specs[0] else 1)
         for inputs, stages in zip(sets, (one, other), strict=True):

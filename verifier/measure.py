@@ -29,7 +29,7 @@ from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Lost, Task, Worker
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
-from verifier.report import PROTOCOL, Measured, Measurement, Timing, Unmeasured
+from verifier.report import PROTOCOL, Finalists, Measured, Measurement, QuackTuned, Timing, Unmeasured
 from verifier.scoring import Race, score
 from verifier.spec import Spec
 from verifier.spec_parts import Case
@@ -124,14 +124,16 @@ def measure(
     known: Mapping[str, Known] | None = None,
     kept: Kept | None = None,
     raw: str = "",
+    quack: Mapping[str, QuackTuned] | None = None,
 ) -> Measurement:
     """Run the GPU gates on every case of the spec. ``known``: by case and step, schedules worth racing.
     ``kept``: what the decision asks it to be faster than, besides the baseline. ``raw``: an edited text of
-    the program's, which is what runs; where none are known it is tuned over what ``kept`` was."""
+    the program's, which is what runs; where none are known it is tuned over what ``kept`` was. ``quack``: by
+    case, what QuACK's arms were tuned to before."""
     if raw and kept and not known:
         known = kept.finalists
     gates = Gates(progress)
-    session = _Session(spec, program, options or Options(), gates, keep, known or {}, kept, raw)
+    session = _Session(spec, program, options or Options(), gates, keep, known or {}, kept, raw, quack or {})
     try:
         return session.run()
     except Stop as stop:
@@ -154,6 +156,7 @@ class _Session:
     known: Mapping[str, Known]
     kept: Kept | None
     raw: str
+    quack: Mapping[str, QuackTuned] = field(default_factory=dict)
     prover: Worker | None = None
     scorers: dict[int, Worker] = field(default_factory=dict)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
@@ -335,7 +338,8 @@ class _Session:
         """``attempt``: of a score with controls."""
         controlled = attempt is not None
         kept = self.kept.job(self.spec, case) if self.kept else None
-        race = Race(self._arms(), self.options.rounds, self.options.cold, controlled, kept)
+        known = self.quack.get(case.name)
+        race = Race(self._arms(), self.options.rounds, self.options.cold, controlled, kept, known)
         name = f"score/{process}/{case.name}" + (f"/controlled.{attempt}" if controlled else "")
         found = self._piece(name, self._ask(score, (self._job(case), race)), process)
         self.scores.setdefault(case.name, []).append(found)
@@ -363,6 +367,7 @@ class _Session:
             },
             tuning_seconds=tuned["seconds"],
             finalists=tuned["finalists"],
+            quack=_agreed([s.get("quack", {}) for s in scores]),
             processes=len(scores),
             rounds=min(map(len, own)),
             cold=self.options.cold,
@@ -440,6 +445,13 @@ def _hidden(spec: Spec) -> dict[str, Any]:
     seeds = {name: secrets.randbits(48) for name in (HIDDEN, ONE_ROW)}
     sizes = {HIDDEN: hidden(spec, seeds[HIDDEN]), ONE_ROW: hidden(spec, seeds[ONE_ROW], rows=1)}
     return {"sizes": sizes, "seeds": seeds}
+
+
+def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
+    """By arm of QuACK's, its finalists; without an arm that not every process had on the same schedules, as
+    where the cache was emptied between two."""
+    first, *others = scores
+    return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 
 
 DEVICE = ("gpu", "driver", "torch", "cuda", "multiprocessors")

@@ -4,7 +4,8 @@ bare matmuls of the formulation.
 ``QuACK (its own tuner)`` races the schedules that QuACK's autotuner would; ``QuACK (our search)`` those
 that our own kernels choose from, which are more: every cluster and rasterisation. ``QuACK matmul`` is the
 first with no epilogue: what its mainloop, which is ours too, takes for the products alone. All are raced by
-our clock, from a cold L2. Importing this module imports nothing heavy; ``tuned`` does.
+our clock, from a cold L2; where an earlier measurement's last race is known, its schedules alone. Importing
+this module imports nothing heavy; ``tuned`` does.
 """
 
 from __future__ import annotations
@@ -13,26 +14,29 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives import workers
 from primitives.files import cache_dir, write_atomic
 from primitives.probes import starting
 from primitives.schedule import SWIZZLES
-from primitives.tune import FORMAT, leaders, race_calls, refusals, search
+from primitives.tune import FORMAT as SEARCHED
+from primitives.tune import leaders, race_calls, ranking, refusals
 from verifier.baselines import products
 from verifier.quack_epilogue import QuackEpilogue, Tensors
 from verifier.quack_library import LIBRARY, quack_library
+from verifier.report import Config, Finalists, QuackTuned
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
     from quack.gemm_config import GemmConfig
     from torch import Tensor
 
+FORMAT = 2  # of the file that keeps a tuning; the way it is found has another
 OWN_TUNER, OUR_SEARCH = "QuACK (its own tuner)", "QuACK (our search)"
 MATMUL = "QuACK matmul"
 LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
@@ -103,30 +107,53 @@ def _rasterised(ranked: Configs) -> Configs:
     return [replace(c, max_swizzle_size=s) for c in every for s in SWIZZLES if s > 1]
 
 
-SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Callable[[Configs], Configs]]] = {
+Refine = Callable[[Configs], Configs]
+SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
     OWN_TUNER: (own_space, _as_they_are),
     OUR_SEARCH: (our_space, _rasterised),
     MATMUL: (own_space, _as_they_are),
 }
 
 
+class Tuned(NamedTuple):
+    """An arm: a call for each set of inputs, and in JSON's terms the ``finalists`` of its tuning, of which
+    the first of each stage is what the calls run on."""
+
+    calls: list[Callable[[], dict[str, Tensor]]]
+    finalists: list[list[Config]]
+
+
 def tuned(
-    arm: str, spec: Spec, sets: Sequence[Tensors], sizes: Mapping[str, int]
-) -> list[Callable[[], dict[str, Tensor]]]:
+    arm: str,
+    spec: Spec,
+    sets: Sequence[Tensors],
+    sizes: Mapping[str, int],
+    known: QuackTuned | None = None,
+) -> Tuned:
     """For each of several sets of inputs QuACK's GEMMs for ``arm`` (of ``ARMS``), each on its fastest
     schedule, as one call that gives the spec's outputs, or the bare products by number. Compiles in
-    parallel; the choice is kept on disk. ValueError where QuACK has no epilogue for the spec, RuntimeError
+    parallel; the last race is kept on disk. ``known``: what it was tuned to before, to be raced again where
+    it was the same QuACK on such a GPU. ValueError where QuACK has no epilogue for the spec, RuntimeError
     if no schedule runs."""
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
     first = every[0]
     path = _kept(spec, sizes, arm, first)
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    chosen = _from_json(known) if known else _choose(spec, sizes, arm, first)
-    if not known:
-        write_atomic(path, json.dumps([asdict(c) for c in chosen]))
+    if path.exists():
+        ranked = _from_json(json.loads(path.read_text(encoding="utf-8")))
+    else:
+        ranked = _ranked(spec, sizes, arm, first, _again(arm, known))
+        write_atomic(path, json.dumps(_to_json(ranked)))
     if arm == MATMUL:  # nobody reads its outputs: one room for all sets
         every = [[replace(s, outs=f.outs) for s, f in zip(own, first, strict=True)] for own in every]
-    return [chained([s.prepare(c) for s, c in zip(own, chosen, strict=True)]) for own in every]
+    calls = [chained([s.prepare(c) for s, (c, *_) in zip(own, ranked, strict=True)]) for own in every]
+    return Tuned(calls, _to_json(ranked))
+
+
+def parsed(arms: Mapping[str, Finalists]) -> dict[str, list[Configs]]:
+    """By arm and stage. ValueError for an arm that is none of QuACK's, or a field that no schedule has."""
+    if unknown := sorted(arms.keys() - {*ARMS}):
+        raise ValueError(f"{unknown[0]!r} is no arm of QuACK's; known: {', '.join(ARMS)}")
+    return {arm: _from_json(stages) for arm, stages in arms.items()}
 
 
 def _stages(spec: Spec, inputs: Tensors, sizes: Mapping[str, int], arm: str) -> Sequence[QuackEpilogue]:
@@ -153,30 +180,43 @@ def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], di
     return call
 
 
-def _choose(
-    spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue]
-) -> list[GemmConfig]:
+def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
+    """What to race again, by stage: nothing of another GPU's or another QuACK's."""
+    if known is None or [known.gpu, known.version] != _here():
+        return []
+    return parsed(known.arms).get(arm, [])
+
+
+def _ranked(
+    spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue], known: list[Configs]
+) -> list[Configs]:
+    """The last race of each stage, fastest first: among what is ``known`` of it, or of a search."""
     space, refine = SPACES[arm]
-    chosen: list[GemmConfig] = []
+    ranked: list[Configs] = []
     for index, stage in enumerate(stages):
-        ranked = search(space(stage), refine, partial(_race, spec, sizes, arm, index, stage))
-        if not ranked:
+        start = space(stage)
+        again = _admitted(known[index], start, refine) if index < len(known) else []
+        found = ranking(start, refine, partial(_race, spec, sizes, arm, index, stage), again, edited=False)
+        if not found:
             name = stage.mod.fn.__name__
             raise RuntimeError(f"no schedule of QuACK's {name} for {spec.name} runs at {dict(sizes)}")
-        chosen.append(ranked[0][0])
-        stage.prepare(chosen[-1])()  # the next stage is raced on what this one leaves to it
-    return chosen
+        ranked.append([each for each, _ in found])
+        stage.prepare(ranked[-1][0])()  # the next stage is raced on what this one leaves to it
+    return ranked
+
+
+def _admitted(known: Configs, start: Configs, refine: Refine) -> Configs:
+    """Those of the known schedules that a search from ``start`` could come to, as it has them."""
+    reached = {c: c for c in (*start, *(finer for each in start for finer in refine([each])))}
+    return list(dict.fromkeys(reached[c] for c in known if c in reached))
 
 
 def _kept(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue]) -> Path:
-    import torch
-
     epilogues = [stage.mod.semantic_digest for stage in stages]
-    where = [torch.cuda.get_device_name(), version("quack-kernels")]
     what: list[Any] = [spec.hash, dict(sorted(sizes.items()))]
     if arm == MATMUL:  # of specs with the same products it is the same
         what = [_geometry(t) for stage in stages for t in (stage.a, stage.b, stage.outs["D"])]
-    key = json.dumps([FORMAT, *what, arm, epilogues, *where])
+    key = json.dumps([SEARCHED, FORMAT, *what, arm, epilogues, *_here()])
     return cache_dir() / "tuning" / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
@@ -184,10 +224,27 @@ def _geometry(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
 
 
-def _from_json(known: Sequence[Mapping[str, int]]) -> list[GemmConfig]:
+def _here() -> list[str]:
+    """What a tuning holds on: the GPU's name, and the version of QuACK."""
+    import torch
+
+    return [torch.cuda.get_device_name(), version("quack-kernels")]
+
+
+def _to_json(ranked: Sequence[Configs]) -> list[list[Config]]:
+    return [[asdict(each) for each in stage] for stage in ranked]
+
+
+def _from_json(ranked: Sequence[Sequence[Config]]) -> list[Configs]:
+    """ValueError for a field that no schedule has."""
     from quack.gemm_config import GemmConfig
 
-    return [GemmConfig(**each) for each in known]
+    names = [field.name for field in fields(GemmConfig)]
+    for each in (each for stage in ranked for each in stage):
+        if unknown := sorted(each.keys() - {*names}):
+            raise ValueError(f"QuACK's schedules have no field {unknown[0]!r}; known: {', '.join(names)}")
+    made: Callable[..., GemmConfig] = GemmConfig
+    return [[made(**each) for each in stage] for stage in ranked]
 
 
 def _race(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
 RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
@@ -23,6 +23,11 @@ CONTROLS_AMONG_ARMS = 3  # 2026-11-21, 15:02 UTC: the controls race among the ar
 # 2026-11-22: outputs are overwritten ahead of every timed call, and inputs looked at after the last; a report
 # tells of every process that was tried, those that were replaced too, and says its protocol
 PROTOCOL = 4
+
+
+Config = dict[str, StrictBool | StrictInt | None]  # the fields of a schedule of QuACK's, its GemmConfig
+# Of each stage those of tuning's last race, fastest first.
+Finalists = tuple[Annotated[tuple[Config, ...], Field(min_length=1)], ...]
 
 
 class _Record(BaseModel):
@@ -73,7 +78,8 @@ class Timing(_Record):
     ``samples``: milliseconds by arm, process and round. ``cold``: every timed call found an evicted L2.
     ``graph_milliseconds``: the candidate replayed from a CUDA graph. ``parts``: milliseconds of each of its
     parts by itself, in the roofline's words, where it has several. ``finalists``: by step, the schedules of
-    tuning's last race, fastest first: worth trying next time.
+    tuning's last race, fastest first: worth trying next time. ``quack``: the same of each of QuACK's arms, by
+    stage, whose first ones are what it ran on; for information, and to be raced again.
     """
 
     case: str
@@ -87,11 +93,21 @@ class Timing(_Record):
     parts: dict[str, float] = Field(default_factory=dict)
     tuning_seconds: float
     finalists: dict[str, tuple[dict[str, Any], ...]] = Field(default_factory=dict)
+    quack: dict[str, Finalists] = Field(default_factory=dict)
     processes: int = 1
     rounds: int
     cold: bool = True
     input_sets: int = 1
     samples: dict[str, tuple[tuple[float, ...], ...]]
+
+
+class QuackTuned(_Record):
+    """What QuACK's arms, by name, were tuned to at one case: of use to that ``version`` of quack-kernels on
+    that GPU."""
+
+    gpu: str
+    version: str
+    arms: dict[str, Finalists]
 
 
 class Authorship(_Record):
@@ -136,6 +152,11 @@ class _Measurement(_Record):
     seconds: dict[str, float] = Field(default_factory=dict)  # by stage of the measurement
     seeds: dict[str, int]
     date: str
+
+    def quack(self) -> dict[str, QuackTuned]:
+        """By case, what QuACK's arms were tuned to; nothing of those that do not say so."""
+        gpu, version = str(self.conditions.get("gpu", "")), self.identity.versions.get("quack-kernels", "")
+        return {t.case: QuackTuned(gpu=gpu, version=version, arms=t.quack) for t in self.timings if t.quack}
 
 
 class Unmeasured(_Record):

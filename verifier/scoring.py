@@ -22,6 +22,7 @@ from verifier.fingerprint import Fingerprints, overwrite, words
 from verifier.gates import Failed
 from verifier.gpu import report
 from verifier.proof import Job, Trial, poisoned_run, untouched
+from verifier.report import Config, QuackTuned
 
 if TYPE_CHECKING:
     import torch
@@ -44,13 +45,15 @@ Tensors = Mapping[str, "torch.Tensor"]
 @dataclass(frozen=True)
 class Race:
     """What to time beside the candidate, and how: so many rounds, fewer of long kernels. ``controlled``: with
-    arms that show whether this process measures at all. ``kept``: the kernel that a change has to beat."""
+    arms that show whether this process measures at all. ``kept``: the kernel that a change has to beat.
+    ``quack``: what QuACK's arms were tuned to before."""
 
     arms: tuple[str, ...]
     rounds: int
     cold: bool = True
     controlled: bool = False
     kept: Job | None = None
+    quack: QuackTuned | None = None
 
 
 def score(given: tuple[Job, Race]) -> dict[str, Any]:
@@ -62,7 +65,8 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
     sets = _Sets.drawn(job, plan)
     drawn = time.monotonic()
     arms = [sets.candidate(CANDIDATE)]
-    arms += [*(_rival(name, job, sets) for name in race.arms), _graphed(sets)]
+    rivals = [_rival(name, job, sets, race.quack) for name in race.arms]
+    arms += [*(arm for arm, _ in rivals), _graphed(sets)]
     if race.kept is not None:
         arms.append(_kept(race.kept, sets))
     if race.controlled:
@@ -80,6 +84,7 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
         "host_microseconds": {name: round(seconds * 1e6, 2) for name, seconds in host.items()},
         "graph_milliseconds": round(graph.median * 1e3, 6),
         "parts": parts,
+        "quack": {arm.name: finalists for arm, finalists in rivals if finalists},
         "input_sets": len(sets.inputs),
         "conditions": conditions,
         "seeds": {f"benchmark/{i}": seed for i, seed in enumerate(sets.seeds)},
@@ -251,11 +256,16 @@ def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return lambda: next(turn)()
 
 
-def _rival(name: str, job: Job, sets: _Sets) -> timing.Arm:
+def _rival(
+    name: str, job: Job, sets: _Sets, known: QuackTuned | None
+) -> tuple[timing.Arm, list[list[Config]]]:
+    """An arm, and of QuACK's the finalists of its tuning."""
     from verifier import baselines, quack_baseline
 
-    build = quack_baseline.tuned if name in quack_baseline.ARMS else baselines.calls
-    return sets.arm(name, build(name, job.spec, sets.inputs, job.sizes))
+    if name in quack_baseline.ARMS:
+        found = quack_baseline.tuned(name, job.spec, sets.inputs, job.sizes, known)
+        return sets.arm(name, found.calls), found.finalists
+    return sets.arm(name, baselines.calls(name, job.spec, sets.inputs, job.sizes)), []
 
 
 def _kept(job: Job, sets: _Sets) -> timing.Arm:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verifier.columns import ANCHOR, entries
 from verifier.columns.entry import Given, Prepared
 from verifier.contest import Contender, Entrant, Stage, contest
+from verifier.report import QuackTuned
 from verifier.scoring import sets_wanted
 from verifier.spec import Spec
 
@@ -22,13 +23,15 @@ FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class Seats:
-    """Who is to take turns at which sizes, the anchor among them; ``kernels`` by arm."""
+    """Who is to take turns at which sizes, the anchor among them; ``kernels`` by arm. ``quack``: what QuACK's
+    arms were tuned to there before."""
 
     spec: Spec
     sizes: Mapping[str, int]
     arms: tuple[str, ...]
     kernels: Mapping[str, Contender]
     rounds: int
+    quack: QuackTuned | None = None
 
 
 def sit(seats: Seats) -> dict[str, Any]:
@@ -94,7 +97,8 @@ def prepare(arm: str, seats: Seats, inputs: Mapping[str, Tensor]) -> Prepared:
     if arm in baselines.BASELINES:
         return Prepared(baselines.calls(arm, spec, [inputs], sizes)[0], _as_given)
     if arm in quack_baseline.ARMS:
-        return Prepared(quack_baseline.tuned(arm, spec, [inputs], sizes)[0], _as_given)
+        (call,) = quack_baseline.tuned(arm, spec, [inputs], sizes, seats.quack).calls
+        return Prepared(call, _as_given)
     return entries(arm)[spec.name].build(Given(inputs, sizes, spec.constants))
 
 

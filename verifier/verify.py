@@ -21,7 +21,7 @@ from primitives.refusal import CompileError
 from primitives.schedule import Schedule
 from verifier import jail
 from verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
-from verifier.report import Accepted, Checked, Identity, Rejected, joined
+from verifier.report import Accepted, Checked, Identity, QuackTuned, Rejected, joined
 from verifier.spec import Spec
 from verifier.spec_parts import Case
 
@@ -96,16 +96,18 @@ def verify(
     progress: Progress = silent,
     options: Options | None = None,
     keep: Callable[[Identity], Keep] | None = None,
+    quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:
     """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``, whose
-    finished pieces are kept where ``keep`` says."""
+    finished pieces are kept where ``keep`` says; ``quack`` is for it."""
     report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
     if program is None or not gpu or not isinstance(report, Checked):
         return Verdict(report, program)
     from verifier.measure import measure
 
     pieces = keep(report.identity) if keep else None
-    return Verdict(joined(report, measure(spec, program, options, progress=progress, keep=pieces)), program)
+    found = measure(spec, program, options, progress=progress, keep=pieces, quack=quack)
+    return Verdict(joined(report, found), program)
 
 
 def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) -> jail.Traced:

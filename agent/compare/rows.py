@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from agent import accept
+from agent import accept, rivals
 from agent.compare import kernels
 from agent.compare.results import LAYER_BOTH as BOTH
 from agent.compare.results import LAYER_FORWARD as FORWARD
@@ -101,7 +101,8 @@ class OperatorRow:
         return roofline(program, self.sizes, kernels.machine(ceilings)).seconds
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
-        return sitting.sit, sitting.Seats(self.spec, self.sizes, arms, self.contenders, rounds)
+        quack = rivals.quack(self.spec).get(self.case)
+        return sitting.sit, sitting.Seats(self.spec, self.sizes, arms, self.contenders, rounds, quack)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from agent.page.charts import Mark, bars, duration, number, timeline
 from agent.page.markup import Html, code, details, document, element, facts, table
 from agent.page.rounds import improved, repaired, rounds, speeds
 from agent.providers import Turn, Usage
-from agent.render import figures
+from agent.render import figures, rivals
 from agent.runs import folder
 from primitives.files import write_atomic
 from verifier.decision import KEPT
@@ -261,7 +261,8 @@ def _measured(attempt: Attempt) -> list[Html]:
     arms = list(dict.fromkeys(arm for t in attempt.timings for arm in t.ratios))
     rows = [(t.case, *(_ratio(t.ratios[a]) if a in t.ratios else "" for a in arms)) for t in attempt.timings]
     caption = "Ratios, arm / candidate, with their intervals: above 1 the candidate is faster"
-    return [*shown, table(caption, ("case", *arms), rows), _costs(attempt.timings)]
+    chosen = [element("p", line) for line in rivals(attempt.timings)]
+    return [*shown, table(caption, ("case", *arms), rows), _costs(attempt.timings), *chosen]
 
 
 def _ratio(ratio: Ratio) -> str:

@@ -7,19 +7,21 @@ limits here are those of a formula that is right.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from verifier import numerics, reference
+from verifier import numerics, quack_baseline, reference
 from verifier.baselines import products
 from verifier.inputs import FAMILIES, draw
 from verifier.numerics import Limits
-from verifier.quack_baseline import LIBRARY_ARMS, MATMUL, chained, config, tuned
+from verifier.quack_baseline import LIBRARY_ARMS, MATMUL, OWN_TUNER, chained, config, tuned
 from verifier.quack_library import LIBRARY, quack_library
+from verifier.report import QuackTuned
 from verifier.spec import Spec
 from verifier.spec_file import load
 
@@ -88,11 +90,38 @@ def test_a_search_finds_a_schedule_that_is_right(name, arm, tmp_path, monkeypatc
     spec = load(SPECS / f"{name}.yaml", check=False)
     sizes = dict(spec.case("ragged").sizes)
     inputs = draw(spec, sizes, 0, device="cuda")
-    judge(spec, tuned(arm, spec, [inputs], sizes)[0](), inputs, sizes)
+    (call,), finalists = tuned(arm, spec, [inputs], sizes)
+    judge(spec, call(), inputs, sizes)
     (kept,) = (tmp_path / "tuning").iterdir()
     written = os.stat(kept).st_mtime_ns
-    judge(spec, tuned(arm, spec, [inputs], sizes)[0](), inputs, sizes)
+    (call,), told = tuned(arm, spec, [inputs], sizes)
+    judge(spec, call(), inputs, sizes)
     assert os.stat(kept).st_mtime_ns == written  # found again, not searched again
+    assert told == finalists and all(finalists)
+
+
+@pytest.mark.parametrize("arm", [OWN_TUNER, MATMUL])
+def test_what_was_raced_last_is_raced_again_alone(arm, tmp_path, monkeypatch):
+    spec = load(SPECS / "gemm_swiglu_mlp.yaml", check=False)
+    sizes = dict(spec.case("ragged").sizes)
+    inputs = draw(spec, sizes, 0, device="cuda")
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "first"))
+    first = tuned(arm, spec, [inputs], sizes).finalists
+    raced, race = [], quack_baseline._race
+
+    def watched(*given):
+        raced.append([asdict(c) for c in given[-2]])
+        return race(*given)
+
+    monkeypatch.setattr(quack_baseline, "_race", watched)
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "second"))
+    here = {"gpu": torch.cuda.get_device_name(), "version": version("quack-kernels")}
+    known = QuackTuned.model_validate(here | {"arms": {arm: first}})
+    (call,), again = tuned(arm, spec, [inputs], sizes, known)
+    assert raced == first and len(first) == 2
+    assert all(after[0] in before for before, after in zip(first, again, strict=True))
+    if arm == OWN_TUNER:
+        judge(spec, call(), inputs, sizes)
 
 
 @pytest.mark.parametrize("name", ["gemm_swiglu_mlp", "gemm_grad_accumulate", "gemm_rmsnorm_swiglu_fp16"])
@@ -101,7 +130,7 @@ def test_the_bare_matmuls_are_those_of_the_formulation(name, tmp_path, monkeypat
     spec = load(SPECS / f"{name}.yaml", check=False)
     sizes = dict(spec.case("ragged").sizes)
     sets = [draw(spec, sizes, seed, device="cuda") for seed in (0, 1)]
-    for inputs, call in zip(sets, tuned(MATMUL, spec, sets, sizes), strict=True):
+    for inputs, call in zip(sets, tuned(MATMUL, spec, sets, sizes).calls, strict=True):
         made = call()
         torch.cuda.synchronize()
         for found, product in zip(made.values(), products(spec, inputs, sizes), strict=True):

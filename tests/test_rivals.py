@@ -1,0 +1,60 @@
+"""What a committed report says of a spec's rivals, and of which spec and QuACK it says so."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from authoring import QUACK, TOY_KERNEL, measured, program_of, write_toy
+
+from agent import accept, rivals
+from verifier.quack_baseline import OWN_TUNER
+from verifier.report import Accepted
+from verifier.spec import Spec
+from verifier.spec_file import load
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spec:
+    monkeypatch.setattr(accept, "KERNELS", tmp_path)
+    return load(write_toy(tmp_path), check=False)
+
+
+def commit(directory: Path, spec: Spec, *, raw: bool = False, **identity: str) -> None:
+    """A kernel's files, whose report is of these identities."""
+    program = program_of(spec, TOY_KERNEL)
+    found = measured(spec, program)
+    found = found.model_copy(update={"identity": found.identity.model_copy(update=identity)})
+    report = Accepted(**found.model_dump(exclude={"status"}))
+    source, kept, *_, evidence = accept.files(spec.name, directory, raw=raw)
+    source.write_text("")
+    kept.write_text(program.to_json())
+    evidence.write_text(report.model_dump_json())
+
+
+def test_what_a_report_of_the_spec_says(spec: Spec, tmp_path: Path) -> None:
+    assert rivals.quack(spec) == {}
+    commit(tmp_path, spec, lowered_hash="another lowering")
+    told = rivals.quack(spec)
+    assert told.keys() == {"large", "wide"}
+    for tuned in told.values():
+        assert (tuned.gpu, tuned.version) == ("NVIDIA H100 80GB HBM3", version("quack-kernels"))
+        assert tuned.arms == {OWN_TUNER: (QUACK,)}
+
+
+def test_an_edited_texts_report_says_so_too(spec: Spec, tmp_path: Path) -> None:
+    commit(tmp_path, spec, raw=True)
+    accept.files(spec.name, tmp_path)[-1].write_text("{}")  # of another version
+    assert rivals.quack(spec).keys() == {"large", "wide"}
+
+
+def test_what_was_raced_of_another_spec_or_by_another_quack_is_not_known(
+    spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, spec, spec_hash="another")
+    assert rivals.quack(spec) == {}
+    commit(tmp_path, spec)
+    assert rivals.quack(spec)
+    monkeypatch.setattr(rivals, "version", lambda name: "0.1")
+    assert rivals.quack(spec) == {}
