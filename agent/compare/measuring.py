@@ -122,6 +122,7 @@ class _Measuring:
 
     def _known_machine(self) -> Machine:
         """As the results have it, or measured. Their GPU must be this one."""
+        self.workers.coming = self.results.machine is None  # where nothing was measured, a sitting follows
         with closing(self.workers.take(None)) as worker:
             name = worker.ask(gpu, None, patience=PATIENCE)["gpu"]
             if others := self.results.gpus() - {name}:
