@@ -24,7 +24,7 @@ from verifier.inputs import DTYPES, FAMILIES, draw
 from verifier.limits import Limits, of_stored, of_unrounded
 from verifier.mutants import Mutant, mutants
 from verifier.numerics import OutputError
-from verifier.sizes import hidden
+from verifier.sizes import hidden, small_sizes
 from verifier.spec import Spec
 from verifier.spec_file import load
 
@@ -59,7 +59,9 @@ def separation(name: str) -> dict[str, Any]:
             honest = max(honest, *(gate.excess(plan(gate.inputs)) for plan in _plans(program, sizes)))
             for mutant in mutants(spec):
                 wrong[mutant.name] = max(wrong[mutant.name], gate.mutant(mutant))
-    return {"honest": honest, "mutants": wrong}
+    small = small_sizes(spec)[0]
+    names = [m.name for m in mutants(spec) if wrong[m.name] > 1 or numerics.differs(spec, m, small)]
+    return {"honest": honest, "mutants": {name: wrong[name] for name in names}}
 
 
 class _Gate:

@@ -73,6 +73,14 @@ def test_integers_reach_both_ends_of_their_range() -> None:
     assert sorted(set(draw(spec, MANY, 0)["target"].tolist())) == [-100, *range(50)]
 
 
+def test_both_ends_are_among_few_integers_of_a_wide_range() -> None:
+    few = {"M": 40, "K": 16, "N": 100_000}
+    for seed in range(20):
+        target = draw(wide(), few, seed)["target"]
+        assert {0, 99_999} <= set(target.tolist()) and len(target.unique()) > 30
+    assert draw(wide(), few | {"M": 1}, 0)["target"].shape == (1,)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_series_is_what_its_formula_says(family: str) -> None:
     drawn = draw(one("bf16", {"count": "K"}, ("M", "K")), {"M": 300, "K": 24, "N": 64}, 0, family=family)

@@ -130,6 +130,22 @@ def gemm_residual_partial_rmsnorm(y, w, x, gamma, eps):
 """
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rsqrt(row_sums(h * h) / h.columns + eps)", "1 / (sqrt(row_sums(h * h) / h.columns) + eps)"),
+        ("h.columns", "256"),
+        ("row_sums(h * h)", "row_sums(where(column_index(h) < 111, h * h, 0))"),
+    ],
+)
+def test_slips_of_a_norm_are_seen(old: str, new: str) -> None:
+    spec = spec_of("gemm_residual_partial_rmsnorm")
+    source = RESIDUAL.replace("minimum,", "column_index, sqrt, where,")
+    run = Run({"M": 200, "K": 88, "N": 112}, "zeros", 0)
+    assert faults(spec, source, run) == {STORED: set(), "not rounded": set()}
+    assert faults(spec, source.replace(old, new), run) == {STORED: {"rstd"}, "not rounded": {"rstd"}}
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("most", [200, 1000])
 def test_what_clamps_values_of_a_trained_models_residual_stream_is_seen(seed: int, most: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from verifier import mutants as slips
 from verifier import reference
 from verifier.inputs import draw
-from verifier.limits import UNROUNDED, USUAL
+from verifier.limits import USUAL
 from verifier.mutants import Mutant, mutants
 from verifier.numerics import _Trial, weak_spots
 from verifier.spec import Spec
@@ -52,12 +52,26 @@ def test_the_slips_of_a_norm() -> None:
         "'(h * h).mean(-1) + eps' without its second term",
         "'y @ w.mT + x' with its sign flipped",
         "'(h * h).mean(-1)' along the other axis",
-        "'(h * h).mean(-1)' as if over N=2048",
+        "'(h * h).mean(-1)' as if over K=2048",  # which N is too
         "eps as 0",
     }
+    assert found.keys() >= {
+        "h with one wrong row",
+        "h truncated, not rounded",
+        "matmuls rounded to bf16",
+        "matmuls added from two halves of K in bf16",
+        "'h * gamma' without its second factor",
+        "'(h * h).mean(-1)' without the last",
+        "'(h * h).mean(-1)' over whole tiles",
+        "'rsqrt((h * h).mean(-1) + eps)' as '1 / (sqrt((h * h).mean(-1)) + eps)'",
+        "eps as 1e-05",
+        "gamma one further",
+        "h rounded to bf16",
+    }
+    assert "rstd truncated, not rounded" not in found and "hg rounded to bf16" not in found
     assert "rstd with one wrong column" not in found and "h and rstd swapped" not in found
     assert "rsqrt((h * h).mean(0) + eps)" in found["'(h * h).mean(-1)' along the other axis"].text
-    assert "rsqrt((h * h).sum(-1) / 2048 + eps)" in found["'(h * h).mean(-1)' as if over N=2048"].text
+    assert "rsqrt((h * h).sum(-1) / 2048 + eps)" in found["'(h * h).mean(-1)' as if over K=2048"].text
     assert "(h * h).mean(-1) + 0.0" in found["eps as 0"].text
 
 
@@ -70,8 +84,39 @@ def test_approximate_functions() -> None:
         "cos(angle.bfloat16().float())",
         "act = where(preact < -4.5, 0.0, gelu(preact, approximate='tanh'))",
         "act = where(preact[:, 0::2] < -7, 0.0, silu(preact[:, 0::2])) * preact[:, 1::2]",
+        "0.5 * preact * (1 + tanh(0.7978 * (preact + 0.044715 * preact ** 3)))",
+        "act = silu(preact[:, 1::2]) * preact[:, 1::2]",
+        "odd, even = (t * rstd[:, :, None] * gamma).unflatten(2, (P, 2)).unbind(-1)",
+        "(t * t).narrow(-1, 0, (t * t).shape[-1] - 1).mean(-1)",
+        "pad(t * t, (0, -(t * t).shape[-1] % 128)).mean(-1)",
+        "cos(angle - 6.2832 * round(angle / 6.2832))",
     ):
         assert any(wrong in text for text in texts), wrong
+
+
+def test_wrong_choices_and_wrong_inputs() -> None:
+    losses, backward = named(spec_of("partial_cross_entropy")), named(spec_of("residual_rmsnorm_bwd"))
+    assert "target > 0" in losses["'target >= 0' as 'target > 0'"].text
+    whole = losses["'logsumexp(logits, -1)' over whole tiles"].text
+    assert "logsumexp(pad(logits, (0, -logits.shape[-1] % 128)), -1)" in whole
+    assert any(name.endswith("always its first") for name in losses)
+    assert "hhat = h * s[:, None]" in backward["s for rstd"].text
+    assert "h * rstd.bfloat16().float()[:, None]" in backward["rstd in bf16"].text
+    short = backward["'(d * hhat).sum(0)' without the last"].text
+    assert "(d * hhat).narrow(0, 0, (d * hhat).shape[0] - 1).sum(0)" in short
+    assert "dw rounded to bf16" not in named(spec_of("grad_accumulate"))  # an input, read as it is
+    assert "act rounded to bf16" not in named(spec_of("swiglu_mlp"))  # as its matmul reads it anyway
+
+
+def test_only_a_spec_in_fp16_is_accumulated_in_it() -> None:
+    fp16 = "matmuls accumulated in fp16"
+    assert fp16 in named(spec_of("rmsnorm_swiglu_fp16")) and fp16 not in named(spec_of("rmsnorm_swiglu"))
+
+
+def test_the_documents_say_how_many() -> None:
+    specs = [load(path, check=False) for path in SPECS.glob("*.yaml")]
+    text = (SPECS.parent / "docs" / "verification.md").read_text()
+    assert f"{sum(len(named(spec)) for spec in specs)} mutants of the {len(specs)} shipped specs" in text
 
 
 @pytest.mark.parametrize("name", sorted(p.stem.removeprefix("gemm_") for p in SPECS.glob("*.yaml")))
@@ -100,6 +145,9 @@ def test_spoilt_matmuls() -> None:
     torch.testing.assert_close(slips._without_first(a, b), a @ b - a[:, :1] @ b[:1], rtol=1e-4, atol=1e-5)
     assert 0.01 < (slips._in_fp8(a, b) - a @ b).norm() / (a @ b).norm() < 0.1
     assert 0.001 < (slips._in_bf16(a, b) - a @ b).norm() / (a @ b).norm() < 0.01
+    assert 0.0005 < (slips._rounded(a, b) - a @ b).norm() / (a @ b).norm() < 0.004
+    first, second = ((a[:, k : k + 32] @ b[k : k + 32]).bfloat16() for k in (0, 32))
+    assert torch.equal(slips._halved(a, b), first.float() + second.float())
     eight = (a * 100).to(torch.float8_e4m3fn)
     assert torch.equal(slips._through_fp8(eight.bfloat16()), eight.float())
 
@@ -118,6 +166,10 @@ def test_spoilt_outputs() -> None:
     assert torch.equal(rows[:256], output[:256]) and not rows[256:].any()
     column = slips._one_wrong_column(output)
     assert int((column != output).sum()) == 300 and torch.equal(column[:, 100], output[:, 99])
+    row = slips._one_wrong_row(output)
+    assert int((row != output).sum()) == 200 and torch.equal(row[150], output[149])
+    cut = slips._truncated(torch.tensor([1 + 2**-7 - 2**-20, -1.5 + 2**-20]), 16)
+    assert cut.tolist() == [1.0, -1.4921875]
     vector = slips._without_last_rows(output[0])
     assert torch.equal(vector[:128], output[0, :128]) and not vector[128:].any()
 
@@ -135,11 +187,32 @@ def test_gelus_other_form_is_seen_unrounded_only() -> None:
     trial = _Trial.of(spec, at(spec), 0, "normal")
     got = reference.fp32(spec, trial.inputs, trial.sizes, erf.text)
     assert trial._within(spec, got, USUAL) and not trial.passes(erf) and trial.differs(erf)
-    assert UNROUNDED.rms == USUAL.rms  # of 16-bit outputs nothing is loosened
+
+
+def test_a_text_that_is_right_but_for_the_order_of_its_roundings_is_no_mutant() -> None:
+    """No logit is beyond 30, so a sum of exponentials needs no maximum; without a cap it overflows."""
+    name = "'logsumexp(logits, -1)' as 'log(exp(logits).sum(-1))'"
+    capped, free = spec_of("softcap_cross_entropy"), spec_of("partial_cross_entropy")
+    for spec in (capped, free):
+        unshifted = named(spec)[name]
+        trials = [_Trial.of(spec, at(spec) | {"M": 64}, 0, family) for family in ("normal", "huge")]
+        if spec is free:
+            assert [trial.passes(unshifted) for trial in trials] == [True, False]
+        else:
+            assert all(trial.passes(unshifted) and not trial.differs(unshifted) for trial in trials)
+
+
+@pytest.mark.parametrize("seed", [4, 8])
+def test_the_ends_of_a_range_tell_comparisons_apart(seed: int) -> None:
+    """By these seeds no target was 0 while that was left to chance; and what never differs is no mutant."""
+    spec = spec_of("partial_cross_entropy")
+    (moved,) = [m for m in mutants(spec) if m.name == "'target >= 0' as 'target > 0'"]
+    trial = _Trial.of(spec, at(spec) | {"M": 300}, seed, "normal")
+    assert trial.differs(moved) and not trial.passes(moved)
 
 
 def test_a_text_that_says_the_same_is_no_mutant() -> None:
     """A mean over heads of 32 columns, at sizes at which they have 32."""
     spec = spec_of("qk_norm_rope")
-    names = [m.name for m in mutants(spec) if "as if over P=32" in m.name]
+    names = [m.name for m in mutants(spec) if "as if over H=32" in m.name]  # as P is
     assert names and not set(names) & set(weak_spots(spec, at(spec, H=3, P=16) | {"M": 64}))

@@ -217,7 +217,7 @@ def _values(init: Init, shape: list[int], sizes: Sizes, generator: torch.Generat
         if init.ignored is not None:
             share = torch.rand(shape, generator=generator, device=device)
             values.masked_fill_(share < IGNORED_SHARE, init.ignored)
-        return values
+        return _with_ends(values, low, high, generator)
     if init.count is not None:
         period = init.range_at(sizes)[1] + 1
         rows = torch.arange(shape[0] if shape else 1, device=device) % period
@@ -230,6 +230,16 @@ def _values(init: Init, shape: list[int], sizes: Sizes, generator: torch.Generat
     if init.uniform:
         return values.uniform_(*init.uniform, generator=generator)
     return values.normal_(std=init.normal.at(sizes) if init.normal else 1.0, generator=generator)
+
+
+def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
+    """Both ends of a range of integers among them, somewhere, where there are two: a vocabulary's first and
+    last word are of the few that a slip in a comparison mistakes, and hardly ever drawn."""
+    half = values.numel() // 2
+    if half:
+        first, last = torch.randint(half, (2,), generator=generator, device=values.device).tolist()
+        values.view(-1)[first], values.view(-1)[half + last] = low, high
+    return values
 
 
 def _spread(series: Tensor, shape: list[int]) -> Tensor:

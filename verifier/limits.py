@@ -54,20 +54,11 @@ UNROUNDED = Limits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0
 #: Where exponentials make a few values of an output larger than all others together, a ratio of two errors is
 #: a ratio of two numbers: it says nothing of the mathematics. Each value by itself does.
 EXTREME = ("large", "huge")
-VALUES = Limits(
-    rms=math.inf,
-    tile=math.inf,
-    element=math.inf,
-    slope=math.inf,
-    fp32_rms=math.inf,
-    fp32_tile=math.inf,
-    fp32_element=math.inf,
-    values=UNROUNDED.values,
-)
+VALUES = Limits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
 #: Beside a long extent the others are short: a chain's few operands and their roundings repeat along it, and
 #: ratios and slopes scatter as those few do. All that only fp32 loses is judged as anywhere.
 FEW = Limits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
-FEW_UNROUNDED = replace(UNROUNDED, rms=FEW.rms, tile=FEW.tile, slope=FEW.slope, shared=(4.0, 6.0, 8.0))
+FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
 #: Where one value of a row outweighs the rest, the worst element is one of a few again. What so large a value
 #: shows is no matter of ratios: a clamp is thousands of roundings off.
 SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
