@@ -24,7 +24,8 @@ one ```json block that maps steps to fields, such as
 - cluster_m, cluster_n, one of {", ".join(map(str, CLUSTERS))};
 - swizzle, one of {", ".join(map(str, SWIZZLES))};
 - evict_loads, evict_stores: what the epilogue loads or stores leaves the L2 first;
-- deep: shared memory from the epilogue for another stage of the mainloop.
+- deep: shared memory from the epilogue for another stage of the mainloop;
+- split: with a cluster of four, which leaves some SMs idle, these get their share in a second launch.
 A change is kept only if it is measured to be faster in one case at least (the lower end of its interval above
 1, against the kernel that is kept now, in the same run) and slower in none.
 """

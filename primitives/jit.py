@@ -17,6 +17,7 @@ from typing import Any
 from primitives.files import cache_dir, write_atomic
 from primitives.lowered import Argument, GemmKernel, Lowered, VectorKernel
 from primitives.schedule import Schedule
+from primitives.split import ordered
 
 HOPPER = (9, 0)
 
@@ -101,7 +102,8 @@ def _gemm(
     sizes: Mapping[str, int],
 ) -> Callable[..., Any]:
     key = _gemm_key(lowered, kernel, schedule, sizes)
-    return compile_it(*key, post_init_attrs=_attributes(kernel, schedule, sizes))
+    with ordered(schedule):
+        return compile_it(*key, post_init_attrs=_attributes(kernel, schedule, sizes))
 
 
 def _gemm_key(
@@ -144,6 +146,7 @@ def _attributes(
         ("evict_loads", schedule.evict_loads),
         ("evict_stores", schedule.evict_stores),
         ("head_widths", kernel.head_widths(sizes)),
+        *((("split", True),) if schedule.split else ()),
     )
 
 
@@ -170,7 +173,10 @@ def compiled(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Ma
     from quack.gemm_runtime.host import _compile_gemm_epi
 
     attributes = ("post_init_attrs", _attributes(kernel, schedule, sizes))
-    keys = [(_compile_gemm_epi.__qualname__, *_gemm_key(lowered, kernel, schedule, sizes), attributes)]
+    keys = [
+        (_compile_gemm_epi.__qualname__, *_gemm_key(lowered, kernel, each, sizes), attributes)
+        for each in schedule.launches
+    ]
     keys += [(_compile_vector.__qualname__, *_vector_key(lowered, vector)) for vector in lowered.vectors]
     folder = jit.get_cache_path() / jit._compute_source_fingerprint()
     return all((folder / f"{jit._key_to_hash(key)}.o").exists() for key in keys)

@@ -4,6 +4,7 @@ decision taken; calling one launches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ from primitives.jit import load_module
 from primitives.launchable import LaunchError
 from primitives.lower import Argument, GemmKernel, VectorKernel, lower
 from primitives.schedule import Schedule
+from primitives.split import share
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +72,18 @@ def _listed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(1)
 
 
+@dataclass(frozen=True)
+class _Span:
+    """Some of what lies along an axis of a tensor."""
+
+    axis: int
+    first: int
+    past: int
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(self.axis, self.first, self.past - self.first)
+
+
 def _picker(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """itemgetter that gives a tuple for one item too."""
     if len(slots) > 1:
@@ -117,12 +131,12 @@ class Plan:
         for key, value in fixed.items():
             self._slots.fix(key, value)
         kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
-        self._launches: list[tuple[Part, Launch]] = [
-            (("gemm", k.step), self._gemm(k))
-            if isinstance(k, GemmKernel)
-            else (("vector", k.step), self._vector(k))
-            for k in kernels
-        ]
+        self._launches: list[tuple[Part, Launch]] = []
+        for k in kernels:
+            if isinstance(k, GemmKernel):
+                self._launches += [(("gemm", k.step), launch) for launch in self._gemm(k)]
+            else:
+                self._launches.append((("vector", k.step), self._vector(k)))
         self.parts = list(dict.fromkeys(part for part, _ in self._launches))
         added = {self._names[k.adds] for k in self.lowered.gemms if k.adds is not None}
         self._added = [(o, name) for o, name in program.signature.updates.items() if name in added]
@@ -133,10 +147,14 @@ class Plan:
     def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
         """[1, M, tiles along N] of a reduction along rows, [1, tiles along M, N] of one along columns."""
         rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
-        schedule, how = self.schedules[gemm.step], reduction(self.program.nodes[reduced])
-        if how is not None and how.axis == "column":
+        schedule = self.schedules[gemm.step]
+        if self._along_columns(reduced):
             return [1, -(-rows // schedule.tile_m), columns]
         return [1, rows, -(-columns // schedule.tile_n)]
+
+    def _along_columns(self, reduced: int) -> bool:
+        how = reduction(self.program.nodes[reduced])
+        return how is not None and how.axis == "column"
 
     def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
         """What lives between kernels, in one buffer: tiles and vectors that are no outputs, then partials,
@@ -207,9 +225,8 @@ class Plan:
             return self._slots.derive(slot, pointer)
         return self._slots.derive(slot, _packed) if argument.packed else slot
 
-    def _gemm(self, kernel: GemmKernel) -> Launch:
+    def _gemm(self, kernel: GemmKernel) -> list[Launch]:
         from quack.cute_dsl_utils import get_max_active_clusters
-        from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         schedule = self.schedules[kernel.step]
         if not kernel.admits(schedule, self.sizes):
@@ -217,15 +234,35 @@ class Plan:
                 f"step {kernel.step}: a tile of {schedule.tile_n} columns does not hold "
                 f"{kernel.wants(self.sizes)}"
             )
+        clusters = get_max_active_clusters(schedule.cluster_m * schedule.cluster_n)
+        if not schedule.split:
+            return [self._launch(kernel, schedule, clusters)]
+        beside = (get_max_active_clusters(1) - 4 * clusters) // 2
+        rows, columns = self._shape(self._steps.gemms[kernel.step].gemm)
+        taken = share((rows, columns), schedule, clusters, beside)
+        spans = (0, taken, clusters), (taken, rows, beside)
+        return [
+            self._launch(kernel, each, most, (first, past))
+            for each, (first, past, most) in zip(schedule.launches, spans, strict=True)
+            if first < past
+        ]
+
+    def _launch(
+        self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
+    ) -> Launch:
+        """A step, or some of its ``rows``, on so many clusters at a time."""
+        from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
+
         compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
         made = self._epilogue_arguments(kernel.step)
-        own = {a.name: self._slot(a) for a in kernel.arguments}
+        own = {a.name: self._rows(a, schedule, rows) for a in kernel.arguments}
         epilogue = _picker([own.get(field, self._slots.nothing) for field in made._fields])
         make = made._make
         a = self._value(kernel.a)
         a = self._slots.derive(a, _transposed) if kernel.a_transposed else a
-        operands = _picker([a, self._value(kernel.b), self._slot(kernel.d), self._slot(kernel.c)])
-        clusters = get_max_active_clusters(schedule.cluster_m * schedule.cluster_n)
+        a = self._slots.derive(a, _Span(0, *rows)) if rows else a
+        tiles = [self._rows(each, schedule, rows) for each in (kernel.d, kernel.c)]
+        operands = _picker([a, self._value(kernel.b), *tiles])
         scheduler = make_scheduler_args(clusters, schedule.swizzle, None)
         varlen = make_varlen_args(None, None, None)
 
@@ -233,6 +270,23 @@ class Plan:
             compiled(*operands(slots), make(epilogue(slots)), scheduler, varlen, None, None)
 
         return launch
+
+    def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> int:
+        """Where a launch of some rows finds what it reads and writes of an argument."""
+        slot = self._slot(argument)
+        if argument is None or rows is None:
+            return slot
+        first, past = rows
+        match argument.role:
+            case "partial" if not argument.picks:
+                if self._along_columns(argument.node):
+                    first, past = first // schedule.tile_m, -(-past // schedule.tile_m)
+                return self._slots.derive(slot, _Span(1, first, past))
+            case "load" | "store" | "table" | "row" | "index" | "partial":
+                return self._slots.derive(slot, _Span(0, first, past))
+            case "memory" if argument.rank == 2:
+                return self._slots.derive(slot, _Span(0, first, past))
+        return slot
 
     def _epilogue_arguments(self, step: int) -> Any:
         """The class of a step's epilogue arguments: an edited text's are those of the program's own."""

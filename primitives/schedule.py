@@ -11,7 +11,9 @@ from primitives.errors import ProgramError
 class Schedule(NamedTuple):
     """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
 
-    ``deep`` takes stages of shared memory from the epilogue where that buys the mainloop another.
+    ``deep`` takes stages of shared memory from the epilogue where that buys the mainloop another. ``split``:
+    clusters of four leave some of an H100's SMs idle, and a second launch, in clusters of two, takes their
+    share of the rows (``primitives.split``).
     """
 
     tile_m: int = 128
@@ -23,6 +25,17 @@ class Schedule(NamedTuple):
     evict_loads: bool = False
     evict_stores: bool = False
     deep: bool = False
+    split: bool = False
+
+    @property
+    def rest(self) -> Schedule:
+        """Of a ``split`` one, that of its second launch."""
+        return self._replace(cluster_m=1, cluster_n=2)
+
+    @property
+    def launches(self) -> tuple[Schedule, ...]:
+        """Each kernel's that a step on this schedule launches, in order."""
+        return (self, self.rest) if self.split else (self,)
 
     def to_json(self) -> dict[str, int | bool]:
         return self._asdict()
@@ -45,6 +58,8 @@ class Schedule(NamedTuple):
             )
         if (schedule.cluster_m, schedule.cluster_n) not in CLUSTERS or schedule.swizzle not in SWIZZLES:
             raise ProgramError("schedule", f"cluster must be one of {CLUSTERS}, swizzle one of {SWIZZLES}")
+        if schedule.split and schedule.cluster_m * schedule.cluster_n < 4:
+            raise ProgramError("schedule", "split takes a cluster of four, which is what leaves SMs idle")
         return schedule
 
 

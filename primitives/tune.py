@@ -1,8 +1,8 @@
 """Tuning: which schedule runs each step fastest at given sizes, on this GPU.
 
 Every tile (small ones where the output is) and cluster of two at the usual rasterisation, pingpong also with
-a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction hints, the very best
-also on a cluster of four; then the best of both, all three tiles among them, in a longer race, because the
+a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction hints, the best ones
+also on clusters of four; then the best of both, all three tiles among them, in a longer race, because the
 first two pick among noise. Candidates are compiled in parallel processes, timed interleaved in random order
 with a cold L2, and the choice is kept under the hash of text, sizes and GPU.
 """
@@ -37,9 +37,11 @@ from primitives.schedule import SMALL_TILES, SWIZZLES, Schedule
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 3  # of the file that keeps a tuning, and of the way it is found
+FORMAT = 4  # of the file that keeps a tuning, and of the way it is found
 ROUNDS = 9
 FINALISTS = 3
+SPLIT = 2  # tiles that are raced in two launches, too
+SPLIT_GROUPS = (4, 8, 16)  # and how they are rasterised where the last race is known
 FINAL = 6
 FINAL_ROUNDS = 40
 FEWEST = 4  # rounds of a race among long kernels, which a round tells apart better; of the last race 13
@@ -89,11 +91,21 @@ def refinements(ranked: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule
         hints = [(False, False), (False, True)]
     return [
         s._replace(swizzle=swizzle, evict_loads=loads, evict_stores=stores)
-        for s in [*leaders(ranked), *(best._replace(cluster_m=2, cluster_n=2) for best in ranked[:1])]
+        for s in [*leaders(ranked), *map(_on_four, ranked[:1]), *_split(ranked, ranked)]
         for loads, stores in hints
         for swizzle in SWIZZLES
         if swizzle > 1
     ]
+
+
+def _on_four(schedule: Schedule) -> Schedule:
+    return schedule._replace(cluster_m=2, cluster_n=2)
+
+
+def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
+    """The best tiles in two launches; none where small ones start, too: an output of less than a wave."""
+    best = [] if any(map(_small, start)) else leaders(ranked)[:SPLIT]
+    return [_on_four(schedule)._replace(split=True) for schedule in best]
 
 
 def search(
@@ -170,6 +182,8 @@ def tuned(
     for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes, raw)
         again = [s for s in (known or {}).get(kernel.step, ()) if kernel.admits(s, sizes)]
+        if not raw:  # what was known before schedules could be split says nothing of it
+            again += [s._replace(swizzle=g) for s in _split(again, first[kernel.step]) for g in SPLIT_GROUPS]
         refine = partial(refinements, kernel=kernel)
         ranked = ranking(first[kernel.step], refine, race, again, edited=bool(raw))
         if not ranked:
@@ -244,7 +258,8 @@ def _compile_one(task: tuple[str, str, int, Schedule, str]) -> bool:
         else:
             for vector in lowered.vectors:
                 compile_vector(lowered, vector)
-            compile_gemm(lowered, kernel, schedule, json.loads(static))
+            for each in schedule.launches:
+                compile_gemm(lowered, kernel, each, json.loads(static))
     except refusals():
         return False
     return deepest_stack(cubins) <= MOST_STACK
@@ -253,11 +268,12 @@ def _compile_one(task: tuple[str, str, int, Schedule, str]) -> bool:
 def _build_raw(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
 ) -> None:
-    """The objects of an edited text, and in ``cubins`` the step's."""
+    """The objects of an edited text, and in ``cubins`` those of the step."""
     for vector in lowered.vectors:
         raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
-    built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), cubins)
-    (cubins / "built.cubin").write_bytes(built.cubin)
+    built = [raw.build(raw.Wanted(lowered, kernel, each, sizes), cubins) for each in schedule.launches]
+    for number, one in enumerate(built):
+        (cubins / f"built{number}.cubin").write_bytes(one.cubin)
 
 
 def _race(

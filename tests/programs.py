@@ -112,4 +112,5 @@ def random_schedule(random: Random, kernel: GemmKernel, sizes: Mapping[str, int]
     tiles = [t for t in sorted(TILES) if kernel.admits(Schedule(*t), sizes)]
     tile, cluster = random.choice(tiles), random.choice(CLUSTERS)
     choices = [random.choice((False, True)) for _ in range(3)]  # both hints, a deep mainloop
-    return Schedule(*tile, *cluster, random.choice(SWIZZLES), *choices)
+    split = cluster == (2, 2) and random.choice((False, True))
+    return Schedule(*tile, *cluster, random.choice(SWIZZLES), *choices)._replace(split=split)

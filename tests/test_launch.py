@@ -349,6 +349,55 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
     assert tune.tuned(program, {}, sizes) == chosen
 
 
+@pytest.mark.parametrize("name", kernels.EXAMPLES)
+def test_two_launches_of_a_step_share_its_rows(name, calls, monkeypatch):
+    """All that has a place along M is cut where a tile ends, and nothing else is."""
+    monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", {1: 8, 4: 1}.__getitem__)
+    program, split = kernels.EXAMPLES[name].program, Schedule(128, 128, True, 2, 2, split=True)
+    gemms = lower(program).gemms
+    (rows,) = {str(gemm.shape[0]) for gemm in gemms}
+    sizes = {d: SIZES[d] for d in program.signature.dims} | {rows: 1000}
+    inputs = inputs_of(program, sizes)
+    whole = Plan(program, sizes, {g.step: split._replace(split=False) for g in gemms}, "cpu")
+    outputs = whole.in_place(inputs)
+    whole.run(inputs, outputs)
+    once = [*calls]
+    Plan(program, sizes, {g.step: split for g in gemms}, "cpu", whole.workspace).run(inputs, outputs)
+    twice = calls[len(once) :]
+    assert [n for n, _ in twice] == [n for n, _ in once for _ in range(1 + n.startswith("Step"))]
+    for gemm in gemms:
+        one, first, second = (flat(given) for called, given in calls if called == gemm.name)
+        for entire, upper, lower_part in zip(one, first, second, strict=True):
+            axes = [i for i, n in enumerate(entire.shape) if n in (1000, 8)]
+            if not axes:
+                assert upper.shape == lower_part.shape == entire.shape
+                assert upper.data_ptr() == lower_part.data_ptr()
+                continue
+            (axis,) = axes
+            cut = 512 if entire.shape[axis] == 1000 else 4
+            assert (upper.shape[axis], lower_part.shape[axis]) == (cut, entire.shape[axis] - cut)
+            past = cut * entire.stride(axis) * entire.element_size()
+            assert lower_part.data_ptr() == upper.data_ptr() + past
+
+
+def flat(given: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors that a GEMM is launched with."""
+    operands, epilogue = given[:4], given[4]
+    return [value for value in (*operands, *epilogue) if isinstance(value, torch.Tensor)]
+
+
+def test_a_step_with_no_share_for_a_second_launch_has_one(calls, monkeypatch):
+    program, split = kernels.NORM.program, Schedule(128, 128, True, 2, 2, split=True)
+    for rows, idle, launches in ((1000, 4, 2), (1000, 0, 1), (256, 4, 1)):
+        count = {1: 4 + idle, 4: 1}
+        monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", count.__getitem__)
+        sizes = {d: SIZES[d] for d in program.signature.dims} | {"M": rows}
+        plan = Plan(program, sizes, {0: split}, "cpu")
+        calls.clear()
+        plan.run(inputs_of(program, sizes), plan.outputs())
+        assert sum(name.startswith("Step") for name, _ in calls) == launches
+
+
 def test_tensors_off_the_gpu_are_refused_before_anything_runs(calls):
     program = kernels.SWIGLU.program
     _, inputs, _ = planned(program)

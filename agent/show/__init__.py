@@ -150,6 +150,7 @@ def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
         return "-"
     kind = "pingpong" if schedule["pingpong"] else "cooperative"
     kind += " deep" if schedule["deep"] else ""
+    kind += " split" if schedule.get("split") else ""
     return f"{schedule['tile_m']}x{schedule['tile_n']} {kind} {schedule['cluster_m']}x{schedule['cluster_n']}"
 
 

@@ -9,10 +9,11 @@ import contextlib
 import faulthandler
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from programs import Made, Tensors, random_program, random_schedule
@@ -117,7 +118,8 @@ def check(chosen: Case) -> dict[str, Any]:
     words = []
     for schedules in (chosen.schedules, *fallbacks(chosen)):
         try:
-            plan = Plan(chosen.program, chosen.sizes, schedules, DEVICE)
+            with few_clusters(any(s.split for s in schedules.values())):
+                plan = Plan(chosen.program, chosen.sizes, schedules, DEVICE)
             found = compare(chosen.made, plan, chosen.seed)
         except REFUSED:
             words.append(traceback.format_exc(limit=-3)[-1500:])
@@ -126,6 +128,16 @@ def check(chosen: Case) -> dict[str, Any]:
         else:
             return found | {"passed_over": words}
     return {"error": "\n".join(words)}
+
+
+@contextlib.contextmanager
+def few_clusters(split: bool) -> Iterator[None]:
+    """As on a GPU of 24 SMs, where outputs of this size are several waves, and worth two launches."""
+    if not split:
+        yield
+        return
+    with patch("quack.cute_dsl_utils.get_max_active_clusters", {1: 24, 2: 12, 4: 5}.__getitem__):
+        yield
 
 
 def fallbacks(chosen: Case) -> list[dict[int, Schedule]]:

@@ -1,0 +1,69 @@
+"""A step in two launches: who gets which rows, and who waits for whom."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primitives.errors import ProgramError
+from primitives.schedule import Schedule
+from primitives.split import ordered, share
+
+SPLIT = Schedule(128, 128, True, 2, 2, split=True)
+
+
+def waves(rows: int, columns: int, schedule: Schedule, clusters: int) -> int:
+    return ceil(ceil(rows / schedule.cluster_m) * ceil(columns / schedule.cluster_n) / clusters)
+
+
+@given(st.integers(1, 40000), st.integers(1, 20000), st.integers(1, 33), st.integers(0, 20))
+def test_no_other_share_ends_sooner(rows: int, columns: int, first: int, second: int) -> None:
+    taken = share((rows, columns), SPLIT, first, second)
+    high, wide = ceil(rows / 128), ceil(columns / 128)
+    assert taken == rows or (0 < taken < rows and taken % 256 == 0 and second)  # whole clusters' tiles
+
+    def longest(tiles: int) -> int:
+        rest = waves(high - tiles, wide, SPLIT.rest, second) if tiles < high else 0
+        return max(waves(tiles, wide, SPLIT, first), rest)
+
+    if second:
+        assert all(longest(ceil(taken / 128)) <= longest(tiles) for tiles in range(2, high + 1, 2))
+
+
+def test_an_h100s_shares() -> None:
+    """30 clusters of four and 6 of two; the few, who start last, only save the others a wave."""
+    assert share((16384, 5632), SPLIT, 30, 6) == 16384 - 8 * 128
+    assert share((16384, 12288), SPLIT, 30, 6) == 16384 - 10 * 128
+    assert share((128, 4096), SPLIT, 30, 6) == 128  # less than a wave
+    assert share((16384, 5632), SPLIT, 33, 0) == 16384  # no SM is left over
+
+
+def test_the_second_launch_starts_with_the_first_and_ends_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cutlass.experimental import primitives as prims
+
+    wait, launch = prims.GridDepAction.WAIT, prims.GridDepAction.LAUNCH_DEPENDENTS
+    said: list[object] = []
+    monkeypatch.setattr(prims, "griddepcontrol", said.append)
+    usual = prims.griddepcontrol
+    expected = {
+        SPLIT._replace(split=False): [wait, launch],
+        SPLIT: [wait, launch, launch],
+        SPLIT.rest: [wait],  # where a block lets the next grid start otherwise: at its end
+    }
+    for schedule, order in expected.items():
+        said.clear()
+        with ordered(schedule):
+            prims.griddepcontrol(wait)
+            assert said == order[: len(order) - 1]
+            prims.griddepcontrol(launch)
+        assert said == order and prims.griddepcontrol == usual
+
+
+def test_who_has_no_idle_sms_cannot_be_split() -> None:
+    assert SPLIT.launches == (SPLIT, SPLIT._replace(cluster_m=1)) and Schedule().launches == (Schedule(),)
+    assert Schedule.from_json(SPLIT.to_json()) == SPLIT
+    with pytest.raises(ProgramError, match="split takes a cluster of four"):
+        Schedule.from_json(SPLIT.rest.to_json())
