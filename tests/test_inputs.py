@@ -191,6 +191,14 @@ def test_spikes_are_one_value_each_in_the_same_few_rows_of_all_activations(
     assert all(torch.equal(drawn[name], normal[name]) for name in ("w", "bias", "scale"))
 
 
+def test_negative_makes_every_product_negative(families: dict[str, dict[str, torch.Tensor]]) -> None:
+    normal, drawn = families["normal"], families["negative"]
+    for name in ("y", "x"):
+        torch.testing.assert_close(drawn[name], -40 * normal[name].abs(), rtol=2**-7, atol=0)
+    assert torch.equal(drawn["w"], normal["w"].abs()) and (drawn["y"] @ drawn["w"].mT).max() < -104
+    assert torch.equal(drawn["scale"], normal["scale"])
+
+
 def test_zeros_leave_rows_to_eps(families: dict[str, dict[str, torch.Tensor]]) -> None:
     size = {name: families["zeros"][name].square().mean(1).sqrt() for name in ("y", "x")}
     assert torch.equal(size["y"] == 0, size["x"] == 0)

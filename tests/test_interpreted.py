@@ -8,7 +8,6 @@ from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_to
 from verifier.gates import Failed
 from verifier.inputs import FAMILIES, ON_CPU
 from verifier.interpreted import STORED, Run, judged, runs
-from verifier.limits import EXTREME
 from verifier.sizes import small_sizes
 from verifier.spec import Spec
 from verifier.spec_file import load
@@ -81,7 +80,7 @@ def gemm_rmsnorm_swiglu(x, w, rstd):
 """
 
 
-@pytest.mark.parametrize("family", [*EXTREME, "tails"])
+@pytest.mark.parametrize("family", ["large", "huge", "tails"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tail_is_seen_value_by_value(family: str, seed: int) -> None:
     spec = spec_of("gemm_rmsnorm_swiglu")

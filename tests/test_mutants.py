@@ -10,7 +10,7 @@ import torch
 
 from verifier import mutants as slips
 from verifier import reference
-from verifier.inputs import draw
+from verifier.inputs import FAMILIES, ON_CPU, draw
 from verifier.limits import USUAL
 from verifier.mutants import Mutant, mutants
 from verifier.numerics import _Trial, weak_spots
@@ -200,6 +200,13 @@ def test_a_text_that_is_right_but_for_the_order_of_its_roundings_is_no_mutant() 
             assert [trial.passes(unshifted) for trial in trials] == [True, False]
         else:
             assert all(trial.passes(unshifted) and not trial.differs(unshifted) for trial in trials)
+
+
+def test_a_maximum_that_begins_at_zero_is_seen_where_all_is_far_below_it() -> None:
+    spec = spec_of("partial_cross_entropy")
+    (begun,) = [m for m in mutants(spec) if "relu(logits.amax" in m.text]
+    seen = {f for f in (*FAMILIES, *ON_CPU) if not _Trial.of(spec, at(spec) | {"M": 64}, 0, f).passes(begun)}
+    assert seen == {"negative"}
 
 
 @pytest.mark.parametrize("seed", [4, 8])

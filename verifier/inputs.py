@@ -120,6 +120,12 @@ def _spikes(of: _Drawn) -> Tensor:
     return of.values
 
 
+def _negative(of: _Drawn) -> Tensor:
+    """Magnitudes, of activations by -40: products are far below zero, and all of a row are. A running maximum
+    that begins at zero, or a sum of exponentials that takes in a zero, is then all that is left."""
+    return of.values.abs_().mul_(-40.0 if of.activation else 1.0)
+
+
 def _integers(of: _Drawn) -> Tensor:
     """Multiples of a power of two, up to 8 of it (in fp8, whose sums tensor cores keep to fewer bits, 2):
     a matmul is exact in fp32 in any order of summation, and so what follows from it by sums and products
@@ -146,7 +152,7 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 
 
 #: More of them, for a CPU alone: what they show is a program's mathematics, not how a GPU does it.
-ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes}
+ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
 
 
 def draw(

@@ -53,7 +53,7 @@ USUAL = Limits()
 UNROUNDED = Limits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
 #: Where exponentials make a few values of an output larger than all others together, a ratio of two errors is
 #: a ratio of two numbers: it says nothing of the mathematics. Each value by itself does.
-EXTREME = ("large", "huge")
+EXTREME = ("large", "huge", "negative")
 VALUES = Limits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
 #: Beside a long extent the others are short: a chain's few operands and their roundings repeat along it, and
 #: ratios and slopes scatter as those few do. All that only fp32 loses is judged as anywhere.

@@ -50,8 +50,13 @@ APPROXIMATIONS = {
     "abs": ("{x}",),
     "tanh": ("({x}) * (27 + ({x}) ** 2) / (27 + 9 * ({x}) ** 2)", "hardtanh({x})"),
     "exp": ("(1 + ({x}) / 1024) ** 1024", "exp2({x})"),
-    # The last: without a maximum to take it relative to.
-    "logsumexp": ("({x}).amax(-1)", "log(exp(({x}) / 2).sum(-1)) * 2", "log(exp({x}).sum(-1))"),
+    # The last two: without a maximum to take it relative to, and with one that begins at zero.
+    "logsumexp": (
+        "({x}).amax(-1)",
+        "log(exp(({x}) / 2).sum(-1)) * 2",
+        "log(exp({x}).sum(-1))",
+        "log(exp({x} - relu({x}.amax(-1, True))).sum(-1)) + relu({x}.amax(-1))",
+    ),
     "rsqrt": ("1.0005 * rsqrt({x})",),
     # The second: by a turn that is too short.
     "cos": ("cos(({x}).bfloat16().float())", "cos(({x}) - 6.2832 * round(({x}) / 6.2832))"),
