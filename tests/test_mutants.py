@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verifier import mutants as slips
+from verifier import mutants as made
 from verifier import reference
 from verifier.inputs import FAMILIES, ON_CPU, draw
 from verifier.limits import USUAL
@@ -141,15 +141,15 @@ def test_every_text_is_another_one_and_runs_or_fails_as_a_reference_does(name: s
 def test_spoilt_matmuls() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(20, 64, generator=generator), torch.randn(64, 30, generator=generator)
-    torch.testing.assert_close(slips._without_tail(a, b), a[:, :48] @ b[:48])
-    torch.testing.assert_close(slips._without_first(a, b), a @ b - a[:, :1] @ b[:1], rtol=1e-4, atol=1e-5)
-    assert 0.01 < (slips._in_fp8(a, b) - a @ b).norm() / (a @ b).norm() < 0.1
-    assert 0.001 < (slips._in_bf16(a, b) - a @ b).norm() / (a @ b).norm() < 0.01
-    assert 0.0005 < (slips._rounded(a, b) - a @ b).norm() / (a @ b).norm() < 0.004
+    torch.testing.assert_close(made._without_tail(a, b), a[:, :48] @ b[:48])
+    torch.testing.assert_close(made._without_first(a, b), a @ b - a[:, :1] @ b[:1], rtol=1e-4, atol=1e-5)
+    assert 0.01 < (made._in_fp8(a, b) - a @ b).norm() / (a @ b).norm() < 0.1
+    assert 0.001 < (made._accumulated(a, b, torch.bfloat16) - a @ b).norm() / (a @ b).norm() < 0.01
+    assert 0.0005 < (made._rounded(a, b) - a @ b).norm() / (a @ b).norm() < 0.004
     first, second = ((a[:, k : k + 32] @ b[k : k + 32]).bfloat16() for k in (0, 32))
-    assert torch.equal(slips._halved(a, b), first.float() + second.float())
+    assert torch.equal(made._halved(a, b), first.float() + second.float())
     eight = (a * 100).to(torch.float8_e4m3fn)
-    assert torch.equal(slips._through_fp8(eight.bfloat16()), eight.float())
+    assert torch.equal(made._through_fp8(eight.bfloat16()), eight.float())
 
 
 def test_a_poor_product_reaches_every_matmul() -> None:
@@ -162,15 +162,15 @@ def test_a_poor_product_reaches_every_matmul() -> None:
 
 def test_spoilt_outputs() -> None:
     output = torch.arange(1.0, 300 * 200 + 1).reshape(300, 200)
-    rows = slips._without_last_rows(output)
+    rows = made._without_last_rows(output)
     assert torch.equal(rows[:256], output[:256]) and not rows[256:].any()
-    column = slips._one_wrong_column(output)
+    column = made._one_wrong_column(output)
     assert int((column != output).sum()) == 300 and torch.equal(column[:, 100], output[:, 99])
-    row = slips._one_wrong_row(output)
+    row = made._one_wrong_row(output)
     assert int((row != output).sum()) == 200 and torch.equal(row[150], output[149])
-    cut = slips._truncated(torch.tensor([1 + 2**-7 - 2**-20, -1.5 + 2**-20]), 16)
+    cut = made._truncated(torch.tensor([1 + 2**-7 - 2**-20, -1.5 + 2**-20]), 16)
     assert cut.tolist() == [1.0, -1.4921875]
-    vector = slips._without_last_rows(output[0])
+    vector = made._without_last_rows(output[0])
     assert torch.equal(vector[:128], output[0, :128]) and not vector[128:].any()
 
 
