@@ -64,7 +64,7 @@ def verify(
 
     loaded = load(spec or session.spec_of(kernel))
     source = session.kernel_source(kernel)
-    options = measuring.options()
+    options, here = measuring.options(), session.use_gpu(gpu)
     with (
         live.Watch(session.console(as_json)) as watch,
         resumed(options, again, watch.console.print) as keep,
@@ -72,12 +72,12 @@ def verify(
         report, _ = run_gates(
             loaded,
             source,
-            gpu=session.use_gpu(gpu),
+            gpu=here,
             weak_jail=weak_jail,
             progress=watch.gate,
             options=options,
             keep=keep,
-            quack=quack(loaded),
+            quack=quack(loaded) if here else None,
         )
     finish(report, as_json)
 

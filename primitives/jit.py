@@ -146,7 +146,7 @@ def _attributes(
         ("evict_loads", schedule.evict_loads),
         ("evict_stores", schedule.evict_stores),
         ("head_widths", kernel.head_widths(sizes)),
-        *((("split", True),) if schedule.split else ()),
+        ("split", schedule.split),
     )
 
 

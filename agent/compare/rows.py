@@ -18,6 +18,7 @@ from verifier import columns, sitting
 from verifier.contest import Contender
 from verifier.gpu import Task
 from verifier.layers import VARIANTS
+from verifier.report import QuackTuned
 from verifier.spec import Spec
 from verifier.spec_file import load
 
@@ -84,6 +85,11 @@ class OperatorRow:
     def contenders(self) -> dict[str, Contender]:
         return kernels.contenders(self.spec, self.sizes)
 
+    @cached_property
+    def quack(self) -> QuackTuned | None:
+        """What QuACK's arms were tuned to here before."""
+        return rivals.quack(self.spec).get(self.case)
+
     def absent(self, arm: str) -> str | None:
         if arm in (columns.PROGRAM, columns.EDITED) and arm not in self.contenders:
             return "no accepted kernel" if arm == columns.PROGRAM else "its CuTeDSL was not edited"
@@ -101,8 +107,7 @@ class OperatorRow:
         return roofline(program, self.sizes, kernels.machine(ceilings)).seconds
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
-        quack = rivals.quack(self.spec).get(self.case)
-        return sitting.sit, sitting.Seats(self.spec, self.sizes, arms, self.contenders, rounds, quack)
+        return sitting.sit, sitting.Seats(self.spec, self.sizes, arms, self.contenders, rounds, self.quack)
 
 
 @dataclass(frozen=True)
