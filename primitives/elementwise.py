@@ -370,9 +370,9 @@ def rope(t: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     """Rotary embedding of a tile [M, H*2P]: in each head, columns 2j and 2j + 1 are turned by the angle
     ``positions[row] * inv_freq[j]``. Backward: rope with -inv_freq.
 
-    Shapes: ``positions`` [M], ``inv_freq`` [P]; P is a static dim, so that no head straddles tiles. Dtypes:
-    integers or fp32; angles and rotation are fp32. Cost: 7 instructions an element, 1 of them MUFU (a sine
-    and a cosine a pair); exact, about 85. Paper: family 1, elementwise.
+    Shapes: ``positions`` [M], ``inv_freq`` [P]; P is a static dim. Dtypes: integers or fp32; angles and
+    rotation are fp32. Cost: 7 instructions an element, 1 of them MUFU (a sine and a cosine a pair); exact,
+    about 85. Paper: family 1, elementwise.
 
         turned = rope(t, steps, freq)
         back = rope(turned, steps, -freq)

@@ -72,8 +72,8 @@ class Argument:
 class GemmKernel:
     """A step's class and what it is called with. ``c`` and ``d`` are the mainloop's own epilogue
     load and store; further ones are among ``arguments``. ``shape``: its rows and columns. ``periods``: heads'
-    widths in the GEMM's columns, which its tiles must be multiples of, as of ``grains``. ``adds``: the input
-    to which D is added, where D is written over it."""
+    widths in the GEMM's columns. ``grains``: what its tiles must be multiples of, some heads' widths among
+    them. ``adds``: the input to which D is added, where D is written over it."""
 
     step: int
     name: str
@@ -100,9 +100,14 @@ class GemmKernel:
         sums = [a.period for a in self.arguments if a.role == "head" and a.period]
         return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
 
+    @property
+    def whole(self) -> tuple[Dim, ...]:
+        """The ``periods`` of heads that no two tiles may share."""
+        return tuple(period for period in self.periods if period in self.grains)
+
     def wants(self, sizes: Mapping[str, int]) -> str:
         """What its tiles have to hold, in words for who chose the sizes or the tile."""
-        found = [f"whole heads of {width} columns" for width in self.head_widths(sizes)]
+        found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
         if found:
             found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
         if PAIR_GRAIN in self.grains:

@@ -84,8 +84,10 @@ class StepResources(Writer):
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
+        """What the tile's columns must be multiples of: heads that are summed or come by TMA, and pairs."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
-        return (*self.periods, PAIR_GRAIN) if halves else tuple(self.periods)
+        whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
+        return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))
 
     def all(self) -> Iterator[tuple[Argument, str]]:
         """The epilogue's resources beside C and D: argument and constructor."""

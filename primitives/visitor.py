@@ -216,7 +216,7 @@ class StepWriter(Writer):
             if self.spread(index).role == "column" and self.resources.width(index) != 1:
                 yield from self.fetch(index, f"v{index}", "take", self.resources.width(index), values)
         for index in self.step.repeats:
-            how = "tabled" if self.resources.tables(index) else "repeated"
+            how = "tabled" if self.resources.tables(index) else "wrapped"
             yield from self.fetch(index, f"r{index}", how, self.resources.width(index), values)
         sums = self.resources.sums
         for index in self.step.body:
@@ -236,7 +236,8 @@ class StepWriter(Writer):
     def fetch(self, index: int, name: str, how: str, width: float, values: Values) -> Iterator[str]:
         """Values that each thread reads from memory itself, at its columns."""
         count = int(2 * width)
-        heads = f", {self.resources.heads(index)}" if how in ("repeated", "tabled") else ""
+        heads = f", {self.resources.heads(index)}" if how in ("tabled", "wrapped") else ""
+        heads += ", self.cta_tile_shape_mnk[1]" if how == "wrapped" else ""
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
             yield f"n{index}_{k} = {how}(place, {name}, {self.where(count, k)}{heads})"

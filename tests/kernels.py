@@ -133,6 +133,17 @@ QK_NORM = Example(
     ),
     {"M": 24, "K": 32, "H": 3, "P": 8},
 )  # fmt: skip
+# Turned by angles that rows and columns make: no tile need hold a whole head.
+TURNED = Example(
+    signature(
+        {"x": tensor("M, K"), "w": tensor("2*H*P, K"), "positions": tensor("M", "int32"),
+         "inv_freq": tensor("P", "fp32")},
+        {"q": tensor("M, 2*H*P")},
+        ("P",),
+    ),
+    ("return {'q': rope(gemm(x, w.mT), positions, inv_freq)}",),
+    {"M": 24, "K": 32, "H": 3, "P": 8},
+)  # fmt: skip
 ROPE = Example(
     signature(
         {"x": tensor("M, K"), "w": tensor("2*H*P, K"), "cos_sin": tensor("M, 2*P")},

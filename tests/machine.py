@@ -254,7 +254,8 @@ LANGUAGE: dict[str, Any] = {
     "pack": _pack, "unpack": lambda packed, dtype: packed,
     "fragment": _fragment(1), "wide_fragment": _fragment(2), "half_fragment": _fragment(0.5),
     "column": column, "inside_columns": inside_columns, "inside_rows": inside_rows, "take": take,
-    "repeated": repeated, "tabled": repeated, "table": lambda source: source,
+    "repeated": repeated, "wrapped": lambda *given: repeated(*given[:-1]), "tabled": repeated,
+    "table": lambda source: source,
     "put": put, "put_head": put_head,
     "at_subtile": lambda gemm, name, states, at: states[name],
     "fold": lambda gemm, name, state, values: state.fold(values),
@@ -317,7 +318,7 @@ class Machine:
         a, b = (self.memory[i].float() for i in (kernel.a, kernel.b))
         product = (a.mT if kernel.a_transposed else a) @ (b.mT if kernel.b_transposed else b)
         made, place = self.module[kernel.name](), Place(*product.shape)
-        made.head_widths = kernel.head_widths(self.sizes)
+        made.head_widths, made.cta_tile_shape_mnk = kernel.head_widths(self.sizes), (128, 128, 64)
         rows = torch.nn.functional.pad(product, (0, PAST, 0, PAST))
         resources: dict[str, Any] = {"place": place}
         kinds = {name: (kind, *rest) for kind, name, *rest in made._epi_ops}

@@ -326,11 +326,11 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
     """Heads of 96 columns fit no tile but 192: the first step must not be raced beside a default one."""
     shape = kernels.tensor
     declared = kernels.signature(
-        {"x": shape("M, K"), "w": shape("N, K"), "q": shape("2*H*P, N"), "gamma": shape("2*P")},
+        {"x": shape("M, K"), "w": shape("N, K"), "q": shape("2*H*P, N"), "turns": shape("M, 2*P")},
         {"o": shape("M, 2*H*P")},
         ("P",),
     )
-    program = kernels.trace(declared, "t = gemm(x, w.mT)", "return {'o': gemm(t, q.mT) * per_head(gamma)}")
+    program = kernels.trace(declared, "t = gemm(x, w.mT)", "return {'o': gemm(t, q.mT) * per_head(turns)}")
     sizes = {"M": 8, "K": 64, "N": 64, "H": 2, "P": 48}
     gemms = lower(program).gemms
     beside = []

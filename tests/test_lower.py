@@ -23,6 +23,7 @@ from kernels import (
     QK_NORM,
     ROPE,
     SWIGLU,
+    TURNED,
     WIDTHS,
     Example,
     draw,
@@ -644,6 +645,9 @@ FITS: list[tuple[Example, dict[str, int], set[int]]] = [
     (ROPE, {"P": 8}, {32, 64, 128, 160, 192, 208, 224, 256}),
     (ROPE, {"P": 24}, {192}),
     (ROPE, {"P": 40}, {160}),
+    (TURNED, {"P": 64}, {32, 64, 128, 160, 192, 208, 224, 256}),  # a vector's heads may straddle tiles
+    (TURNED, {"P": 256}, {32, 64, 128, 160, 192, 208, 224, 256}),
+    (TURNED, {"P": 6}, set()),
     (ROPE, {"P": 2}, set()),  # a thread's lanes recur every 8 columns: it would mix heads
     (ROPE, {"P": 6}, set()),
     (ROPE, {"P": 72}, set()),
@@ -656,7 +660,8 @@ def test_tiles_hold_whole_heads_and_pairs(example: Example, sizes: dict[str, int
     schedules = [Schedule(m, n, p) for m, n, p in TILES]
     assert {s.tile_n for s in schedules if kernel.admits(s, sizes)} == fitting
     words = kernel.wants(sizes)
-    assert (f"whole heads of {2 * sizes['P']} columns" in words) if sizes else not words or "32" in words
+    assert (f"heads of {2 * sizes['P']} columns" in words) if sizes else not words or "32" in words
+    assert ("whole" in words) == (example in (QK_NORM, ROPE))
 
 
 def test_the_deepest_program_is_lowered() -> None:

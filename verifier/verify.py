@@ -174,7 +174,7 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
                 fitting = f"; heads of {', '.join(map(str, gemm.fitting()))} columns of the gemm fit"
                 step = cut(program).gemms[gemm.step]
                 line = _first_line((*step.statistics, *step.repeats), lines)
-                raise Failed("heads", words + (fitting if gemm.periods else ""), line)
+                raise Failed("heads", words + (fitting if gemm.whole else ""), line)
     figures |= {"steps": len(lowered.gemms), "vector_kernels": len(lowered.vectors)}
 
 

@@ -1,18 +1,19 @@
-"""Tables that every head of a row reads again, as rotary embeddings do."""
+"""Vectors and tables that every head of a row reads again, as rotary embeddings do."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from quack.epilogue.ops import EpiSmemBytes
 from quack.epilogue.rotary import RotaryCosSinTMALoad
 
-from primitives.device.lanes import Memory, repeated
+from primitives.device.lanes import Memory, repeated, row
 from primitives.device.mainloop import FusedGemm
 
-__all__ = ["HeadTable", "TableGemm", "table", "tabled"]
+__all__ = ["HeadTable", "TableGemm", "table", "tabled", "wrapped"]
 
 SUBTILE = 32  # columns of the epilogue's stages
 
@@ -57,3 +58,17 @@ def tabled(place: Any, source: cute.Tensor, lane: Any, twice: Any, past: Any, wi
     if source.memspace == cute.AddressSpace.rmem:
         return source[lane]
     return repeated(place, source, lane, twice, past, width)
+
+
+def wrapped(place: Any, source: cute.Tensor, lane: Any, twice: Any, past: Any, width: int, tile: int) -> Any:
+    """A value that is the same for each head, in a tile of so many columns, which may begin inside one."""
+    if tile % width == 0:
+        return repeated(place, source, lane, twice, past, width)
+    # A head's width is a multiple of the columns that a thread has two of: within these nothing wraps around.
+    offset = (place.column - place.thread + cute.crd2idx(lane, place.columns)) % width
+    offset += place.tile_column % width
+    at = place.thread + cutlass.select_(offset < width, offset, offset - width)
+    at = at // 2 if twice < 0 else at
+    if cute.rank(source) == 1:
+        return source[at].to(Float32)
+    return source[cutlass.min(row(place, lane), source.shape[0] - 1), at].to(Float32)
