@@ -2,8 +2,8 @@
 
 Every tile (small ones where the output is) and cluster of two at the usual rasterisation, pingpong also with
 a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction hints, the best ones
-also on clusters of four; then the best of both, all three tiles among them, in a longer race, because the
-first two pick among noise. Candidates are compiled in parallel processes, timed interleaved in random order
+also on clusters of four; then the best of both, the best five tiles among them, in a longer race, because
+the first two pick among noise. Candidates are compiled in parallel processes, timed interleaved in random order
 with a cold L2, and the choice is kept under the hash of text, sizes and GPU.
 """
 
@@ -37,9 +37,10 @@ from primitives.schedule import SMALL_TILES, SWIZZLES, Schedule
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 4  # of the file that keeps a tuning, and of the way it is found
+FORMAT = 5  # of the file that keeps a tuning, and of the way it is found
 ROUNDS = 9
-FINALISTS = 3
+FINALISTS = 3  # tiles that are refined
+LAST_TILES = 5  # and that meet in the last race, which is nearer to scoring than the first was
 SPLIT = 2  # tiles that are raced in two launches, too
 SPLIT_GROUPS = (4, 8, 16)  # and how they are rasterised where the last race is known
 FINAL = 6
@@ -116,7 +117,7 @@ def search(
     first = [choice for choice, _ in race(start, ROUNDS)]
     refined = refine(first)
     second = [choice for choice, _ in race(refined, ROUNDS)] if refined else []
-    return race(list(dict.fromkeys(second[:FINAL] + leaders(first))), FINAL_ROUNDS)
+    return race(list(dict.fromkeys(second[:FINAL] + leaders(first, LAST_TILES))), FINAL_ROUNDS)
 
 
 def ranking(
@@ -143,10 +144,10 @@ def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
 
-def leaders(ranked: Sequence[Tile]) -> list[Tile]:
+def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
     """The fastest of each tile, of the best few tiles: what a wide one reads less of shows at its own group
     size only."""
-    return sorted(_by_tile(ranked).values(), key=ranked.index)[:FINALISTS]
+    return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
 
 
 def _small(choice: Tiled) -> bool:
