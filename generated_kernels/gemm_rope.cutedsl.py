@@ -7,7 +7,7 @@ from primitives.device.mainloop import arguments
 from primitives.device.tables import HeadTable, TableGemm, table, tabled
 
 
-class Step0_3c9cccac2a32(TableGemm):
+class Step0_d5cbd84290fb(TableGemm):
     _epi_ops = (
         HeadTable("r6"),
     )
