@@ -8,7 +8,7 @@ from primitives.device.mainloop import arguments
 from primitives.device.tables import HeadTable, TableGemm, table, tabled
 
 
-class Step0_66a1123521cf(TableGemm):
+class Step0_428ac09b49d2(TableGemm):
     _epi_ops = (
         ColVecLoad("v5"),
         HeadTable("r9"),
