@@ -5,12 +5,13 @@ import cutlass.cute as cute
 from cutlass import Float32
 from quack.epilogue.ops import ColVecLoad, Scalar
 from primitives.device.heads import HeadSums, at_subtile, statistic
-from primitives.device.lanes import Memory, put_head, repeated
+from primitives.device.lanes import Memory, put_head
 from primitives.device.mainloop import FusedGemm, arguments, fold, fragment
+from primitives.device.tables import wrapped
 from primitives.device.values import cosine_fast, sine_fast
 
 
-class Step0_e78102e83b96(FusedGemm):
+class Step0_7c226e642e53(FusedGemm):
     _epi_ops = (
         ColVecLoad("v20"),
         Memory("r16"),
@@ -45,9 +46,9 @@ class Step0_e78102e83b96(FusedGemm):
         h5 = statistic(self, "h5", resources["h5"])
         o12 = resources["o12"]
         for i in cutlass.range(cute.size(accumulator) // 2, unroll_full=True):
-            n16_0 = repeated(place, r16, 2 * i + 0, 0, 0, self.head_widths[0])
-            n16_1 = repeated(place, r16, 2 * i + 1, 0, 0, self.head_widths[0])
-            n23_0 = repeated(place, r23, 2 * i, -1, 0, self.head_widths[0])
+            n16_0 = wrapped(place, r16, 2 * i + 0, 0, 0, self.head_widths[0], self.cta_tile_shape_mnk[1])
+            n16_1 = wrapped(place, r16, 2 * i + 1, 0, 0, self.head_widths[0], self.cta_tile_shape_mnk[1])
+            n23_0 = wrapped(place, r23, 2 * i, -1, 0, self.head_widths[0], self.cta_tile_shape_mnk[1])
             n3_0, n3_1 = accumulator[2 * i], accumulator[2 * i + 1]
             n8_0 = (Float32(2.0) * Float32(s7))
             n9_0 = (h5[2 * i] / n8_0)
