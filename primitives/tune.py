@@ -3,8 +3,8 @@
 Every tile (small ones where the output is) and cluster of two at the usual rasterisation, pingpong also with
 a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction hints, the best ones
 also on clusters of four; then the best of both, the best five tiles among them, in a longer race, because
-the first two pick among noise. Candidates are compiled in parallel processes, timed interleaved in random order
-with a cold L2, and the choice is kept under the hash of text, sizes and GPU.
+the first two pick among noise. Candidates are compiled in parallel processes, timed interleaved in random
+order with a cold L2, and the choice is kept under the hash of text, sizes and GPU.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from quack.gemm_config import GemmConfig
 from torch import Tensor
 
 from primitives.files import cache_dir
+from primitives.tune import FINALISTS
 from verifier import numerics, quack_baseline, quack_library, quack_norms, reference, scoring, sitting
 from verifier.baselines import products
 from verifier.inputs import draw
@@ -343,7 +344,7 @@ def test_what_is_known_of_one_tile_races_with_the_best_of_others(
     (best, *_), *_ = relu(OWN_TUNER).finalists
     relu(OWN_TUNER, known_of(OWN_TUNER, [[best]]))
     start, last = (configs for _, configs in raced)
-    assert len(start) > 40 and len(last) == 3 and asdict(last[0]) == best
+    assert len(start) > 40 and 3 <= len(last) <= 1 + FINALISTS and asdict(last[0]) == best
 
 
 @pytest.mark.parametrize("arm", LIBRARY_ARMS)

@@ -42,6 +42,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "primitives.device.lanes": (),
     "primitives.device.mainloop": (),
     "primitives.device.tables": (),
+    "primitives.device.softplus": (),
     "primitives.device.values": ("quack.activation",),
 }
 # What else these offer compiles, prints, loads libraries, or reaches the compiler's insides.
