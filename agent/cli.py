@@ -45,7 +45,9 @@ for _command in (generate, optimize, primitive, resume):
 @app.command()
 @grouped
 def verify(
-    kernel: Annotated[Path, typer.Argument(metavar="KERNEL", help="A kernel file.")],
+    kernel: Annotated[
+        Path, typer.Argument(metavar="KERNEL", help="A kernel file, or an accepted kernel's name.")
+    ],
     measuring: Measuring,
     gpu: Gpu = None,
     spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
@@ -62,6 +64,7 @@ def verify(
     from verifier.spec_file import load
     from verifier.verify import verify as run_gates
 
+    kernel = session.accepted(kernel, "py")
     loaded = load(spec or session.spec_of(kernel))
     source = session.kernel_source(kernel)
     options, here = measuring.options(), session.use_gpu(gpu)

@@ -240,6 +240,13 @@ def spec_of(kernel: Path) -> Path:
     return Path("specs") / f"{kernel.name.partition('.')[0]}.yaml"
 
 
+def accepted(kernel: Path, suffix: str) -> Path:
+    """The file that a name without a suffix, and no file itself, has in generated_kernels/; any other path as
+    it is."""
+    known = Path("generated_kernels") / f"{kernel}.{suffix}"
+    return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
+
+
 def source(path: Path) -> str:
     """The text of a file that was named on the command line."""
     try:

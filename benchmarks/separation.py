@@ -18,17 +18,18 @@ from primitives.compile import PROBES
 from primitives.ir import Program
 from primitives.lower import lower
 from primitives.plan import Plan
-from verifier import numerics, reference
+from verifier import numerics
 from verifier.conditions import device
-from verifier.inputs import DTYPES, FAMILIES, draw
-from verifier.limits import Limits, of_stored, of_unrounded
-from verifier.mutants import Mutant, mutants
-from verifier.numerics import OutputError
+from verifier.inputs import FAMILIES
+from verifier.limits import Limits
+from verifier.mutants import mutants
+from verifier.numerics import OutputError, Sample
 from verifier.sizes import hidden, small_sizes
 from verifier.spec import Spec
 from verifier.spec_file import load
 
 ROOT = Path(__file__).resolve().parents[1]
+CLEAR = 100.0  # times a limit: a mutant that is so far beyond one is not looked at again
 Sizes = Mapping[str, int]
 
 
@@ -48,62 +49,37 @@ def main(arguments: list[str]) -> None:
 
 
 def separation(name: str) -> dict[str, Any]:
-    """The kernel's worst over families and sizes, and each mutant's: its best family counts for it."""
+    """The kernel's worst over families and sizes, and each mutant's: its best family counts for it, or the
+    first that finds it ``CLEAR`` times beyond."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text(encoding="utf-8")
     program = Program.from_json(text, spec.signature())
-    honest, wrong = 0.0, dict.fromkeys((m.name for m in mutants(spec)), 0.0)
+    made = list(mutants(spec))
+    honest, wrong = 0.0, dict.fromkeys((m.name for m in made), 0.0)
     for seed, sizes in enumerate(_sizes(spec)):
+        plans = list(_plans(program, sizes))
         for family in FAMILIES:
-            gate = _Gate(spec, sizes, draw(spec, sizes, seed, device="cuda", family=family), family)
-            honest = max(honest, *(gate.excess(plan(gate.inputs)) for plan in _plans(program, sizes)))
-            for mutant in mutants(spec):
-                wrong[mutant.name] = max(wrong[mutant.name], gate.mutant(mutant))
+            trial = Sample.of(spec, sizes, seed, family, "cuda")
+            honest = max(honest, *(_excess(trial, plan(trial.inputs)) for plan in plans))
+            for mutant in made:
+                if wrong[mutant.name] < CLEAR:
+                    got = trial.made(mutant)
+                    share = math.inf if got is None else _excess(trial, got, mutant.spoken)
+                    wrong[mutant.name] = max(wrong[mutant.name], share)
     small = small_sizes(spec)[0]
-    names = [m.name for m in mutants(spec) if wrong[m.name] > 1 or numerics.differs(spec, m, small)]
+    names = [m.name for m in made if wrong[m.name] > 1 or numerics.differs(spec, m, small)]
     return {"honest": honest, "mutants": {name: wrong[name] for name in names}}
 
 
-class _Gate:
-    """The error gate on one draw of inputs."""
-
-    def __init__(self, spec: Spec, sizes: Sizes, inputs: Mapping[str, Any], family: str):
-        self.spec, self.sizes, self.inputs, self.family = spec, sizes, inputs, family
-        self.truth = reference.oracle(spec, inputs, sizes)
-        self.values = reference.fp32(spec, inputs, sizes)
-        self.exact = numerics.exact_outputs(self.values, self.truth) if family == "integers" else frozenset()
-
-    def mutant(self, mutant: Mutant) -> float:
-        """Its excess as stored; what a program could say is seen unrounded by the interpreter, too."""
-        try:
-            got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
-        except reference.MISTAKES:
-            return math.inf
-        got = mutant.after(got)
-        if any(got[name].shape != self.truth[name].shape for name in got):
-            return math.inf
-        stored = self.excess(got)
-        if not mutant.spoken:
-            return stored
-        return max(stored, self._share_of(numerics.unrounded(self.spec), got, of_unrounded(self.family)))
-
-    def excess(self, got: Mapping[str, Any]) -> float:
-        """The greatest share that an output has of a limit, infinite where a bit or a NaN is wrong."""
-        return self._share_of(self.spec, got, of_stored(self.family))
-
-    def _share_of(self, spec: Spec, got: Mapping[str, Any], limits: Limits) -> float:
-        stored, yard = (
-            {name: t[name].to(DTYPES[o.dtype]) for name, o in spec.outputs.items()}
-            for t in (got, self.values)
-        )
-        errors = numerics.compare(spec, stored, self.truth, yard, limits, self.exact)
-        return max(_share(spec, error, limits) for error in errors)
+def _excess(trial: Sample, got: Mapping[str, Any], spoken: bool = False) -> float:
+    """The greatest share that an output has of a limit, infinite where a bit or a NaN is wrong; ``spoken``:
+    what a program could say is seen unrounded by the interpreter, too."""
+    factor = trial.spec.tolerance.factor if trial.spec.tolerance else 1.0
+    return max(_share(*found, factor) for found in trial.errors(got, spoken))
 
 
-def _share(spec: Spec, error: OutputError, limits: Limits) -> float:
+def _share(error: OutputError, dtype: str, limits: Limits, factor: float) -> float:
     """Of the nearest limit; of the slope's, which small samples widen, only where it was what failed."""
-    dtype = spec.outputs[error.name].dtype
-    factor = spec.tolerance.factor if spec.tolerance else 1.0
     ratios = error.rms_ratio, error.tile_ratio, error.element_ratio
     share = max(r / limit for r, limit in zip(ratios, limits.ratios(dtype), strict=True)) / factor
     if error.passed or share > 1:

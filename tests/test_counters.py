@@ -172,6 +172,15 @@ def test_steps_are_told_apart_and_another_lowering_is_named(path: Path) -> None:
     assert zero.other_text and one.other_text and "of another lowering" in counters.words([one])
 
 
+def test_the_two_launches_of_a_split_step_are_told_apart(path: Path) -> None:
+    """The first's grid here is 132, the second's 2048."""
+    path.write_text(raw(["Step0"] * 3))
+    first, second = found(path)
+    assert (first.kernel, first.launches, second.launches) == ("Step0, part 1 of 2", 2, 1)
+    assert (first.values["ctas"], second.values["ctas"]) == (132, 2048)
+    assert first.floor is second.floor is None  # the roofline is of the whole step
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

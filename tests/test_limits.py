@@ -17,7 +17,7 @@ from verifier.inputs import FAMILIES, ON_CPU
 from verifier.interpreted import Run, judged
 from verifier.limits import EXTREME, FEW, SPIKES, USUAL, VALUES, Limits, of_stored, of_unrounded
 from verifier.mutants import Mutant
-from verifier.numerics import _Trial
+from verifier.numerics import Sample
 from verifier.proof import Job, Trial
 from verifier.spec import Spec
 from verifier.spec_file import load
@@ -52,7 +52,7 @@ def test_the_interpreter_the_gpu_and_the_search_for_weak_spots_allow_the_same(
     program = program_of(spec, (KERNELS / f"{NAME}.py").read_text())
     with allowed() as interpreter:
         assert all(e.passed for _, errors in judged(spec, program, Run(SIZES, family, 0)) for e in errors)
-    trial = _Trial.of(spec, SIZES, 0, family)
+    trial = Sample.of(spec, SIZES, 0, family)
     with allowed() as search:
         assert trial.passes(Mutant("none", spec.reference))
     assert search == interpreter == [of_stored(family), of_unrounded(family)]
@@ -79,15 +79,15 @@ def test_what_no_program_could_say_is_left_to_the_families_of_a_gpu(spec: Spec) 
     spoilt = Mutant("spoilt", spec.reference, after=lambda outputs: {k: t for k, t in outputs.items()})
     said = Mutant("said", spec.reference + "\nact = 2 * act")
     families: list[str] = []
-    honest = _Trial.passes
+    honest = Sample.passes
 
-    def shown_on_a_cpu(trial: _Trial, mutant: Mutant) -> bool:
+    def shown_on_a_cpu(trial: Sample, mutant: Mutant) -> bool:
         families.append(trial.family)
         return honest(trial, mutant) and trial.family not in ON_CPU
 
     with (
         mock.patch.object(numerics, "mutants", lambda _: iter((spoilt, said))),
-        mock.patch.object(_Trial, "passes", shown_on_a_cpu),
+        mock.patch.object(Sample, "passes", shown_on_a_cpu),
     ):
         assert numerics.weak_spots(spec, SIZES) == ["spoilt"]
     assert set(families) == set(FAMILIES)

@@ -7,7 +7,7 @@ The gate compares a candidate's error with the yardstick's, which is what any ke
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -333,18 +333,18 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
-        trial = _Trial.of(spec, sizes, seed, family)
+        trial = Sample.of(spec, sizes, seed, family)
         left = [m for m in left if family in ON_CPU and not m.spoken or trial.passes(m)]
     return [mutant.name for mutant in left if differs(spec, mutant, sizes, seed)]
 
 
 def differs(spec: Spec, mutant: Mutant, sizes: Sizes, seed: int = 0) -> bool:
     """Whether a mutant is another function than the reference, in some family of inputs."""
-    return any(_Trial.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU))
+    return any(Sample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU))
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Sample:
     """Mutants on one draw of inputs."""
 
     spec: Spec
@@ -356,32 +356,39 @@ class _Trial:
     exact: frozenset[str]
 
     @classmethod
-    def of(cls, spec: Spec, sizes: Sizes, seed: int, family: str) -> _Trial:
-        inputs = draw(spec, sizes, seed, family=family)
+    def of(cls, spec: Spec, sizes: Sizes, seed: int, family: str, device: str = "cpu") -> Sample:
+        inputs = draw(spec, sizes, seed, device=device, family=family)
         truth, values = reference.oracle(spec, inputs, sizes), reference.fp32(spec, inputs, sizes)
         exact = exact_outputs(values, truth) if family == "integers" else frozenset()
         return cls(spec, sizes, family, inputs, truth, values, exact)
 
     def passes(self, mutant: Mutant) -> bool:
-        """Whether the gates pass it: the error gate on outputs as stored, and, where a program could say
-        what it says, the interpreter's on unrounded ones."""
+        """Whether the gates pass it."""
+        got = self.made(mutant)
+        return got is not None and all(e.passed for e, _, _ in self.errors(got, mutant.spoken))
+
+    def made(self, mutant: Mutant) -> Tensors | None:
+        """Its outputs; None where kinds or shapes no longer fit, which no kernel could hide."""
         try:
             got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
-        except reference.MISTAKES:  # kinds or shapes no longer fit, which no kernel could hide
-            return False
+        except reference.MISTAKES:
+            return None
         got = mutant.after(got)
-        if any(got[name].shape != self.truth[name].shape for name in self.truth):
-            return False
-        if not self._within(self.spec, got, of_stored(self.family)):
-            return False
-        return not mutant.spoken or self._within(unrounded(self.spec), got, of_unrounded(self.family))
+        return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
 
-    def _within(self, spec: Spec, got: Tensors, limits: Limits) -> bool:
-        stored, yard = (
-            {name: tensors[name].to(DTYPES[o.dtype]) for name, o in spec.outputs.items()}
-            for tensors in (got, self.values)
-        )
-        return all(e.passed for e in compare(spec, stored, self.truth, yard, limits, self.exact))
+    def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, Limits]]:
+        """Each output's error with its dtype and limits: the error gate's, of outputs as stored, and, where a
+        program could say (``spoken``) what made them, the interpreter's, of unrounded ones."""
+        judged = [(self.spec, of_stored(self.family))]
+        if spoken:
+            judged.append((unrounded(self.spec), of_unrounded(self.family)))
+        for spec, limits in judged:
+            stored, yard = (
+                {name: tensors[name].to(DTYPES[o.dtype]) for name, o in spec.outputs.items()}
+                for tensors in (got, self.values)
+            )
+            for error in compare(spec, stored, self.truth, yard, limits, self.exact):
+                yield error, spec.outputs[error.name].dtype, limits
 
     def differs(self, mutant: Mutant) -> bool:
         """Whether it is another function: a spoilt execution is."""

@@ -21,7 +21,8 @@ def show(
     kernel: Annotated[
         Path,
         typer.Argument(
-            metavar="KERNEL", help="An accepted kernel's program.json, a kernel file, or one of NAME.raw.*."
+            metavar="KERNEL",
+            help="An accepted kernel's name or program.json, a kernel file, or one of NAME.raw.*.",
         ),
     ],
     spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
@@ -52,6 +53,7 @@ def show(
     from primitives.sass import disassemble
     from verifier.spec_file import load
 
+    kernel = session.accepted(kernel, "program.json")
     loaded = load(spec or session.spec_of(kernel), check=False)
     raw = showing.edited(kernel)
     program = _program(showing.beside(kernel, "raw.program.json") if raw else kernel, loaded, weak_jail)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import re
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,9 +229,12 @@ def counters(
         module = f"coda_{'edited' if raw else 'lowered'}_"
         pattern = re.compile(rf"{module}.*?{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
         own = [(m[1], values) for text, values in export.launches if (m := pattern.search(text))]
-        if own:
-            other = another or any(d != digest for d, _ in own)
-            found.append(_summary(stem, [values for _, values in own], floors.get((step, kind)), other))
+        other = another or any(d != digest for d, _ in own)
+        parts = _parts([values for _, values in own])
+        for number, launches in enumerate(parts, 1):
+            kernel = stem if len(parts) == 1 else f"{stem}, part {number} of {len(parts)}"
+            floor = floors.get((step, kind)) if len(parts) == 1 else None  # it is of the whole step
+            found.append(_summary(kernel, launches, floor, other))
     if not found:
         there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
         raise CountersError(
@@ -239,6 +242,14 @@ def counters(
             f"its kernels: {there}; profile it with python -m benchmarks.counters"
         )
     return tuple(found)
+
+
+def _parts(launches: Iterable[dict[str, float]]) -> list[list[dict[str, float]]]:
+    """The launches of each part of a step, of which a ``split`` one has two, told apart by their grids."""
+    parts: dict[float | None, list[dict[str, float]]] = {}
+    for values in launches:
+        parts.setdefault(values.get(METRICS["ctas"].names[0]), []).append(values)
+    return list(parts.values())
 
 
 def _summary(kernel: str, launches: list[dict[str, float]], floor: StepFloor | None, other: bool) -> Counters:
