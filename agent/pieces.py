@@ -31,7 +31,8 @@ class FilePieces:
     def of(cls, parent: Path, identity: Identity, options: Options, *more: str) -> FilePieces:
         """Those of this kernel, this spec's sizes, these options and whatever ``more`` they depend on: of no
         other measurement."""
-        what = json.dumps([identity.lowered_hash, identity.spec_hash, asdict(options), *more])
+        made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
+        what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
     def load(self, piece: str) -> dict[str, Any] | None:

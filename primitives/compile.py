@@ -33,7 +33,7 @@ from primitives.refusal import CompileError, refusal
 from primitives.schedule import Schedule
 
 CROWDED = "shared_memory"  # the code of a step that no tile has room for
-FORMAT = 4  # of the file that keeps a report, and of what is counted in it
+FORMAT = 5  # of the file that keeps a report, and of what is counted in it
 
 
 def compile_gemm(
@@ -191,7 +191,7 @@ def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     lowered = lower(Program.from_json(request["program"]), request["raw"])
     sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None]]()
     for gemm, tried in zip(lowered.gemms, request["schedules"], strict=True):
-        wanted += [(gemm, Schedule.from_json(fields)) for fields in tried]
+        wanted += [(gemm, each) for fields in tried for each in Schedule.from_json(fields).launches]
     wanted += [(vector, None) for vector in lowered.vectors]
     return [asdict(_resources(scratch, lowered, kernel, s, sizes)) for kernel, s in wanted]
 

@@ -17,9 +17,10 @@ from typing import Any
 from primitives.files import cache_dir, write_atomic
 from primitives.lowered import Argument, GemmKernel, Lowered, VectorKernel
 from primitives.schedule import Schedule
-from primitives.split import ordered
+from primitives.split import ORDER, ordered
 
 HOPPER = (9, 0)
+REFUSED = ".refused"  # beside an object
 
 
 def load_module(lowered: Lowered) -> ModuleType:
@@ -146,7 +147,7 @@ def _attributes(
         ("evict_loads", schedule.evict_loads),
         ("evict_stores", schedule.evict_stores),
         ("head_widths", kernel.head_widths(sizes)),
-        ("split", schedule.split),
+        ("split", ORDER if schedule.split else 0),
     )
 
 
@@ -163,23 +164,42 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
     return lowered.module, kernel.name, tuple(arguments)
 
 
-def compiled(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-    """Whether a program's step at one schedule and all vectors were compiled before, by any process of this
-    cache: then no worker need be started for them, which takes longer than loading what is there. Never of an
-    edited text: a worker looks at its object's stack, compiled before or not."""
+def compiled(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> bool | None:
+    """What any process of this cache found of a program's step at one schedule, with all vectors: that it
+    compiles, or that it did and is refused; None where nothing was. Then no worker need be started for
+    them, which takes longer than loading what is there. Never of an edited text: a worker looks at its
+    object's stack, compiled before or not."""
     if lowered.raw:
+        return None
+    own = _objects(lowered, kernel, schedule, sizes)
+    if own[0].with_suffix(REFUSED).exists():
         return False
+    from quack.cache import jit
+
+    keys = [(_compile_vector.__qualname__, *_vector_key(lowered, vector)) for vector in lowered.vectors]
+    vectors = (own[0].with_name(f"{jit._key_to_hash(key)}.o") for key in keys)
+    return True if all(path.exists() for path in (*own, *vectors)) else None
+
+
+def refuse(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> None:
+    """Note beside its object that a step is not to be raced at a schedule."""
+    write_atomic(_objects(lowered, kernel, schedule, sizes)[0].with_suffix(REFUSED), "")
+
+
+def _objects(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> list[Path]:
+    """Where QuACK's cache keeps a step's objects, one a launch."""
     from quack.cache import jit
     from quack.gemm_runtime.host import _compile_gemm_epi
 
     attributes = ("post_init_attrs", _attributes(kernel, schedule, sizes))
-    keys = [
-        (_compile_gemm_epi.__qualname__, *_gemm_key(lowered, kernel, each, sizes), attributes)
-        for each in schedule.launches
-    ]
-    keys += [(_compile_vector.__qualname__, *_vector_key(lowered, vector)) for vector in lowered.vectors]
     folder = jit.get_cache_path() / jit._compute_source_fingerprint()
-    return all((folder / f"{jit._key_to_hash(key)}.o").exists() for key in keys)
+    keys = (_gemm_key(lowered, kernel, each, sizes) for each in schedule.launches)
+    name = _compile_gemm_epi.__qualname__
+    return [folder / f"{jit._key_to_hash((name, *key, attributes))}.o" for key in keys]
 
 
 def compile_kernel(

@@ -11,9 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
+from threading import RLock
 from typing import Any
 
 from primitives.schedule import Schedule
+
+ORDER = 1  # of the way that ``ordered`` has launches wait: objects are kept by it
+
+_tracing = RLock()  # what ``ordered`` changes for a while is the whole process's
 
 
 def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -> int:
@@ -40,12 +45,19 @@ def ordered(schedule: Schedule) -> Iterator[None]:
     """While a kernel of a ``split`` schedule is traced. QuACK's GEMM waits for what comes before it on the
     stream ahead of its first load, and lets the next one start when a block has no more tiles. Here the first
     launch lets it start as soon as its own wait is over, and the second waits when it has no more tiles."""
-    if not schedule.split:
-        yield
-        return
+    with _tracing:
+        if schedule.split:
+            with _waiting(second=schedule == schedule.rest):
+                yield
+        else:
+            yield
+
+
+@contextmanager
+def _waiting(second: bool) -> Iterator[None]:
     from cutlass.experimental import primitives as prims
 
-    usual, action, second = prims.griddepcontrol, prims.GridDepAction, schedule == schedule.rest
+    usual, action = prims.griddepcontrol, prims.GridDepAction
 
     def waits(kind: Any, **more: Any) -> None:
         if kind == action.LAUNCH_DEPENDENTS:

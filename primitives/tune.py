@@ -26,7 +26,7 @@ from primitives.compile import compile_gemm, compile_vector
 from primitives.cubin import deepest_stack
 from primitives.files import cache_dir, write_atomic
 from primitives.ir import Program
-from primitives.jit import compiled
+from primitives.jit import compiled, refuse
 from primitives.launchable import LaunchError
 from primitives.lower import GemmKernel, Lowered, lower
 from primitives.plan import Plan
@@ -167,8 +167,9 @@ def tuned(
 ) -> dict[int, Schedule]:
     """The fastest schedule for each step: from the cache, or measured now (seconds to minutes).
 
-    ``known``: by step, schedules that were good before, for ``search_again``. LaunchError where no tile
-    holds a whole head, NoSchedule if none runs. ``raw``: as for ``lower``.
+    ``known``: by step, schedules that were good before, for ``search_again``. What the program says of a step
+    itself is not searched for. LaunchError where no tile holds a whole head, NoSchedule if none runs.
+    ``raw``: as for ``lower``.
     """
     path = cache_path(program, sizes, raw)
     if path.exists():
@@ -213,7 +214,7 @@ def cache_path(program: Program, sizes: Mapping[str, int], raw: str = "") -> Pat
     """Where a tuning is kept: program, text (which covers the versions of the compilers), sizes, GPU."""
     import torch
 
-    made = [FORMAT, program._replace(schedule={}).hash, lower(program, raw).hash]
+    made = [FORMAT, program.hash, lower(program, raw).hash]
     where = [dict(sorted(sizes.items())), torch.cuda.get_device_name(), torch.version.cuda]
     key = json.dumps([*made, *where])
     return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
@@ -234,7 +235,9 @@ def compile_all(
     # Rasterisation is a launch argument: one object serves every group size.
     wanted = [(text, static, step, s._replace(swizzle=8), raw) for step, s in schedules]
     asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
-    _compiled.update((w, True) for w in asked if compiled(lowered, kernels[w[2]], w[3], sizes))
+    for w in asked:
+        if (verdict := compiled(lowered, kernels[w[2]], w[3], sizes)) is not None:
+            _compiled[w] = verdict
     new = [w for w in asked if w not in _compiled]
     _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
     return [_compiled[w] for w in wanted]
@@ -263,7 +266,11 @@ def _compile_one(task: tuple[str, str, int, Schedule, str]) -> bool:
                 compile_gemm(lowered, kernel, each, json.loads(static))
     except refusals():
         return False
-    return deepest_stack(cubins) <= MOST_STACK
+    if deepest_stack(cubins) <= MOST_STACK:
+        return True
+    if not lowered.raw:  # whose objects are looked at each time
+        refuse(lowered, kernel, schedule, json.loads(static))
+    return False
 
 
 def _build_raw(

@@ -101,6 +101,12 @@ def test_swiglu_backward(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert list(report(BACKWARD.program, {}, PROBES[:1])) == [*step, *finish]
 
 
+def test_both_launches_of_a_split_step_are_reported() -> None:
+    split = Schedule(128, 128, True, 2, 2, split=True)
+    found = report(BACKWARD.program, {}, (split,))
+    assert [r.schedule for r in found if r.hgmma] == [s.to_json() for s in split.launches]
+
+
 def test_masks_scalars_selects_and_two_steps() -> None:
     first, second, *vectors = compiled(REST, PROBES[1:]).values()
     check_gemm(first, PROBES[1:])

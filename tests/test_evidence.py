@@ -27,6 +27,7 @@ from agent.providers.replay import Replay
 from agent.table import edited
 from primitives.ir import Program
 from primitives.lower import lower
+from primitives.schedule import Schedule
 from verifier.claims import PROMISES, protocol
 from verifier.decision import central, compared
 from verifier.evidence import problems
@@ -93,6 +94,14 @@ def edit(kernels: Path, change: Callable[[Any], object]) -> None:
 
 def found(kernels: Path) -> list[str]:
     return problems("toy", kernels, kernels)
+
+
+def pin(kernels: Path) -> None:
+    """The program says a schedule, and the report is of that program by its hash."""
+    path = kernels / "toy.program.json"
+    program = Program.from_json(path.read_text())._replace(schedule={0: Schedule(128, 32, False)})
+    path.write_text(program.to_json())
+    edit(kernels, lambda r: r["identity"].update(program_hash=program.hash))
 
 
 def test_what_was_accepted_stands(kernels: Path) -> None:
@@ -419,6 +428,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda k: (k / "toy.report.json").write_text("{"),
         "toy.report.json is no report of an accepted kernel",
     ),
+    "program, another schedule than was timed": (pin, "step 0 ran on another schedule than the program's"),
     "spec, removed": (lambda k: (k / "toy.yaml").unlink(), "toy.yaml: there is no such file"),
     **{
         f"{suffix}, removed": (lambda k, s=suffix: (k / f"toy.{s}").unlink(), f"toy.{suffix}")  # type: ignore[misc]

@@ -148,7 +148,7 @@ def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) ->
 
     assert left() is None and said == []
     assert left() == {"schedules": {}} and "going on with 1 piece(s)" in said[0]
-    for name in ("spec_hash", "lowered_hash", "versions"):
+    for name in ("spec_hash", "program_hash", "lowered_hash", "versions"):
         other = {"torch": "0"} if name == "versions" else "0" * 64
         assert left(made.model_copy(update={name: other})) is None
     assert left(options=Options(rounds=20)) is None and left(options=Options(sanitize=True)) is None

@@ -15,7 +15,8 @@ from test_scoring import SCALED, CpuPlan, doubled, on_a_cpu
 from test_timing import SIZES, updating
 from torch import Tensor
 
-from primitives.launchable import ALIGNMENT
+from primitives.ir import Program
+from primitives.launchable import ALIGNMENT, LaunchError
 from verifier.gates import Failed
 from verifier.guards import GUARD, POISONS, Guarded
 from verifier.proof import REPEATS, Job, numerics, stability
@@ -46,6 +47,16 @@ class Raw(CpuPlan):
 def job_of(monkeypatch: pytest.MonkeyPatch, plan: CpuPlan, spec: Spec = SCALED) -> Job:
     monkeypatch.setattr(Job, "plans", lambda job: [plan])
     return Job(spec, plan.program, "tiny", SIZES)
+
+
+def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misfit(*given: object) -> object:
+        raise LaunchError("step 0: a tile of 208 columns does not hold whole heads of 64 columns")
+
+    monkeypatch.setattr("primitives.plan.Plan", misfit)
+    with pytest.raises(Failed, match="case tiny: step 0: a tile of 208") as caught:
+        Job(SCALED, Program(SCALED.signature(), (), {}), "tiny", SIZES, ({},)).plans()
+    assert caught.value.code == "schedule"
 
 
 def past(tensor: Tensor, by: int = 1) -> Tensor:

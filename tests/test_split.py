@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from threading import Event, Thread
 
 import pytest
 from hypothesis import given
@@ -39,6 +40,30 @@ def test_an_h100s_shares() -> None:
     assert share((16384, 12288), SPLIT, 30, 6) == 16384 - 10 * 128
     assert share((128, 4096), SPLIT, 30, 6) == 128  # less than a wave
     assert share((16384, 5632), SPLIT, 33, 0) == 16384  # no SM is left over
+
+
+def test_one_thread_at_a_time_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the second launch of one changes another's plain kernel must not see."""
+    from cutlass.experimental import primitives as prims
+
+    usual, seen, inside, done = prims.griddepcontrol, list[object](), Event(), Event()
+
+    def plain() -> None:
+        inside.wait(10)
+        with ordered(Schedule()):
+            seen.append(prims.griddepcontrol)
+        done.set()
+
+    thread = Thread(target=plain)
+    thread.start()
+    with ordered(SPLIT.rest):
+        assert prims.griddepcontrol is not usual
+        inside.set()
+        assert not done.wait(0.2)
+        with ordered(Schedule()):  # the same thread may
+            pass
+    thread.join(10)
+    assert seen == [usual] and prims.griddepcontrol is usual
 
 
 def test_the_second_launch_starts_with_the_first_and_ends_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import kernels
 import pytest
@@ -134,3 +136,36 @@ def test_known_schedules_of_several_tiles_race_by_themselves(kernel: GemmKernel)
     race = Course(lambda s: s.tile_n)
     tune.search_again(known, candidates(kernel, SIZES), race)
     assert race.fields == [known]
+
+
+def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An author's choice is neither passed over for what was found before it, nor found by others later."""
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    plain, chosen = kernels.BACKWARD.program, Schedule(128, 160)
+    said = plain._replace(schedule={0: chosen})
+    found = tune.cache_path(plain, SIZES)
+    found.parent.mkdir(parents=True)
+    kept = {"schedules": {"0": Schedule().to_json()}, "milliseconds": {}}
+    found.write_text(json.dumps(kept))
+    assert tune.tuned(said, {}, SIZES) == {0: chosen}
+    assert tune.tuned(plain, {}, SIZES) == {0: Schedule()}
+
+
+def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, schedule = kernels.BACKWARD.program, Schedule(128, 160)
+    for variable in ("CODA_AGENT_CACHE", "CUTE_DSL_DUMP_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    for compiler in ("compile_gemm", "compile_vector"):
+        monkeypatch.setattr(tune, compiler, lambda *given: None)
+    task = (program.to_json(), "{}", 0, schedule, "")
+    monkeypatch.setattr(tune, "MOST_STACK", -1)
+    assert not tune._compile_one(task)
+    monkeypatch.setattr(tune, "_compiled", {})
+    monkeypatch.setattr("primitives.workers.run_all", lambda task, asked: [True for _ in asked])
+    asked = [(0, schedule), (0, schedule._replace(swizzle=16)), (0, Schedule())]
+    assert tune.compile_all(program, SIZES, asked) == [False, False, True]

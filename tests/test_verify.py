@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from authoring import (
     BROKEN,
     HONEST,
+    KERNELS,
     SPECS,
     TOY_KERNEL,
     UNSCALED,
@@ -23,6 +25,7 @@ from primitives.cubin import Resources
 from primitives.ir import Program
 from primitives.lower import lower
 from primitives.refusal import CompileError
+from primitives.schedule import Schedule
 from verifier import verify as gates
 from verifier.jail import JailUnavailable
 from verifier.measure import Options
@@ -150,6 +153,36 @@ def test_the_contract_gate_has_the_lowerings_words(spec: Spec, monkeypatch: pyte
         "a tile has no home",
         8,
     )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (Schedule(128, 208), "does not hold its whole heads of"),
+        (Schedule(256, 208, False), "does not hold its whole heads of"),
+    ],
+)
+def test_the_contract_gate_refuses_a_schedule_that_does_not_fit(
+    no_compiler: None, chosen: Schedule, words: str
+) -> None:
+    spec = load(SPECS / "gemm_qk_norm_rope.yaml", check=False)
+    source = (KERNELS / "gemm_qk_norm_rope.py").read_text(encoding="utf-8")
+    report, _ = check(spec, source, schedules={0: chosen})
+    assert isinstance(report, Rejected) and (report.gate, report.code) == ("contract", "schedule")
+    tile = f"{chosen.tile_m}x{chosen.tile_n}"
+    assert f"case 1B, step 0: the schedule's tile of {tile} {words}" in report.message
+
+
+def test_the_schedule_that_its_author_chose_is_compiled(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Schedule] = []
+
+    def compiler(program: Program, sizes: object, schedules: Iterable[Schedule], raw: str) -> tuple[()]:
+        asked.extend(schedules)
+        return ()
+
+    monkeypatch.setattr("primitives.compile.report", compiler)
+    report, _ = check(spec, TOY_KERNEL, schedules={0: Schedule(128, 192)})
+    assert isinstance(report, Checked) and Schedule(128, 192) in asked
 
 
 # One wrong formula a spec, each a slip that an author may make: what an output is about, and the change.

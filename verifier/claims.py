@@ -116,6 +116,7 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
     return [
         *_device(name, report),
         *timings,
+        *_scheduled(name, program, report),
         *(() if timings else _decided(name, spec, program, report, promise)),
         *(_controls(name, spec, report, promise) if promise.thorough else ()),
         *_proofs(name, spec, program, report, promise),
@@ -159,6 +160,16 @@ def _timings(name: str, spec: Spec, report: Accepted, promise: _Promise) -> list
         place = f"{name}: case {case}"
         found += [f"{place}{words}: measure again" for words in _sampled(timing, promise)]
     return found
+
+
+def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
+    """What the program says of a step's schedule is what was timed."""
+    return [
+        f"{name}: case {t.case}: step {step} ran on another schedule than the program's: measure again"
+        for t in report.timings
+        for step, schedule in program.schedule.items()
+        if t.schedules.get(str(step)) != schedule.to_json()
+    ]
 
 
 def _sampled(t: Timing, promise: _Promise) -> list[str]:

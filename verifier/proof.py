@@ -47,13 +47,18 @@ class Job:
     raw: str = ""  # an edited text, in place of the program's own
 
     def plans(self) -> list[Plan]:
-        """A plan for each choice, in one workspace."""
+        """A plan for each choice, in one workspace. Failed where a schedule that the program says does not
+        fit these sizes."""
+        from primitives.launchable import LaunchError
         from primitives.plan import Plan
 
         made: list[Plan] = []
         for chosen in self.schedules:
             room = made[0].workspace if made else None
-            made.append(Plan(self.program, self.sizes, chosen, "cuda", room, self.raw))
+            try:
+                made.append(Plan(self.program, self.sizes, chosen, "cuda", room, self.raw))
+            except LaunchError as error:
+                raise Failed("schedule", f"case {self.case}: {error}") from None
         return made
 
     def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:

@@ -56,7 +56,7 @@ def check(
             program = _scheduled(traced.program, schedules)
         _check_program(spec, program, gates, traced.lines)
         with gates.gate("compile") as figures:
-            compile_gate(spec, program, PROBES, figures, lines=traced.lines)
+            compile_gate(spec, program, _tried(program), figures, lines=traced.lines)
     except Stop as stop:
         return Verdict(stop.rejected, None)
     return Verdict(_checked(spec, program, gates), program)
@@ -81,7 +81,7 @@ def check_raw(
             figures["lines"] = raw.count("\n")
         _check_program(spec, program, gates)
         with gates.gate("compile") as figures:
-            compile_gate(spec, program, tuple(dict.fromkeys([*PROBES, *tuned])), figures, raw=raw)
+            compile_gate(spec, program, _tried(program, tuned), figures, raw=raw)
     except Stop as stop:
         return Verdict(stop.rejected, None)
     return Verdict(_checked(spec, program, gates, raw), program)
@@ -140,6 +140,11 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
         _interpret(spec, program, figures)
 
 
+def _tried(program: Program, tuned: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
+    """What its steps are compiled on, those that its author chose among them."""
+    return tuple(dict.fromkeys([*PROBES, *program.schedule.values(), *tuned]))
+
+
 def _checked(spec: Spec, program: Program, gates: Gates, raw: str = "") -> Checked:
     return Checked(identity=identity(spec, program, raw), gates=tuple(gates.passed), unmeasured=_unmeasured())
 
@@ -155,7 +160,7 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
     """Names and shapes were checked with the types; here what the hardware demands of them."""
     from primitives.cut import cut
     from primitives.launchable import alignment_errors
-    from primitives.probes import candidates
+    from primitives.probes import candidates, fits
 
     try:
         lowered = lower(program)
@@ -175,6 +180,14 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
                 step = cut(program).gemms[gemm.step]
                 line = _first_line((*step.statistics, *step.repeats), lines)
                 raise Failed("heads", words + (fitting if gemm.whole else ""), line)
+            chosen = program.schedule.get(gemm.step)
+            if chosen and not fits(program, gemm, chosen, case.sizes):
+                why = "leaves its mainloop less than two stages of shared memory"
+                if not gemm.admits(chosen, case.sizes):
+                    why = f"does not hold its {gemm.wants(case.sizes)}"
+                words = f"case {case.name}, step {gemm.step}: the schedule's tile of "
+                words += f"{chosen.tile_m}x{chosen.tile_n} {why}; choose another, or none"
+                raise Failed("schedule", words)
     figures |= {"steps": len(lowered.gemms), "vector_kernels": len(lowered.vectors)}
 
 

@@ -33,6 +33,7 @@ from primitives.raw.language import check
 from primitives.raw.objects import inspect, same_host
 from primitives.refusal import CompileError
 from primitives.schedule import Schedule
+from primitives.split import ORDER
 
 FORMAT = 1  # of what is kept of a compile
 FUNCTION = "func"  # what an object exports
@@ -55,7 +56,7 @@ class Wanted:
         periods = [a.period(self.sizes) for a in self.kernel.arguments if a.period]
         if isinstance(self.kernel, GemmKernel):
             periods += self.kernel.head_widths(self.sizes)
-        key = json.dumps([schedule, periods])
+        key = json.dumps([schedule, periods, *([ORDER] if self.schedule and self.schedule.split else [])])
         name = f"{self.kernel.name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
         return _folder(self.lowered) / f"{name}.o"
 
