@@ -253,6 +253,8 @@ def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:
     """What ``verifier.measure.measure`` says of a kernel that is right and fast."""
     proved, repeated = proofs(spec, program)
     rows = tuple(timing(case, speedup) for case in spec.cases if case.bench)
+    said = {str(step): schedule.to_json() for step, schedule in program.schedule.items()}
+    rows = tuple(row.model_copy(update={"schedules": row.schedules | said}) for row in rows)
     lows = {t.case: t.ratios["torch.compile"].model_dump() for t in rows}
     decision = {"baseline": "torch.compile", "threshold": spec.accept.speedup, "speedup": lows}
     control, *others = [t.case for t in rows]
