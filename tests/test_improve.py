@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,16 @@ def test_a_change_travels_with_what_it_has_to_beat(
     raced = [Schedule(256, 128, False), Schedule(swizzle=16)]
     assert seen["kept"] == Kept(first, tuned, {case: {0: raced} for case in tuned})
     assert seen["program"].schedule == {0: Schedule(swizzle=16)}
+    lacking = json.loads((tmp_path / "bundle.json").read_text())
+    del lacking["entries"][0]["kept"]["schedules"]["wide"]
+    (tmp_path / "lacking.json").write_text(json.dumps(lacking))
+    with pytest.raises(bundle.BundleError, match="no schedule of every step at case wide"):
+        bundle.measure(
+            tmp_path / "lacking.json",
+            tmp_path / "none.json",
+            Options(),
+            progress=lambda name: lambda gate, words: None,
+        )
     bundle.take(tmp_path / "results.json")
     run = runs.reopen(name)
     with run.journal:
