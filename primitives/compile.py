@@ -23,7 +23,7 @@ from typing import Any
 
 from primitives import children, deadline, raw
 from primitives.cubin import Resources, inspect_cubin
-from primitives.files import cache_dir, write_atomic
+from primitives.files import cache_dir, read_json, usable_cache, write_atomic
 from primitives.ir import Program
 from primitives.jit import cached_gemm, cached_vector, compile_kernel, noting_stages
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
@@ -62,7 +62,7 @@ def report(
 
     ``sizes`` holds the static dims; schedules that a step does not fit are left out, and where none is left,
     one that it fits is taken (``primitives.probes``). Runs in a child process (a compiler can crash) and is
-    kept by content. Raises CompileError, with the code CROWDED where a step fits none.
+    kept by content. Raises CompileError, with the code CROWDED where a step fits none, and CacheError.
     """
     lowered = lower(program, raw)
     static = {dim: sizes[dim] for dim in program.signature.static}
@@ -70,12 +70,12 @@ def report(
     key = json.dumps(
         [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
     )
-    path = cache_dir() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    if not path.exists():
+    path = usable_cache() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    rows = read_json(path)
+    if rows is None:
         asked = {"program": program.to_json(), "sizes": static, "schedules": tried, "raw": raw}
-        request = json.dumps(asked)
-        write_atomic(path, _run_child(request))
-    rows = json.loads(path.read_text(encoding="utf-8"))
+        write_atomic(path, answer := _run_child(json.dumps(asked)))
+        rows = json.loads(answer)
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
 
 

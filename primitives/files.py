@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def cache_dir() -> Path:
     """Where lowered texts, reports and tunings are kept: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
     return Path(os.environ.get("CODA_AGENT_CACHE") or Path.home() / ".cache" / "coda-agent")
+
+
+class CacheError(OSError):
+    """The cache is no folder that can be written."""
+
+
+def usable_cache() -> Path:
+    """``cache_dir``, made where it is missing. CacheError where nothing can be kept in it."""
+    path = cache_dir()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK | os.X_OK):
+            return path
+        why = "it is read-only for you"
+    except FileExistsError:
+        why = "it is no folder"
+    except OSError as error:
+        why = str(error.strerror)
+    raise CacheError(f"the cache {path} cannot be written ({why}): name another folder in CODA_AGENT_CACHE")
+
+
+def read_json(path: Path) -> Any:
+    """What a file of the cache holds; None where there is none, or it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from primitives import children, raw
 from primitives.compile import COMPILE_SECONDS, _environment
 from primitives.cubin import tool
-from primitives.files import cache_dir, write_atomic
+from primitives.files import read_json, usable_cache, write_atomic
 from primitives.ir import Program
 from primitives.jit import compile_kernel, load_module
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
@@ -117,19 +117,20 @@ def disassemble(
 
     ``sizes`` holds the static dims; a step that ``schedules`` lacks takes the first of its probes.
     Runs in a child process, for an edited text (``raw``) in a confined child of that, and is kept by content.
-    Raises CompileError.
+    Raises CompileError, and CacheError.
     """
     lowered = lower(program, raw)
     static = {dim: sizes[dim] for dim in program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted((schedules or {}).items())}
     key = json.dumps([FORMAT, lowered.hash, static, chosen], sort_keys=True)
-    path = cache_dir() / "sass" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    if not path.exists():
+    path = usable_cache() / "sass" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    rows = read_json(path)
+    if rows is None:
         asked = {"program": program.to_json(), "sizes": static, "schedules": chosen, "raw": raw}
-        request = json.dumps(asked)
-        write_atomic(path, _run_child(request))
+        write_atomic(path, answer := _run_child(json.dumps(asked)))
+        rows = json.loads(answer)
     text = lowered.text.splitlines()
-    return tuple(_listing(row, text) for row in json.loads(path.read_text(encoding="utf-8")))
+    return tuple(_listing(row, text) for row in rows)
 
 
 def _listing(row: dict[str, Any], text: list[str]) -> Listing:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from primitives import raw, workers
 from primitives.compile import compile_gemm, compile_vector
 from primitives.cubin import deepest_stack
-from primitives.files import cache_dir, write_atomic
+from primitives.files import cache_dir, read_json, write_atomic
 from primitives.ir import Program
 from primitives.jit import compiled, refuse
 from primitives.launchable import LaunchError
@@ -172,8 +172,7 @@ def tuned(
     ``raw``: as for ``lower``.
     """
     path = cache_path(program, sizes, raw)
-    if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
+    if kept := read_json(path):
         return {int(k): Schedule.from_json(v) for k, v in kept["schedules"].items()}
     start = time.monotonic()
     lowered = lower(program)
@@ -203,11 +202,9 @@ def tuned(
 
 def finalists(program: Program, sizes: Mapping[str, int], raw: str = "") -> dict[int, list[Schedule]]:
     """The schedules of the last race of a tuning that was kept, fastest first; empty if there is none."""
-    path = cache_path(program, sizes, raw)
-    if not path.exists():
-        return {}
-    raced = json.loads(path.read_text(encoding="utf-8"))["milliseconds"]
-    return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced.items()}
+    kept = read_json(cache_path(program, sizes, raw)) or {"milliseconds": {}}
+    raced = kept["milliseconds"].items()
+    return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
 
 
 def cache_path(program: Program, sizes: Mapping[str, int], raw: str = "") -> Path:

@@ -175,6 +175,8 @@ def test_a_reference_is_tried_in_the_dtypes_it_is_measured_in(write):
         (".mean(-1)", ".mean()", 14, "output 'r' has shape [], declared [M] = [6]"),
         ("rsqrt((c * c).mean(-1) + eps)", "3.0", 14, "output 'r' is float; it must be a floating"),
         ("(c * c)", "(c.cc)", 17, "no attribute 'cc'"),
+        ("+ old", "+ dropout(old, 0.5)", 14, "reference: it draws random numbers"),
+        ("+ old", "+ randn(M, 2 * N)", 14, "reference: it draws random numbers"),
         ("accept: {", "baseline: |\n  c = a\n  r = scale\naccept: {", 25, "baseline: output 'c' has shape"),
     ],
 )

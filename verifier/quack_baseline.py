@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives import workers
-from primitives.files import cache_dir, write_atomic
+from primitives.files import cache_dir, read_json, write_atomic
 from primitives.probes import starting
 from primitives.schedule import SWIZZLES
 from primitives.tune import FORMAT as SEARCHED
@@ -138,8 +138,8 @@ def tuned(
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
     first = every[0]
     path = _kept(spec, sizes, arm, first)
-    if path.exists():
-        ranked = _from_json(json.loads(path.read_text(encoding="utf-8")))
+    if kept := read_json(path):
+        ranked = _from_json(kept)
     else:
         ranked = _ranked(spec, sizes, arm, first, _again(arm, known))
         write_atomic(path, json.dumps(_to_json(ranked)))

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from verifier.inputs import DTYPES, Sizes, trial
@@ -62,14 +63,20 @@ def _check_defined(spec: Spec, text: str) -> None:
 
 
 def _attempt(spec: Spec, inputs: Tensors, sizes: Sizes, text: str) -> dict[str, Tensor]:
+    before = torch.get_rng_state()
     try:
-        return run(spec, inputs, sizes, text)
+        outputs = run(spec, inputs, sizes, text)
     except MISTAKES as error:
         line = _text_line(error.__traceback__)
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         kind = _Untriable if isinstance(error, NotImplementedError) else BadReference
         raise kind(f"{reason} (tried with {shapes}, where {_assignments(sizes)})", line) from None
+    if not torch.equal(before, torch.get_rng_state()):
+        raise BadReference(
+            "it draws random numbers, and would be another function at each call: take them as an input"
+        )
+    return outputs
 
 
 def _check_output(spec: Spec, name: str, value: object, sizes: Sizes) -> None:

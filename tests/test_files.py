@@ -1,0 +1,68 @@
+"""The cache as a user may have it: damaged, or not to be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commanding import Command
+from kernels import NORM
+
+from primitives import compile as compiling
+from primitives.compile import PROBES, report
+from primitives.files import CacheError, read_json, usable_cache
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_cache_that_is_a_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """It is no kernel's fault: nothing is rejected."""
+    place = tmp_path / "cache"
+    place.write_text("")
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(place))
+    with pytest.raises(CacheError, match=f"the cache {place} cannot be written"):
+        usable_cache()
+    monkeypatch.chdir(ROOT)
+    done = command("verify", "gemm_rope", "--no-gpu")
+    assert done.status == 3 and f"the cache {place} cannot be written (it is no folder)" in done.err
+    assert "name another folder in CODA_AGENT_CACHE" in done.err and "rejected" not in done.out + done.err
+
+
+def test_a_cache_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(CacheError, match="it is read-only for you"):
+        usable_cache()
+
+
+def test_a_damaged_report_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    asked: list[str] = []
+
+    def compiled(request: str) -> str:
+        asked.append(request)
+        return "[]"
+
+    monkeypatch.setattr(compiling, "_run_child", compiled)
+    report(NORM.program, {}, PROBES[:1])
+    (kept,) = (tmp_path / "resources").iterdir()
+    kept.write_text('[{"kernel"')
+    assert read_json(kept) is None
+    assert report(NORM.program, {}, PROBES[:1]) == report(NORM.program, {}, PROBES[:1]) == ()
+    assert len(asked) == 2 and kept.read_text() == "[]"
+
+
+@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_that_wait_leave_the_cores_to_others(given: dict[str, str], policy: str) -> None:
+    """Before PyTorch is imported, which reads it; a user's own choice stands."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    looked = "import os, sys, verifier; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", looked], cwd=ROOT, env=environment | given, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [policy, "False"], done.stderr
