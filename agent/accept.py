@@ -149,16 +149,17 @@ def accept(
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
         raise AcceptError(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
+    given = journal.header["run"]  # of a replay its own: the authorship is the recorded run's
     if not isinstance(report, Accepted) or program is None:
         raise AcceptError(
-            f"run {outcome.authorship.run} is {report.status}, not accepted: "
+            f"run {given} is {report.status}, not accepted: "
             "only a kernel measured on an H100 and found faster can be accepted"
         )
     name, raw = report.identity.spec, bool(outcome.raw)
     if raw and not looked:
         raise AcceptError(
             f"{name}: this is raw CuTeDSL, code that nobody vouches for: read it (coda-agent review "
-            f"{outcome.authorship.run}), then say --looked"
+            f"{given}), then say --looked"
         )
     lowered = lower(program, outcome.raw)
     if lowered.hash != report.identity.lowered_hash or program.hash != report.identity.program_hash:

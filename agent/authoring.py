@@ -50,6 +50,7 @@ def generate(
     from agent import runs
     from verifier.spec_file import load
 
+    spec = session.spec_file(spec)
     name = load(spec, check=False).name  # a spec that cannot be read says so first
     limits = budget.limits().shared(candidates)
     header = session.new_header(name, authoring, limits, directory) | {"improve": improve}
@@ -76,7 +77,8 @@ def optimize(
     from agent.optimize import base
     from verifier.spec_file import load
 
-    path = Path("specs") / f"{name}.yaml"
+    name = session.name_in(session.SPECS, name)
+    path = session.SPECS / f"{name}.yaml"
     base(load(path, check=False))  # one that is not there says so first
     header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
     header |= {"improve": improve, "optimizes": name}
@@ -106,6 +108,7 @@ def primitive(
     """Have an elementwise primitive that the vocabulary lacks written in CuTeDSL and held against PyTorch."""
     from agent import primitive as proposals
 
+    name = session.name_in(proposals.PROPOSED, name)
     if merge:
         path, outcome, lacking = proposals.merge(name, out)
         typer.echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")

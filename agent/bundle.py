@@ -391,7 +391,10 @@ def _read(path: Path, kind: type[T]) -> T:
     except OSError as error:
         raise BundleError(f"{path}: {error.strerror}; give a file that bundle or measure wrote") from None
     try:
-        found = kind.model_validate(json.loads(content))
+        tree = json.loads(content)
+        if isinstance(tree, dict) and kind is Results and "coda_agent_bundle" in tree:
+            raise BundleError(f"{path}: this is a bundle: measure it first, coda-agent measure {path}")
+        found = kind.model_validate(tree)
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, not the fields
         words = str(error).splitlines()[0]
         if isinstance(error, ValidationError):

@@ -64,9 +64,10 @@ def verify(
     from verifier.spec_file import load
     from verifier.verify import verify as run_gates
 
+    session.refuse_no_source(kernel)
     kernel = session.accepted(kernel, "py")
-    loaded = load(spec or session.spec_of(kernel))
-    source = session.kernel_source(kernel)
+    source = session.kernel_source(kernel)  # one that is not there says so before its spec
+    loaded = load(session.spec_file(spec) if spec else session.spec_of(kernel))
     options, here = measuring.options(), session.use_gpu(gpu)
     with (
         live.Watch(session.console(as_json)) as watch,
@@ -92,8 +93,9 @@ def bundle(
 ) -> None:
     """Pack checked kernels for an H100 elsewhere."""
     from agent.bundle import pack
+    from agent.runs import folder
 
-    made = pack(run, out)
+    made = pack(list(dict.fromkeys(folder(name).name for name in run)), out)  # each once
     typer.echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
 
 
@@ -109,7 +111,10 @@ def measure(
     from agent import live
     from agent.gpu import gpu_alone
 
-    session.need_gpu(True)
+    if not path.is_file():
+        raise typer.BadParameter(f"{path}: there is no such file; give one that bundle wrote")
+    if not session.use_gpu(None):
+        raise session.Absent(f"{session.NO_H100}; copy {path} to a machine with an H100, and measure there")
     with live.Watch(session.console(False)) as watch, gpu_alone(watch.console.print):
         done = bundles.measure(
             path,
@@ -174,11 +179,13 @@ def report(
     if jsonl and len(run) > 1:
         raise typer.BadParameter("--jsonl takes one run")
     if jsonl:
-        typer.echo(accepting.export(run[0], jsonl))
+        with session.named(jsonl):
+            typer.echo(accepting.export(run[0], jsonl))
     elif as_json:
         typer.echo(json.dumps(compared.as_dict(run), indent=1))
     else:
-        typer.echo("\n".join(map(str, compared.write(run, out))))
+        with session.named(out or Path("RUN.html")):
+            typer.echo("\n".join(map(str, compared.write(run, out))))
 
 
 @app.command()
@@ -198,9 +205,11 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
     render.show(console, outcome.report)
     if changes := accepting.changes(outcome):
         console.print(Syntax(changes, "diff", word_wrap=True))
-    asked = outcome.report.status == "accepted" and sys.stdin.isatty()
-    if asked and typer.confirm("you have read it: accept it and commit?"):
-        _accept(run, commit=True, looked=True, shown=outcome)
+    if outcome.report.status == "accepted" and sys.stdin.isatty():
+        with session.asking():
+            agreed = typer.confirm("you have read it: accept it and commit?")
+        if agreed:
+            _accept(run, commit=True, looked=True, shown=outcome)
     raise typer.Exit(REJECTED if outcome.report.status == "rejected" else OK)
 
 
@@ -267,6 +276,7 @@ def prompt(spec: SpecPath) -> None:
     from agent.prompt import assemble
     from verifier.spec_file import load
 
+    spec = session.spec_file(spec)
     typer.echo(str(assemble(load(spec, check=False), spec.read_text(encoding="utf-8"))))
 
 
@@ -282,7 +292,8 @@ def table(
 
     found = tables.read()
     if write:
-        tables.write(write, found)
+        with session.named(write):
+            tables.write(write, found)
     elif as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:

@@ -104,8 +104,9 @@ class Bench:
         return {"specs": [_spec(name, path) for name, path in _specs().items()]}
 
     def prompt(self, spec: str, ctx: Context) -> list[str]:
-        """Start a run of a spec, by its name. Gives the run's name, then the language and the task."""
+        """Start a run of a spec, by its name or path. Gives the run's name, then language and task."""
         paths = _specs()
+        spec = next((name for name, path in paths.items() if spec == str(path)), spec)
         if spec not in paths:
             raise ToolError(f"{SPECS}: there is no spec {spec!r}; there are {', '.join(paths) or 'none'}")
         header = {

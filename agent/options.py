@@ -30,7 +30,7 @@ Gpu = Annotated[
     bool | None,
     typer.Option("--gpu/--no-gpu", help="Demand a GPU, or do without. Default: use one if there is one."),
 ]
-SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file.")]
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec's YAML file, or a name in specs/.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")]
 WeakJail = Annotated[
     bool, typer.Option("--weak-jail", help="Trace although this machine has neither seccomp nor Landlock.")

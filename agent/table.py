@@ -195,6 +195,10 @@ def edited(path: Path) -> bool:
 def write(path: Path, tables: Tables) -> None:
     """Put the tables between the comments of a Markdown file. Raises TableError where some lack, OSError."""
     text = path.read_text(encoding="utf-8")
+    for begun in text.split("<!-- table: ")[1:]:
+        if "<!-- /table -->" not in begun:
+            name = begun.partition(" ")[0]
+            raise TableError(f"{path}: <!-- table: {name} --> has no end: put <!-- /table --> after it")
     parts = tables.parts()
     names = [match[2] for match in _BLOCK.finditer(text) if match[2] != ELSEWHERE]
     if sorted(names) != sorted(parts):

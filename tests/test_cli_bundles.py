@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU, and figures as it might give them."""
-    monkeypatch.setattr(session, "need_gpu", lambda gpu: None)
+    monkeypatch.setattr(session, "use_gpu", lambda gpu: True)
     monkeypatch.setattr(
         "verifier.measure.measure", lambda spec, program, *_, **options: measured(spec, program)
     )
@@ -86,8 +86,8 @@ def test_a_program_that_no_tracer_wrote(command: Command, spec: Path, tmp_path: 
 
 
 def test_files_that_are_none(command: Command, spec: Path, gpu: None) -> None:
-    for name, kind in (("measure", "bundle"), ("import", "results")):
+    for name, kind, what in (("measure", "bundle", "one that bundle wrote"), ("import", "results", "a file")):
         done = command(name, spec)
         assert done.status == 2 and f"toy.yaml: this is no {kind} file of coda-agent" in done.said()
         done = command(name, spec.with_name("nothing"))
-        assert done.status == 2 and "nothing: No such file or directory; give a file" in done.said()
+        assert done.status == 2 and "nothing: " in done.err and f"give {what}" in done.err

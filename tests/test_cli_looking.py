@@ -139,7 +139,7 @@ def test_an_accepted_kernels_name_will_do(
     done = command(looking, "toy", "--json")
     assert done.status == 0 and json.loads(done.out)
     done = command(looking, "toys", "--json")
-    assert done.status == 2 and "did you mean specs/toy.yaml" in done.err
+    assert done.status == 2 and "there is no such kernel file; did you mean toy?" in done.err
 
 
 @pytest.mark.usefixtures("no_compiler")

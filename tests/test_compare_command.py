@@ -87,12 +87,16 @@ def test_what_is_drawn_may_be_chosen(command: Callable[..., Any], tmp_path: Path
 def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., Any], tmp_path: Path) -> None:
     status, _, said = command("--from", tmp_path / "none.json")
     assert status == USAGE and "there is no such file" in said and "coda-agent compare --out" in said
+    status, _, said = command("--from", tmp_path / "none")
+    assert status == USAGE and f"coda-agent compare --out {tmp_path / 'none'} makes it" in said
 
 
 def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_path: Path) -> None:
     write(tmp_path / "results.json", made_up((("gemm_rope", "7B"),)))
     readme = tmp_path / "README.md"
     words = ("--from", tmp_path, "--out", tmp_path / "drawn", "--write", readme)
+    status, _, told = command(*words)
+    assert status == USAGE and "README.md: there is no such file" in " ".join(told.split())
     readme.write_text("no place\n")
     status, _, told = command(*words)
     assert status == USAGE and "mark one place for the comparison" in told

@@ -195,6 +195,12 @@ async def test_a_spec_is_a_name_of_the_list(here: Client, place: Path, spec: str
     assert runs.names() == []
 
 
+async def test_a_spec_s_path_of_the_list_will_do(here: Client) -> None:
+    async with here as client:
+        (listed,) = (await told(client, "list_specs"))["specs"]
+        assert "run: toy-" in await said(client, "prompt", spec=listed["path"])
+
+
 @pytest.mark.parametrize(
     ("tool", "given"),
     [

@@ -203,7 +203,8 @@ def _shown(view: View, drawing: Drawing) -> None:
     from agent.compare.terminal import table
 
     if drawing.write:
-        markdown.write(drawing.write, view.results, view.columns)
+        with session.named(drawing.write):
+            markdown.write(drawing.write, view.results, view.columns)
     _drawn(view, drawing.out)
     if drawing.as_json:
         told = {"rows": [asdict(row) for row in view.lines]}

@@ -145,8 +145,9 @@ def read(path: Path) -> Results:
     try:
         found = Results.model_validate_json(path.read_bytes())
     except FileNotFoundError:
+        folder = path.parent if path.suffix else path
         raise ResultsError(
-            f"{path}: there is no such file; on an H100, coda-agent compare --out {path.parent} makes it"
+            f"{path}: there is no such file; on an H100, coda-agent compare --out {folder} makes it"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]

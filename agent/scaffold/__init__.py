@@ -6,6 +6,8 @@ from options, and what its outputs are is found by running its body as a referen
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,9 +15,10 @@ from typing import Any, NamedTuple
 
 import typer
 
+from agent import session
 from agent.scaffold.draft import Draft, Entry
 from agent.scaffold.function import Function, ScaffoldError, read
-from agent.scaffold.infer import Found, infer, trial_sizes
+from agent.scaffold.infer import Found, halved, infer, trial_sizes
 from primitives.dims import NAME, Dim
 from primitives.files import write_atomic
 from primitives.ir import DTYPES, INDICES, READABLE, VALUE_NAME
@@ -37,7 +40,7 @@ class Options(NamedTuple):
 
     @classmethod
     def parse(cls, ask: bool, **given: Sequence[str] | None) -> Options:
-        pairs = {kind: dict(_pair(kind, text) for text in texts or ()) for kind, texts in given.items()}
+        pairs = {kind: _pairs(kind, texts or ()) for kind, texts in given.items()}
         return cls(ask=ask, **pairs)
 
 
@@ -58,7 +61,10 @@ def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
     _initialise(draft, options)
     draft.cases = _cases(draft, _measured(draft, options))
     draft.spec(check=True)
-    write_atomic(path, str(draft))
+    try:
+        write_atomic(path, str(draft))
+    except OSError as error:
+        raise ScaffoldError(f"{path}: {error.strerror}; choose another place with --out") from None
     for note in draft.notes():
         typer.echo(f"note: {note}", err=True)
     return path, draft
@@ -133,11 +139,21 @@ def _output(draft: Draft, options: Options, name: str, found: Found) -> Entry:
     shape = tuple(extent for extent in found.shape if extent is not None)
     if name in options.shape or None in found.shape:
         sizes, tried = trial_sizes(draft)[0], found.extents[0]
+        if name not in options.shape and (dim := halved(draft, found)):
+            doubled = " ".join(f"--shape {n}={shape}" for n, shape in _doubled(draft, dim).items())
+            raise draft.fail(f"output {name} has half of {dim}, which no shape can say; give {doubled}")
         if name not in options.shape and not options.ask:
             raise draft.fail(f"output {name} is {tried} at {sizes}; give --shape {name}=..., its dims")
         shape = _answer(options, "shape", name, f"{name}: shape, which is {tried} at {sizes}", None, _shape)
     dtype = _answer(options._replace(ask=False), "dtype", name, "", found.dtype, _one_of(DTYPES))
     return Entry(shape, dtype)
+
+
+def _doubled(draft: Draft, dim: str) -> dict[str, str]:
+    """The shapes of the inputs that a dim is in, as they are where it is half of what it was."""
+    shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
+    twice = {name: re.sub(rf"\b{dim}\b", f"2*{dim}", shape) for name, shape in shapes.items()}
+    return {name: shape for name, shape in twice.items() if shape != shapes[name]}
 
 
 def _initialise(draft: Draft, options: Options) -> None:
@@ -194,10 +210,11 @@ def _answer(
     try:
         if given is not None:
             return parse(given)
-        return typer.prompt(question, default, value_proc=parse)
+        with session.asking():
+            return typer.prompt(question, default, value_proc=parse)
     except typer.BadParameter as error:
         raise ScaffoldError(f"--{kind} {name}={given}: {error.message}") from None
-    except typer.Abort:
+    except EOFError:
         raise ScaffoldError(f"no answer to {question!r}; give --{kind} {name}=...") from None
 
 
@@ -226,6 +243,14 @@ def _one_of(words: Sequence[str]) -> Callable[[str], str]:
         return text.strip()
 
     return parse
+
+
+def _pairs(kind: str, texts: Sequence[str]) -> dict[str, str]:
+    pairs = [_pair(kind, text) for text in texts]
+    for name, times in Counter(name for name, _ in pairs).items():
+        if times > 1:
+            raise ScaffoldError(f"--{kind} {name}: is given {times} times; leave one")
+    return dict(pairs)
 
 
 def _pair(kind: str, text: str) -> tuple[str, str]:

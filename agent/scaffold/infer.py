@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agent.scaffold.draft import Draft
 from primitives.dims import Dim
-from primitives.ir import DTYPES
+from primitives.ir import DTYPES, INDICES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +33,17 @@ def infer(draft: Draft) -> dict[str, Found]:
     try:
         check_reference(spec.model_copy(update={"outputs": {}}))  # their shapes are not known yet
     except BadReference as error:
-        raise draft.fail(error.message, error.key, error.line) from None
+        raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
     first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))
     return {name: _found(draft, name, first[name], second[name]) for name in draft.outputs}
+
+
+def _indices(draft: Draft, message: str) -> str:
+    """The remedy where PyTorch wants integers: vectors, which are floats unless their dtype is given."""
+    vectors = [name for name, e in draft.inputs.items() if len(e.shape) == 1 and e.dtype not in INDICES]
+    if "Long" not in message and "int64" not in message or not vectors:
+        return ""
+    return f"; of indices say so: {' or '.join(f'--dtype {name}=int64' for name in vectors)}"
 
 
 def _run(draft: Draft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -100,6 +108,17 @@ def _formula(draft: Draft, extents: list[int]) -> Dim | None:
     found += [Dim.parse(extents[0])]
     found += [f + Dim.parse(extents[0] - f(every[0])) for f in known]  # K - 1
     return next((f for f in found if [f(sizes) for sizes in every] == extents), None)
+
+
+def halved(draft: Draft, found: Found) -> str | None:
+    """The dim that an extent of no known size is half of, as that of ``chunk(2)`` is."""
+    unknown = [place for place, extent in enumerate(found.shape) if extent is None]
+    for dim in draft.dims:
+        sizes = [trial[dim] for trial in trial_sizes(draft)]
+        for place in unknown:
+            if sizes == [2 * extents[place] for extents in found.extents]:
+                return dim
+    return None
 
 
 def _divided(formula: Dim, number: Dim) -> Dim | None:

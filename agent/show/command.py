@@ -54,7 +54,8 @@ def show(
     from verifier.spec_file import load
 
     kernel = session.accepted(kernel, "program.json")
-    loaded = load(spec or session.spec_of(kernel), check=False)
+    session.kernel_source(kernel)  # one that is not there says so before its spec
+    loaded = load(session.spec_file(spec) if spec else session.spec_of(kernel), check=False)
     raw = showing.edited(kernel)
     program = _program(showing.beside(kernel, "raw.program.json") if raw else kernel, loaded, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
@@ -68,7 +69,8 @@ def show(
         listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen), raw)
     if counters or counters_from:
         path = counters_from or showing.beside(kernel, "raw.counters.csv" if raw else "counters.csv")
-        export, found = counting.counted(program, loaded, path, case, raw)
+        with session.named(path):
+            export, found = counting.counted(program, loaded, path, case, raw)
     if as_json:
         data = shown.to_dict()
         data["sass"] = listings and listing.as_dict(listings, full=full)

@@ -13,11 +13,11 @@ import typer
 
 from agent import tips as log
 from agent.options import Authoring, Budget, grouped
-from agent.tips import Added, Tip, TipsError
+from agent.tips import Added, Lesson, Tip, TipsError
 
 if TYPE_CHECKING:
     from agent.budget import Limits
-    from agent.tips.lessons import Failure
+    from agent.tips.lessons import Failure, Learned
 
 tips = typer.Typer(
     rich_markup_mode=None, help="List the tips that prompts read; propose, accept, retire and measure them."
@@ -82,7 +82,8 @@ def propose(
     from agent.tips.lessons import learned
 
     found = learned(run)
-    asked = () if lesson is None else (found.named(failed).teaches(lesson),)  # refused before any is written
+    # Refused, or left without an answer, before any is written.
+    given = _asked(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
     refused = 0
     for told in found.told:
         try:
@@ -90,12 +91,8 @@ def propose(
         except TipsError as error:
             typer.echo(f"refused what the author proposed: {error}", err=True)
             refused = REFUSED
-    for words in asked:
+    for words in given:
         _say(log.add(words, log.TIPS))
-    if lesson is None:
-        for failure in found.untold():
-            if failed in (None, failure.failed):
-                _ask(failure)
     if not found.told and not found.failures:
         typer.echo(f"{found.run}: no failure that a later attempt fixed, and no tip of its author's")
     raise typer.Exit(refused)
@@ -136,6 +133,7 @@ def measure(
     from agent.tips.watch import Watch
     from verifier.measure import Options
 
+    specs = [session.spec_file(path) for path in specs]
     tried = _tried(ids, specs)
     session.need_gpu(gpu)
     provider, each = _provider(authoring.provider, specs), 2 * runs * len(specs)
@@ -211,22 +209,36 @@ def _provider(name: str, specs: list[Path]) -> str:
     return chosen
 
 
-def _ask(failure: Failure) -> None:
-    """Add the person's lesson of a failure, unless the log has one of it."""
+def _asked(found: Learned, failed: str | None) -> list[Lesson]:
+    """The person's lessons of the failures that the run's author proposed no tip for. Raises TipsError where
+    nobody answers."""
+    from agent import session
+
+    untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
+    try:
+        with session.asking():
+            return [lesson for failure in untold if (lesson := _ask(failure))]
+    except EOFError:
+        many = " with --failed GATE/REASON" if len(untold) > 1 else ""
+        raise TipsError(f"{found.run}: nobody answered; give the lesson by --lesson '...'{many}") from None
+
+
+def _ask(failure: Failure) -> Lesson | None:
+    """The person's lesson of a failure; None where there is none, or the log has one of it."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
             typer.echo(
                 f"{tip.id} ({tip.state}) is of the failure {failure.failed} already: {tip.lesson}\n"
                 f"    to add another lesson of it: --failed {failure.failed} --lesson '...'"
             )
-            return
+            return None
     typer.echo(f"Failed at {failure.failed}, fixed by: {failure.fix}")
     while words := typer.prompt("Lesson (empty: none)", default="", show_default=False):
         try:
-            _say(log.add(failure.teaches(words), log.TIPS))
-            return
+            return failure.teaches(words)
         except TipsError as error:
             typer.echo(f"{error}", err=True)
+    return None
 
 
 def _say(added: Added) -> None:

@@ -1,0 +1,230 @@
+"""The command: what is named in short, and what is named wrongly: one message that says what to give."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from authoring import BROKEN, TOY_KERNEL, UNSCALED, Notes, Scripted, fenced, make_run
+from commanding import Command, Done
+
+from agent import runs, session, tips
+from agent.loop import Loop
+
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
+
+
+class Interrupted(io.TextIOBase):
+    """A terminal at which somebody presses Ctrl-C."""
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a spec and its accepted kernel, which commands run in."""
+    run = runs.reopen(make_run(spec))
+    for folder in ("generated_kernels", "specs"):
+        (tmp_path / folder).mkdir()
+    with run.journal:
+        program = run.journal.events()[-1].payload["program"]
+    (tmp_path / "generated_kernels" / "toy.program.json").write_text(program)
+    (tmp_path / "generated_kernels" / "toy.py").write_text(TOY_KERNEL)
+    shutil.move(spec, tmp_path / "specs" / "toy.yaml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def wrong(done: Done, *words: str) -> None:
+    """Wrong usage, in these words."""
+    said = " ".join(done.err.split())
+    assert done.status == 2 and "Traceback" not in said and ".tmp" not in said, done
+    for word in words:
+        assert word in said, said
+
+
+# names and paths
+
+
+def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None) -> None:
+    assert command("prompt", "toy") == command("prompt", "specs/toy.yaml")
+    done = command("verify", "toy", "--spec", "toy", "--no-gpu")
+    assert done.status == 0 and "checked, not benchmarked" in done.out
+    done = command("generate", "toy", "--provider", "replay")
+    assert done.status == 3 and "no recorded run of toy" in done.said()
+    wrong(command("generate", "toys"), "specs/toys.yaml: there is no such file; did you mean specs/toy.yaml?")
+    (place / "toy").write_text("- no mapping")
+    wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file of that name is what is meant
+
+
+def test_tips_are_measured_on_a_spec_s_name(
+    command: Command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tips, "TIPS", place / "tips.md")
+    tips.add(tips.Lesson("Scale rows", "other", "trace/python", "did", "unknown"), place / "tips.md")
+    done = command("tips", "measure", "tip-1", "--specs", "toy", "--provider", "replay")
+    assert done.status == 3 and "no recorded run of toy" in done.said()
+
+
+def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:
+    done = command("optimize", "specs/toy.yaml", "--provider", "handoff", "--no-gpu")
+    assert done.status == 3 and "no accepted kernel of toy" in done.said()
+    wrong(command("optimize", "toy.yaml"), "toy.yaml: is not in specs; give the name of one that is")
+    proposed = "specs/primitives/softsign.yaml"
+    wrong(command("primitive", proposed), f"{proposed}: there is no such proposal", "primitive softsign")
+
+
+# kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("toy.program.json", "the program of a kernel: coda-agent show generated_kernels/toy.program.json"),
+        ("toy.raw.program.json", "coda-agent show generated_kernels/toy.raw.program.json"),
+        ("toy.raw.py", "an edited text: coda-agent optimize toy verifies those"),
+        ("toy.cutedsl.py", "the lowered text of a kernel"),
+        ("toy.report.json", "no Python"),
+        ("toy.yaml", "a spec"),
+    ],
+)
+def test_what_is_no_source_is_not_judged(command: Command, place: Path, name: str, words: str) -> None:
+    path = Path("generated_kernels") / name
+    wrong(command("verify", path), f"{path}: is ", words, "takes a kernel's source: toy.py")
+
+
+@pytest.mark.parametrize("looking", ["verify", "show"])
+def test_a_kernel_that_is_not_there(command: Command, place: Path, looking: str) -> None:
+    wrong(command(looking, "toyy"), "toyy: there is no such kernel file; did you mean toy?")
+    wrong(command(looking, "generated_kernels/tay.py"), "tay.py: there is no such kernel file; did you mean")
+    wrong(command(looking, "nothing"), "there is no such kernel file; give one, or an accepted kernel's name")
+    (name,) = runs.names()
+    wrong(command(looking, name), f"it is a run: coda-agent review {name}, or report {name}")
+
+
+def test_accept_names_the_run_that_was_given(command: Command, spec: Path) -> None:
+    first = make_run(spec)
+    name = make_run(spec, replays=first)
+    done = command("accept", name)
+    assert done.status == 1 and f"run {name} is checked, not accepted" in done.said()
+
+
+# questions that nobody answers
+
+
+@pytest.fixture
+def mended(spec: Path, tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run that fixed two failures, and whose author proposed a tip of another."""
+    monkeypatch.setattr(tips, "TIPS", tmp_path / "tips.md")
+    run = runs.start(spec, {"provider": "handoff", "author": "Ada"})
+    answers = Scripted([fenced(source) for source in (BROKEN, UNSCALED, TOY_KERNEL)])
+    said = {"lesson": "Scale rows", "failed": "compile/registers", "fix": "did"}
+    with run.journal:
+        Loop(run.journal, run.spec, session.work_of(run), answers, Notes(), attempts=3).run()
+        run.journal.once("tip/1.1", "tip", lambda: said)
+    return run.name
+
+
+@pytest.mark.parametrize("typed", ["", "Give gemm both operands\n"])
+def test_a_lesson_that_nobody_gives(
+    command: Command, mended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    wrong(
+        command("tips", "propose", mended), "nobody answered; give the lesson by --lesson '...' with --failed"
+    )
+    assert not (tmp_path / "tips.md").exists()
+
+
+def test_ctrl_c_at_a_prompt(
+    command: Command, mended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ops.py").write_text("def f(x, w):\n    return x @ w\n")
+    for arguments in (("tips", "propose", mended), ("new", f"{tmp_path}/ops.py:f", "--input")):
+        monkeypatch.setattr(sys, "stdin", Interrupted())
+        done = command(*arguments)
+        assert done.status == 130 and "coda-agent: interrupted" in done.err, done
+    assert not (tmp_path / "tips.md").exists()
+
+
+# files
+
+
+def test_a_bundle_is_looked_for_before_a_gpu(command: Command, tmp_path: Path) -> None:
+    wrong(
+        command("measure", tmp_path / "none.json"), "none.json: there is no such file; give one that bundle"
+    )
+    path = tmp_path / "b.json"
+    path.write_text("{}")
+    done = command("measure", path)
+    assert done.status == 3 and f"copy {path} to a machine with an H100" in done.said()
+    assert "--gpu" not in done.err
+
+
+def test_a_bundle_holds_a_run_once_and_is_no_results(command: Command, spec: Path, tmp_path: Path) -> None:
+    name, path = make_run(spec), tmp_path / "b.json"
+    done = command("bundle", name, runs.runs_dir() / name, name, "-o", path)
+    assert done.status == 0 and "1 kernel(s)" in done.out
+    wrong(command("import", path), f"this is a bundle: measure it first, coda-agent measure {path}")
+
+
+def test_a_page_that_tables_cannot_be_put_into(command: Command, tmp_path: Path) -> None:
+    binary, half = tmp_path / "binary.md", tmp_path / "half.md"
+    binary.write_bytes(b"\xff\xfe")
+    half.write_text("<!-- table: edited -->\n<!-- /table -->\n<!-- table: measured -->\nand on\n")
+    nothing = tmp_path / "nothing.md"
+    wrong(command("table", "--write", nothing), f"{nothing}: there is no such file")
+    wrong(command("table", "--write", tmp_path), f"{tmp_path}: Is a directory")
+    wrong(command("table", "--write", binary), f"{binary}: cannot be read as text")
+    wrong(
+        command("table", "--write", half), "<!-- table: measured --> has no end: put <!-- /table --> after it"
+    )
+
+
+def test_a_place_that_cannot_be_written(command: Command, spec: Path, tmp_path: Path) -> None:
+    name = make_run(spec)
+    wrong(command("report", name, "--jsonl", tmp_path), f"{tmp_path}: Is a directory; give another file")
+    wrong(command("report", name, "-o", tmp_path), f"{tmp_path}: Is a directory; give another file")
+    (tmp_path / "ops.py").write_text("def f(x, w):\n    return x @ w.T\n")
+    shapes = ("--shape", "x=M,K", "--shape", "w=N,K")
+    out = spec / "toy.yaml"  # in a file
+    wrong(command("new", f"{tmp_path}/ops.py:f", *shapes, "-o", out), f"{out}: ", "another place with --out")
+
+
+def test_counters_of_a_folder(command: Command, place: Path, no_compiler: None) -> None:
+    wrong(command("show", "toy", "--counters-from", place), f"{place}: Is a directory")
+
+
+# scaffolding
+
+
+def test_half_of_a_dim_is_said_by_doubling_it(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "ops.py").write_text(
+        "def f(x, w, b):\n    a, g = (x @ w.T + b).chunk(2, -1)\n    return a * g\n"
+    )
+    out = tmp_path / "f.yaml"
+    asked = ("new", f"{tmp_path}/ops.py:f", "--shape", "x=M,K", "-o", out)
+    done = command(*asked, "--shape", "w=N,K", "--shape", "b=N")
+    wrong(done, "output out has half of N, which no shape can say; give --shape w=2*N,K --shape b=2*N")
+    assert command(*asked, *done.err.strip().partition("give ")[2].split()).status == 0 and out.exists()
+
+
+def test_indices_are_asked_for(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "ops.py").write_text(
+        "import torch.nn.functional as F\ndef f(x, w, targets):\n"
+        "    return F.cross_entropy(x @ w.T, targets, reduction='none')\n"
+    )
+    shapes = ("--shape", "x=M,K", "--shape", "w=V,K", "--shape", "targets=M")
+    asked = ("new", f"{tmp_path}/ops.py:f", *shapes, "-o", tmp_path / "f.yaml")
+    wrong(command(*asked), "ops.py:3: ", "of indices say so: --dtype targets=int64")
+    assert command(*asked, "--dtype", "targets=int64").status == 0
+
+
+def test_an_option_that_is_given_twice(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "ops.py").write_text("def f(x, w):\n    return x @ w.T\n")
+    done = command("new", f"{tmp_path}/ops.py:f", "--shape", "x=M,K", "--shape", "x=K,M")
+    wrong(done, "--shape x: is given 2 times; leave one")
