@@ -256,9 +256,9 @@ def spec_file(given: Path) -> Path:
 
 
 def name_in(folder: Path, given: str) -> str:
-    """The NAME that is given as such, or as folder/NAME.yaml. Raises BadParameter for a file elsewhere."""
+    """The NAME that is given as such, or as folder/NAME.yaml. Raises BadParameter for a path elsewhere."""
     path = Path(given)
-    if path.suffix != ".yaml":
+    if given == path.name and path.suffix != ".yaml":
         return given
     if path.resolve().parent != folder.resolve():
         raise typer.BadParameter(f"{given}: is not in {folder}; give the name of one that is")

@@ -73,7 +73,8 @@ def test_tips_are_measured_on_a_spec_s_name(
 def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:
     done = command("optimize", "specs/toy.yaml", "--provider", "handoff", "--no-gpu")
     assert done.status == 3 and "no accepted kernel of toy" in done.said()
-    wrong(command("optimize", "toy.yaml"), "toy.yaml: is not in specs; give the name of one that is")
+    for elsewhere in ("toy.yaml", "generated_kernels/toy.py"):
+        wrong(command("optimize", elsewhere), f"{elsewhere}: is not in specs; give the name of one that is")
     proposed = "specs/primitives/softsign.yaml"
     wrong(command("primitive", proposed), f"{proposed}: there is no such proposal", "primitive softsign")
 
