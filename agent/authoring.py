@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent import session
+from agent import session, typed
 from agent.ending import ABSENT, finish
 from agent.options import (
     IMPROVE,
@@ -50,7 +50,7 @@ def generate(
     from agent import runs
     from verifier.spec_file import load
 
-    spec = session.spec_file(spec)
+    spec = typed.spec_file(spec)
     name = load(spec, check=False).name  # a spec that cannot be read says so first
     limits = budget.limits().shared(candidates)
     header = session.new_header(name, authoring, limits, directory) | {"improve": improve}
@@ -77,8 +77,8 @@ def optimize(
     from agent.optimize import base
     from verifier.spec_file import load
 
-    name = session.name_in(session.SPECS, name)
-    path = session.SPECS / f"{name}.yaml"
+    name = typed.name_in(typed.SPECS, name)
+    path = typed.SPECS / f"{name}.yaml"
     base(load(path, check=False))  # one that is not there says so first
     header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
     header |= {"improve": improve, "optimizes": name}
@@ -108,7 +108,7 @@ def primitive(
     """Have an elementwise primitive that the vocabulary lacks written in CuTeDSL and held against PyTorch."""
     from agent import primitive as proposals
 
-    name = session.name_in(proposals.PROPOSED, name)
+    name = typed.name_in(proposals.PROPOSED, name)
     if merge:
         path, outcome, lacking = proposals.merge(name, out)
         typer.echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
@@ -117,7 +117,7 @@ def primitive(
         return
     if reference is not None:
         path = proposals.scaffold(name, reference, [a.strip() for a in arguments.split(",")])
-        typer.echo(f"{path}:\n{session.source(path)}\nComplete it, then: coda-agent primitive {name}")
+        typer.echo(f"{path}:\n{typed.source(path)}\nComplete it, then: coda-agent primitive {name}")
         return
     path = proposals.proposed(name)
     header = session.new_header(name, authoring, budget.limits(), directory, raw=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent import session
+from agent import session, typed
 from agent.authoring import generate, optimize, primitive, resume
 from agent.compare.command import compare
 from agent.ending import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
@@ -64,10 +64,10 @@ def verify(
     from verifier.spec_file import load
     from verifier.verify import verify as run_gates
 
-    session.refuse_no_source(kernel)
-    kernel = session.accepted(kernel, "py")
-    source = session.kernel_source(kernel)  # one that is not there says so before its spec
-    loaded = load(session.spec_file(spec) if spec else session.spec_of(kernel))
+    typed.refuse_no_source(kernel)
+    kernel = typed.accepted(kernel, "py")
+    source = typed.kernel_source(kernel)  # one that is not there says so before its spec
+    loaded = load(typed.spec_file(spec) if spec else typed.spec_of(kernel))
     options, here = measuring.options(), session.use_gpu(gpu)
     with (
         live.Watch(session.console(as_json)) as watch,
@@ -179,12 +179,12 @@ def report(
     if jsonl and len(run) > 1:
         raise typer.BadParameter("--jsonl takes one run")
     if jsonl:
-        with session.named(jsonl):
+        with typed.named(jsonl):
             typer.echo(accepting.export(run[0], jsonl))
     elif as_json:
         typer.echo(json.dumps(compared.as_dict(run), indent=1))
     else:
-        with session.named(out or Path("RUN.html")):
+        with typed.named(out or Path("RUN.html")):
             typer.echo("\n".join(map(str, compared.write(run, out))))
 
 
@@ -206,7 +206,7 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
     if changes := accepting.changes(outcome):
         console.print(Syntax(changes, "diff", word_wrap=True))
     if outcome.report.status == "accepted" and sys.stdin.isatty():
-        with session.asking():
+        with typed.asking():
             agreed = typer.confirm("you have read it: accept it and commit?")
         if agreed:
             _accept(run, commit=True, looked=True, shown=outcome)
@@ -276,7 +276,7 @@ def prompt(spec: SpecPath) -> None:
     from agent.prompt import assemble
     from verifier.spec_file import load
 
-    spec = session.spec_file(spec)
+    spec = typed.spec_file(spec)
     typer.echo(str(assemble(load(spec, check=False), spec.read_text(encoding="utf-8"))))
 
 
@@ -292,7 +292,7 @@ def table(
 
     found = tables.read()
     if write:
-        with session.named(write):
+        with typed.named(write):
             tables.write(write, found)
     elif as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))

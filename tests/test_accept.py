@@ -25,7 +25,7 @@ from authoring import (
 from small_disk import mounted
 
 from agent import accept as accepting
-from agent import runs, session, table
+from agent import runs, table, typed
 from agent.accept import AcceptError, accept
 from agent.compare.kernels import written
 from agent.journal import JournalError, read_export
@@ -338,7 +338,7 @@ def test_whoever_reads_a_kernel_ends_an_acceptance_that_was_cut_off(
     program = program_of(load(spec, check=False), TOY_KERNEL)
     readers: list[Callable[[], object]] = [
         lambda: written(load(spec, check=False)).hash == program.hash,
-        lambda: session.kernel_source(kernels / "toy.py") == TOY_KERNEL,
+        lambda: typed.kernel_source(kernels / "toy.py") == TOY_KERNEL,
         lambda: accepting.is_there("toy"),
     ]
     for reader in readers:

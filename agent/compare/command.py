@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent import session
+from agent import session, typed
 from agent.compare.options import Choice, Drawing, Effort
 from agent.options import grouped
 
@@ -203,7 +203,7 @@ def _shown(view: View, drawing: Drawing) -> None:
     from agent.compare.terminal import table
 
     if drawing.write:
-        with session.named(drawing.write):
+        with typed.named(drawing.write):
             markdown.write(drawing.write, view.results, view.columns)
     _drawn(view, drawing.out)
     if drawing.as_json:

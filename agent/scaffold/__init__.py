@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from agent import session
+from agent import typed
 from agent.scaffold.draft import Draft, Entry
 from agent.scaffold.function import Function, ScaffoldError, read
 from agent.scaffold.infer import Found, halved, infer, trial_sizes
@@ -210,7 +210,7 @@ def _answer(
     try:
         if given is not None:
             return parse(given)
-        with session.asking():
+        with typed.asking():
             return typer.prompt(question, default, value_proc=parse)
     except typer.BadParameter as error:
         raise ScaffoldError(f"--{kind} {name}={given}: {error.message}") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent import session
+from agent import session, typed
 from agent.options import WeakJail
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def show(
     from primitives.sass import disassemble
     from verifier.spec_file import load
 
-    kernel = session.accepted(kernel, "program.json")
-    session.kernel_source(kernel)  # one that is not there says so before its spec
-    loaded = load(session.spec_file(spec) if spec else session.spec_of(kernel), check=False)
+    kernel = typed.accepted(kernel, "program.json")
+    typed.kernel_source(kernel)  # one that is not there says so before its spec
+    loaded = load(typed.spec_file(spec) if spec else typed.spec_of(kernel), check=False)
     raw = showing.edited(kernel)
     program = _program(showing.beside(kernel, "raw.program.json") if raw else kernel, loaded, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
@@ -69,7 +69,7 @@ def show(
         listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen), raw)
     if counters or counters_from:
         path = counters_from or showing.beside(kernel, "raw.counters.csv" if raw else "counters.csv")
-        with session.named(path):
+        with typed.named(path):
             export, found = counting.counted(program, loaded, path, case, raw)
     if as_json:
         data = shown.to_dict()
@@ -102,7 +102,7 @@ def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
     from verifier import jail
     from verifier.report import Rejected
 
-    text = session.kernel_source(kernel)
+    text = typed.kernel_source(kernel)
     if kernel.suffix == ".json":
         try:
             return Program.from_json(text, spec.signature())

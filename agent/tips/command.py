@@ -128,12 +128,12 @@ def measure(
     the first was cut off; with more --runs, and as much more of the budgets, it adds to them."""
     from rich.console import Console
 
-    from agent import session
+    from agent import session, typed
     from agent.tips import trials
     from agent.tips.watch import Watch
     from verifier.measure import Options
 
-    specs = [session.spec_file(path) for path in specs]
+    specs = [typed.spec_file(path) for path in specs]
     tried = _tried(ids, specs)
     session.need_gpu(gpu)
     provider, each = _provider(authoring.provider, specs), 2 * runs * len(specs)
@@ -212,11 +212,11 @@ def _provider(name: str, specs: list[Path]) -> str:
 def _asked(found: Learned, failed: str | None) -> list[Lesson]:
     """The person's lessons of the failures that the run's author proposed no tip for. Raises TipsError where
     nobody answers."""
-    from agent import session
+    from agent import typed
 
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
     try:
-        with session.asking():
+        with typed.asking():
             return [lesson for failure in untold if (lesson := _ask(failure))]
     except EOFError:
         many = " with --failed GATE/REASON" if len(untold) > 1 else ""
