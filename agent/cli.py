@@ -335,6 +335,9 @@ def _why(measurement: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command; turn what can go wrong into one clear message and an exit status."""
+    # PyTorch's threads on a CPU wait for each other spinning: where another process wants the cores, two runs
+    # at once say, a second of the interpreter takes half a minute so. PyTorch reads it when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()  # which exits by itself: with OK, with what a command chose, with 2 on wrong usage
     except SystemExit as ended:

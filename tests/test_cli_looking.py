@@ -123,26 +123,6 @@ def test_show(command: Command, spec: Path, kernel: Callable[[str], Path], tmp_p
 
 
 @pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("looking", ["show", "verify"])
-def test_an_accepted_kernels_name_will_do(
-    looking: str, command: Command, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = runs.reopen(make_run(spec))
-    for folder in ("generated_kernels", "specs"):
-        (tmp_path / folder).mkdir()
-    with run.journal:
-        text = run.journal.events()[-1].payload["program"]
-    (tmp_path / "generated_kernels" / "toy.program.json").write_text(text)
-    (tmp_path / "generated_kernels" / "toy.py").write_text(TOY_KERNEL)
-    shutil.copy(spec, tmp_path / "specs" / "toy.yaml")
-    monkeypatch.chdir(tmp_path)
-    done = command(looking, "toy", "--json")
-    assert done.status == 0 and json.loads(done.out)
-    done = command(looking, "toys", "--json")
-    assert done.status == 2 and "there is no such kernel file; did you mean toy?" in done.err
-
-
-@pytest.mark.usefixtures("no_compiler")
 def test_show_of_what_is_no_kernel(command: Command, spec: Path, kernel: Callable[[str], Path]) -> None:
     done = command("show", kernel(BROKEN), "--spec", spec)
     assert done.status == 2 and "toy.py:7: python: TypeError: gemm() missing" in " ".join(done.err.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -48,6 +49,14 @@ def wrong(done: Done, *words: str) -> None:
 
 
 # names and paths
+
+
+@pytest.mark.usefixtures("no_compiler", "place")
+@pytest.mark.parametrize("looking", ["show", "verify"])
+def test_an_accepted_kernels_name_will_do(looking: str, command: Command) -> None:
+    done = command(looking, "toy", "--json")
+    assert done.status == 0 and json.loads(done.out)
+    wrong(command(looking, "toys", "--json"), "there is no such kernel file; did you mean toy?")
 
 
 def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None) -> None:

@@ -16,6 +16,15 @@ from primitives.compile import PROBES, report
 from primitives.files import CacheError, read_json, usable_cache
 
 ROOT = Path(__file__).parent.parent
+LOOK = """\
+import os, sys
+from agent import cli
+sys.argv = ["coda-agent", "--help"]
+try:
+    cli.main()
+except SystemExit:
+    print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules)
+"""
 
 
 def test_a_cache_that_is_a_file_is_named(
@@ -61,8 +70,7 @@ def test_a_damaged_report_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_threads_that_wait_leave_the_cores_to_others(given: dict[str, str], policy: str) -> None:
     """Before PyTorch is imported, which reads it; a user's own choice stands."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    looked = "import os, sys, verifier; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", looked], cwd=ROOT, env=environment | given, capture_output=True, text=True
+        [sys.executable, "-c", LOOK], cwd=ROOT, env=environment | given, capture_output=True, text=True
     )
-    assert done.stdout.split() == [policy, "False"], done.stderr
+    assert done.stdout.split()[-2:] == [policy, "False"], done.stderr
