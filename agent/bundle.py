@@ -291,7 +291,7 @@ def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
         return None
     try:
         program = Program.from_json(entry.kept.program, spec.signature())
-        steps = {str(gemm.step) for gemm in lower(program, entry.kept.raw).gemms}
+        steps = {str(gemm.step) for gemm in lower(program).gemms}
         for case in (case.name for case in spec.cases if case.bench):
             if steps - entry.kept.schedules.get(case, {}).keys():
                 raise ValueError(f"it has no schedule of every step at case {case}")

@@ -67,7 +67,7 @@ def verify(
     typed.refuse_no_source(kernel)
     kernel = typed.accepted(kernel, "py")
     source = typed.kernel_source(kernel)  # one that is not there says so before its spec
-    loaded = load(typed.spec_file(spec) if spec else typed.spec_of(kernel))
+    loaded = load(typed.spec_for(kernel, spec))
     options, here = measuring.options(), session.use_gpu(gpu)
     with (
         live.Watch(session.console(as_json)) as watch,

@@ -19,16 +19,16 @@ NO_SOURCE = {  # by how its name ends, what of a kernel's files is no source of 
 }
 
 
-def spec_of(kernel: Path) -> Path:
-    """Where the spec of a kernel's file is."""
-    return SPECS / f"{kernel.name.partition('.')[0]}.yaml"
-
-
 def spec_file(given: Path) -> Path:
     """Where the spec of a name is, which has no folder and no suffix and is no file; any other path as it
     is."""
     bare = given.name == str(given) and not given.suffix and not given.is_file()
     return SPECS / f"{given}.yaml" if bare else given
+
+
+def spec_for(kernel: Path, given: Path | None) -> Path:
+    """The spec that is given for a kernel's file, or else the one of its name."""
+    return spec_file(given) if given else SPECS / f"{kernel.name.partition('.')[0]}.yaml"
 
 
 def name_in(folder: Path, given: str) -> str:

@@ -7,7 +7,6 @@ the cubin. ``python -m primitives.compile`` is that child.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 from primitives import children, deadline, raw
 from primitives.cubin import Resources, inspect_cubin
-from primitives.files import cache_dir, read_json, usable_cache, write_atomic
+from primitives.files import cache_dir, kept
 from primitives.ir import Program
 from primitives.jit import cached_gemm, cached_vector, compile_kernel, noting_stages
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
@@ -70,12 +69,8 @@ def report(
     key = json.dumps(
         [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
     )
-    path = usable_cache() / "resources" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    rows = read_json(path)
-    if rows is None:
-        asked = {"program": program.to_json(), "sizes": static, "schedules": tried, "raw": raw}
-        write_atomic(path, answer := _run_child(json.dumps(asked)))
-        rows = json.loads(answer)
+    asked = {"program": program.to_json(), "sizes": static, "schedules": tried, "raw": raw}
+    rows = kept("resources", key, lambda: _run_child(json.dumps(asked)))
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,18 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
+
+
+def kept(kind: str, key: str, make: Callable[[], str]) -> Any:
+    """What the cache has of a kind under a key, in JSON: made where there is none, or it is damaged. Raises
+    CacheError, and what ``make`` does."""
+    path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    found = read_json(path)
+    if found is None:
+        made = make()
+        write_atomic(path, made)
+        found = json.loads(made)
+    return found
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -9,7 +9,6 @@ that child.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from typing import Any, TypeVar
 from primitives import children, raw
 from primitives.compile import COMPILE_SECONDS, _environment
 from primitives.cubin import tool
-from primitives.files import read_json, usable_cache, write_atomic
+from primitives.files import kept
 from primitives.ir import Program
 from primitives.jit import compile_kernel, load_module
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
@@ -123,12 +122,8 @@ def disassemble(
     static = {dim: sizes[dim] for dim in program.signature.static}
     chosen = {str(step): s.to_json() for step, s in sorted((schedules or {}).items())}
     key = json.dumps([FORMAT, lowered.hash, static, chosen], sort_keys=True)
-    path = usable_cache() / "sass" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    rows = read_json(path)
-    if rows is None:
-        asked = {"program": program.to_json(), "sizes": static, "schedules": chosen, "raw": raw}
-        write_atomic(path, answer := _run_child(json.dumps(asked)))
-        rows = json.loads(answer)
+    asked = {"program": program.to_json(), "sizes": static, "schedules": chosen, "raw": raw}
+    rows = kept("sass", key, lambda: _run_child(json.dumps(asked)))
     text = lowered.text.splitlines()
     return tuple(_listing(row, text) for row in rows)
 

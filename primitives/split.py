@@ -9,7 +9,7 @@ comes next on the stream waits for the second, which waits for the first before 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import ceil
 from threading import RLock
 from typing import Any
@@ -45,12 +45,8 @@ def ordered(schedule: Schedule) -> Iterator[None]:
     """While a kernel of a ``split`` schedule is traced. QuACK's GEMM waits for what comes before it on the
     stream ahead of its first load, and lets the next one start when a block has no more tiles. Here the first
     launch lets it start as soon as its own wait is over, and the second waits when it has no more tiles."""
-    with _tracing:
-        if schedule.split:
-            with _waiting(second=schedule == schedule.rest):
-                yield
-        else:
-            yield
+    with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
+        yield
 
 
 @contextmanager

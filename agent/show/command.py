@@ -51,13 +51,9 @@ def show(
     from agent.show import counters as counting
     from agent.show import sass as listing
     from primitives.sass import disassemble
-    from verifier.spec_file import load
 
     kernel = typed.accepted(kernel, "program.json")
-    typed.kernel_source(kernel)  # one that is not there says so before its spec
-    loaded = load(typed.spec_file(spec) if spec else typed.spec_of(kernel), check=False)
-    raw = showing.edited(kernel)
-    program = _program(showing.beside(kernel, "raw.program.json") if raw else kernel, loaded, weak_jail)
+    loaded, program, raw = _read(kernel, spec, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
     if case is not None and case not in sizes:
         raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
@@ -77,12 +73,22 @@ def show(
         data["counters"] = found and counting.as_dict(found)
         typer.echo(json.dumps(data, indent=1))
         return
-    console = session.console(False)
-    console.print(shown.render())
-    if listings:
-        console.print(*listing.tables(listings, full=full), sep="\n")
-    if export and found:
-        console.print(counting.as_table(found, export))
+    drawn = [shown.render(), *(listing.tables(listings, full=full) if listings else ())]
+    drawn += [counting.as_table(found, export)] if export and found else []
+    session.console(False).print(*drawn, sep="\n")
+
+
+def _read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Program, str]:
+    """A kernel's spec, its program, and its edited text if it is one."""
+    from agent.show import beside, edited
+    from verifier.spec_file import load
+
+    source = typed.kernel_source(kernel)  # one that is not there says so before its spec
+    spec = load(typed.spec_for(kernel, given), check=False)
+    if raw := edited(kernel):
+        kernel = beside(kernel, "raw.program.json")
+        source = typed.kernel_source(kernel)
+    return spec, _program(kernel, source, spec, weak_jail), raw
 
 
 def _resources(kernel: Path, program: Program, spec: Spec, raw: str) -> tuple[Resources, ...]:
@@ -95,14 +101,13 @@ def _resources(kernel: Path, program: Program, spec: Spec, raw: str) -> tuple[Re
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
 
 
-def _program(kernel: Path, spec: Spec, weak_jail: bool) -> Program:
-    """The program of a kernel file, traced in the jail, or of a program.json."""
+def _program(kernel: Path, text: str, spec: Spec, weak_jail: bool) -> Program:
+    """The program of a kernel file's text, traced in the jail, or of a program.json's."""
     from primitives.errors import ProgramError
     from primitives.ir import Program
     from verifier import jail
     from verifier.report import Rejected
 
-    text = typed.kernel_source(kernel)
     if kernel.suffix == ".json":
         try:
             return Program.from_json(text, spec.signature())
