@@ -16,6 +16,8 @@ TOOLS = ("memcheck", "racecheck")
 PATIENCE = 500.0  # seconds: an instrumented kernel runs up to a hundred times slower
 # Probing the driver for optional functions counts as errors of its API, dozens of them.
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "5")
+# In PyTorch's cache tensors share an allocation, and a store from one into the next would be legal.
+EACH_ITS_OWN = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
@@ -38,7 +40,8 @@ def errors(tool: str, task: Task, argument: Any) -> int:
         raise SanitizerMissing("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"  # its words, which would otherwise stand between a worker's answers
-        with Worker([program, "--tool", tool, "--log-file", str(log), *OPTIONS]) as worker:
+        wrapper = [*EACH_ITS_OWN, program, "--tool", tool, "--log-file", str(log), *OPTIONS]
+        with Worker(wrapper) as worker:
             worker.ask(task, argument, patience=PATIENCE)
             status = worker.finish(PATIENCE)
         words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""

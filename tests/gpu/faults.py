@@ -34,3 +34,27 @@ def out_of_memory(_: object) -> dict[str, Any]:
 def assertion(_: object) -> dict[str, Any]:
     torch.zeros(4, device="cuda")[torch.tensor([7], device="cuda")].sum().item()
     return {}
+
+
+def one_too_far(_: object) -> dict[str, Any]:
+    """A store right behind a tensor: in PyTorch's cache, and in the GPU's memory."""
+    _astray[(1,)](torch.zeros(128, device="cuda"), 128)
+    torch.cuda.synchronize()
+    return {}
+
+
+RACE = """
+extern "C" __global__ void race(int *out) {
+    __shared__ int last;
+    last = threadIdx.x;
+    out[threadIdx.x] = last;
+}
+"""
+
+
+def race(_: object) -> dict[str, Any]:
+    """Warps that write one word of shared memory, and read it, without a barrier."""
+    out = torch.zeros(128, device="cuda", dtype=torch.int32)
+    torch.cuda._compile_kernel(RACE, "race")((1, 1, 1), (128, 1, 1), (out,))
+    torch.cuda.synchronize()
+    return {}
