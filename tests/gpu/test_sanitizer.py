@@ -1,0 +1,52 @@
+"""On an H100: compute-sanitizer finds what is planted, and nothing in an accepted kernel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import faults
+import pytest
+
+from agent import accept
+from primitives.lower import lower
+from primitives.probes import choices
+from verifier.gates import Failed
+from verifier.proof import Job
+from verifier.sanitizer import TOOLS, errors, sanitized
+from verifier.spec_file import load
+
+SPECS = sorted((Path(__file__).parent.parent.parent / "specs").glob("gemm_*.yaml"))
+KERNELS = [pytest.param(path, False, id=path.stem) for path in SPECS]
+EDITED = [
+    pytest.param(path, True, id=f"edited-{path.stem}")
+    for path in SPECS
+    if accept.files(path.stem, raw=True)[0].exists()
+]
+
+
+@pytest.fixture(autouse=True)
+def faults_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+@pytest.mark.parametrize(
+    ("tool", "fault", "words"),
+    [("memcheck", faults.one_too_far, "Invalid __global__ write"), ("racecheck", faults.race, "hazard")],
+)
+def test_what_is_planted_is_found(tool, fault, words):
+    with pytest.raises(Failed, match=words) as failed:
+        errors(tool, fault, None)
+    assert failed.value.code == "sanitizer"
+
+
+@pytest.mark.parametrize(("path", "raw"), [*KERNELS, *EDITED])
+def test_an_accepted_kernel_is_clean(path, raw):
+    spec = load(path)
+    kernel = accept.read(spec, raw=raw)
+    assert kernel is not None
+    (ragged,) = (case for case in spec.cases if case.name == "ragged")
+    schedules = tuple(choices(kernel.program, lower(kernel.program).gemms, ragged.sizes))
+    job = Job(spec, kernel.program, ragged.name, ragged.sizes, schedules, raw=kernel.raw)
+    assert sanitized(job) == dict.fromkeys(TOOLS, 0)
