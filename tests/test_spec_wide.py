@@ -50,6 +50,18 @@ def write(tmp_path, monkeypatch):
     return partial(write_changed, Path("wide.yaml"), WIDE)
 
 
+def test_what_a_processor_s_kernel_lacks_is_no_mistake_of_the_baseline_s(write, monkeypatch):
+    """oneDNN's scaled product, where the processor has one, takes fewer scales than the GPU's."""
+
+    def lacking(*_: object, **__: object) -> None:
+        raise RuntimeError('Linear.cpp":516, INTERNAL ASSERT FAILED: only scalar scales, please report a bug')
+
+    monkeypatch.setattr("torch._scaled_mm", lacking)
+    assert load(write()).baseline
+    monkeypatch.setattr("torch._scaled_mm", lambda *_, **__: 1 / 0)
+    assert "division by zero" in fails(write())
+
+
 def test_parts_of_a_wide_spec(write):
     spec = load(write())
     init = {name: tensor.init for name, tensor in spec.inputs.items()}
