@@ -54,8 +54,10 @@ def separation(name: str) -> dict[str, Any]:
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text(encoding="utf-8")
     program = Program.from_json(text, spec.signature())
-    made = list(mutants(spec))
-    honest, wrong = 0.0, dict.fromkeys((m.name for m in made), 0.0)
+    made, small = list(mutants(spec)), small_sizes(spec)[0]
+    # What does not even run is found on the CPU: there an index out of range does not end the process.
+    tried = Sample.of(spec, small, 0, "normal")
+    honest, wrong = 0.0, {m.name: math.inf if tried.made(m) is None else 0.0 for m in made}
     for seed, sizes in enumerate(_sizes(spec)):
         plans = list(_plans(program, sizes))
         for family in FAMILIES:
@@ -63,17 +65,17 @@ def separation(name: str) -> dict[str, Any]:
             honest = max(honest, *(_excess(trial, plan(trial.inputs)) for plan in plans))
             for mutant in made:
                 if wrong[mutant.name] < CLEAR:
-                    got = trial.made(mutant)
-                    share = math.inf if got is None else _excess(trial, got, mutant.spoken)
+                    share = _excess(trial, trial.made(mutant), mutant.spoken)
                     wrong[mutant.name] = max(wrong[mutant.name], share)
-    small = small_sizes(spec)[0]
     names = [m.name for m in made if wrong[m.name] > 1 or numerics.differs(spec, m, small)]
     return {"honest": honest, "mutants": {name: wrong[name] for name in names}}
 
 
-def _excess(trial: Sample, got: Mapping[str, Any], spoken: bool = False) -> float:
-    """The greatest share that an output has of a limit, infinite where a bit or a NaN is wrong; ``spoken``:
-    what a program could say is seen unrounded by the interpreter, too."""
+def _excess(trial: Sample, got: Mapping[str, Any] | None, spoken: bool = False) -> float:
+    """The greatest share that an output has of a limit, infinite where a bit, a NaN, its kind or its shape is
+    wrong; ``spoken``: what a program could say is seen unrounded by the interpreter, too."""
+    if got is None:
+        return math.inf
     factor = trial.spec.tolerance.factor if trial.spec.tolerance else 1.0
     return max(_share(*found, factor) for found in trial.errors(got, spoken))
 

@@ -45,15 +45,15 @@ def one_too_far(_: object) -> dict[str, Any]:
 
 RACE = """
 extern "C" __global__ void race(int *out) {
-    __shared__ int last;
-    last = threadIdx.x;
-    out[threadIdx.x] = last;
+    __shared__ int seen[128];
+    seen[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = seen[(threadIdx.x + 64) % 128];
 }
 """
 
 
 def race(_: object) -> dict[str, Any]:
-    """Warps that write one word of shared memory, and read it, without a barrier."""
+    """Warps that read what others write to shared memory, without a barrier."""
     out = torch.zeros(128, device="cuda", dtype=torch.int32)
     torch.cuda._compile_kernel(RACE, "race")((1, 1, 1), (128, 1, 1), (out,))
     torch.cuda.synchronize()
