@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from difflib import unified_diff
 from pathlib import Path
 
@@ -91,6 +92,12 @@ def read(spec: Spec, directory: Path | None = None, *, raw: bool = False) -> Ker
         return None
     except (ProgramError, UnicodeDecodeError) as error:
         raise KernelError(f"{program}: {error}; accept that kernel again") from None
+
+
+def superseded(edit: Accepted, own: Accepted) -> bool:
+    """Whether an edited text's program was measured again after it: tuned by a better search, it may be the
+    faster of the two now."""
+    return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
 
 def is_there(name: str) -> bool:

@@ -71,11 +71,15 @@ class Base:
         return cls(program, Accepted.model_validate(found["report"]), found["raw"], found["counted"])
 
 
-def base(spec: Spec, directory: Path | None = None) -> Base:
-    """The accepted kernel of a spec, by default of generated_kernels/: its edited text where there is one
-    already, else the program's own. Raises NothingToOptimize, and KernelError for files that are damaged."""
+def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Base:
+    """The accepted kernel of a spec, by default of generated_kernels/: its edited text where there is one,
+    unless the program was measured again since, or it is to be edited ``afresh``. Raises NothingToOptimize,
+    and KernelError for files that are damaged."""
     directory = directory or accept.KERNELS
-    found = accept.read(spec, directory, raw=True) or accept.read(spec, directory)
+    found = accept.read(spec, directory)
+    edit = None if afresh else accept.read(spec, directory, raw=True)
+    if edit and found and not accept.superseded(edit.report, found.report):
+        found = edit
     if found is None:
         raise NothingToOptimize(
             f"{directory}: no accepted kernel of {spec.name}; author one first: coda-agent generate "
@@ -112,7 +116,8 @@ class Editing:
     @classmethod
     def of(cls, run: Run) -> Editing:
         """A run's, from the kernel as it was when the run began."""
-        found = run.journal.once("base", "base", lambda: base(run.spec).to_json())
+        afresh = run.journal.header["provider"] == "replay"  # as the run that is played back began
+        found = run.journal.once("base", "base", lambda: base(run.spec, afresh=afresh).to_json())
         return cls(run.spec, run.text, Base.from_json(found, run.spec))
 
     def opening(self) -> prompt.Prompt:

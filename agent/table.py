@@ -140,6 +140,7 @@ class Tables:
     rows: tuple[Row, ...]
     runs: tuple[RunRow, ...]
     edits: tuple[Row, ...] = ()  # of edited texts
+    superseded: tuple[str, ...] = ()  # operators whose program was measured again since it was edited
 
     def of_specs(self) -> tuple[RunRow, ...]:
         """The runs whose operator is one of ``specs/``, and no other function that a model was tried on."""
@@ -150,6 +151,7 @@ class Tables:
         return {
             "measured": [asdict(row) for row in self.rows],
             "edited": [asdict(row) for row in self.edits],
+            "superseded": list(self.superseded),
             "authoring": {
                 "runs": [asdict(run) for run in self.runs],
                 "success": _rates(self.runs),
@@ -184,7 +186,13 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
     runs = [_run(header, events, accepted) for header, events in exports]
     runs.sort(key=lambda run: (_order(run.operator), run.run))
     edits = [report for report in found if report.identity.raw]
-    return Tables(reports, _rows(reports), tuple(runs), _rows(edits))
+    own = {report.identity.spec: report for report in reports}
+    superseded = [
+        edit.identity.spec
+        for edit in edits
+        if edit.identity.spec in own and accept.superseded(edit, own[edit.identity.spec])
+    ]
+    return Tables(reports, _rows(reports), tuple(runs), _rows(edits), tuple(superseded))
 
 
 def edited(path: Path) -> bool:
@@ -332,7 +340,14 @@ _EDITED: dict[str, Callable[[Row], object]] = {
 def _edited(tables: Tables) -> str:
     if not tables.edits:
         return "No kernel's CuTeDSL has been edited yet.\n"
-    return _by_operator(tables.edits, _EDITED)
+    table = _by_operator(tables.edits, _EDITED)
+    if not tables.superseded:
+        return table
+    names = ", ".join(f"`{name}`" for name in tables.superseded)
+    return (
+        f"{table}\nThe programs of {names} were measured again after their edits, and may be the faster ones "
+        "now; `coda-agent optimize NAME --provider replay` measures an edit beside its program of today.\n"
+    )
 
 
 def _grouped(rows: Sequence[Row]) -> Iterable[str]:

@@ -300,15 +300,20 @@ def test_what_a_task_finds_wrong_is_that_gates_rejection(spec: Spec, workers: Wo
 
 
 def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, workers: Workers) -> None:
-    tuned = {case: {0: Schedule(swizzle=16)} for case in ("large", "wide")}
-    kept = Kept(program_of(spec, TOY_KERNEL), tuned, {})
+    before = {case: {0: Schedule(swizzle=16)} for case in ("large", "wide")}
+    raced = {"wide": {0: [Schedule(swizzle=4), Schedule(swizzle=2)]}}
+    kept = Kept(program_of(spec, TOY_KERNEL), before, raced)
     found = run(spec, kept=kept)
     assert isinstance(found, Measured)
     assert all(t.ratios["the kernel before"].low > 1.05 for t in found.timings)
     jobs = [job for job in workers.kept if job is not None]
     assert len(jobs) == len(workers.kept) == 6
     assert {(job.case, job.sizes["M"]) for job in jobs} == {("large", 4096), ("wide", 2048)}
-    assert all(job.schedules == ({0: Schedule(swizzle=16)},) for job in jobs)
+    tuned = Schedule.from_json(SCHEDULE)  # here and now, over what was good before
+    assert all(job.schedules == ({0: tuned},) for job in jobs)
+    assert {job.case: job.known for job in jobs} == {"large": {0: [Schedule(swizzle=16)]}} | raced
+    assert [t.kept_schedules for t in found.timings] == [{"0": SCHEDULE}] * 2
+    assert sorted(workers.tasks("tune")) == [(0, case) for case in ("large", "large", "wide", "wide")]
     workers.gain = 1.0
     slower = run(spec, kept=kept)
     assert isinstance(slower, Rejected) and slower.code == "no_faster"

@@ -287,6 +287,14 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     assert len(read(accept.KERNELS, accept.RECORDINGS).runs) == 1  # an edit is counted apart
 
     assert base(load(spec)).raw == edit(spec)  # the next edit starts from this one
+    replay = start(spec, provider="replay")
+    with replay.journal:
+        rival = session.work_of(replay).rival()
+        assert rival is not None and not rival.raw  # as the run that it plays back began
+    own = accept.KERNELS / "toy.report.json"
+    report = json.loads(own.read_text())
+    own.write_text(json.dumps(report | {"date": "2099-01-01T00:00:00+00:00"}))
+    assert base(load(spec)).raw == ""  # until the program was measured again
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,7 @@ def test_without_evidence_the_tables_say_so(tmp_path: Path) -> None:
     assert tables.to_json() == {
         "measured": [],
         "edited": [],
+        "superseded": [],
         "authoring": {"runs": [], "success": {}, "success_of_specs": {}},
     }
 
@@ -340,6 +341,11 @@ def test_an_edit_stands_beside_the_kernel_that_it_was_made_from(tmp_path: Path) 
     assert len(found.rows) == len(found.edits) == 1 and len(found.reports) == 1
     (shown,) = cells(found.parts()["edited"])
     assert shown[:4] == ["`gemm_rope`", "1B", "2.000", "1.125 [1.062, 1.188]"]
+    assert not found.superseded and "again" not in found.parts()["edited"]
+    put_report(tmp_path, "gemm_rope", day="2026-11-22")
+    since = read(tmp_path)
+    assert since.superseded == ("gemm_rope",) and since.to_json()["superseded"] == ["gemm_rope"]
+    assert "The programs of `gemm_rope` were measured again" in since.parts()["edited"]
 
 
 def test_the_command_prints_writes_and_gives_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from statistics import median
@@ -24,7 +24,7 @@ from primitives.lower import lower
 from primitives.roofline import roofline
 from primitives.schedule import Schedule
 from verifier.baselines import CUBLAS
-from verifier.decision import BASELINE, CANDIDATE, PROCESSES, Void, central, compared, decide
+from verifier.decision import BASELINE, CANDIDATE, KEPT, PROCESSES, Void, central, compared, decide
 from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Lost, Task, Worker
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
@@ -65,8 +65,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Kept:
-    """An accepted kernel that a change has to beat, as it was tuned: schedules by case and step, and those
-    of tuning's last race. ``raw``: its text, where an author has edited it."""
+    """An accepted kernel that a change has to beat: schedules by case and step as it was tuned, and those of
+    tuning's last race. ``raw``: its text, where an author has edited it."""
 
     program: Program
     schedules: Mapping[str, Mapping[int, Schedule]]
@@ -96,7 +96,9 @@ class Kept:
         return cls(program, tuned, raced(finalists), raw)
 
     def job(self, spec: Spec, case: Case) -> Job:
-        return Job(spec, self.program, case.name, case.sizes, (self.schedules[case.name],), raw=self.raw)
+        """To be tuned again, over what was good before: that may have been on another GPU."""
+        known = self.finalists.get(case.name) or {k: [s] for k, s in self.schedules[case.name].items()}
+        return Job(spec, self.program, case.name, case.sizes, known=known, raw=self.raw)
 
 
 def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
@@ -299,10 +301,12 @@ class _Session:
         return {key: value for key, value in found.items() if key != "seeds"}
 
     def _benchmark(self) -> tuple[Timing, ...]:
+        cases = self._measured_cases()
+        for case in cases:
+            self._rival(case)
         if self.prover is not None:  # its memory is the scorers' now
             self.prover.close()
             self.prover = None
-        cases = self._measured_cases()
         control = self._control_case()
         for process in range(self.options.processes):
             self._controlled(process, control)
@@ -337,9 +341,8 @@ class _Session:
     def _scored(self, process: int, case: Case, attempt: int | None = None) -> dict[str, Any]:
         """``attempt``: of a score with controls."""
         controlled = attempt is not None
-        kept = self.kept.job(self.spec, case) if self.kept else None
-        known = self.quack.get(case.name)
-        race = Race(self._arms(), self.options.rounds, self.options.cold, controlled, kept, known)
+        arms, known = self._arms(), self.quack.get(case.name)
+        race = Race(arms, self.options.rounds, self.options.cold, controlled, self._rival(case), known)
         name = f"score/{process}/{case.name}" + (f"/controlled.{attempt}" if controlled else "")
         found = self._piece(name, self._ask(score, (self._job(case), race)), process)
         self.scores.setdefault(case.name, []).append(found)
@@ -367,6 +370,7 @@ class _Session:
             },
             tuning_seconds=tuned["seconds"],
             finalists=tuned["finalists"],
+            kept_schedules=self._rival_tuned(case)["schedules"] if self.kept else {},
             quack=_agreed([s.get("quack", {}) for s in scores]),
             processes=len(scores),
             rounds=min(map(len, own)),
@@ -402,12 +406,21 @@ class _Session:
 
         flops = roofline(self.program, case.sizes).flops
         families = tuple(FAMILIES) if flops <= FEW_FLOPS else ROUTINE
-        tuned = {int(k): Schedule.from_json(v) for k, v in self._tuned(case)["schedules"].items()}
-        return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
+        return self._of(case.name, case.sizes, schedules=(_schedules(self._tuned(case)),), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
         job = self._of(case.name, case.sizes, known=self.known.get(case.name))
         return self._piece(f"tune/{case.name}", self._ask(tune, job))
+
+    def _rival(self, case: Case) -> Job | None:
+        """The kernel before, tuned by the same clock."""
+        if self.kept is None:
+            return None
+        return replace(self.kept.job(self.spec, case), schedules=(_schedules(self._rival_tuned(case)),))
+
+    def _rival_tuned(self, case: Case) -> dict[str, Any]:
+        assert self.kept is not None
+        return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
 
     def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> Job:
         """A job of this kernel; ``more`` fields of it."""
@@ -436,6 +449,10 @@ class _Session:
         """What tuning chose for the measured cases, each once."""
         every = [self._job(case).schedules[0] for case in self._measured_cases()]
         return [s for i, s in enumerate(every) if s not in every[:i]]
+
+
+def _schedules(tuned: Mapping[str, Any]) -> dict[int, Schedule]:
+    return {int(step): Schedule.from_json(fields) for step, fields in tuned["schedules"].items()}
 
 
 def _hidden(spec: Spec) -> dict[str, Any]:

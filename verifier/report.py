@@ -78,8 +78,9 @@ class Timing(_Record):
     ``samples``: milliseconds by arm, process and round. ``cold``: every timed call found an evicted L2.
     ``graph_milliseconds``: the candidate replayed from a CUDA graph. ``parts``: milliseconds of each of its
     parts by itself, in the roofline's words, where it has several. ``finalists``: by step, the schedules of
-    tuning's last race, fastest first: worth trying next time. ``quack``: the same of each of QuACK's arms, by
-    stage, whose first ones are what it ran on; for information, and to be raced again.
+    tuning's last race, fastest first: worth trying next time. ``kept_schedules``: what the kernel before was
+    tuned to in the same measurement, where one was to be beaten. ``quack``: ``finalists`` of each of QuACK's
+    arms, by stage, whose first ones are what it ran on; for information, and to be raced again.
     """
 
     case: str
@@ -93,6 +94,7 @@ class Timing(_Record):
     parts: dict[str, float] = Field(default_factory=dict)
     tuning_seconds: float
     finalists: dict[str, tuple[dict[str, Any], ...]] = Field(default_factory=dict)
+    kept_schedules: dict[str, dict[str, Any]] = Field(default_factory=dict)
     quack: dict[str, Finalists] = Field(default_factory=dict)
     processes: int = 1
     rounds: int
