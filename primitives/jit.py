@@ -196,10 +196,17 @@ def _objects(
     from quack.gemm_runtime.host import _compile_gemm_epi
 
     attributes = ("post_init_attrs", _attributes(kernel, schedule, sizes))
-    folder = jit.get_cache_path() / jit._compute_source_fingerprint()
+    folder = objects()
     keys = (_gemm_key(lowered, kernel, each, sizes) for each in schedule.launches)
     name = _compile_gemm_epi.__qualname__
     return [folder / f"{jit._key_to_hash((name, *key, attributes))}.o" for key in keys]
+
+
+def objects() -> Path:
+    """Where QuACK's cache keeps objects, QuACK's own too, of the versions that are installed."""
+    from quack.cache import jit
+
+    return jit.get_cache_path() / jit._compute_source_fingerprint()
 
 
 def compile_kernel(

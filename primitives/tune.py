@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -37,7 +38,7 @@ from primitives.schedule import SMALL_TILES, SWIZZLES, Schedule
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 5  # of the file that keeps a tuning, and of the way it is found
+FORMAT = 6  # of the file that keeps a tuning, and of the way it is found
 ROUNDS = 9
 FINALISTS = 3  # tiles that are refined
 LAST_TILES = 5  # and that meet in the last race, which is nearer to scoring than the first was
@@ -48,8 +49,9 @@ FINAL_ROUNDS = 40
 FEWEST = 4  # rounds of a race among long kernels, which a round tells apart better; of the last race 13
 PER_ROUND = 3.5  # milliseconds that a kernel may take before its race gets fewer rounds
 MOST_STACK = 512  # bytes a thread: of what won so far the most is 192, with 456 spilled loads
-WARM_UP = 0.7  # seconds before each race, towards the clocks that load settles at
+WARM_UP = 0.7  # seconds of load before each race, towards the clocks that it settles at
 LAST_WARM_UP = 2.0  # before the last one: as before scoring, at the power limit that it will meet there
+COOLING = 2.0  # seconds of load that a second of rest takes back
 
 HEAD_START = 1_000_000  # cycles of idling before a short call, so that its launch is not timed
 SHORT = 0.2  # milliseconds: what takes longer is enqueued while the one before runs, and runs back to back
@@ -320,14 +322,39 @@ def race_calls(
         with contextlib.suppress(RuntimeError, ValueError):  # needs more of an SM than there is, say
             call()
             running.append((choice, call))
+    if not running:
+        return []
     torch.cuda.synchronize()
-    until, once = time.monotonic() + (LAST_WARM_UP if rounds == FINAL_ROUNDS else WARM_UP), [0.0]
-    while running and time.monotonic() < until:
-        once = _interleaved([call for _, call in running], 1, once)
-    rounds = max(FEWEST, rounds // 3, min(rounds, round(rounds * PER_ROUND / max(*once, 1e-3))))
-    times = _interleaved([call for _, call in running], rounds, once)
+    with _load.more() as warm:
+        until = time.monotonic() + (LAST_WARM_UP if rounds == FINAL_ROUNDS else WARM_UP) - warm
+        once = _interleaved([call for _, call in running], 1, [0.0])
+        while time.monotonic() < until:
+            once = _interleaved([call for _, call in running], 1, once)
+        rounds = max(FEWEST, rounds // 3, min(rounds, round(rounds * PER_ROUND / max(*once, 1e-3))))
+        times = _interleaved([call for _, call in running], rounds, once)
     ranked = sorted(range(len(running)), key=times.__getitem__)
     return [(running[i][0], times[i]) for i in ranked]
+
+
+class Load:
+    """How long this process has kept its GPU at work, as far as that still shows: a race right after another
+    need not warm it up again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._seconds, self._ended = 0.0, -math.inf
+
+    @contextlib.contextmanager
+    def more(self) -> Iterator[float]:
+        """The body is load; given are the seconds that it follows on."""
+        begun = self._clock()
+        before = max(0.0, self._seconds - COOLING * (begun - self._ended))
+        yield before
+        self._ended = self._clock()
+        self._seconds = min(LAST_WARM_UP, before + self._ended - begun)
+
+
+_load = Load()
 
 
 def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:

@@ -49,7 +49,6 @@ OLDER = {
         "gemm_fp8_tensor_scale",
         "gemm_gelu_bwd",
         "gemm_grad_accumulate",
-        "gemm_residual_partial_layernorm",
         "gemm_residual_rmsnorm_gemm",
         "gemm_row_abs_max",
         "gemm_softcap_cross_entropy",
@@ -65,7 +64,12 @@ OLDER = {
     },
 }
 
-SUPERSEDED = {"gemm_residual_partial_rmsnorm", "gemm_residual_rmsnorm_bwd", "gemm_swiglu_bwd"}
+SUPERSEDED = {
+    "gemm_residual_partial_layernorm",
+    "gemm_residual_partial_rmsnorm",
+    "gemm_residual_rmsnorm_bwd",
+    "gemm_swiglu_bwd",
+}
 
 
 @pytest.fixture

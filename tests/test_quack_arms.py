@@ -33,6 +33,7 @@ from verifier.quack_baseline import (
     Tuned,
     admitted,
     chained,
+    config,
     tuned,
 )
 from verifier.quack_epilogue import QuackEpilogue
@@ -304,6 +305,36 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
     again = tuned(arm, spec, [inputs], sizes)
     assert len(raced) == 2 * races and prepared[4:] == first  # the choice came from the disk
     assert again.finalists == finalists
+
+
+def test_what_any_process_compiled_is_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor what was refused; that a cache which was emptied has them is believed no longer."""
+    asked: list[Any] = []
+
+    def run_all(task: object, tasks: list[Any]) -> list[bool]:
+        asked.extend(chosen for *_, chosen in tasks)
+        return [False] * len(tasks)
+
+    monkeypatch.setattr("primitives.workers.run_all", run_all)
+    monkeypatch.setattr(quack_baseline, "objects", lambda: tmp_path / "objects")
+    spec = spec_of("gemm_relu2")
+    narrow, wide = config(128, 128, True), config(128, 256, False)
+
+    def compiled(sizes: Any, *configs: Any, arm: str = OWN_TUNER) -> list[Any]:
+        asked.clear()
+        quack_baseline._compile_all(spec, sizes, arm, 0, list(configs))
+        return list(asked)
+
+    sizes = small(spec)
+    assert compiled(sizes, narrow, replace(narrow, max_swizzle_size=4)) == [narrow]
+    assert compiled({dim: 2 * size for dim, size in sizes.items()}, narrow, wide) == [wide]
+    assert compiled(sizes, wide, arm=OUR_SEARCH) == []
+    assert compiled(sizes, wide, arm=MATMUL) == [wide]
+    for note in (tmp_path / "objects").iterdir():
+        note.unlink()
+    assert compiled(sizes, narrow) == [narrow]
 
 
 @pytest.fixture

@@ -169,3 +169,13 @@ def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(
     monkeypatch.setattr("primitives.workers.run_all", lambda task, asked: [True for _ in asked])
     asked = [(0, schedule), (0, schedule._replace(swizzle=16)), (0, Schedule())]
     assert tune.compile_all(program, SIZES, asked) == [False, False, True]
+
+
+def test_load_counts_until_it_has_cooled_off() -> None:
+    now = iter([0.0, 0.7, 0.7, 3.0, 3.5, 3.6, 9.0, 9.1])
+    load = tune.Load(lambda: next(now))
+    followed = []
+    for _ in range(4):
+        with load.more() as before:
+            followed.append(round(before, 3))
+    assert followed == [0.0, 0.7, 1.0, 0.0]  # the second's 3 s count as 2, of which half a second's rest is 1

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives import workers
 from primitives.files import cache_dir, read_json, write_atomic
+from primitives.jit import objects
 from primitives.probes import starting
 from primitives.schedule import SWIZZLES
 from primitives.tune import FORMAT as SEARCHED
@@ -267,18 +268,21 @@ def _race(
 
 Small = tuple[tuple[str, int], ...]
 Task = tuple[Spec, Small, str, int, "GemmConfig"]
-_compiled: set[tuple[str, Small, bool, int, GemmConfig]] = set()
 
 
 def _compile_all(spec: Spec, sizes: Mapping[str, int], arm: str, index: int, configs: Configs) -> None:
     """Fill QuACK's object cache: sizes but the static ones are symbolic in it, so small tensors of the
-    same kind do. Rasterisation is an argument of the launch."""
+    same kind do. Rasterisation is an argument of the launch. A note in that cache has what any process
+    compiled, or saw refused: no worker need be started for that, which takes longer than loading it."""
     small = tuple((dim, sizes[dim] if dim in spec.static else SMALL) for dim in spec.dims)
+    key = json.dumps([spec.hash, small, arm == MATMUL, index])
+    note = objects() / f"tried-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    tried = read_json(note) or []
     wanted = dict.fromkeys(replace(c, max_swizzle_size=SWIZZLE) for c in configs)
-    what = spec.name, small, arm == MATMUL, index
-    new = [c for c in wanted if (*what, c) not in _compiled]
-    workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
-    _compiled.update((*what, c) for c in new)
+    new = [c for c in wanted if asdict(c) not in tried]
+    if new:
+        workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
+        write_atomic(note, json.dumps([*tried, *map(asdict, new)]))
 
 
 def _compile_one(task: Task) -> bool:
