@@ -39,6 +39,7 @@ from verifier.spec import Spec
 from verifier.spec_file import SpecError, load
 
 if TYPE_CHECKING:
+    from verifier.gpu import Worker
     from verifier.measure import Kept, Known, Options
 
 FORMAT = 1
@@ -214,39 +215,60 @@ def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
 
 
 def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str], Progress]) -> Results:
-    """Measure every entry of a bundle on this machine's GPU and write ``out``. Pieces that were finished
+    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Pieces finished
     before, in ``out``.partial, are not measured again. BundleError for a bundle of other versions."""
-    from verifier.measure import measure as measure_program
+    from verifier.measure import prover
 
     bundle = _read(path, Bundle)
     checked = [_verified(path, entry) for entry in bundle.entries]
-    results = []
-    for entry, (spec, program) in zip(bundle.entries, checked, strict=True):
-        if entry.raw:
-            _unpack(path, entry, program)
-        found = measure_program(
-            spec,
-            program,
-            options,
-            progress=progress(entry.run),
-            keep=_pieces(out, entry, options),
-            known=_schedules(path, entry),
-            kept=_rival(path, entry, spec),
-            raw=entry.raw,
-            quack=_quack(path, entry),
-        )
-        results.append(
-            Result(
-                run=entry.run,
-                attempt=entry.attempt,
-                identity=identity(spec, program, entry.raw),
-                measurement=found.model_dump(mode="json"),
-            )
-        )
-    done = Results(results=tuple(results))
-    _write(out, done)
+    done, here, waiting = Results(results=()), None, None
+    try:
+        for place, (entry, (spec, program)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
+            # The next entry's first worker does its imports meanwhile.
+            here, waiting = waiting, prover() if place < len(checked) else None
+            keep, said = _pieces(out, entry, options), progress(entry.run)
+            result = _result(path, entry, spec, program, options, keep, said, here)
+            done = Results(results=(*done.results, result))
+            _write(out, done)
+    finally:
+        for worker in filter(None, (here, waiting)):
+            worker.close()
     shutil.rmtree(_partial(out), ignore_errors=True)
     return done
+
+
+def _result(
+    path: Path,
+    entry: Entry,
+    spec: Spec,
+    program: Program,
+    options: Options,
+    keep: FilePieces,
+    progress: Progress,
+    prover: Worker | None,
+) -> Result:
+    from verifier.measure import measure as measure_program
+
+    if entry.raw:
+        _unpack(path, entry, program)
+    found = measure_program(
+        spec,
+        program,
+        options,
+        progress=progress,
+        keep=keep,
+        known=_schedules(path, entry),
+        kept=_rival(path, entry, spec),
+        raw=entry.raw,
+        quack=_quack(path, entry),
+        prover=prover,
+    )
+    return Result(
+        run=entry.run,
+        attempt=entry.attempt,
+        identity=identity(spec, program, entry.raw),
+        measurement=found.model_dump(mode="json"),
+    )
 
 
 def _unpack(path: Path, entry: Entry, program: Program) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +59,7 @@ class Gpu:
         self.known: list[Mapping[str, Known]] = []
         self.kept: list[Kept | None] = []
         self.quack: list[Mapping[str, QuackTuned]] = []
+        self.provers: list[Any] = []
         self.cut_before = ""
         self.verdict: Callable[[Spec, Program], Measured | Rejected] = measured
 
@@ -72,7 +75,9 @@ class Gpu:
         kept: Kept | None,
         raw: str,
         quack: Mapping[str, QuackTuned],
+        prover: Any,
     ) -> Measured | Rejected:
+        self.provers.append(prover)
         self.programs.append(program)
         self.known.append(known)
         self.quack.append(quack)
@@ -358,6 +363,28 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
     measure(path)  # once it is whole, it is begun anew
     assert gpu.cases == ["large", "wide", "ragged"] * 2
     assert not list(path.parent.glob("*.partial"))
+
+
+def test_what_is_done_of_a_bundle_can_be_taken_home(
+    packed: tuple[str, Path], spec: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one entry is measured the next one's worker does its imports; none is left, whatever happens."""
+    name, path = packed
+    ended: list[int] = []
+    started = (SimpleNamespace(close=partial(ended.append, number)) for number in range(3))
+    monkeypatch.setattr("verifier.measure.prover", lambda: next(started))
+    bundle.pack([name, make_run(spec, TWICE)], path)
+
+    def verdict(spec: Spec, program: Program) -> Measured:
+        if len(gpu.programs) == 2:
+            raise Cut
+        return measured(spec, program)
+
+    gpu.verdict = verdict
+    with pytest.raises(Cut):
+        measure(path)
+    assert gpu.provers[0] is None and gpu.provers[1] is not None and ended == [0]
+    assert [taken for taken, _ in bundle.take(path.with_name("results.json"))] == [name]
 
 
 def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: Gpu) -> None:

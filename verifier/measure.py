@@ -127,15 +127,18 @@ def measure(
     kept: Kept | None = None,
     raw: str = "",
     quack: Mapping[str, QuackTuned] | None = None,
+    prover: Worker | None = None,
 ) -> Measurement:
     """Run the GPU gates on every case of the spec. ``known``: by case and step, schedules worth racing.
     ``kept``: what the decision asks it to be faster than, besides the baseline. ``raw``: an edited text of
     the program's, which is what runs; where none are known it is tuned over what ``kept`` was. ``quack``: by
-    case, what QuACK's arms were tuned to before."""
+    case, what QuACK's arms were tuned to before. ``prover``: a worker that was started ahead, for the first
+    stages; it is closed."""
     if raw and kept and not known:
         known = kept.finalists
     gates = Gates(progress)
-    session = _Session(spec, program, options or Options(), gates, keep, known or {}, kept, raw, quack or {})
+    options, known, quack = options or Options(), known or {}, quack or {}
+    session = _Session(spec, program, options, gates, keep, known, kept, raw, quack, prover)
     try:
         return session.run()
     except Stop as stop:
@@ -144,6 +147,11 @@ def measure(
         return Unmeasured(reason=str(void), evidence=void.evidence)
     finally:
         session.lose_workers()
+
+
+def prover() -> Worker:
+    """A worker for a measurement that comes later, to do its imports meanwhile."""
+    return Worker(ahead=AHEAD)
 
 
 @dataclass
