@@ -17,8 +17,8 @@ from verifier.columns import (
     PROGRAM,
     UPSTREAM,
 )
+from verifier.contest import compiled, machine
 from verifier.contest import gpu as gpu_task
-from verifier.contest import machine
 from verifier.gpu import Lost
 from verifier.quack_baseline import OWN_TUNER
 
@@ -32,6 +32,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.sat: list[tuple[str | None, tuple[str, ...]]] = []
+        self.compiled: list[list[tuple[str, ...]]] = []  # the arms of rows, ahead of all sittings
+        self.compiler_dies = False
         self.deadly: set[str] = set()
         self.crowded: set[str | None] = set()  # interpreters that lack memory before the first arm
         self.broken: dict[str, str] = {}
@@ -56,6 +58,11 @@ class Machine:
         if task is machine:
             self.ceilings += 1
             return {"gpu": self.name, "ceilings": H100}
+        if task is compiled:
+            self.compiled.append([seats.arms for seats in asked])
+            if self.compiler_dies:
+                raise Lost("crashed", "the compiler died")
+            return {}
         if len(self.sat) == self.interrupted_at:
             raise KeyboardInterrupt
         self.sat.append((python, asked.arms))

@@ -217,6 +217,16 @@ def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
     assert gpu.ready == [3, 4, 5, 5]  # each begins with the next at its imports
 
 
+def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) -> None:
+    wanted = asked("gemm_swiglu", "gemm_rope", processes=2)
+    found = measure(wanted, Results(), kept_nowhere)
+    ours = (PROGRAM, EAGER, COMPILE, LIGER, OWN_TUNER)
+    assert gpu.compiled == [[ours, ours]] and gpu.ready[0] == 4  # ceilings', compiler's, its own, the next
+    assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
+    gpu.compiler_dies = True  # each arm tells of what it cannot compile
+    assert len(measure(wanted, Results(), kept_nowhere).sittings) == len(found.sittings)
+
+
 def test_a_budget_begins_nothing_that_it_may_not_end(gpu: Machine) -> None:
     kept: list[Results] = []
     gpu.seconds = 100.0

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from agent import accept
+from primitives.ir import Program
+from primitives.schedule import Schedule
 from verifier import contest as contests
 from verifier import scoring, timing
-from verifier.contest import Entrant, Stage
+from verifier.contest import Contender, Entrant, Stage
 from verifier.gates import Failed
 from verifier.gpu import cuda_error
 
@@ -199,3 +202,38 @@ def test_an_error_of_the_device_is_no_arms_answer(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Toy, "enter", enter)
     with pytest.raises(RuntimeError, match="illegal memory"):
         contests.contest(Toy, ("one", "two"), "one", 12)
+
+
+def test_what_sittings_load_is_compiled_ahead_all_at_once() -> None:
+    """What is refused stops nothing: its arm will tell."""
+    together, came = threading.Barrier(3, timeout=20), list[int]()
+
+    def wait() -> None:
+        came.append(together.wait())
+
+    def wait_and_fail() -> None:
+        wait()
+        raise ValueError("refused")
+
+    class Asked:
+        def compiles(self) -> Iterator[Callable[[], None]]:
+            yield wait_and_fail
+            yield wait
+
+    class Other:
+        def compiles(self) -> Iterator[Callable[[], None]]:
+            yield wait
+
+    assert contests.compiled([Asked(), Other()]) == {} and sorted(came) == [0, 1, 2]
+
+
+def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("primitives.tune.compile_all", lambda *given: asked.append(given))
+    text = (accept.KERNELS / "gemm_qk_norm_rope.program.json").read_text()
+    program, sizes = Program.from_json(text), {"M": 128, "K": 256, "H": 2, "P": 64}
+    one, other, never = Schedule(128, 128), Schedule(128, 256, False), Schedule(128, 160)
+    Contender(program, "text", {0: one}, {0: [other]}).compile(sizes)
+    Contender(program, known={0: [one, never, other]}).compile(sizes)
+    wanted = [(program, sizes, [(0, one)], "text"), (program, sizes, [(0, one), (0, other)], "")]
+    assert asked == wanted

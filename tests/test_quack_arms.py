@@ -378,6 +378,21 @@ def test_what_is_known_of_one_tile_races_with_the_best_of_others(
     assert len(start) > 40 and 3 <= len(last) <= 1 + FINALISTS and asdict(last[0]) == best
 
 
+def test_what_is_raced_first_is_compiled_ahead(
+    relu: Callable[..., Tuned], raced: Races, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first race of a search, or what was raced last before."""
+    asked: list[list[Any]] = []
+    monkeypatch.setattr(quack_baseline, "_compile_all", lambda *given: asked.append(given[-1]))
+    monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: draw(*given))
+    finalists = relu(OWN_TUNER).finalists
+    spec = spec_of("gemm_relu2")
+    quack_baseline.compile_ahead(OWN_TUNER, spec, small(spec))
+    quack_baseline.compile_ahead(OWN_TUNER, spec, small(spec), known_of(OWN_TUNER, finalists))
+    first, again = asked
+    assert first == raced[0][1] and [asdict(c) for c in again] == finalists[0]
+
+
 @pytest.mark.parametrize("arm", LIBRARY_ARMS)
 def test_a_schedule_that_an_arms_own_search_never_comes_to_is_not_raced(
     arm: str, relu: Callable[..., Tuned], raced: Races

@@ -10,11 +10,12 @@ import gc
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from primitives.ir import Program
 from primitives.schedule import Schedule
@@ -49,6 +50,25 @@ class Contender:
         from primitives.launch import Kernel
 
         return Kernel(self.program, self.schedules, self.known, self.raw)
+
+    def compile(self, sizes: Mapping[str, int]) -> None:
+        """On all schedules that it may run on there, in parallel."""
+        from primitives.lower import lower
+        from primitives.tune import compile_all
+
+        kernels = {kernel.step: kernel for kernel in lower(self.program).gemms}
+        wanted = [*(self.schedules or {}).items(), *self.program.schedule.items()]
+        if not self.schedules:
+            wanted += [(step, s) for step, every in (self.known or {}).items() for s in every]
+        fitting = [(step, s) for step, s in wanted if kernels[step].admits(s, sizes)]
+        compile_all(self.program, sizes, fitting, self.raw)
+
+
+class Seated(Protocol):
+    """Whom a sitting is asked for."""
+
+    def compiles(self) -> Iterable[Callable[[], None]]:
+        """What fills the caches with objects that it will load, each independent of the others."""
 
 
 class Entrant(NamedTuple):
@@ -177,6 +197,18 @@ def _release() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
+    """What these will load, compiled in parallel before the first one sits. What is refused here will be
+    again, and is for its arm to tell."""
+    words = f"compiling what {len(sittings)} row(s) run"
+    report(GATE, words)
+    jobs = [job for each in sittings for job in each.compiles()]
+    with _heard(words), ThreadPoolExecutor(len(jobs) + 1) as threads:
+        for job in [threads.submit(job) for job in jobs]:
+            job.exception()
+    return {}
 
 
 def gpu(_: object) -> dict[str, Any]:

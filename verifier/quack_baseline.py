@@ -270,19 +270,38 @@ Small = tuple[tuple[str, int], ...]
 Task = tuple[Spec, Small, str, int, "GemmConfig"]
 
 
+def compile_ahead(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> None:
+    """Fill QuACK's object cache with what ``tuned`` races: its finalists of before, or its first race's.
+    Takes small inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
+    from verifier.inputs import draw
+
+    small, again = dict(_small(spec, sizes)), _again(arm, known)
+    space, refine = SPACES[arm]
+    for index, stage in enumerate(_stages(spec, draw(spec, small, 0, device="cuda"), small, arm)):
+        start = space(stage)
+        first = _admitted(again[index], start, refine) if index < len(again) else start
+        _compile_all(spec, sizes, arm, index, first)
+
+
 def _compile_all(spec: Spec, sizes: Mapping[str, int], arm: str, index: int, configs: Configs) -> None:
     """Fill QuACK's object cache: sizes but the static ones are symbolic in it, so small tensors of the
     same kind do. Rasterisation is an argument of the launch. A note in that cache has what any process
     compiled, or saw refused: no worker need be started for that, which takes longer than loading it."""
-    small = tuple((dim, sizes[dim] if dim in spec.static else SMALL) for dim in spec.dims)
-    key = json.dumps([spec.hash, small, arm == MATMUL, index])
-    note = objects() / f"tried-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    tried = read_json(note) or []
+    small = _small(spec, sizes)
     wanted = dict.fromkeys(replace(c, max_swizzle_size=SWIZZLE) for c in configs)
-    new = [c for c in wanted if asdict(c) not in tried]
-    if new:
-        workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
-        write_atomic(note, json.dumps([*tried, *map(asdict, new)]))
+    notes = {c: _note([spec.hash, small, arm == MATMUL, index, asdict(c)]) for c in wanted}
+    new = [c for c, note in notes.items() if not note.exists()]
+    workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
+    for c in new:
+        write_atomic(notes[c], "")
+
+
+def _note(key: list[Any]) -> Path:
+    return objects() / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.tried"
+
+
+def _small(spec: Spec, sizes: Mapping[str, int]) -> Small:
+    return tuple((dim, sizes[dim] if dim in spec.static else SMALL) for dim in spec.dims)
 
 
 def _compile_one(task: Task) -> bool:

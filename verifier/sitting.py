@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,15 @@ class Seats:
     kernels: Mapping[str, Contender]
     rounds: int
     quack: QuackTuned | None = None
+
+    def compiles(self) -> Iterator[Callable[[], None]]:
+        from verifier.quack_baseline import ARMS, compile_ahead
+
+        for arm in self.arms:
+            if arm in self.kernels:
+                yield partial(self.kernels[arm].compile, self.sizes)
+            elif arm in ARMS:
+                yield partial(compile_ahead, arm, self.spec, self.sizes, self.quack)
 
 
 def sit(seats: Seats) -> dict[str, Any]:

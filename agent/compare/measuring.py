@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from agent.compare.results import Arm, Failure, Machine, Results, ResultsError, 
 from agent.compare.rows import Row
 from primitives.lower import lower
 from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
-from verifier.contest import PREPARING, TIMING, Contender, gpu, machine
+from verifier.contest import PREPARING, TIMING, Contender, compiled, gpu, machine
 from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Worker, WorkerError
 from verifier.measure import AHEAD, PATIENCE
@@ -111,6 +111,7 @@ class _Measuring:
         self.machine = self._known_machine()
         rows, processes = self.asked.rows, range(self.asked.processes)
         turns = [Turn(*turn) for turn in itertools.product(rows, processes, (False, True))]
+        self._compile([turn for turn in turns if not turn.apart])
         for place, turn in enumerate(turns, 1):
             if arms := self._lacking(turn):
                 self._expect_time(turn.row)
@@ -137,6 +138,24 @@ class _Measuring:
                 self.keep(self.results)
         assert self.results.machine is not None
         return self.results.machine
+
+    def _compile(self, turns: Sequence[Turn]) -> None:
+        """What they will run, in parallel, while nobody is on the clock. Where that goes wrong each arm says
+        so itself."""
+        seats = []
+        for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
+            if arms := dict.fromkeys(arm for turn in own for arm in self._lacking(turn)):
+                seats.append(row.task(tuple(arms), self.asked.rounds)[1])
+        if not any(list(each.compiles()) for each in seats):
+            return
+        self.workers.coming = True
+        try:
+            with closing(self.workers.take(None)) as worker:
+                worker.ask(compiled, seats, patience=PATIENCE, progress=self.progress)
+        except Failed:  # its worker was lost
+            return
+        except WorkerError as error:
+            self.bug = error
 
     def _expect_time(self, row: Row) -> None:
         """OutOfTime where less is left than the row's longest sitting took, or any where it had none."""

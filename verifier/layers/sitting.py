@@ -7,12 +7,12 @@ layer's in fp32.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verifier.columns import EAGER
+from verifier.columns import EAGER, PROGRAM
 from verifier.contest import Contender, Entrant, Stage, contest
 from verifier.layers import variant
 
@@ -35,6 +35,11 @@ class LayerSeats:
     kernels: Mapping[Call, Contender]
     rounds: int
     backward: bool
+
+    def compiles(self) -> Iterator[Callable[[], None]]:
+        if PROGRAM in self.arms:
+            for call, kernel in self.kernels.items():
+                yield partial(kernel.compile, dict(call.sizes))
 
 
 def sit(seats: LayerSeats) -> dict[str, Any]:
