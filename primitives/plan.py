@@ -47,11 +47,17 @@ class _Slots:
         return self._index[key]
 
     def derive(self, source: int, change: Callable[[Any], Any]) -> int:
-        """The slot of a view that each call takes of another slot."""
+        """The slot of a view that each call takes of another slot; of a fixed one it is taken here, once."""
         if (source, change) not in self._index:
             self._index[source, change] = self._given + len(self.fixed) + len(self.derived)
-            self.derived.append((source, change))
+            once = 0 <= source - self._given < len(self.fixed)
+            view = _always(change(self.fixed[source - self._given])) if once else change
+            self.derived.append((source, view))
         return self._index[source, change]
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda _: value
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,6 +87,8 @@ class _Span:
     past: int
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.axis == 0:
+            return tensor[self.first : self.past]  # half of what narrow costs the host
         return tensor.narrow(self.axis, self.first, self.past - self.first)
 
 

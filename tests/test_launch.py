@@ -380,6 +380,23 @@ def test_two_launches_of_a_step_share_its_rows(name, calls, monkeypatch):
             assert lower_part.data_ptr() == upper.data_ptr() + past
 
 
+def test_views_of_what_no_call_changes_are_taken_once(calls, monkeypatch):
+    monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", {1: 8, 4: 1}.__getitem__)
+    program, split = kernels.NORM.program, Schedule(128, 128, True, 2, 2, split=True)
+    plan = Plan(program, {"M": 1000, "K": 64, "N": 256}, {0: split}, "cpu")
+    inputs, outputs = inputs_of(program, plan.sizes), plan.outputs()
+    plan.run(inputs, outputs)
+    plan.run(inputs, outputs)
+    once, again = ([t for n, given in half if n == "Step0" for t in flat(given)] for half in halves(calls))
+    same = [tensor is other for tensor, other in zip(once, again, strict=True)]
+    in_workspace = [t.untyped_storage().data_ptr() == plan.workspace.data_ptr() for t in once]
+    assert any(in_workspace) and all(same[i] for i, inside in enumerate(in_workspace) if inside)
+
+
+def halves(calls: list[Any]) -> tuple[list[Any], list[Any]]:
+    return calls[: len(calls) // 2], calls[len(calls) // 2 :]
+
+
 def flat(given: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tensors that a GEMM is launched with."""
     operands, epilogue = given[:4], given[4]
