@@ -34,7 +34,7 @@ from primitives.probes import probes
 from primitives.refusal import CompileError, refusal
 from primitives.schedule import Schedule
 
-FORMAT = 1  # of the file that keeps a listing, and of how it is found
+FORMAT = 2  # of the file that keeps a listing, and of how it is found
 LOWERED = ""  # the file of the lowered text itself
 
 _KINDS = {
@@ -78,12 +78,14 @@ class Instruction:
 @dataclass(frozen=True)
 class Listing:
     """A kernel's instructions by address, and what it was compiled for: ``schedule`` of a GEMM, else None.
-    ``source`` has the lines of its class in the lowered text, by their numbers."""
+    ``source`` has the lines of its class in the lowered text, by their numbers. ``part``: which of its step's
+    launches this is, from 1, and of how many; of a ``split`` step two, which are compiled of one class."""
 
     kernel: str
     schedule: Schedule | None
     source: dict[int, str]
     instructions: tuple[Instruction, ...]
+    part: tuple[int, int] = (1, 1)
 
     def total(self) -> Counter[str]:
         """How many there are of each kind."""
@@ -112,7 +114,8 @@ def disassemble(
     schedules: Mapping[int, Schedule] | None = None,
     raw: str = "",
 ) -> tuple[Listing, ...]:
-    """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions.
+    """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions: of a step in
+    two launches those of both, in order.
 
     ``sizes`` holds the static dims; a step that ``schedules`` lacks takes the first of its probes.
     Runs in a child process, for an edited text (``raw``) in a confined child of that, and is kept by content.
@@ -129,9 +132,10 @@ def disassemble(
 
 
 def _listing(row: dict[str, Any], text: list[str]) -> Listing:
-    schedule = Schedule.from_json(row["schedule"]) if row["schedule"] else None
-    instructions = tuple(Instruction(*fields) for fields in row["instructions"])
-    return Listing(row["kernel"], schedule, dict(_class(row["kernel"], text)), instructions)
+    number, instructions = row["launch"], tuple(Instruction(*fields) for fields in row["instructions"])
+    launches = Schedule.from_json(row["step"]).launches if row["step"] else (None,)
+    source = dict(_class(row["kernel"], text))
+    return Listing(row["kernel"], launches[number], source, instructions, (number + 1, len(launches)))
 
 
 def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
@@ -160,12 +164,13 @@ def _run_child(request: str) -> str:
 def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     program = Program.from_json(request["program"])
     lowered = lower(program, request["raw"])
-    sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None]]()
+    sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None, int]]()
     given = {int(step): Schedule.from_json(raw) for step, raw in request["schedules"].items()}
     for gemm in lowered.gemms:
-        wanted.append((gemm, given.get(gemm.step) or probes(program, gemm, sizes)[0]))
-    wanted += [(vector, None) for vector in lowered.vectors]
-    return [_row(lowered, kernel, schedule, sizes, scratch) for kernel, schedule in wanted]
+        schedule = given.get(gemm.step) or probes(program, gemm, sizes)[0]
+        wanted += [(gemm, schedule, launch) for launch in range(len(schedule.launches))]
+    wanted += [(vector, None, 0) for vector in lowered.vectors]
+    return [_row(lowered, kernel, step, launch, sizes, scratch) for kernel, step, launch in wanted]
 
 
 def _cubin(
@@ -204,19 +209,21 @@ def _lines_of(path: str) -> AbstractContextManager[None]:
 def _row(
     lowered: Lowered,
     kernel: GemmKernel | VectorKernel,
-    schedule: Schedule | None,
+    step: Schedule | None,
+    launch: int,
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> dict[str, Any]:
-    """What a Listing is made of."""
-    data, path = _cubin(lowered, kernel, schedule, sizes, scratch)
+    """What a Listing is made of: of a ``step``'s schedule, the kernel of its ``launch``, from 0."""
+    data, path = _cubin(lowered, kernel, step and step.launches[launch], sizes, scratch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(data)
         cubin.flush()
         instructions = list(parse(tool("nvdisasm", "-c", "-g", cubin.name), path))
     return {
         "kernel": kernel.name,
-        "schedule": schedule.to_json() if schedule else None,
+        "step": step and step.to_json(),
+        "launch": launch,
         "instructions": [[i.address, i.text, i.file, i.line] for i in instructions],
     }
 

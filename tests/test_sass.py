@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,18 @@ def test_a_real_compile(listings: tuple[Listing, ...], monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_both_launches_of_a_split_step_are_read() -> None:
+    split = Schedule(128, 128, True, 2, 2, split=True)
+    first, second = disassemble(of_spec("gemm_rope"), {"P": 64}, {0: split})
+    assert [first.schedule, second.schedule] == list(split.launches)
+    assert [first.part, second.part] == [(1, 2), (2, 2)]
+    assert first.source == second.source and first.lines() and second.lines()
+    # Each waits for the step before it by programmatic dependent launch: at its begin, and at its end.
+    waits = [[i.address for i in each.instructions if "ACQBULK" in i.text] for each in (first, second)]
+    assert len(waits[0]) == len(waits[1]) == 1 and waits[0] < waits[1]
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_a_refusal_has_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sass, "COMPILE_SECONDS", 0.1)
     with pytest.raises(CompileError, match=r"did not finish in 0\.1 s"):
@@ -115,9 +128,9 @@ def test_words_are_the_text_with_counts_behind_it() -> None:
     assert "    @cute.jit\n" in text and "- `quack/gemm_sm90.py`: 1: TMA 1" in text
 
 
-def printed(*, full: bool) -> str:
+def printed(*listings: Listing, full: bool) -> str:
     out = io.StringIO()
-    Console(file=out, width=120).print(*shown.tables([LISTING], full=full), sep="\n")
+    Console(file=out, width=120).print(*shown.tables(listings or [LISTING], full=full), sep="\n")
     return out.getvalue()
 
 
@@ -126,6 +139,24 @@ def test_tables_have_the_code_on_request() -> None:
     text = printed(full=True)
     assert "27 n2_0 = sigmoid(t0[i])\n    000010  FFMA R23, R118, R185, R23\n    000020  @!P2 BRA" in text
     assert "quack/gemm_sm90.py:511\n    000030  @UP0 UTMALDG.2D [UR8], [UR4]" in text
+
+
+SPLIT = Schedule(128, 192, True, 2, 2, split=True)
+BOTH = [replace(LISTING, schedule=each, part=(n, 2)) for n, each in enumerate(SPLIT.launches, 1)]
+
+
+def test_the_launches_of_a_split_step_have_a_heading_each() -> None:
+    headings = [
+        "Step0, part 1 of 2, 128x192 pingpong split 2x2",
+        "Step0, part 2 of 2, 128x192 pingpong split 1x2",
+    ]
+    assert [line for line in shown.words(BOTH).splitlines() if line.startswith("Step0")] == [
+        f"{heading}: {shown.said(LISTING.total())}" for heading in headings
+    ]
+    text = printed(*BOTH, full=True)
+    assert [f"instructions of {heading}" in text for heading in headings] == [True, True]
+    assert text.count("27 n2_0 = sigmoid(t0[i])\n    000010  FFMA") == 2
+    assert [each["part"] for each in shown.as_dict([LISTING, *BOTH])] == [[1, 1], [1, 2], [2, 2]]
 
 
 def test_json_has_the_same() -> None:

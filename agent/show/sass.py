@@ -24,12 +24,13 @@ MEANING = (
 
 
 def as_dict(listings: Sequence[Listing], *, full: bool = False) -> list[dict[str, Any]]:
-    """One entry a kernel: counts by kind in total, by line of the lowered text, and by file elsewhere;
-    ``full``: every instruction too, by address."""
+    """One entry a kernel, of a step in two launches one each: counts by kind in total, by line of the lowered
+    text, and by file elsewhere; ``full``: every instruction too, by address."""
     return [
         {
             "kernel": listing.kernel,
             "schedule": listing.schedule and listing.schedule.to_json(),
+            "part": list(listing.part),
             "total": _ordered(listing.total()),
             "lines": [
                 {"line": line, "text": text, "counts": _ordered(listing.lines().get(line, Counter()))}
@@ -86,12 +87,14 @@ def _ordered(counts: Counter[str]) -> dict[str, int]:
 
 def _title(listing: Listing) -> str:
     name = listing.kernel.rpartition("_")[0] or listing.kernel
+    number, parts = listing.part
+    name += f", part {number} of {parts}" if parts > 1 else ""
     return f"{name}, {schedule_words(listing.schedule.to_json())}" if listing.schedule else name
 
 
 def tables(listings: Sequence[Listing], *, full: bool = False) -> Iterator[RenderableType]:
-    """A table a kernel: a row a line of its class, then one a file elsewhere; ``full``: then its instructions
-    under the lines that they are from."""
+    """A table a kernel, of a step in two launches one after the other: a row a line of its class, then one a
+    file elsewhere; ``full``: then its instructions under the lines that they are from."""
     from rich.text import Text
 
     yield Text(MEANING, style="dim")
