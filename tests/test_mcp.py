@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from authoring import (
 )
 from mcp import Client, StdioServerParameters
 from mcp.client.session import IncomingMessage
-from mcp_types import CallToolResult, Implementation, TextContent
+from mcp_types import CallToolResult, Implementation, TextContent, Tool
 
 from agent import history, prompt, runs, session, tools
 from agent.loop import standing
@@ -110,16 +111,34 @@ def keys(name: str) -> list[str]:
         return [event.key for event in run.journal.events()]
 
 
-async def test_a_client_authors_a_run_like_any_other(place: Path) -> None:
-    shutil.copy(SPECS / f"{SHIPPED}.yaml", place / "specs")
-    environment = os.environ | {"ANTHROPIC_API_KEY": KEY}
+@dataclass(frozen=True)
+class Story:
+    """What a client heard of a server that is a process, from its first question to a checked kernel."""
+
+    place: Path
+    specs_before: dict[Path, str]
+    run: str
+    tools: list[Tool]
+    specs: list[dict[str, Any]]
+    prompt: str
+    drafted: str
+    failed: str
+    busy: str
+    passed: str
+    reports: dict[str, dict[str, Any]]  # after the prompt, what failed and what passed
+    gates: list[str]
+    strange: list[Exception]  # lines on stdout that are not of the protocol
+
+
+async def lived(place: Path) -> Story:
+    """One client's session: a prompt, a draft, a failure, a run that is in use, and a kernel that passes."""
+    environment = os.environ | {"ANTHROPIC_API_KEY": KEY, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
     command = StdioServerParameters(
         command=sys.executable, args=["-m", "agent.cli", "mcp"], env=environment, cwd=place
     )
     before = {path: path.read_text() for path in (place / "specs").iterdir()}
-    strange: list[Exception] = []  # lines on stdout that are not of the protocol
-    heard: list[str] = []
+    strange: list[Exception] = []
     gates: list[str] = []
 
     async def listen(message: IncomingMessage) -> None:
@@ -132,45 +151,83 @@ async def test_a_client_authors_a_run_like_any_other(place: Path) -> None:
     # "legacy": by initialize, as most clients begin; within this process it is the newer protocol
     async with Client(command, mode="legacy", client_info=ADA, message_handler=listen) as client:
         listed = (await client.list_tools()).tools
-        assert {tool.name for tool in listed} == TOOLS
-        assert {t.name for t in listed if t.annotations and t.annotations.read_only_hint} == LOOKING
-        ours, toy = (await told(client, "list_specs"))["specs"]
-        assert (ours["name"], ours["accepted"]) == (SHIPPED, True)
-        path = os.path.join("specs", "toy.yaml")
-        summary = "Matmul with a row scale."
-        assert toy == {"name": "toy", "path": path, "summary": summary, "accepted": False}
+        specs = (await told(client, "list_specs"))["specs"]
+        prompt = await said(client, "prompt", spec="toy")
+        (run,) = runs.names()
+        reports = {"begun": await told(client, "report", run=run)}
+        drafted = await said(client, "check", run=run, source=UNSCALED)
+        failed = await said(client, "verify", run=run, source=BROKEN)
+        with opened(run):
+            busy = await refused(client, "verify", run=run, source=TOY_KERNEL)
+            reports["failed"] = await told(client, "report", run=run)
+        done = await client.call_tool("verify", {"run": run, "source": TOY_KERNEL}, progress_callback=watch)
+        reports["passed"] = await told(client, "report", run=run)
+    return Story(
+        place, before, run, listed, specs, prompt, drafted, failed, busy, words(done), reports, gates, strange
+    )
 
-        heard.append(await said(client, "prompt", spec="toy"))
-        (name,) = runs.names()
-        assert heard[0].startswith(f"run: {name}\n") and TOY in heard[0] and "### per_row(" in heard[0]
-        assert (await told(client, "report", run=name))["status"] == "authoring"
 
-        heard.append(await said(client, "check", run=name, source=UNSCALED))
-        assert "gate `interpret`, reason `numerics`" in heard[-1]
-        heard.append(await said(client, "verify", run=name, source=BROKEN))
-        assert "gate `trace`" in heard[-1] and heard[-1].endswith("Attempts left: 5.")
-        with opened(name):
-            assert "in use by another process" in await refused(client, "verify", run=name, source=TOY_KERNEL)
-            report = await told(client, "report", run=name)
-        assert (report["status"], report["attempts"], report["attempts_at_most"]) == ("rejected", 1, 6)
-        assert report["message"] in heard[-1] and report["gates"] == []
+@pytest.fixture(scope="module")
+def whole_story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Lived once, for it takes seconds: the server imports PyTorch, and really compiles."""
+    place = tmp_path_factory.mktemp("client")
+    (place / "specs").mkdir()
+    write_toy(place / "specs")
+    shutil.copy(SPECS / f"{SHIPPED}.yaml", place / "specs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CODA_AGENT_RUNS", str(place / "runs"))
+        return anyio.run(lived, place)
 
-        done = await client.call_tool("verify", {"run": name, "source": TOY_KERNEL}, progress_callback=watch)
-        heard.append(words(done))
-        assert "compile. It is checked, not benchmarked" in heard[-1] and "Attempts left: 4." in heard[-1]
-        started, passed = gates[::2], gates[1::2]
-        assert started == [f"{gate}: started" for gate in ("trace", "contract", "interpret", "compile")]
-        assert passed == [f"{gate}: passed" for gate in ("trace", "contract", "interpret", "compile")]
-        report = await told(client, "report", run=name)
-        assert report["status"] == "checked" and report["gates"][3]["figures"]["kernels"][0]["hgmma"] > 0
 
-    assert not strange
-    assert {path: path.read_text() for path in (place / "specs").iterdir()} == before
-    assert {path.name for path in place.iterdir()} == {"specs", "runs"}
+@pytest.fixture
+def story(whole_story: Story, monkeypatch: pytest.MonkeyPatch) -> Story:
+    """What a client lived through, where its run is at hand."""
+    monkeypatch.setenv("CODA_AGENT_RUNS", str(whole_story.place / "runs"))
+    return whole_story
+
+
+def test_a_client_finds_tools_and_specs(story: Story) -> None:
+    assert {tool.name for tool in story.tools} == TOOLS
+    assert {t.name for t in story.tools if t.annotations and t.annotations.read_only_hint} == LOOKING
+    ours, toy = story.specs
+    assert (ours["name"], ours["accepted"]) == (SHIPPED, True)
+    path = os.path.join("specs", "toy.yaml")
+    summary = "Matmul with a row scale."
+    assert toy == {"name": "toy", "path": path, "summary": summary, "accepted": False}
+
+
+def test_a_prompt_begins_a_run(story: Story) -> None:
+    assert story.prompt.startswith(f"run: {story.run}\n")
+    assert TOY in story.prompt and "### per_row(" in story.prompt
+    assert story.reports["begun"]["status"] == "authoring"
+
+
+def test_what_fails_is_told_in_the_verifiers_words(story: Story) -> None:
+    assert "gate `interpret`, reason `numerics`" in story.drafted
+    assert "gate `trace`" in story.failed and story.failed.endswith("Attempts left: 5.")
+    report = story.reports["failed"]
+    assert (report["status"], report["attempts"], report["attempts_at_most"]) == ("rejected", 1, 6)
+    assert report["message"] in story.failed and report["gates"] == []
+
+
+def test_a_run_that_another_process_has_is_only_looked_at(story: Story) -> None:
+    assert "in use by another process" in story.busy and story.reports["failed"]["attempts"] == 1
+
+
+def test_a_kernel_that_passes_is_checked_gate_by_gate(story: Story) -> None:
+    assert "compile. It is checked, not benchmarked" in story.passed and "Attempts left: 4." in story.passed
+    started, passed = story.gates[::2], story.gates[1::2]
+    assert started == [f"{gate}: started" for gate in ("trace", "contract", "interpret", "compile")]
+    assert passed == [f"{gate}: passed" for gate in ("trace", "contract", "interpret", "compile")]
+    report = story.reports["passed"]
+    assert report["status"] == "checked" and report["gates"][3]["figures"]["kernels"][0]["hgmma"] > 0
+
+
+def test_a_client_s_run_is_like_any_other(story: Story) -> None:
     (past,) = history.past()
-    assert (past.run, past.status, past.attempts, past.usage) == (name, "checked", 2, Usage())
+    assert (past.run, past.status, past.attempts, past.usage) == (story.run, "checked", 2, Usage())
     assert past.author == "Ada's editor 1.2 via mcp"
-    with opened(name) as run:
+    with opened(story.run) as run:
         events = run.journal.events()
         outcome = standing(run.journal, run.spec)
         header = run.journal.header
@@ -182,7 +239,14 @@ async def test_a_client_authors_a_run_like_any_other(place: Path) -> None:
     )
     assert outcome and isinstance(outcome.report, Checked) and outcome.source == TOY_KERNEL
     assert (header["provider"], header["author"], header["weak_jail"]) == ("mcp", "Ada's editor 1.2", False)
-    kept = b"".join(path.read_bytes() for path in (place / "runs" / name).iterdir())
+
+
+def test_a_client_s_run_writes_nothing_else_and_no_key(story: Story) -> None:
+    assert not story.strange
+    assert {path: path.read_text() for path in (story.place / "specs").iterdir()} == story.specs_before
+    assert {path.name for path in story.place.iterdir()} == {"specs", "runs"}
+    heard = [story.prompt, story.drafted, story.failed, story.busy, story.passed]
+    kept = b"".join(path.read_bytes() for path in (story.place / "runs" / story.run).iterdir())
     assert not [text for text in (*map(str.encode, heard), kept) if KEY.encode() in text]
 
 
