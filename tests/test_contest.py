@@ -142,11 +142,42 @@ def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest
     assert set(found["failed"]) == {"large", "middle"} and "out of memory" in found["failed"]["large"]
 
 
+class Large:
+    """What an arm keeps."""
+
+
 @pytest.mark.usefixtures("device")
-def test_nothing_of_a_failed_arm_is_kept() -> None:
-    class Large:
+def test_who_leaves_the_clock_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfMemoryError(RuntimeError):
         pass
 
+    kept: dict[str, weakref.ref[Large]] = {}
+    usual, raced = scoring.timed, []
+
+    class Stage(Toy):
+        def enter(self, arm: str) -> Entrant:
+            kept[arm] = weakref.ref(held := Large())
+            return Entrant(lambda: held, {})
+
+        def again(self, arm: str, turn: int) -> Callable[[], object]:
+            held = kept[arm]()
+            return lambda: held
+
+    def crowded(arms: Any, rounds: int) -> Any:
+        raced.append({name for name, held in kept.items() if held() is not None})
+        if len(raced) < 3:
+            raise OutOfMemoryError("Tried to allocate 2.1 GiB")
+        return usual(arms, rounds)
+
+    monkeypatch.setattr(contests, "timed", crowded)
+    monkeypatch.setattr(contests, "_peak", lambda call, before: len(kept))  # the last one holds the most
+    found = contests.contest(Stage, ("anchor", "one", "two", "three"), "anchor", 12)
+    assert raced == [{"anchor", "one", "two", "three"}, {"anchor", "one", "two"}, {"anchor", "one"}]
+    assert list(found["arms"]) == ["anchor", "one"]
+
+
+@pytest.mark.usefixtures("device")
+def test_nothing_of_a_failed_arm_is_kept() -> None:
     seen: list[weakref.ref[Large]] = []
 
     class Stage(Toy):
@@ -202,6 +233,33 @@ def test_an_error_of_the_device_is_no_arms_answer(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Toy, "enter", enter)
     with pytest.raises(RuntimeError, match="illegal memory"):
         contests.contest(Toy, ("one", "two"), "one", 12)
+
+
+@pytest.mark.usefixtures("device")
+def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one would else be blamed, and left out of the row."""
+    words, heard, broken = "Triton Error [CUDA]: an illegal memory access was encountered", list[str](), False
+    assert not cuda_error(words)
+
+    def enter(self: Toy, arm: str) -> Entrant:
+        nonlocal broken
+        if arm == "breaks":
+            broken = True
+            raise RuntimeError(words)
+        return Entrant(lambda: None, {})
+
+    def synchronize() -> None:
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Toy, "enter", enter)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(contests, "report", lambda gate, said: heard.append(said))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        contests.contest(Toy, ("one", "breaks", "next"), "one", 12)
+    assert heard[-1] == "breaks"
 
 
 def test_what_sittings_load_is_compiled_ahead_all_at_once() -> None:

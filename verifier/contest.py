@@ -107,20 +107,18 @@ def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds
         stage = made()
     seated: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
-    arms = []
+    arms: list[timing.Arm] = []
     for name in names:
         report(GATE, name)
         try:
             with _heard(name):
-                arm, seated[name] = _entered(stage, name)
+                arms.append(_entered(stage, name, seated))
         except Exception as error:  # a library may raise anything: it is its cell that says so
             if cuda_error(str(error)):
                 raise  # this process is of no more use to anyone
             if name == anchor:
                 raise Failed("no_anchor", f"{anchor} did not run: {_words(error)}") from None
             failed[name] = _words(error)
-        else:
-            arms.append(arm)
         if name in failed:
             _release()
     stage.forget_truth()
@@ -132,8 +130,8 @@ def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds
     return {"arms": seated, "failed": failed, "conditions": conditions}
 
 
-def _entered(stage: Stage, name: str) -> tuple[timing.Arm, dict[str, Any]]:
-    """An arm that ran on every set of inputs, and what is known of it before it is timed."""
+def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timing.Arm:
+    """An arm that ran on every set of inputs; ``seated`` gets what is known of it before it is timed."""
     import torch
 
     begun, before = time.monotonic(), torch.cuda.memory_allocated()
@@ -143,19 +141,20 @@ def _entered(stage: Stage, name: str) -> tuple[timing.Arm, dict[str, Any]]:
     for each in calls:  # what fails must fail here
         each()
     torch.cuda.synchronize()
-    known = {
+    seated[name] = {
         "losses": entrant.losses,
         "bytes": max(peak - entrant.arranged, 0),
         "seconds": round(time.monotonic() - begun, 1),
     }
-    return timing.Arm(name, rotating(calls)), known
+    return timing.Arm(name, rotating(calls))
 
 
 def _raced(
     arms: list[timing.Arm], seated: dict[str, Any], failed: dict[str, str], anchor: str, rounds: int
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
     """The samples of those that have room beside each other: where there is none, whoever holds the most
-    memory fails. Raises what PyTorch does where only the anchor is left."""
+    memory fails, and leaves ``arms``, which alone keep its buffers. Raises what PyTorch does where only the
+    anchor is left."""
     while True:
         try:
             return timed(arms, rounds)
@@ -166,7 +165,7 @@ def _raced(
             most = max(rivals, key=lambda name: seated[name]["bytes"])
         failed[most] = "out of memory while all took turns, of which this one holds the most"
         del seated[most]
-        arms = [arm for arm in arms if arm.name != most]
+        arms[:] = [arm for arm in arms if arm.name != most]
         _release()
 
 
@@ -192,9 +191,11 @@ def _heard(words: str) -> Iterator[None]:
 
 
 def _release() -> None:
-    """Give back what nobody refers to any more: to the driver, which other libraries allocate from."""
+    """Give back what nobody refers to any more: to the driver, which other libraries allocate from. Raises
+    what the device has to tell: not every library's own words say that it is of no more use."""
     import torch
 
+    torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
 
