@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agent.compare import environment, measuring
+from agent.compare.results import LAYER_BOTH, LAYER_FORWARD
 from verifier.columns import (
     ANCHOR,
     COMPILE,
@@ -41,6 +42,7 @@ class Machine:
         self.name = "a GPU"
         self.ceilings = 0  # how often they were measured
         self.seconds, self.now = 0.0, 0.0  # what a sitting takes, and the time
+        self.slow: dict[str, float] = {}  # what one with this arm takes, or of this layer
         self.opened: list[Seat] = []
         self.ready: list[int] = []  # how many had been opened when a sitting began
 
@@ -67,7 +69,7 @@ class Machine:
             raise KeyboardInterrupt
         self.sat.append((python, asked.arms))
         self.ready.append(len(self.opened))
-        self.now += self.seconds
+        self.now += next((self.slow[name] for name in _names(asked) if name in self.slow), self.seconds)
         if python in self.crowded:
             raise Lost("out_of_memory", "the GPU has too little memory")
         for arm in asked.arms:
@@ -83,6 +85,12 @@ class Machine:
         }
         failed = {arm: why for arm, why in self.broken.items() if arm in asked.arms}
         return {"arms": told, "failed": failed, "conditions": {"gpu": self.name}}
+
+
+def _names(asked: Any) -> tuple[str, ...]:
+    """Of a sitting's arms, and of the layer that it is of."""
+    layer = () if hasattr(asked, "spec") else (LAYER_BOTH if asked.backward else LAYER_FORWARD,)
+    return (*asked.arms, *layer)
 
 
 class Seat:

@@ -239,6 +239,32 @@ def test_a_budget_begins_nothing_that_it_may_not_end(gpu: Machine) -> None:
     assert len(more.sittings) == 6
 
 
+def test_what_takes_longer_than_a_budget_is_begun_first_or_it_never_would(gpu: Machine) -> None:
+    kept: list[Results] = []
+    gpu.seconds = 100.0
+    wanted = asked("gemm_swiglu", processes=3, arms=(EAGER,), seconds=90.0)
+    for left in ("-10", "-10", ""):
+        found = kept[-1] if kept else Results()
+        if left:
+            with pytest.raises(OutOfTime, match="may take 100 s"):
+                measure(wanted, found, kept.append)
+        else:
+            measure(wanted, found, kept.append)
+    assert len(gpu.sat) == 3 == len(kept[-1].sittings)
+
+
+def test_a_row_is_expected_to_take_what_its_like_took(gpu: Machine) -> None:
+    """Not what CODA's own package took to tune, nor a layer."""
+    gpu.seconds, gpu.slow = 50.0, {UPSTREAM: 400.0, LAYER_FORWARD: 300.0}
+    rows_, arms = ("gemm_swiglu", LAYER_FORWARD), (EAGER, COMPILE, UPSTREAM)
+    found = measure(asked(*rows_, arms=arms), Results(), kept_nowhere)
+    assert [s.seconds for s in found.sittings] == [50.0, 400.0, 300.0]
+    kept: list[Results] = []
+    with pytest.raises(OutOfTime, match="150 s are left, and gemm_rmsnorm_swiglu 1B may take 400 s"):
+        measure(asked("gemm_rmsnorm_swiglu", arms=arms, seconds=200.0), found, kept.append)
+    assert [s.seconds for s in kept[-1].sittings[3:]] == [50.0]
+
+
 def test_one_file_is_of_one_gpu(gpu: Machine) -> None:
     found = measure(asked(), Results(), kept_nowhere)
     gpu.name = "another GPU"

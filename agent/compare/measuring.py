@@ -101,6 +101,7 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
+    seated: bool = False  # whether anything sat in this run
 
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
@@ -114,7 +115,7 @@ class _Measuring:
         self._compile([turn for turn in turns if not turn.apart])
         for place, turn in enumerate(turns, 1):
             if arms := self._lacking(turn):
-                self._expect_time(turn.row)
+                self._expect_time(turn)
                 rest = (later for later in turns[place:] if not later.apart)
                 self.workers.coming = any(map(self._lacking, rest))
                 self._seat(turn, arms)
@@ -157,12 +158,17 @@ class _Measuring:
         except WorkerError as error:
             self.bug = error
 
-    def _expect_time(self, row: Row) -> None:
-        """OutOfTime where less is left than the row's longest sitting took, or any where it had none."""
-        left = self.end - monotonic()
-        own = [s.seconds for s in self.results.of(row.operator, row.case)]
-        longest = max(own or [s.seconds for s in self.results.sittings], default=0.0)
-        if longest > left:
+    def _expect_time(self, turn: Turn) -> None:
+        """OutOfTime where less is left than the row's longest sitting took in this environment; where it had
+        none, any of operators or of layers there, or any at all. What takes longer than all the seconds would
+        never begin: it does where nothing sat before it."""
+        row, left, every = turn.row, self.end - monotonic(), self.results.sittings
+        alike = [
+            s for s in every if s.anchor == row.anchor and (UPSTREAM in {*s.arms, *s.failed}) is turn.apart
+        ]
+        own = [s for s in alike if s.row == (row.operator, row.case)]
+        longest = max((s.seconds for s in own or alike or every), default=0.0)
+        if longest > left and (self.seated or longest <= self.asked.seconds):
             raise OutOfTime(
                 f"{max(left, 0):.0f} s are left, and {row.operator} {row.case} may take {longest:.0f} s: "
                 "the same command goes on from here"
@@ -218,7 +224,7 @@ class _Measuring:
 
     def _seat(self, turn: Turn, arms: list[str]) -> None:
         """One sitting, kept; of an anchor beside whom nobody was left, only why."""
-        row, keys, begun = turn.row, self._keys(turn.row), monotonic()
+        row, keys, begun, self.seated = turn.row, self._keys(turn.row), monotonic(), True
         found = self._sat(turn, arms)
         sat = found["arms"] if set(found["arms"]) & set(arms) else {}
         versions = {name: number for a in sat for name, number in self.versions[a].items()}
