@@ -235,6 +235,11 @@ def _rmsnorm(input: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     return out.copy_(wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight)
 
 
+def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    residual.copy_(input.float() + residual)
+    _rmsnorm(residual, weight, eps, input)
+
+
 def _apply_rope(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
 ) -> None:
@@ -314,7 +319,7 @@ PLAYED: dict[str, dict[str, Any]] = {
         "silu_and_mul": _act_and_mul,
         "gelu_tanh_and_mul": lambda input, out: _act_and_mul(input, out, approximate="tanh"),
     },
-    "flashinfer.norm": {"rmsnorm": _rmsnorm},
+    "flashinfer.norm": {"rmsnorm": _rmsnorm, "fused_add_rmsnorm": _fused_add_rmsnorm},
     "flashinfer.rope": {"apply_rope_with_cos_sin_cache_inplace": _apply_rope},
     "coda.core.gemm.functional": {
         "gemm": _gemm,
@@ -355,6 +360,20 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", flashinfer.ENTRIES)
 def test_flashinfer_is_given_and_read_as_the_spec_says(name: str, played: None) -> None:
     check("FlashInfer", name, losses(name, flashinfer.ENTRIES[name]))
+
+
+@pytest.mark.parametrize("name", ["gemm_residual_partial_rmsnorm", "gemm_residual_rmsnorm_gemm"])
+def test_flashinfer_adds_and_norms_in_its_one_kernel(
+    name: str, played: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after PyTorch has added, in a pass more: that is how it is used, and what its stream is for."""
+    called: list[str] = []
+    norms = sys.modules["flashinfer.norm"]
+    for kernel in ("rmsnorm", "fused_add_rmsnorm"):
+        monkeypatch.setattr(norms, kernel, lambda *given, kernel=kernel, **named: called.append(kernel))
+    monkeypatch.setattr(torch, "addmm", lambda *given, **named: called.append("addmm"))
+    flashinfer.ENTRIES[name].build(case(name)[1])
+    assert called == ["fused_add_rmsnorm"]
 
 
 @pytest.mark.parametrize("name", upstream.ENTRIES)
