@@ -18,7 +18,7 @@ from agent import rivals
 from agent.compare import environment, kernels, measuring, rows
 from agent.compare.cells import Cell, Empty, lines
 from agent.compare.measuring import Asked, OutOfTime, measure
-from agent.compare.results import LAYER_FORWARD, Results, ResultsError, read, write
+from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results, ResultsError, read, write
 from primitives.schedule import Schedule
 from verifier.columns import (
     ANCHOR,
@@ -321,6 +321,13 @@ def test_a_layer_is_a_row_too(gpu: Machine) -> None:
     assert line.operator == LAYER_FORWARD and line.cells[MATMUL] == Empty("no layer of it")
     flops = 2 * 16384 * 2048 * (4 * 2048 + 3 * 5632) + 2 * 8 * 2048**2 * 2048
     assert line.roofline == pytest.approx(flops / H100["tensor"] * 1e3, rel=1e-5)
+
+
+def test_a_forward_layer_is_made_of_forward_kernels_alone() -> None:
+    """Another kernel of the backward does not make its figures stale, and none is compiled for it."""
+    forward, both = rows.chosen((LAYER_FORWARD, LAYER_BOTH), ("1B",), everything=False, quick=False)
+    assert (len(forward.made_of(PROGRAM)), len(both.made_of(PROGRAM))) == (5, 8)
+    assert "gradient" in both.note(PROGRAM) and not forward.note(PROGRAM)
 
 
 def test_the_usual_rows() -> None:

@@ -23,6 +23,7 @@ from verifier.layers.layer import Layer
 from verifier.layers.plain import Plain, rmsnorm
 from verifier.layers.runners import Call, Interpreted, Launched, Tensors, accepted, calls
 from verifier.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
+from verifier.layers.sitting import LayerSeats, _Stage
 
 KERNELS = Path(__file__).parent.parent / "generated_kernels"
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
@@ -148,6 +149,28 @@ def by_hand(shape: Shape, drawn: Drawn) -> Tensor:
 def test_the_truth_is_the_layer_that_the_formulas_say(shape: Shape) -> None:
     drawn = draw(shape, 5, "cpu")
     assert relative({"y": truth(shape, drawn)["y"]}, {"y": by_hand(shape, drawn)})["y"] < 1e-6
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_sitting_runs_of_every_variant_what_it_will_time_and_no_more(
+    backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a forward row would have each compiler make, and tune, a backward that nobody times."""
+    drawn, trained = draw(SMALL, 13, "cpu"), list[Tensor]()
+    monkeypatch.setattr("verifier.layers.shape.draw", lambda shape, seed: drawn)
+    usual = Plain.train
+
+    def train(layer: Plain, stream: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        trained.append(stream)
+        return usual(layer, stream)
+
+    monkeypatch.setattr(Plain, "train", train)
+    stage = _Stage(LayerSeats(SMALL, (EAGER,), {}, 12, backward))
+    entrant = stage.enter(EAGER)
+    assert entrant.losses.keys() == (NAMES if backward else {"y", "normed"})
+    assert all(loss["yardsticks"] == 1 and loss["relative"] < 0.01 for loss in entrant.losses.values())
+    entrant.call()
+    assert len(trained) == 3 * backward
 
 
 def test_the_truth_is_not_taken_in_tf32() -> None:

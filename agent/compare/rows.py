@@ -144,7 +144,7 @@ class LayerRow:
         from verifier.layers.runners import calls
 
         found = {}
-        for call in calls(self.shape).values():
+        for call in calls(self.shape, backward=self.backward).values():
             spec = load(SPECS / f"{call.operator}.yaml", check=False)
             kernel = kernels.contenders(spec, dict(call.sizes)).get(columns.PROGRAM)
             if kernel is None:
@@ -162,7 +162,9 @@ class LayerRow:
 
     def note(self, arm: str) -> str:
         return {
-            columns.PROGRAM: "weight gradients and the rotation's backward by PyTorch",
+            columns.PROGRAM: "weight gradients and the rotation's backward by PyTorch"
+            if self.backward
+            else "",
             columns.LIGER: "q, k and v of one product",
         }.get(arm, "")
 

@@ -13,20 +13,23 @@ from verifier.layers.plain import Plain
 from verifier.layers.shape import Drawn, Shape, Weights
 
 
-def results(layer: Layer[Any, Any], drawn: Drawn) -> dict[str, Tensor]:
-    """Every output of one layer and every gradient, by name: "y", "normed", "d x", "d qkv", ..."""
+def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
+    """Every output of one layer by name, and with ``backward`` every gradient: "y", "normed", "d x", "d qkv",
+    ... Without, it is inference: no variant compiles what it will not run."""
+    if not backward:
+        return layer.outputs(layer.forward(layer.start(drawn.x)))
     y, saved = layer.train(layer.start(drawn.x))
     gradients = layer.gradients(layer.backward(saved, drawn.dout))
     return layer.outputs(y) | {f"d {name}": t for name, t in gradients.items()}
 
 
-def truth(shape: Shape, drawn: Drawn) -> dict[str, Tensor]:
+def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
     """``results`` of the plain layer in fp32. Raises RuntimeError where PyTorch may use TF32 for that."""
     if torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError("the truth needs torch.set_float32_matmul_precision('highest')")
     weights = Weights(*(w.float() for w in drawn.weights))
     wide = Drawn(weights, drawn.next_norm.float(), drawn.x.float(), drawn.dout.float())
-    return results(Plain(shape, weights, wide.next_norm), wide)
+    return results(Plain(shape, weights, wide.next_norm), wide, backward=backward)
 
 
 def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:

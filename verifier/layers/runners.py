@@ -25,8 +25,9 @@ class Call(NamedTuple):
     sizes: tuple[tuple[str, int], ...]
 
 
-def calls(shape: Shape) -> dict[str, Call]:
-    """Every kernel that a layer of this shape calls, by its place in the layer, forward first.
+def calls(shape: Shape, *, backward: bool = True) -> dict[str, Call]:
+    """Every kernel that a layer of this shape calls, by its place in the layer, forward first; without
+    ``backward`` no others.
 
     An operator may stand in two places, at sizes that want different schedules.
     """
@@ -35,12 +36,16 @@ def calls(shape: Shape) -> dict[str, Call]:
     def call(operator: str, **sizes: int) -> Call:
         return Call(operator, tuple({"M": tokens, **sizes}.items()))
 
-    return {
+    forward = {
         "qk": call("gemm_rmsnorm_rope", K=width, H=2 * shape.heads, P=shape.pairs),
         "v": call("gemm_rmsnorm", K=width, N=width),
         "out": call("gemm_residual_partial_rmsnorm", K=width, N=width),
         "gate_up": call("gemm_rmsnorm_swiglu", D=width, F=ffn),
         "down": call("gemm_residual_partial_rmsnorm", K=ffn, N=width),
+    }
+    if not backward:
+        return forward
+    return forward | {
         "down_backward": call("gemm_swiglu_bwd", D=width, F=ffn),
         "gate_up_backward": call("gemm_residual_rmsnorm_bwd", K=2 * ffn, N=width),
         "qkv_backward": call("gemm_residual_rmsnorm_bwd", K=3 * width, N=width),

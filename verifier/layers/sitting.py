@@ -1,7 +1,7 @@
 """On the GPU, in a worker: a layer in all its variants, taking turns. A task of ``verifier.gpu``.
 
-Forward alone, or forward and backward; every variant's outputs and gradients are compared once with the plain
-layer's in fp32.
+Forward alone, or forward and backward; every variant's outputs, and its gradients where there is a backward,
+are compared once with the plain layer's in fp32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from verifier.layers.layer import Layer
     from verifier.layers.runners import Call
     from verifier.layers.shape import Shape
-
-OUTPUTS = ("y", "normed")  # of the forward pass; all else are gradients
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class _Stage(Stage):
 
         self.seats = seats
         self.drawn = draw(seats.shape, secrets.randbits(48))
-        self.truth: Mapping[str, Tensor] = truth(seats.shape, self.drawn)
+        self.truth: Mapping[str, Tensor] = truth(seats.shape, self.drawn, backward=seats.backward)
         self.usual: dict[str, float] = {}  # what eager PyTorch loses
         self.runner = Launched({call: kernel.made() for call, kernel in seats.kernels.items()})
 
@@ -78,8 +76,7 @@ class _Stage(Stage):
     def _losses(self, arm: str, layer: Layer[Any, Any]) -> dict[str, dict[str, float]]:
         from verifier.layers.errors import relative, results
 
-        found = relative(results(layer, self.drawn), self.truth)
+        found = relative(results(layer, self.drawn, backward=self.seats.backward), self.truth)
         if arm == EAGER:
             self.usual = found
-        wanted = [name for name in found if self.seats.backward or name in OUTPUTS]
-        return {n: {"relative": found[n], "yardsticks": found[n] / self.usual[n]} for n in wanted}
+        return {n: {"relative": loss, "yardsticks": loss / self.usual[n]} for n, loss in found.items()}
