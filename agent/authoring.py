@@ -20,6 +20,7 @@ from agent.options import (
     SpecPath,
     flags,
     grouped,
+    spelled,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def generate(
     name = load(spec, check=False).name  # a spec that cannot be read says so first
     limits = budget.limits().shared(candidates)
     header = session.new_header(name, authoring, limits, directory) | {"improve": improve}
-    session.need_gpu(gpu)
+    session.need_gpu(gpu, *spelled(measuring))
     if candidates > 1:
         _attend(begun(spec, header, candidates), flags(gpu, measuring), as_json)
     else:
@@ -82,7 +83,7 @@ def optimize(
     base(load(path, check=False))  # one that is not there says so first
     header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
     header |= {"improve": improve, "optimizes": name}
-    session.need_gpu(gpu)
+    session.need_gpu(gpu, *spelled(measuring))
     _go(runs.start(path, header), gpu, measuring, as_json)
 
 
@@ -109,6 +110,15 @@ def primitive(
     from agent import primitive as proposals
 
     name = typed.name_in(proposals.PROPOSED, name)
+    if reference is None:
+        typed.refuse_unused("it is of what --reference proposes; leave it out", arguments=arguments != "x")
+    if not merge:
+        typed.refuse_unused("it is where --merge writes; leave it out", out=out)
+    if merge or reference is not None:
+        done = "--merge only writes a patch" if merge else "--reference only writes a proposal"
+        asked = {"gpu": gpu is not None, "directory": directory, "json": as_json}
+        asked["reference"] = merge and reference is not None
+        typed.refuse_unused(f"{done}; leave it out", *spelled(authoring, budget), **asked)
     if merge:
         path, outcome, lacking = proposals.merge(name, out)
         typer.echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
@@ -138,9 +148,10 @@ def resume(
     at once. What is given replaces each run's own."""
     from agent import runs
 
-    session.need_gpu(gpu)
+    session.need_gpu(gpu, *spelled(measuring))
     for name in run:
         header = session.header_of(name)
+        session.refuse_idle(header["provider"], *spelled(further))
         session.refuse_uncounted(header["provider"], budget.limits(), header.get("model"))
     if len(run) > 1:
         _attend([runs.folder(name).name for name in run], flags(gpu, budget, further, measuring), as_json)

@@ -18,7 +18,7 @@ from agent import session, typed
 from agent.authoring import generate, optimize, primitive, resume
 from agent.compare.command import compare
 from agent.ending import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
-from agent.options import Gpu, Json, Measuring, SpecPath, WeakJail, grouped
+from agent.options import Gpu, Json, Measuring, SpecPath, WeakJail, grouped, spelled
 from agent.show.command import show
 from agent.tips.command import tips
 
@@ -68,6 +68,7 @@ def verify(
     kernel = typed.accepted(kernel, "py")
     source = typed.kernel_source(kernel)  # one that is not there says so before its spec
     loaded = load(typed.spec_for(kernel, spec))
+    session.need_gpu(gpu, *spelled(measuring), *(["--again"] if again else ()))
     options, here = measuring.options(), session.use_gpu(gpu)
     with (
         live.Watch(session.console(as_json)) as watch,
@@ -179,9 +180,11 @@ def report(
     if jsonl and len(run) > 1:
         raise typer.BadParameter("--jsonl takes one run")
     if jsonl:
+        typed.refuse_unused("--jsonl writes the events and no page; leave it out", out=out, json=as_json)
         with typed.named(jsonl):
             typer.echo(accepting.export(run[0], jsonl))
     elif as_json:
+        typed.refuse_unused("--json prints, and writes no page; leave one of the two out", out=out)
         typer.echo(json.dumps(compared.as_dict(run), indent=1))
     else:
         with typed.named(out or Path("RUN.html")):
@@ -290,6 +293,8 @@ def table(
     """Print what accepted kernels' reports and recorded runs say, as Markdown tables."""
     from agent import table as tables
 
+    if write:
+        typed.refuse_unused("--write puts the tables into FILE; leave one of the two out", json=as_json)
     found = tables.read()
     if write:
         with typed.named(write):

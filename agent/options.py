@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -144,6 +144,17 @@ def flags(gpu: bool | None, *groups: Any) -> list[str]:
         for name, value in _given(group).items():
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words
+
+
+def spelled(*groups: Any) -> list[str]:
+    """The options of groups that differ from their defaults, as they are typed."""
+    return [_typed(group, name) for group in groups for name in _given(group)]
+
+
+def _typed(group: Any, field: str) -> str:
+    (option,) = get_type_hints(type(group), include_extras=True)[field].__metadata__
+    # In Annotated, where an option's default is the field's, its first name stands in the default's place.
+    return option.default if isinstance(option.default, str) else f"--{field.replace('_', '-')}"
 
 
 def _given(group: Any) -> dict[str, Any]:

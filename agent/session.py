@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from agent import typed
+from agent.options import spelled
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,6 +27,13 @@ if TYPE_CHECKING:
 
 
 UNCOUNTED = ("handoff", "mcp")  # providers whose authors' spending nobody here sees
+OF_SOME = {  # options that only some providers have a use for
+    "--model": ("anthropic", "claude-code"),
+    "--max-tokens": ("anthropic", "claude-code"),
+    "--time-limit": ("handoff", "claude-code"),
+    "--author": ("handoff",),
+    "--directory": ("handoff",),
+}
 NO_H100 = "no H100 (CUDA capability 9.0) here"
 
 
@@ -66,6 +76,7 @@ def new_header(
     """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
     what it may cost. What cannot work says so here, before there is a run."""
     provider = choose_provider(authoring.provider, name, raw=raw)
+    refuse_idle(provider, *spelled(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
     if provider == "replay":
         given["replays"] = recorded_run(name, raw=raw)
@@ -73,6 +84,15 @@ def new_header(
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
     make_provider(header, name, Path(name), raw=raw)
     return header
+
+
+def refuse_idle(provider: str, *names: str) -> None:
+    """Raises BadParameter for a given option that this provider has no use for."""
+    for name in names:
+        if provider not in (some := OF_SOME.get(name, (provider,))):
+            typed.refuse_unused(
+                f"the author is {provider}, and it is of {' and '.join(some)}; leave it out", name
+            )
 
 
 def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) -> None:
@@ -213,8 +233,11 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
     return measure
 
 
-def need_gpu(gpu: bool | None) -> None:
-    """Say at once, before anything is written, that a demanded GPU is not here."""
+def need_gpu(gpu: bool | None, *measuring: str) -> None:
+    """Say at once, before anything is written, that a demanded GPU is not here, or that one is declined and
+    options of ``measuring`` are given."""
+    if gpu is False:
+        typed.refuse_unused("--no-gpu measures nothing; leave one of the two out", *measuring)
     if gpu:
         use_gpu(True)
 

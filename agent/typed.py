@@ -48,6 +48,14 @@ def accepted(kernel: Path, suffix: str) -> Path:
     return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
 
 
+def refuse_unused(why: str, *names: str, **options: object) -> None:
+    """Raises BadParameter for options that were given and would do nothing: ``why``, and what to do instead.
+    ``names`` as they are typed; ``options`` by name, of which the given ones have a value."""
+    given = [*names, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
+    if given:
+        raise typer.BadParameter(f"{' and '.join(given)} would do nothing: {why}")
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """Within: a file that was named on the command line is read or written. Raises BadParameter where it

@@ -69,7 +69,7 @@ def test_resume_takes_what_may_be_more(command: Command, spec: Path, tmp_path: P
     done = command("resume", name, "--no-gpu", "--attempts", 2, "--time-limit", 0.1)
     assert done.status == 3 and "did not come within 0.1 s" in done.err and "--time-limit" in done.err
     (directory / "answer-2.md").write_text("nor here\n<!-- end -->\n")
-    more = ("--attempts", 2, "--time-limit", 60, "--improve", 2, "--max-tokens", 2048)
+    more = ("--attempts", 2, "--time-limit", 60, "--improve", 2)
     done = command("resume", name, "--no-gpu", *more)
     assert done.status == 1 and "attempt 2: rejected" in done.out
     assert f"in 2 attempt(s), run {name}" in command("resume", name, "--no-gpu").out

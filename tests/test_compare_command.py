@@ -111,6 +111,36 @@ def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_p
     assert (ROOT / "README.md").read_text(encoding="utf-8").count("<!-- table: comparison -->") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "of", "why"),
+    [
+        (("--from", "there", "--quick"), "--quick", "--from draws what was measured; to measure more"),
+        (("--from", "there", "--processes", 2, "--rounds", 20), "--processes and --rounds", "leave --from"),
+        (("--from", "there", "--budget-seconds", 9, "--again"), "--budget-seconds and --again", "give --out"),
+        (("--install", "--from", "there", "--all"), "--all and --from", "--install only makes"),
+        (("--install", "--quick", "--json"), "--quick and --json", "leave it out, and compare then"),
+        (("--quick", "--all"), "--all", "--quick has three rows; leave one of the two out"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    gpu: Machine,
+    command: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[object, ...],
+    of: str,
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("agent.compare.environment.install", lambda: pytest.fail("installed"))
+    write(tmp_path / "there" / "results.json", made_up((("gemm_rope", "7B"),)))
+    status, said, told = command(*words)
+    told = " ".join(told.split())
+    assert status == USAGE and f"{of} would do nothing: " in told and why in told and not said
+    assert not gpu.sat and {path.name for path in tmp_path.iterdir()} == {"there"}
+
+
 def test_measuring_needs_an_h100(command: Callable[..., Any], tmp_path: Path) -> None:
     status, _, said = command("--out", tmp_path)
     assert status == ABSENT and "takes an H100" in said and not list(tmp_path.iterdir())

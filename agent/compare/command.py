@@ -15,7 +15,7 @@ import typer
 
 from agent import session, typed
 from agent.compare.options import Choice, Drawing, Effort
-from agent.options import grouped
+from agent.options import grouped, spelled
 
 if TYPE_CHECKING:
     from agent.compare.cells import Line
@@ -43,8 +43,12 @@ def compare(
     from agent.compare import environment
 
     if install:
+        why = "--install only makes an environment; leave it out, and compare then"
+        typed.refuse_unused(why, *spelled(choice, effort, drawing), **{"from": drawn_from})
         typer.echo(environment.install())
     elif drawn_from:
+        why = "--from draws what was measured; to measure more, leave --from out and give --out its folder"
+        typed.refuse_unused(why, *spelled(effort))
         _redraw(drawn_from, choice, drawing)
     else:
         _race(choice, effort, drawing)
@@ -85,6 +89,8 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
 def _asked(choice: Choice, effort: Effort) -> Asked:
     from agent.compare import measuring, rows
 
+    if effort.quick and choice.everything and not choice.only:
+        typed.refuse_unused("--quick has three rows; leave one of the two out", "--all")
     processes, rounds, seconds = effort.sitting
     wanted = rows.chosen(
         choice.only or (), choice.cases or (), everything=choice.everything, quick=effort.quick

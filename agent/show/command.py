@@ -57,6 +57,10 @@ def show(
     sizes = {each.name: each.sizes for each in loaded.cases}
     if case is not None and case not in sizes:
         raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
+    if not sass:
+        typed.refuse_unused("it is of the machine code; give --sass too", full=full)
+    if not (sass or counters or counters_from):
+        typed.refuse_unused("it chooses what --sass and --counters show; give one of these too", case=case)
     resources = _resources(kernel, program, loaded, raw)
     shown = showing.Shown(program, loaded.name, resources, sizes, cutedsl, raw)
     listings = export = found = None

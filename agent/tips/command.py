@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent import tips as log
-from agent.options import Authoring, Budget, grouped
+from agent import typed
+from agent.options import Authoring, Budget, grouped, spelled
 from agent.tips import Added, Lesson, Tip, TipsError
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def listing(
 ) -> None:
     """List all tips: state, verdict of measuring, lesson, evidence."""
     if context.invoked_subcommand:
+        word = context.invoked_subcommand
+        typed.refuse_unused(f"it is of the list, and {word} prints words; leave it out", json=as_json)
         return
     known = log.read_tips(log.TIPS)
     if as_json:
@@ -128,7 +131,7 @@ def measure(
     the first was cut off; with more --runs, and as much more of the budgets, it adds to them."""
     from rich.console import Console
 
-    from agent import session, typed
+    from agent import session
     from agent.tips import trials
     from agent.tips.watch import Watch
     from verifier.measure import Options
@@ -137,6 +140,7 @@ def measure(
     tried = _tried(ids, specs)
     session.need_gpu(gpu)
     provider, each = _provider(authoring.provider, specs), 2 * runs * len(specs)
+    session.refuse_idle(provider, *spelled(authoring))
     session.refuse_uncounted(provider, budget.limits(), authoring.model)
     part = trials.part(budget.limits(), each * len(tried))
     options = authoring.header() | {"provider": provider, "limits": part.to_json()}
@@ -212,8 +216,6 @@ def _provider(name: str, specs: list[Path]) -> str:
 def _asked(found: Learned, failed: str | None) -> list[Lesson]:
     """The person's lessons of the failures that the run's author proposed no tip for. Raises TipsError where
     nobody answers."""
-    from agent import typed
-
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
     try:
         with typed.asking():

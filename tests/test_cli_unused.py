@@ -1,0 +1,161 @@
+"""Options that would do nothing beside others, or with a provider: refused by name, and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from authoring import TOY_KERNEL, make_run
+from commanding import Command
+
+from agent import runs, tips
+from agent.compare.options import Choice, Drawing, Effort
+from agent.options import Authoring, Budget, Measuring, spelled
+
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
+
+
+@pytest.fixture
+def place(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a spec and a kernel of it, which commands run in."""
+    (tmp_path / "specs").mkdir()
+    shutil.move(spec, tmp_path / "specs" / "toy.yaml")
+    (tmp_path / "toy.py").write_text(TOY_KERNEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def unused(command: Command, *words: object, of: str, why: str) -> None:
+    """Wrong usage that names the options, says why they would do nothing, and has written nothing."""
+    before = runs.names()
+    done = command(*words)
+    said = " ".join(done.err.split())
+    assert done.status == 2 and done.out == "" and "Traceback" not in said, done
+    assert f"{of} would do nothing: " in said and why in said, said
+    assert runs.names() == before
+
+
+def test_options_are_named_as_they_are_typed() -> None:
+    groups = (Choice(everything=True, cases=["1B"]), Effort(quick=True, rounds=12), Drawing(as_json=True))
+    assert spelled(*groups) == ["--cases", "--all", "--quick", "--rounds", "--json"]
+    assert spelled(Measuring(max_autotune=True), Budget(budget_dollars=0.0)) == [
+        "--max-autotune", "--budget-dollars",
+    ]  # fmt: skip
+    assert spelled(Authoring(), Measuring(), Budget(), Effort(), Choice(), Drawing()) == []
+
+
+def test_events_are_exported_without_a_page(command: Command, spec: Path, tmp_path: Path) -> None:
+    asked = ("report", make_run(spec), "--jsonl", tmp_path / "e.jsonl")
+    why = "--jsonl writes the events and no page; leave it out"
+    unused(command, *asked, "-o", tmp_path / "p.html", of="--out", why=why)
+    unused(command, *asked, "-o", tmp_path / "p.html", "--json", of="--out and --json", why=why)
+    assert not list(tmp_path.glob("*.jsonl")) and not list(tmp_path.glob("*.html"))
+    assert command(*asked).status == 0 and (tmp_path / "e.jsonl").exists()
+
+
+def test_a_report_that_is_printed_is_no_page(command: Command, spec: Path, tmp_path: Path) -> None:
+    asked = ("report", make_run(spec), "--json")
+    unused(command, *asked, "-o", tmp_path / "p.html", of="--out", why="--json prints, and writes no page")
+    assert json.loads(command(*asked).out)["runs"]
+
+
+def test_tables_are_put_into_a_file_or_printed(command: Command, tmp_path: Path) -> None:
+    asked = ("table", "--write", tmp_path / "README.md", "--json")
+    unused(command, *asked, of="--json", why="--write puts the tables into FILE; leave one of the two out")
+
+
+@pytest.mark.usefixtures("no_compiler", "place")
+def test_what_shows_machine_code_takes_sass(command: Command) -> None:
+    unused(command, "show", "toy.py", "--full", of="--full", why="give --sass too")
+    why = "it chooses what --sass and --counters show; give one of these too"
+    unused(command, "show", "toy.py", "--case", "large", of="--case", why=why)
+
+
+@pytest.mark.parametrize(
+    ("words", "of"),
+    [
+        (("verify", "toy.py", "--again"), "--again"),
+        (("verify", "toy.py", "--rounds", 9, "--sanitize", "--again"), "--rounds and --sanitize and --again"),
+        (("generate", "toy", "--provider", "handoff", "--quack"), "--quack"),
+        (("generate", "toy", "--provider", "handoff", "--candidates", 2, "--warm"), "--warm"),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_without_a_gpu_nothing_is_measured(command: Command, words: tuple[object, ...], of: str) -> None:
+    unused(command, *words, "--no-gpu", of=of, why="--no-gpu measures nothing; leave one of the two out")
+
+
+def test_a_run_that_goes_on_without_a_gpu_measures_nothing(command: Command, spec: Path) -> None:
+    name = make_run(spec)
+    unused(command, "resume", name, "--no-gpu", "--processes", 4, of="--processes", why="--no-gpu measures")
+
+
+@pytest.mark.parametrize(
+    ("provider", "words", "why"),
+    [
+        ("handoff", ("--model", "opus"), "the author is handoff, and it is of anthropic and claude-code"),
+        ("handoff", ("--max-tokens", 2048), "it is of anthropic and claude-code; leave it out"),
+        ("anthropic", ("--time-limit", 60), "the author is anthropic, and it is of handoff and claude-code"),
+        ("anthropic", ("--author", "Ada"), "it is of handoff; leave it out"),
+        ("anthropic", ("--directory", "hands"), "it is of handoff; leave it out"),
+    ],
+)
+def test_an_option_of_another_provider(
+    command: Command,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    provider: str,
+    words: tuple[object, ...],
+    why: str,
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "none")
+    unused(command, "generate", "toy", "--provider", provider, *words, of=str(words[0]), why=why)
+    if words[0] != "--directory":
+        monkeypatch.setattr(tips, "TIPS", place / "tips.md")
+        tips.add(tips.Lesson("Scale rows", "other", "trace/python", "did", "unknown"), place / "tips.md")
+        asked = ("tips", "measure", "tip-1", "--specs", "toy", "--provider", provider)
+        unused(command, *asked, *words, of=str(words[0]), why=why)
+
+
+def test_a_model_is_not_asked_where_a_recording_is_played(command: Command) -> None:
+    """As without a key, which ``auto`` then does."""
+    unused(
+        command,
+        "generate",
+        "gemm_rope",
+        "--model",
+        "opus",
+        of="--model",
+        why="the author is replay, and it is",
+    )
+
+
+def test_a_run_goes_on_with_what_its_provider_takes(command: Command, spec: Path) -> None:
+    name = make_run(spec)
+    unused(command, "resume", name, "--max-tokens", 2048, of="--max-tokens", why="the author is handoff")
+
+
+@pytest.mark.parametrize(
+    ("words", "of", "why"),
+    [
+        (("--merge", "--provider", "handoff"), "--provider", "--merge only writes a patch; leave it out"),
+        (("--merge", "--reference", "x", "--json"), "--json and --reference", "--merge only writes a patch"),
+        (("--reference", "x", "--no-gpu"), "--gpu", "--reference only writes a proposal; leave it out"),
+        (("--reference", "x", "--budget-seconds", 9), "--budget-seconds", "--reference only writes"),
+        (("--out", "p.patch"), "--out", "it is where --merge writes; leave it out"),
+        (("--arguments", "x,y"), "--arguments", "it is of what --reference proposes; leave it out"),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_a_primitive_is_proposed_authored_or_merged(
+    command: Command, words: tuple[object, ...], of: str, why: str
+) -> None:
+    unused(command, "primitive", "softsign", *words, of=of, why=why)
+    assert not Path("specs/primitives").exists()
+
+
+def test_only_the_list_of_tips_is_printed_for_programs(command: Command) -> None:
+    why = "it is of the list, and retire prints words; leave it out"
+    unused(command, "tips", "--json", "retire", "tip-1", of="--json", why=why)
