@@ -227,6 +227,16 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     assert len(measure(wanted, Results(), kept_nowhere).sittings) == len(found.sittings)
 
 
+def test_rows_that_a_budget_has_no_time_for_are_not_compiled(gpu: Machine) -> None:
+    names, kept = ("gemm_swiglu", "gemm_rope", "gemm_rmsnorm"), list[Results]()
+    gpu.seconds = 50.0
+    with pytest.raises(OutOfTime):
+        measure(asked(*names, arms=(PROGRAM,), seconds=119.0), Results(), kept.append)
+    assert [len(rows_) for rows_ in gpu.compiled] == [2] and len(gpu.sat) == 2
+    measure(asked(*names, arms=(PROGRAM,), seconds=119.0), kept[-1], kept_nowhere)
+    assert [len(rows_) for rows_ in gpu.compiled] == [2, 1] and len(gpu.sat) == 3
+
+
 def test_a_budget_begins_nothing_that_it_may_not_end(gpu: Machine) -> None:
     kept: list[Results] = []
     gpu.seconds = 100.0

@@ -29,6 +29,7 @@ from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Worker, WorkerError
 from verifier.measure import AHEAD, PATIENCE
 
+ROW = 60.0  # seconds that a row takes about at least
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
 
 Keep = Callable[[Results], object]
@@ -141,10 +142,12 @@ class _Measuring:
         return self.results.machine
 
     def _compile(self, turns: Sequence[Turn]) -> None:
-        """What they will run, in parallel, while nobody is on the clock. Where that goes wrong each arm says
-        so itself."""
+        """What they will run, in parallel, while nobody is on the clock: of as many rows as there may be
+        seconds for. Where that goes wrong each arm says so itself."""
         seats = []
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
+            if len(seats) * ROW >= self.asked.seconds:
+                break
             if arms := dict.fromkeys(arm for turn in own for arm in self._lacking(turn)):
                 seats.append(row.task(tuple(arms), self.asked.rounds)[1])
         if not any(list(each.compiles()) for each in seats):

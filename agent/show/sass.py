@@ -1,13 +1,12 @@
 """What ``coda-agent show KERNEL --sass`` says: the lowered text beside the machine code it became.
 
-Data first: ``as_dict`` for programs, ``words`` for a prompt; ``tables`` draws the same with rich.
+Data first: ``as_dict`` for programs; ``tables`` draws the same with rich.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 from agent.show import new_table, schedule_words
@@ -46,35 +45,6 @@ def as_dict(listings: Sequence[Listing], *, full: bool = False) -> list[dict[str
 def _instruction(i: Instruction) -> dict[str, Any]:
     place = {"file": None, "line": i.line} if i.file == LOWERED else {"file": i.file, "line": i.line}
     return {"address": i.address, "text": i.text, "kind": i.kind, **place}
-
-
-def words(listings: Sequence[Listing]) -> str:
-    """Compact Markdown for a prompt: the lowered text with what each line became behind it."""
-    return "\n\n".join([MEANING, *map(_kernel_words, listings)])
-
-
-def _kernel_words(listing: Listing) -> str:
-    lines, elsewhere = listing.lines(), listing.elsewhere()
-    texts = dedent("\n".join(listing.source.values())).splitlines()
-    coded = [
-        f"{text}  # {said(lines[number])}" if number in lines else text
-        for number, text in zip(listing.source, texts, strict=True)
-    ]
-    rest = [f"- `{file}`: {said(counts)}" for file, counts in elsewhere.items()]
-    return "\n".join(
-        [
-            f"{_title(listing)}: {said(listing.total())}",
-            "```python",
-            *coded,
-            "```",
-            *(["Traced elsewhere:", *rest] if rest else []),
-        ]
-    )
-
-
-def said(counts: Counter[str]) -> str:
-    """``256: FP32 128, MUFU 128``."""
-    return f"{counts.total()}: {_kinds(counts)}"
 
 
 def _kinds(counts: Counter[str]) -> str:
