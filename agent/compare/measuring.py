@@ -144,7 +144,7 @@ class _Measuring:
     def _compile(self, turns: Sequence[Turn]) -> None:
         """What they will run, in parallel, while nobody is on the clock: of as many rows as there may be
         seconds for. Where that goes wrong each arm says so itself."""
-        seats = []
+        seats: list[Any] = []
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(seats) * ROW >= self.asked.seconds:
                 break
