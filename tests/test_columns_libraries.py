@@ -158,6 +158,27 @@ def test_an_unknown_mode_is_refused() -> None:
         apart.entry("fast")
 
 
+def test_rows_are_scaled_by_one_compiled_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For all three libraries, which have no row scale: what PyTorch adds to them is as good as it can be."""
+    compiled: list[Any] = []
+
+    def fused(function: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(apart, "fused", fused)
+    _, given = case("gemm_rmsnorm_swiglu")
+    operand, scale = apart.scaled_rows(given)
+    assert compiled == [apart.scale_into] and operand is not given.inputs["x"]
+    scale()
+    x, rstd = given.inputs["x"], given.inputs["rstd"]
+    assert torch.equal(operand, (x * rstd[:, None]).bfloat16())
+    _, plain = case("gemm_swiglu")
+    assert apart.scaled_rows(plain)[0] is plain.inputs["x"] and len(compiled) == 1
+
+
 # ── Liger ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -194,7 +215,8 @@ def _as_compiled() -> None:
     for module in (fused_add_rms_norm, layer_norm, rms_norm):
         module.rsqrt = lambda x: tl.rsqrt(x)  # looked up late: the interpreter swaps it
     geglu.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
-    vars(liger)["fused"] = lambda function: function
+    for module in (liger, apart):
+        vars(module)["fused"] = lambda function: function
     convert = interpreter._implicit_cvt
 
     def converted(value: Any) -> Any:
@@ -353,7 +375,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(sys.modules, path, module)
     for module in (upstream, flashinfer):
         monkeypatch.setattr(module, "prepare", lambda: None)
-    monkeypatch.setattr(upstream, "fused", lambda function: function)
+    for module in (upstream, apart):
+        monkeypatch.setattr(module, "fused", lambda function: function)
     yield
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from verifier.baselines import MODES, under_compile
 from verifier.columns.entry import Entry, Given, Prepared
+from verifier.quack_epilogue import fused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,16 +61,22 @@ def tables(g: Given) -> tuple[Tensor, Tensor]:
     return angle.cos().float(), angle.sin().float()
 
 
+def scale_into(x: Tensor, rstd: Tensor, out: Tensor) -> None:
+    """x [M, K] with its rows scaled by rstd, fp32 [M]."""
+    out.copy_(x * rstd[:, None])
+
+
 def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
     """The operand x of a case's product, and what a call does first to have it: where the case has rstd, one
-    pass of PyTorch's that scales x's rows into a buffer, else nothing."""
+    compiled pass that scales x's rows into a buffer, else nothing. Eager PyTorch casts value by value where
+    dtypes are mixed, and has two passes else."""
     import torch
 
     x, rstd = g.inputs["x"], g.inputs.get("rstd")
     if rstd is None:
         return x, lambda: None
     scaled = torch.empty_like(x)
-    return scaled, partial(torch.mul, x, rstd[:, None], out=scaled)
+    return scaled, partial(fused(scale_into), x, rstd, scaled)
 
 
 # ── Formulations ──────────────────────────────────────────────────────────────────────────────────────────

@@ -126,7 +126,7 @@ def _qk_norm_rope(g: Given) -> Prepared:
     return _turned(g, normed=True)
 
 
-SCALED = "PyTorch scales x's rows first, one pass; "
+SCALED = "PyTorch scales x's rows first, one compiled pass; "
 APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
 TURNED = "the table in fp32, cosines before sines, outside the clock; adjacent pairs are turned in place"
 ADDED = "adds to the residual stream in place, in a buffer of its own that grows from call to call; "

@@ -290,7 +290,7 @@ def _cross_entropy(g: Given) -> Prepared:
     return Prepared(call, lambda found: {"logits": found[0]}, (target,))
 
 
-SCALED = "PyTorch scales x's rows first, one pass; "
+SCALED = "PyTorch scales x's rows first, one compiled pass; "
 APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
 TURNED = (
     "weight with each head's halves apart and fp32 tables, outside the clock; query and key heads are two "

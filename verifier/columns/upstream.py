@@ -146,7 +146,7 @@ def _partial_cross_entropy_unstored(g: Given) -> Prepared:
     return Prepared(call, lambda found: {"lse": found[1], "target_logit": found[2]}, (target,))
 
 
-SCALED = "PyTorch scales x's rows first, one pass"
+SCALED = "PyTorch scales x's rows first, one compiled pass"
 PICKED = "target_logit by a compiled gather of the stored logits"
 
 TUNED = f"schedules by its own tuner, {TIMED} timed calls of each in place of its 200"
