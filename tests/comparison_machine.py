@@ -47,7 +47,7 @@ class Machine:
         self.ready: list[int] = []  # how many had been opened when a sitting began
 
     def __call__(self, python: str | None = None, ahead: tuple[str, ...] = ()) -> Any:
-        self.opened.append(Seat(self, python))
+        self.opened.append(Seat(self, python, ahead))
         return self.opened[-1]
 
     def others(self, seat: Seat) -> list[Seat]:
@@ -96,8 +96,8 @@ def _names(asked: Any) -> tuple[str, ...]:
 class Seat:
     """One of its workers, which must find the GPU empty."""
 
-    def __init__(self, owner: Machine, python: str | None):
-        self.owner, self.python, self.asked, self.closed = owner, python, False, False
+    def __init__(self, owner: Machine, python: str | None, ahead: tuple[str, ...]):
+        self.owner, self.python, self.ahead, self.asked, self.closed = owner, python, ahead, False, False
 
     def ask(self, *given: Any, **more: Any) -> Any:
         self.asked = True

@@ -302,7 +302,11 @@ def test_an_interrupted_comparison_goes_on(gpu: Machine, tmp_path: Path) -> None
         measure(asked(processes=2), Results(), lambda made: write(path, made))
     assert len(read(path).sittings) == 3
     gpu.interrupted_at = -1
+    gpu.opened.clear()
     whole = measure(asked(processes=2), read(path), lambda made: write(path, made))
+    assert (
+        not gpu.opened[0].ahead and gpu.opened[1].ahead
+    )  # to ask for the GPU's name, imports would take 8 s
     assert len(gpu.sat) == 4 and [s.process for s in whole.sittings] == [0, 0, 1, 1]
 
 

@@ -125,15 +125,18 @@ class _Measuring:
 
     def _known_machine(self) -> Machine:
         """As the results have it, or measured. Their GPU must be this one."""
-        self.workers.coming = self.results.machine is None  # where nothing was measured, a sitting follows
-        with closing(self.workers.take(None)) as worker:
+        new = self.workers.coming = (
+            self.results.machine is None
+        )  # where nothing was measured, a sitting follows
+        # To say a name takes none of the imports that a sitting does.
+        with closing(self.workers.take(None) if new else Worker()) as worker:
             name = worker.ask(gpu, None, patience=PATIENCE)["gpu"]
             if others := self.results.gpus() - {name}:
                 raise ResultsError(
                     f"these results were measured on {' and '.join(sorted(others))}, and here is {name}: "
                     "figures of two GPUs make no table; measure into another folder: --out FOLDER"
                 )
-            if self.results.machine is None:
+            if new:
                 self.progress(name, "the ceilings of its memory and tensor cores")
                 found = Machine.model_validate(worker.ask(machine, None, patience=PATIENCE))
                 self.results = self.results.model_copy(update={"machine": found})
