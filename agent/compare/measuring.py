@@ -125,9 +125,8 @@ class _Measuring:
 
     def _known_machine(self) -> Machine:
         """As the results have it, or measured. Their GPU must be this one."""
-        new = self.workers.coming = (
-            self.results.machine is None
-        )  # where nothing was measured, a sitting follows
+        new = self.results.machine is None
+        self.workers.coming = new  # where nothing was measured, a sitting follows
         # To say a name takes none of the imports that a sitting does.
         with closing(self.workers.take(None) if new else Worker()) as worker:
             name = worker.ask(gpu, None, patience=PATIENCE)["gpu"]
