@@ -262,9 +262,10 @@ def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_h
     assert heard[-1] == "breaks"
 
 
-def test_what_sittings_load_is_compiled_ahead_all_at_once() -> None:
+def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused stops nothing: its arm will tell."""
-    together, came = threading.Barrier(3, timeout=20), list[int]()
+    together, came, said = threading.Barrier(3, timeout=20), list[int](), list[str]()
+    monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
 
     def wait() -> None:
         came.append(together.wait())
@@ -283,6 +284,7 @@ def test_what_sittings_load_is_compiled_ahead_all_at_once() -> None:
             yield wait
 
     assert contests.compiled([Asked(), Other()]) == {} and sorted(came) == [0, 1, 2]
+    assert said == ["compiling what 2 row(s) run", "not compiled ahead: ValueError: refused"]
 
 
 def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:

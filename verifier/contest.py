@@ -207,8 +207,9 @@ def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
     report(GATE, words)
     jobs = [job for each in sittings for job in each.compiles()]
     with _heard(words), ThreadPoolExecutor(len(jobs) + 1) as threads:
-        for job in [threads.submit(job) for job in jobs]:
-            job.exception()
+        for error in [job.exception() for job in [threads.submit(job) for job in jobs]]:
+            if isinstance(error, Exception):
+                report(GATE, f"not compiled ahead: {_words(error)}")
     return {}
 
 

@@ -29,7 +29,7 @@ from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Worker, WorkerError
 from verifier.measure import AHEAD, PATIENCE
 
-ROW = 60.0  # seconds that a row takes about at least
+SITTING = 30.0  # seconds that one takes about at least
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
 
 Keep = Callable[[Results], object]
@@ -148,7 +148,7 @@ class _Measuring:
         seconds for. Where that goes wrong each arm says so itself."""
         seats: list[Any] = []
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
-            if len(seats) * ROW >= self.asked.seconds:
+            if len(seats) * self.asked.processes * SITTING >= self.asked.seconds:
                 break
             if arms := dict.fromkeys(arm for turn in own for arm in self._lacking(turn)):
                 seats.append(row.task(tuple(arms), self.asked.rounds)[1])
