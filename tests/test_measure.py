@@ -319,6 +319,23 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     assert isinstance(slower, Rejected) and slower.code == "no_faster"
 
 
+def test_a_kernel_before_that_does_not_run_here_is_no_fault_of_the_change(
+    spec: Spec, workers: Workers
+) -> None:
+    before = Kept(program_of(spec, TOY_KERNEL), {c: {0: Schedule()} for c in ("large", "wide")}, {})
+    usual = workers.answers[tune]
+
+    def refused(job: Job) -> dict[str, Any]:
+        if job.known:  # the kernel before is tuned over what was good
+            raise Failed("no_schedule", "no schedule of Step0 runs")
+        return usual(job)
+
+    workers.answers[tune] = refused
+    found = run(spec, kept=before)
+    assert isinstance(found, Unmeasured)
+    assert found.reason == "the kernel before could not be tuned: no schedule of Step0 runs"
+
+
 def test_what_quack_ran_on_is_told_and_what_it_won_with_before_goes_along(
     spec: Spec, workers: Workers
 ) -> None:

@@ -427,8 +427,12 @@ class _Session:
         return replace(self.kept.job(self.spec, case), schedules=(_schedules(self._rival_tuned(case)),))
 
     def _rival_tuned(self, case: Case) -> dict[str, Any]:
+        """Void where it does not run here, which says nothing of the candidate."""
         assert self.kept is not None
-        return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
+        try:
+            return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
+        except Failed as failed:
+            raise Void(f"{KEPT} could not be tuned: {failed.message}") from None
 
     def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> Job:
         """A job of this kernel; ``more`` fields of it."""
