@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_machine import ARMS, H100, Machine, stood_in
+from comparison_machine import ARMS, H100, SPEEDS, Machine, stood_in
 
 from agent import rivals
 from agent.compare import environment, kernels, measuring, rows
@@ -20,6 +20,7 @@ from agent.compare.cells import Cell, Empty, lines
 from agent.compare.measuring import Asked, OutOfTime, measure
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results, ResultsError, read, write
 from primitives.schedule import Schedule
+from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
     ANCHOR,
     COMPILE,
@@ -34,7 +35,7 @@ from verifier.columns import (
     UPSTREAM,
 )
 from verifier.gpu import WorkerError
-from verifier.quack_baseline import OWN_TUNER
+from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
 from verifier.report import QuackTuned
 
 
@@ -215,6 +216,23 @@ def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
     ]
     assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)  # the ceilings', one a sitting
     assert gpu.ready == [3, 4, 5, 5]  # each begins with the next at its imports
+
+
+def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two processes; it is timed again where the other has become another."""
+    wanted = asked(processes=2, arms=(COMPILE, MAX_AUTOTUNE, OWN_TUNER, OUR_SEARCH))
+    monkeypatch.setitem(SPEEDS, OUR_SEARCH, 1.02 * SPEEDS[OWN_TUNER])
+    found = measure(wanted, Results(), kept_nowhere)
+    both = (ANCHOR, COMPILE, MAX_AUTOTUNE, OWN_TUNER, OUR_SEARCH)
+    assert [arms for _, arms in gpu.sat] == [both, tuple(arm for arm in both if arm != MAX_AUTOTUNE)]
+    cell = cells(found)["torch.compile"]
+    assert isinstance(cell, Cell) and (cell.arm, cell.processes) == (COMPILE, 2)
+    assert measure(wanted, found, never) == found
+    monkeypatch.setitem(measuring.PACKAGES, COMPILE, ("torch",))  # not triton's any more
+    measure(wanted, found, kept_nowhere)
+    assert [arms for _, arms in gpu.sat[2:]] == [(ANCHOR, COMPILE), (ANCHOR, COMPILE, MAX_AUTOTUNE)]
 
 
 def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) -> None:

@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Worker, WorkerError
 from verifier.measure import AHEAD, PATIENCE
 
+BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
 SITTING = 30.0  # seconds that one takes about at least
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
 
@@ -186,7 +188,7 @@ class _Measuring:
         arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.anchor]
         if set(keys) == {row.anchor} <= set(self.asked.arms) and not turn.apart:
             arms = [row.anchor]
-        lacking = [arm for arm in arms if not self._answered(turn, arm)]
+        lacking = [arm for arm in arms if not self._answered(turn, arm) and not self._outdone(turn, arm)]
         return sorted(lacking, key=lambda arm: arm not in (PROGRAM, EDITED))
 
     def _answered(self, turn: Turn, arm: str) -> bool:
@@ -200,6 +202,18 @@ class _Measuring:
             there = all(a in s.arms and s.arms[a].key == keys[a] for a in (arm, row.anchor))
             if there and s.process == turn.process:
                 return True
+        return False
+
+    def _outdone(self, turn: Turn, arm: str) -> bool:
+        """Whether another arm of its column was clearly faster in an earlier process: no cell shows it."""
+        row, keys = turn.row, self._keys(turn.row)
+        column = next(column.arms for column in COLUMNS if arm in column.arms)
+        for s in self.results.of(row.operator, row.case):
+            if s.question == row.question and s.process < turn.process:
+                now = [a for a in column if a in s.arms and s.arms[a].key == keys.get(a)]
+                times = {a: median(s.arms[a].milliseconds) for a in now}
+                if arm in times and times[arm] > BEHIND * min(times.values()):
+                    return True
         return False
 
     def _keys(self, row: Row) -> dict[str, str]:
