@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from verifier.measure import Kept, Known, Options
 
 FORMAT = 1
+WHOLE = "whole"  # the piece that a finished entry leaves
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -230,6 +231,8 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
             result = _result(path, entry, spec, program, options, keep, said, here)
             done = Results(results=(*done.results, result))
             _write(out, done)
+            if here:  # an entry that was whole took none
+                here.close()
     finally:
         for worker in filter(None, (here, waiting)):
             worker.close()
@@ -247,11 +250,32 @@ def _result(
     progress: Progress,
     prover: Worker | None,
 ) -> Result:
+    """One that was whole before a cut stays as it was written then, word for word: it may be imported."""
+    found = keep.load(WHOLE)
+    if found is None:
+        measured = _measured(path, entry, spec, program, options, keep, progress, prover)
+        found = measured.model_dump(mode="json")
+        if not isinstance(measured, Unmeasured):
+            keep.save(WHOLE, found)
+    made = identity(spec, program, entry.raw)
+    return Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
+
+
+def _measured(
+    path: Path,
+    entry: Entry,
+    spec: Spec,
+    program: Program,
+    options: Options,
+    keep: FilePieces,
+    progress: Progress,
+    prover: Worker | None,
+) -> Measurement:
     from verifier.measure import measure as measure_program
 
     if entry.raw:
         _unpack(path, entry, program)
-    found = measure_program(
+    return measure_program(
         spec,
         program,
         options,
@@ -262,12 +286,6 @@ def _result(
         raw=entry.raw,
         quack=_quack(path, entry),
         prover=prover,
-    )
-    return Result(
-        run=entry.run,
-        attempt=entry.attempt,
-        identity=identity(spec, program, entry.raw),
-        measurement=found.model_dump(mode="json"),
     )
 
 

@@ -39,7 +39,7 @@ from primitives.ir import Program
 from primitives.schedule import Schedule
 from verifier.measure import DEFAULT_ARMS, Keep, Kept, Known, Options
 from verifier.quack_baseline import MATMUL, OWN_TUNER
-from verifier.report import Accepted, Measured, QuackTuned, Rejected
+from verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
 from verifier.spec import Spec
 
 pytestmark = pytest.mark.usefixtures("runs_home")
@@ -61,7 +61,7 @@ class Gpu:
         self.quack: list[Mapping[str, QuackTuned]] = []
         self.provers: list[Any] = []
         self.cut_before = ""
-        self.verdict: Callable[[Spec, Program], Measured | Rejected] = measured
+        self.verdict: Callable[[Spec, Program], Measured | Rejected | Unmeasured] = measured
 
     def measure(
         self,
@@ -76,7 +76,7 @@ class Gpu:
         raw: str,
         quack: Mapping[str, QuackTuned],
         prover: Any,
-    ) -> Measured | Rejected:
+    ) -> Measured | Rejected | Unmeasured:
         self.provers.append(prover)
         self.programs.append(program)
         self.known.append(known)
@@ -385,6 +385,50 @@ def test_what_is_done_of_a_bundle_can_be_taken_home(
         measure(path)
     assert gpu.provers[0] is None and gpu.provers[1] is not None and ended == [0]
     assert [taken for taken, _ in bundle.take(path.with_name("results.json"))] == [name]
+
+
+def test_what_was_taken_home_is_what_a_resumed_bundle_says(
+    packed: tuple[str, Path], spec: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry that was whole is not judged again, at another time; nor does its worker stay."""
+    name, path = packed
+    ended: list[int] = []
+    started = (SimpleNamespace(close=partial(ended.append, number)) for number in range(4))
+    monkeypatch.setattr("verifier.measure.prover", lambda: next(started))
+    thrice = TWICE.replace("2 *", "3 *")
+    bundle.pack([name, make_run(spec, TWICE), make_run(spec, thrice)], path)
+
+    def verdict(spec: Spec, program: Program) -> Measured:
+        if len(gpu.programs) == 3:
+            raise Cut
+        when = f"2026-11-20T12:00:0{len(gpu.programs)}+00:00"
+        return measured(spec, program).model_copy(update={"date": when})
+
+    gpu.verdict = verdict
+    with pytest.raises(Cut):
+        measure(path)
+    taken = bundle.take(path.with_name("results.json"))
+    assert measure(path) and len(gpu.programs) == 4
+    assert {*ended} == {0, 1, 2, 3}
+    assert bundle.take(path.with_name("results.json"))[:2] == taken
+
+
+def test_a_void_entry_is_measured_again_where_a_bundle_goes_on(
+    packed: tuple[str, Path], spec: Path, gpu: Gpu
+) -> None:
+    name, path = packed
+    bundle.pack([name, make_run(spec, TWICE)], path)
+
+    def verdict(spec: Spec, program: Program) -> Measured | Unmeasured:
+        if len(gpu.programs) == 2:
+            raise Cut
+        return Unmeasured(reason="it rained") if len(gpu.programs) == 1 else measured(spec, program)
+
+    gpu.verdict = verdict
+    with pytest.raises(Cut):
+        measure(path)
+    assert isinstance(bundle.take(path.with_name("results.json"))[0][1], Unmeasured)
+    assert isinstance(bundle.take(measure(path))[0][1], Measured)
 
 
 def test_what_was_kept_stands_for_no_other_arms(packed: tuple[str, Path], gpu: Gpu) -> None:
