@@ -113,6 +113,20 @@ def test_our_own_bug_is_an_exception_with_its_traceback(worker: Worker) -> None:
         worker.ask(tasks.bug, None, patience=PATIENCE)
 
 
+def test_no_kernel_is_blamed_for_a_worker_that_died_before_it_was_asked(worker: Worker) -> None:
+    """Waiting for its turn, or of an import: asked at once, and when it is over."""
+    os.kill(worker._process.pid, signal.SIGKILL)
+    assert gone(worker._process.pid)
+    with pytest.raises(WorkerError, match="before it was asked"):
+        worker.ask(tasks.double, 1, patience=PATIENCE)
+    with Worker(ahead=("no_such_module",)) as early, Worker(ahead=("no_such_module",)) as late:
+        with pytest.raises(WorkerError, match="No module named 'no_such_module'"):
+            early.ask(tasks.double, 1, patience=PATIENCE)
+        assert gone(late._process.pid)
+        with pytest.raises(WorkerError, match="No module named 'no_such_module'"):
+            late.ask(tasks.double, 1, patience=PATIENCE)
+
+
 def test_a_worker_ends_with_its_asker() -> None:
     code = (
         "import worker_tasks as tasks, os; from verifier.gpu import Worker; w = Worker();"

@@ -66,14 +66,19 @@ class Worker:
             start_new_session=True,
         )
         self._unread = b""
+        self._asked = False
 
     def ask(
         self, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
         """The task's answer. Failed as the task raised it; Lost, with nothing left of the process, where it
         dies, is silent for ``patience`` seconds, or can no longer use the GPU. WorkerError for our bugs, and
-        Late at the deadline (``primitives.deadline``), with nothing left of it either."""
+        where it died before it was asked anything, of which no kernel is the cause; Late at the deadline
+        (``primitives.deadline``), with nothing left of it either."""
         assert self._process.stdin is not None  # a pipe
+        if not self._asked and children.ended(self._process):
+            raise self._stillborn()
+        self._asked = True
         with suppress(BrokenPipeError):  # that it died is found when reading
             self._process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
             self._process.stdin.flush()
@@ -148,6 +153,11 @@ class Worker:
         self.close()
         return Lost("crashed", f"the GPU worker died ({how}): {said or 'it said nothing'}")
 
+    def _stillborn(self) -> WorkerError:
+        said = self._said(SAID)
+        self.close()
+        return WorkerError(f"a GPU worker died before it was asked anything: {said or 'it said nothing'}")
+
     def _said(self, characters: int) -> str:
         self._words.seek(0, os.SEEK_END)
         self._words.seek(max(0, self._words.tell() - characters))
@@ -179,8 +189,12 @@ def _serve(ahead: Sequence[str]) -> None:
         die_with(os.getppid())
     _answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
-    for module in ahead:
-        importlib.import_module(module)
+    try:
+        for module in ahead:
+            importlib.import_module(module)
+    except Exception:  # no kernel has run here
+        _say({"bug": traceback.format_exc()})
+        raise
     for line in sys.stdin.buffer:
         task, argument = pickle.loads(base64.b64decode(line))
         _say(_outcome(task, argument))
