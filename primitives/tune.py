@@ -166,15 +166,18 @@ def tuned(
     sizes: Mapping[str, int],
     known: Known | None = None,
     raw: str = "",
+    *,
+    afresh: bool = False,
 ) -> dict[int, Schedule]:
-    """The fastest schedule for each step: from the cache, or measured now (seconds to minutes).
+    """The fastest schedule for each step: from the cache (not ``afresh``), or measured now (seconds to
+    minutes).
 
     ``known``: by step, schedules that were good before, for ``search_again``. What the program says of a step
     itself is not searched for. LaunchError where no tile holds a whole head, NoSchedule if none runs.
     ``raw``: as for ``lower``.
     """
     path = cache_path(program, sizes, raw)
-    if kept := read_json(path):
+    if not afresh and (kept := read_json(path)):
         return {int(k): Schedule.from_json(v) for k, v in kept["schedules"].items()}
     start = time.monotonic()
     lowered = lower(program)

@@ -346,7 +346,9 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
     chosen = tune.tuned(program, {}, sizes, known)
     assert beside and all(g.admits(others[g.step], sizes) for others in beside for g in gemms)
     assert chosen[1] == Schedule(128, 192, swizzle=4)
-    assert tune.tuned(program, {}, sizes) == chosen
+    raced = len(beside)
+    assert tune.tuned(program, {}, sizes) == chosen and len(beside) == raced
+    assert tune.tuned(program, {}, sizes, known, afresh=True) == chosen and len(beside) > raced
 
 
 @pytest.mark.parametrize("name", kernels.EXAMPLES)

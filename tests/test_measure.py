@@ -164,6 +164,7 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     assert [gate.gate for gate in found.gates] == ["numerics", "stability", "benchmark", "decision"]
     tuned, scored = workers.tasks("tune"), workers.tasks("score")
     assert [case for _, case in tuned] == ["large", "wide"]
+    assert not any(job.afresh for job in workers.jobs)
     assert [case for _, case in scored] == ["large", "wide"] * 3
     assert len({worker for worker, _ in scored}) == 3 and {w for w, _ in tuned} == {0}
     assert not {w for w, _ in scored} & {w for w, _ in tuned}
@@ -314,6 +315,7 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     assert {job.case: job.known for job in jobs} == {"large": {0: [Schedule(swizzle=16)]}} | raced
     assert [t.kept_schedules for t in found.timings] == [{"0": SCHEDULE}] * 2
     assert sorted(workers.tasks("tune")) == [(0, case) for case in ("large", "large", "wide", "wide")]
+    assert [job.afresh for job in workers.jobs if not job.schedules] == [True] * 4  # none as of another day
     workers.gain = 1.0
     slower = run(spec, kept=kept)
     assert isinstance(slower, Rejected) and slower.code == "no_faster"

@@ -98,7 +98,7 @@ class Kept:
     def job(self, spec: Spec, case: Case) -> Job:
         """To be tuned again, over what was good before: that may have been on another GPU."""
         known = self.finalists.get(case.name) or {k: [s] for k, s in self.schedules[case.name].items()}
-        return Job(spec, self.program, case.name, case.sizes, known=known, raw=self.raw)
+        return Job(spec, self.program, case.name, case.sizes, known=known, afresh=True, raw=self.raw)
 
 
 def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
@@ -417,7 +417,9 @@ class _Session:
         return self._of(case.name, case.sizes, schedules=(_schedules(self._tuned(case)),), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
-        job = self._of(case.name, case.sizes, known=self.known.get(case.name))
+        # Beside a kernel before neither has what an earlier day found, on other clocks or another card.
+        known, afresh = self.known.get(case.name), self.kept is not None
+        job = self._of(case.name, case.sizes, known=known, afresh=afresh)
         return self._piece(f"tune/{case.name}", self._ask(tune, job))
 
     def _rival(self, case: Case) -> Job | None:

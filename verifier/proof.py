@@ -44,6 +44,7 @@ class Job:
     schedules: tuple[Schedules, ...] = ()
     families: tuple[str, ...] = ("normal",)
     known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: the only ones to race
+    afresh: bool = False  # for tuning: whatever an earlier one found
     raw: str = ""  # an edited text, in place of the program's own
 
     def plans(self) -> list[Plan]:
@@ -115,14 +116,14 @@ class Trial:
 
 def tune(job: Job) -> dict[str, Any]:
     """The fastest schedules by step, those of the last race, and the seconds it took; from the cache
-    where they were found before. The inputs are forgotten: scoring draws its own."""
+    where they were found before, unless ``afresh``. The inputs are forgotten: scoring draws its own."""
     from primitives.launchable import LaunchError
     from primitives.tune import NoSchedule, finalists, tuned
 
     start = time.monotonic()
     seed, inputs = job.draw()
     try:
-        chosen = tuned(job.program, inputs, job.sizes, job.known, job.raw)
+        chosen = tuned(job.program, inputs, job.sizes, job.known, job.raw, afresh=job.afresh)
     except (LaunchError, NoSchedule) as error:
         raise Failed("no_schedule", f"case {job.case}: {error}") from None
     return {
