@@ -55,6 +55,7 @@ class Workers:
             score: self.score,
             clean: lambda _: {"free_bytes": 1},
         }
+        self.gpu = "NVIDIA H100"
         self.speedup = 1.5
         self.gain = 1.1  # over a kernel before
         self.kept: list[Job | None] = []
@@ -88,7 +89,7 @@ class Workers:
             "parts": {"gemm of step 0": own * generator.gauss(1, 0.005), "vector of step 0": 0.01},
             "quack": self.quack(race),
             "input_sets": 2,
-            "conditions": {"gpu": "NVIDIA H100", "driver": "1", "sm_mhz": [1, 2, 3]},
+            "conditions": {"gpu": self.gpu, "driver": "1", "sm_mhz": [1, 2, 3]},
             "seeds": {"benchmark/0": len(self.asked)},
             "seconds": {"inputs": 1.0, "rivals": 2.0, "race": 4.0},
         }
@@ -356,6 +357,18 @@ def test_no_schedule_is_told_that_not_every_process_had(spec: Spec, workers: Wor
     found = run(spec)
     assert isinstance(found, Measured) and not found.timings[1].quack
     assert found.quack().keys() == {"large"}
+
+
+def test_a_measurement_that_goes_on_elsewhere_is_void(spec: Spec, workers: Workers) -> None:
+    """Its report would say of all processes what is true of the first."""
+    keep = Memory()
+    assert isinstance(run(spec, keep=keep), Measured)
+    for name in [name for name in keep.pieces if name.startswith("score/2/")]:
+        del keep.pieces[name]
+    workers.gpu = "NVIDIA H200"
+    found = run(spec, keep=keep)
+    assert isinstance(found, Unmeasured)
+    assert found.reason == "it began on another machine (NVIDIA H100, 1) than this (NVIDIA H200, 1)"
 
 
 def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:

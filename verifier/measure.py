@@ -353,8 +353,17 @@ class _Session:
         race = Race(arms, self.options.rounds, self.options.cold, controlled, self._rival(case), known)
         name = f"score/{process}/{case.name}" + (f"/controlled.{attempt}" if controlled else "")
         found = self._piece(name, self._ask(score, (self._job(case), race)), process)
+        self._expect_same_device(found["conditions"])
         self.scores.setdefault(case.name, []).append(found)
         return found
+
+    def _expect_same_device(self, conditions: Mapping[str, Any]) -> None:
+        """Void where one that was cut off goes on elsewhere: a report speaks of one machine."""
+        first = next(found["conditions"] for found in self.found.values() if "conditions" in found)
+        known = [key for key in DEVICE if key in first and key in conditions]
+        if any(first[key] != conditions[key] for key in known):
+            began, here = ([str(each[key]) for key in known] for each in (first, conditions))
+            raise Void(f"it began on another machine ({', '.join(began)}) than this ({', '.join(here)})")
 
     def _timing(self, case: Case) -> Timing:
         scores, tuned = self.scores[case.name], self._tuned(case)
