@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from authoring import TOY_KERNEL, program_of, write_toy
 
+from primitives.lower import lower
 from primitives.roofline import roofline
 from primitives.schedule import Schedule
 from verifier import measure as measuring
@@ -315,6 +316,7 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     assert all(job.schedules == ({0: tuned},) for job in jobs)
     assert {job.case: job.known for job in jobs} == {"large": {0: [Schedule(swizzle=16)]}} | raced
     assert [t.kept_schedules for t in found.timings] == [{"0": SCHEDULE}] * 2
+    assert found.rival == lower(kept.program).hash
     assert sorted(workers.tasks("tune")) == [(0, case) for case in ("large", "large", "wide", "wide")]
     assert [job.afresh for job in workers.jobs if not job.schedules] == [True] * 4  # none as of another day
     workers.gain = 1.0
@@ -368,7 +370,7 @@ def test_a_measurement_that_goes_on_elsewhere_is_void(spec: Spec, workers: Worke
     workers.gpu = "NVIDIA H200"
     found = run(spec, keep=keep)
     assert isinstance(found, Unmeasured)
-    assert found.reason == "it began on another machine (NVIDIA H100, 1) than this (NVIDIA H200, 1)"
+    assert found.reason == "it began on another machine (NVIDIA H100, 1) than this (NVIDIA H200, 1): begin it anew"
 
 
 def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:

@@ -38,7 +38,7 @@ from primitives.lower import editable, lower
 from primitives.refusal import CompileError
 from primitives.schedule import Schedule
 from verifier.decision import KEPT, NO_FASTER, central, compared
-from verifier.evidence import problems
+from verifier.evidence import UNTOLD, problems
 from verifier.gates import identity
 from verifier.measure import Kept, Options
 from verifier.report import Accepted, Checked, Measured, Rejected
@@ -95,11 +95,13 @@ def faster(spec: Spec, program: Program, raw: str) -> Measured:
                 "samples": t.samples | {KEPT: SAMPLES},
                 "milliseconds": t.milliseconds | {KEPT: round(central(SAMPLES), 5)},
                 "ratios": t.ratios | {KEPT: compared(SAMPLES, t.samples["candidate"])},
+                "kept_schedules": t.schedules,
             }
         )
         for t in found.timings
     )
-    return found.model_copy(update={"identity": identity(spec, program, raw), "timings": rows})
+    update = {"identity": identity(spec, program, raw), "timings": rows, "rival": lower(program).hash}
+    return found.model_copy(update=update)
 
 
 def no_faster() -> Rejected:
@@ -319,6 +321,23 @@ def test_evidence_for_another_edit_is_none(spec: Path, name: str, old: str, new:
     path.write_text(text.replace(old, new).replace("2.21,", "1.9,").replace("2.19,", "1.9,"))
     found = problems("toy", accept.KERNELS, accept.KERNELS, raw=True)
     assert any(words in problem for problem in found), found
+
+
+def test_evidence_says_what_an_edit_has_beaten(spec: Path) -> None:
+    run = runs.reopen(optimized(spec))
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+        assert outcome is not None
+        accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
+    (accept.KERNELS / "toy.yaml").write_text(spec.read_text())
+    path = accept.KERNELS / "toy.raw.report.json"
+    report = json.loads(path.read_text())
+    assert report["rival"] == lower(program(spec)).hash
+    first, *others = report["timings"]
+    for less in ({"rival": ""}, {"timings": [first | {"kept_schedules": {}}, *others]}):
+        path.write_text(json.dumps(report | less))
+        (problem,) = problems("toy", accept.KERNELS, accept.KERNELS, raw=True)
+        assert UNTOLD in problem
 
 
 def test_the_command(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ class _Session:
         return Measured(
             protocol=PROTOCOL,
             identity=identity(self.spec, self.program, self.raw),
+            rival=self._beaten(),
             gates=tuple(gates.passed),
             timings=timings,
             conditions=_conditions(conditions),
@@ -246,10 +247,12 @@ class _Session:
             self.found[name] = kept
         return self.found[name]
 
+    def _beaten(self) -> str:
+        return identity(self.spec, self.kept.program, self.kept.raw).lowered_hash if self.kept else ""
+
     def _asked(self) -> str:
         """What a score is of: other arms or rounds, or another protocol's, are another one."""
-        rival = identity(self.spec, self.kept.program, self.kept.raw).lowered_hash if self.kept else ""
-        what = json.dumps([PROTOCOL, self._arms(), self.options.rounds, self.options.cold, rival])
+        what = json.dumps([PROTOCOL, self._arms(), self.options.rounds, self.options.cold, self._beaten()])
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
@@ -362,8 +365,8 @@ class _Session:
         first = next(found["conditions"] for found in self.found.values() if "conditions" in found)
         known = [key for key in DEVICE if key in first and key in conditions]
         if any(first[key] != conditions[key] for key in known):
-            began, here = ([str(each[key]) for key in known] for each in (first, conditions))
-            raise Void(f"it began on another machine ({', '.join(began)}) than this ({', '.join(here)})")
+            began, here = (", ".join(str(each[key]) for key in known) for each in (first, conditions))
+            raise Void(f"it began on another machine ({began}) than this ({here}): begin it anew")
 
     def _timing(self, case: Case) -> Timing:
         scores, tuned = self.scores[case.name], self._tuned(case)

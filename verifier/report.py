@@ -143,10 +143,12 @@ class Checked(_Record):
 
 class _Measurement(_Record):
     """What gates on a GPU found: of what, on what, with which inputs, when. ``protocol``: how (``PROTOCOL``);
-    0 in reports from before they said so."""
+    0 in reports from before they said so. ``rival``: the hash of the lowered text of the kernel before, where
+    one was to be beaten."""
 
     protocol: int = 0
     identity: Identity
+    rival: str = ""
     gates: tuple[Gate, ...]
     timings: tuple[Timing, ...]
     conditions: dict[str, Any]
