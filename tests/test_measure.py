@@ -370,7 +370,8 @@ def test_a_measurement_that_goes_on_elsewhere_is_void(spec: Spec, workers: Worke
     workers.gpu = "NVIDIA H200"
     found = run(spec, keep=keep)
     assert isinstance(found, Unmeasured)
-    assert found.reason == "it began on another machine (NVIDIA H100, 1) than this (NVIDIA H200, 1): begin it anew"
+    elsewhere = "it began on another machine (NVIDIA H100, 1) than this (NVIDIA H200, 1): begin it anew"
+    assert found.reason == elsewhere
 
 
 def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:

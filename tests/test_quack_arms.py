@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -310,31 +311,46 @@ def test_each_stage_of_a_chain_is_tuned_and_kept(
 def test_what_any_process_compiled_is_not_compiled_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nor what was refused; that a cache which was emptied has them is believed no longer."""
-    asked: list[Any] = []
-
-    def run_all(task: object, tasks: list[Any]) -> list[bool]:
-        asked.extend(chosen for *_, chosen in tasks)
-        return [False] * len(tasks)
-
-    monkeypatch.setattr("primitives.workers.run_all", run_all)
+    """Nor what was refused, which nobody races. What a worker died of is, and another epilogue's; and all,
+    once the cache was emptied."""
+    spec, asked = spec_of("gemm_relu2"), list[Any]()
+    narrow, wide, deadly = config(128, 128, True), config(128, 256, False), config(256, 128, False)
     monkeypatch.setattr(quack_baseline, "objects", lambda: tmp_path / "objects")
-    spec = spec_of("gemm_relu2")
-    narrow, wide = config(128, 128, True), config(128, 256, False)
+    monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: draw(*given))
 
-    def compiled(sizes: Any, *configs: Any, arm: str = OWN_TUNER) -> list[Any]:
+    def prepare(stage: Any, chosen: Any) -> None:
+        asked.append(chosen)
+        if chosen == wide:
+            raise ValueError("too wide")
+        assert chosen != deadly
+
+    def run_all(task: Any, tasks: list[Any]) -> None:
+        for each in tasks:
+            with suppress(AssertionError):
+                task(each)
+
+    monkeypatch.setattr(QuackEpilogue, "prepare", prepare)
+    monkeypatch.setattr("primitives.workers.run_all", run_all)
+    monkeypatch.setattr(quack_baseline, "refusals", lambda: (ValueError,))
+
+    def compiled(factor: int, *configs: Any, arm: str = OWN_TUNER, digest: str = "") -> tuple[Any, Any]:
         asked.clear()
-        quack_baseline._compile_all(spec, sizes, arm, 0, list(configs))
-        return list(asked)
+        sizes = {dim: factor * size for dim, size in small(spec).items()}
+        (stage,) = quack_baseline._stages(spec, draw(spec, sizes, 0), sizes, arm)
+        if digest:
+            stage = replace(stage, mod=SimpleNamespace(semantic_digest=digest))
+        return quack_baseline._compiled(spec, sizes, arm, 0, stage, list(configs)), list(asked)
 
-    sizes = small(spec)
-    assert compiled(sizes, narrow, replace(narrow, max_swizzle_size=4)) == [narrow]
-    assert compiled({dim: 2 * size for dim, size in sizes.items()}, narrow, wide) == [wide]
-    assert compiled(sizes, wide, arm=OUR_SEARCH) == []
-    assert compiled(sizes, wide, arm=MATMUL) == [wide]
+    other = replace(narrow, max_swizzle_size=4)
+    assert compiled(1, narrow, other) == ([narrow, other], [narrow])
+    assert compiled(2, narrow, wide, other) == ([narrow, other], [wide])
+    assert compiled(1, wide, arm=OUR_SEARCH) == ([], [])
+    assert compiled(1, deadly) == compiled(1, deadly) == ([deadly], [deadly])
+    assert compiled(1, narrow, arm=MATMUL) == ([narrow], [narrow])
+    assert compiled(1, narrow, digest="another") == ([narrow], [narrow])
     for note in (tmp_path / "objects").iterdir():
         note.unlink()
-    assert compiled(sizes, narrow) == [narrow]
+    assert compiled(1, narrow) == ([narrow], [narrow])
 
 
 @pytest.fixture
@@ -383,7 +399,7 @@ def test_what_is_raced_first_is_compiled_ahead(
 ) -> None:
     """The first race of a search, or what was raced last before."""
     asked: list[list[Any]] = []
-    monkeypatch.setattr(quack_baseline, "_compile_all", lambda *given: asked.append(given[-1]))
+    monkeypatch.setattr(quack_baseline, "_compiled", lambda *given: asked.append(given[-1]))
     monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: draw(*given))
     finalists = relu(OWN_TUNER).finalists
     spec = spec_of("gemm_relu2")

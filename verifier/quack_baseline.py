@@ -258,9 +258,8 @@ def _race(
     rounds: int,
 ) -> list[tuple[GemmConfig, float]]:
     """Fastest first; those that the library or the compiler refuses are left out."""
-    _compile_all(spec, sizes, arm, index, configs)
     prepared = []
-    for each in configs:
+    for each in _compiled(spec, sizes, arm, index, stage, configs):
         with contextlib.suppress(*refusals()):
             prepared.append((each, stage.prepare(each)))
     return race_calls(prepared, rounds)
@@ -280,23 +279,33 @@ def compile_ahead(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTu
     for index, stage in enumerate(_stages(spec, draw(spec, small, 0, device="cuda"), small, arm)):
         start = space(stage)
         first = _admitted(again[index], start, refine) if index < len(again) else start
-        _compile_all(spec, sizes, arm, index, first)
+        _compiled(spec, sizes, arm, index, stage, first)
 
 
-def _compile_all(spec: Spec, sizes: Mapping[str, int], arm: str, index: int, configs: Configs) -> None:
-    """Fill QuACK's object cache: sizes but the static ones are symbolic in it, so small tensors of the
-    same kind do. Rasterisation is an argument of the launch. A note in that cache has what any process
-    compiled, or saw refused: no worker need be started for that, which takes longer than loading it."""
+def _compiled(
+    spec: Spec, sizes: Mapping[str, int], arm: str, index: int, stage: QuackEpilogue, configs: Configs
+) -> Configs:
+    """Fill QuACK's object cache, and those of the configs that are not refused: sizes but the static ones are
+    symbolic in it, so small tensors of the same kind do. Rasterisation is an argument of the launch. A note
+    in that cache has what any process found of a config: no worker need be started for it, which takes longer
+    than loading it. Of whom a worker died there is none."""
     small = _small(spec, sizes)
-    wanted = dict.fromkeys(replace(c, max_swizzle_size=SWIZZLE) for c in configs)
-    notes = {c: _note([spec.hash, small, arm == MATMUL, index, asdict(c)]) for c in wanted}
+    wanted = dict.fromkeys(map(_launched_alike, configs))
+    notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
     new = [c for c, note in notes.items() if not note.exists()]
     workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
-    for c in new:
-        write_atomic(notes[c], "")
+    refused = {c for c, note in notes.items() if read_json(note) is False}
+    return [c for c in configs if _launched_alike(c) not in refused]
 
 
-def _note(key: list[Any]) -> Path:
+def _launched_alike(config: GemmConfig) -> GemmConfig:
+    """What one object serves has one of these."""
+    return replace(config, max_swizzle_size=SWIZZLE)
+
+
+def _note(spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, config: GemmConfig) -> Path:
+    """Where it is kept whether the compiler took a config."""
+    key = [spec.hash, small, arm == MATMUL, index, stage.mod.semantic_digest, asdict(config)]
     return objects() / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.tried"
 
 
@@ -309,9 +318,10 @@ def _compile_one(task: Task) -> bool:
     from verifier.inputs import draw
 
     spec, small, arm, index, chosen = task
-    sizes = dict(small)
-    stages = _stages(spec, draw(spec, sizes, 0, device="cuda"), sizes, arm)
+    sizes, fine = dict(small), False
+    stage = _stages(spec, draw(spec, sizes, 0, device="cuda"), sizes, arm)[index]
     with contextlib.suppress(*refusals()):  # one not to race
-        stages[index].prepare(chosen)
-        return True
-    return False
+        stage.prepare(chosen)
+        fine = True
+    write_atomic(_note(spec, small, arm, index, stage, chosen), json.dumps(fine))
+    return fine
