@@ -228,7 +228,9 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
             # The next entry's first worker does its imports meanwhile.
             here, waiting = waiting, prover() if place < len(checked) else None
             keep, said = _pieces(out, entry, options), progress(entry.run)
-            result = _result(path, entry, spec, program, options, keep, said, here)
+            found = _whole(keep, partial(_measured, path, entry, spec, program, options, keep, said, here))
+            made = identity(spec, program, entry.raw)
+            result = Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = Results(results=(*done.results, result))
             _write(out, done)
             if here:  # an entry that was whole took none
@@ -240,25 +242,16 @@ def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str]
     return done
 
 
-def _result(
-    path: Path,
-    entry: Entry,
-    spec: Spec,
-    program: Program,
-    options: Options,
-    keep: FilePieces,
-    progress: Progress,
-    prover: Worker | None,
-) -> Result:
+def _whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
     """One that was whole before a cut stays as it was written then, word for word: it may be imported."""
-    found = keep.load(WHOLE)
-    if found is None:
-        measured = _measured(path, entry, spec, program, options, keep, progress, prover)
-        found = measured.model_dump(mode="json")
-        if not isinstance(measured, Unmeasured):
-            keep.save(WHOLE, found)
-    made = identity(spec, program, entry.raw)
-    return Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
+    kept = keep.load(WHOLE)
+    if kept is not None:
+        return kept
+    measurement = measured()
+    found = measurement.model_dump(mode="json")
+    if not isinstance(measurement, Unmeasured):
+        keep.save(WHOLE, found)
+    return found
 
 
 def _measured(
