@@ -40,7 +40,8 @@ from verifier.spec_file import SpecError, load
 
 if TYPE_CHECKING:
     from verifier.gpu import Worker
-    from verifier.measure import Kept, Known, Options
+    from verifier.kept import Kept, Known
+    from verifier.measure import Options
 
 FORMAT = 1
 WHOLE = "whole"  # the piece that a finished entry leaves
@@ -181,7 +182,7 @@ def _objects(spec: Spec, text: str, raw: str, kept: Kept | None) -> dict[str, st
 
 
 def _kept(run: runs.Run, events: Mapping[str, Any]) -> Kept | None:
-    from verifier.measure import Kept
+    from verifier.kept import Kept
 
     number = stands_at(events)
     found = measurement(events, number) if number else None
@@ -294,7 +295,7 @@ def _unpack(path: Path, entry: Entry, program: Program) -> None:
 
 
 def _schedules(path: Path, entry: Entry) -> dict[str, Known]:
-    from verifier.measure import raced
+    from verifier.kept import raced
 
     try:
         return raced(entry.known)
@@ -318,7 +319,7 @@ def _quack(path: Path, entry: Entry) -> dict[str, QuackTuned]:
 
 
 def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
-    from verifier.measure import Kept
+    from verifier.kept import Kept
 
     if entry.kept is None:
         return None

@@ -40,7 +40,7 @@ from verifier.report import (
 from verifier.spec import Spec
 
 if TYPE_CHECKING:
-    from verifier.measure import Kept
+    from verifier.kept import Kept
 
 OTHER_VERSION = "the run's journal was written by another version of coda-agent; start a new run"
 PIECE = "piece"  # the kind of event that holds a part of a measurement
@@ -342,7 +342,7 @@ def used(turns: Iterable[Turn]) -> Usage:
 
 def as_kept(outcome: Outcome) -> Kept:
     """An accepted kernel, as it was tuned, for a change to beat."""
-    from verifier.measure import Kept
+    from verifier.kept import Kept
 
     assert isinstance(outcome.report, Accepted) and outcome.program is not None
     return Kept.of(outcome.program, outcome.report.timings, outcome.raw)

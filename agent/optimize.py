@@ -25,7 +25,7 @@ from verifier.spec import Spec
 if TYPE_CHECKING:
     from agent.runs import Run
     from agent.work import Measure
-    from verifier.measure import Kept
+    from verifier.kept import Kept
 
 PACK = Path(__file__).parent / "pack" / "cutedsl.md"
 TIPS_CHARACTERS = 10_000
@@ -140,7 +140,7 @@ class Editing:
         return "\n\n".join(part.strip() for part in parts if part)
 
     def rival(self) -> Kept:
-        from verifier.measure import Kept
+        from verifier.kept import Kept
 
         return Kept.of(self.base.program, self.base.report.timings, self.base.raw)
 

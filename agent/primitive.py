@@ -33,7 +33,8 @@ from verifier.spec_file import SpecError
 if TYPE_CHECKING:
     from agent.loop import Outcome
     from agent.work import Measure
-    from verifier.measure import Keep, Kept
+    from verifier.kept import Kept
+    from verifier.measure import Keep
 
 ROOT = Path(__file__).parent.parent
 PROPOSED = Path("specs") / "primitives"

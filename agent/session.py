@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from agent.runs import Run
     from agent.work import Measure, Work
     from primitives.ir import Program
-    from verifier.measure import Keep, Kept, Options
+    from verifier.kept import Kept
+    from verifier.measure import Keep, Options
     from verifier.report import Measurement
     from verifier.spec import Spec
 

@@ -16,7 +16,8 @@ from verifier.spec import Spec
 
 if TYPE_CHECKING:
     from agent.tips import Tip
-    from verifier.measure import Keep, Kept
+    from verifier.kept import Kept
+    from verifier.measure import Keep
 
 
 class Measure(Protocol):

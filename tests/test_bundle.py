@@ -37,7 +37,8 @@ from agent.journal import JournalError
 from agent.loop import Loop, standing
 from primitives.ir import Program
 from primitives.schedule import Schedule
-from verifier.measure import DEFAULT_ARMS, Keep, Kept, Known, Options
+from verifier.kept import Kept, Known
+from verifier.measure import DEFAULT_ARMS, Keep, Options
 from verifier.quack_baseline import MATMUL, OWN_TUNER
 from verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
 from verifier.spec import Spec

@@ -33,7 +33,8 @@ from agent.budget import Limits
 from agent.journal import read_export
 from agent.options import Further, flags
 from verifier.gates import Progress
-from verifier.measure import Keep, Kept, Options
+from verifier.kept import Kept
+from verifier.measure import Keep, Options
 from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
 from verifier.report import REPORT, Checked, QuackTuned
 

@@ -19,7 +19,8 @@ from primitives.schedule import Schedule
 from verifier.decision import BASELINE, KEPT, compared, decide
 from verifier.evidence import problems
 from verifier.gates import Failed
-from verifier.measure import Kept, Options
+from verifier.kept import Kept
+from verifier.measure import Options
 from verifier.report import Accepted, Checked, Measured, Rejected
 from verifier.spec import Spec
 from verifier.spec_file import load

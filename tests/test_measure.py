@@ -20,7 +20,8 @@ from primitives.schedule import Schedule
 from verifier import measure as measuring
 from verifier.gates import Failed, Gates, silent
 from verifier.gpu import Lost
-from verifier.measure import Kept, Options, _Session, measure
+from verifier.kept import Kept
+from verifier.measure import Options, _Session, measure
 from verifier.proof import Job, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL
 from verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured

@@ -40,7 +40,8 @@ from primitives.schedule import Schedule
 from verifier.decision import KEPT, NO_FASTER, central, compared
 from verifier.evidence import UNTOLD, problems
 from verifier.gates import identity
-from verifier.measure import Kept, Options
+from verifier.kept import Kept
+from verifier.measure import Options
 from verifier.report import Accepted, Checked, Measured, Rejected
 from verifier.spec import Spec
 from verifier.spec_file import load
@@ -125,6 +126,16 @@ def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improv
     work = session.work_of(run)
     provider, attempts = Scripted(answers), len(answers)
     return Loop(run.journal, run.spec, work, provider, Notes(), attempts, gpu, improve=improve).run()
+
+
+def keep(run_name: str, spec: Path) -> None:
+    """Accept an edit, as one who has looked; its spec lies beside it then."""
+    run = runs.reopen(run_name)
+    with run.journal:
+        outcome = standing(run.journal, run.spec)
+        assert outcome is not None
+        accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
+    (accept.KERNELS / "toy.yaml").write_text(spec.read_text())
 
 
 def optimized(spec: Path) -> str:
@@ -309,12 +320,7 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     ],
 )
 def test_evidence_for_another_edit_is_none(spec: Path, name: str, old: str, new: str, words: str) -> None:
-    run = runs.reopen(optimized(spec))
-    with run.journal:
-        outcome = standing(run.journal, run.spec)
-        assert outcome is not None
-        accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
-    (accept.KERNELS / "toy.yaml").write_text(spec.read_text())
+    keep(optimized(spec), spec)
     path = accept.KERNELS / name
     text = path.read_text()
     assert old in text
@@ -324,12 +330,7 @@ def test_evidence_for_another_edit_is_none(spec: Path, name: str, old: str, new:
 
 
 def test_evidence_says_what_an_edit_has_beaten(spec: Path) -> None:
-    run = runs.reopen(optimized(spec))
-    with run.journal:
-        outcome = standing(run.journal, run.spec)
-        assert outcome is not None
-        accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
-    (accept.KERNELS / "toy.yaml").write_text(spec.read_text())
+    keep(optimized(spec), spec)
     path = accept.KERNELS / "toy.raw.report.json"
     report = json.loads(path.read_text())
     assert report["rival"] == lower(program(spec)).hash

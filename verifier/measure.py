@@ -12,7 +12,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -27,14 +27,13 @@ from verifier.baselines import CUBLAS
 from verifier.decision import BASELINE, CANDIDATE, KEPT, PROCESSES, Void, central, compared, decide
 from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Lost, Task, Worker
+from verifier.kept import Kept, Known
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
 from verifier.report import PROTOCOL, Finalists, Measured, Measurement, QuackTuned, Timing, Unmeasured
 from verifier.scoring import Race, score
 from verifier.spec import Spec
 from verifier.spec_parts import Case
-
-Known = Mapping[int, Sequence[Schedule]]
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
 ROUNDS = 40  # a process, at most
@@ -61,52 +60,6 @@ class Options:
     processes: int = PROCESSES
     cold: bool = True
     sanitize: bool = False
-
-
-@dataclass(frozen=True)
-class Kept:
-    """An accepted kernel that a change has to beat: schedules by case and step as it was tuned, and those of
-    tuning's last race. ``raw``: its text, where an author has edited it."""
-
-    program: Program
-    schedules: Mapping[str, Mapping[int, Schedule]]
-    finalists: Mapping[str, Known]
-    raw: str = ""
-
-    @classmethod
-    def of(cls, program: Program, timings: Iterable[Timing], raw: str = "") -> Kept:
-        """As a report has it. Raises ProgramError."""
-        timed = list(timings)
-        tuned = {t.case: t.schedules for t in timed}
-        return cls.parsed(program, tuned, {t.case: t.finalists for t in timed}, raw)
-
-    @classmethod
-    def parsed(
-        cls,
-        program: Program,
-        schedules: Mapping[str, Mapping[str, Any]],
-        finalists: Mapping[str, Mapping[str, Sequence[Any]]],
-        raw: str = "",
-    ) -> Kept:
-        """Of schedules in JSON's terms. Raises ProgramError."""
-        tuned = {
-            case: {int(step): Schedule.from_json(s) for step, s in steps.items()}
-            for case, steps in schedules.items()
-        }
-        return cls(program, tuned, raced(finalists), raw)
-
-    def job(self, spec: Spec, case: Case) -> Job:
-        """To be tuned again, over what was good before: that may have been on another GPU."""
-        known = self.finalists.get(case.name) or {k: [s] for k, s in self.schedules[case.name].items()}
-        return Job(spec, self.program, case.name, case.sizes, known=known, afresh=True, raw=self.raw)
-
-
-def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
-    """By case and step, schedules in JSON's terms. Raises ProgramError."""
-    return {
-        case: {int(step): [Schedule.from_json(s) for s in every] for step, every in steps.items()}
-        for case, steps in finalists.items()
-    }
 
 
 class Keep(Protocol):

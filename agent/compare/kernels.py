@@ -12,7 +12,7 @@ from primitives.lower import lower
 from primitives.roofline import H100, Machine, roofline
 from verifier.columns import EDITED, PROGRAM
 from verifier.contest import Contender
-from verifier.measure import Kept
+from verifier.kept import Kept
 from verifier.spec import Spec
 
 
