@@ -222,8 +222,10 @@ def cache_path(program: Program, sizes: Mapping[str, int], raw: str = "") -> Pat
     return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
+_Task = tuple[str, str, int, Schedule, str]  # program, static sizes, step, schedule, edited text
+
 # What this process has seen compile, by program: sizes are symbolic, so one object serves all cases.
-_compiled: dict[tuple[str, str, int, Schedule, str], bool] = {}
+_compiled: dict[_Task, bool] = {}
 
 
 def compile_all(
@@ -231,18 +233,38 @@ def compile_all(
 ) -> list[bool]:
     """Fill the object cache with these (step, schedule) in parallel; whether each compiled. Worker processes
     are for what is not there yet."""
-    text, lowered = program._replace(schedule={}).to_json(), lower(program, raw)
-    kernels = {g.step: g for g in lowered.gemms}
+    wanted = _tasks(program, sizes, schedules, raw)
+    new = _lacking(program, sizes, wanted, raw)
+    _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
+    return [_compiled[w] for w in wanted]
+
+
+def to_compile(
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
+) -> list[workers.Job]:
+    """What ``compile_all`` would have worker processes do."""
+    lacking = _lacking(program, sizes, _tasks(program, sizes, schedules, raw), raw)
+    return [(_compile_one, w) for w in lacking]
+
+
+def _tasks(
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str
+) -> list[_Task]:
+    text = program._replace(schedule={}).to_json()
     static = json.dumps({dim: sizes[dim] for dim in program.signature.static})
     # Rasterisation is a launch argument: one object serves every group size.
-    wanted = [(text, static, step, s._replace(swizzle=8), raw) for step, s in schedules]
+    return [(text, static, step, s._replace(swizzle=8), raw) for step, s in schedules]
+
+
+def _lacking(program: Program, sizes: Mapping[str, int], wanted: list[_Task], raw: str) -> list[_Task]:
+    """Those that neither this process nor the cache knows of."""
+    lowered = lower(program, raw)
+    kernels = {g.step: g for g in lowered.gemms}
     asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
     for w in asked:
         if (verdict := compiled(lowered, kernels[w[2]], w[3], sizes)) is not None:
             _compiled[w] = verdict
-    new = [w for w in asked if w not in _compiled]
-    _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
-    return [_compiled[w] for w in wanted]
+    return [w for w in asked if w not in _compiled]
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -252,7 +274,7 @@ def refusals() -> tuple[type[Exception], ...]:
     return DSLBaseError, RuntimeError, ValueError, AssertionError, CompileError
 
 
-def _compile_one(task: tuple[str, str, int, Schedule, str]) -> bool:
+def _compile_one(task: _Task) -> bool:
     """In a worker process: a configuration that the compiler refuses, or cannot keep in registers, is one not
     to race."""
     text, static, step, schedule, raw = task

@@ -23,6 +23,7 @@ from typing import Any
 from primitives import children
 
 Task = Callable[[Any], bool]
+Job = tuple[Task, Any]  # with its argument
 SECONDS = 300.0  # for one task: a configuration compiles in 2 s, a worker's imports take 6
 
 

@@ -14,6 +14,7 @@ import torch
 from agent import accept
 from primitives.ir import Program
 from primitives.schedule import Schedule
+from primitives.workers import Job
 from verifier import contest as contests
 from verifier import scoring, timing
 from verifier.contest import Contender, Entrant, Stage
@@ -262,38 +263,41 @@ def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_h
     assert heard[-1] == "breaks"
 
 
+def tried(number: int) -> bool:
+    return number > 1
+
+
 def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused stops nothing: its arm will tell."""
-    together, came, said = threading.Barrier(3, timeout=20), list[int](), list[str]()
+    """What two rows want once; an arm that cannot say what it wants stops nothing: it will tell."""
+    said, asked = list[str](), list[list[bool]]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
+    monkeypatch.setattr(
+        "primitives.workers.run_all", lambda task, jobs: asked.append([task(job) for job in jobs])
+    )
 
-    def wait() -> None:
-        came.append(together.wait())
-
-    def wait_and_fail() -> None:
-        wait()
+    def refused() -> list[Job]:
         raise ValueError("refused")
 
     class Asked:
-        def compiles(self) -> Iterator[Callable[[], None]]:
-            yield wait_and_fail
-            yield wait
+        def compiles(self) -> Iterator[Callable[[], list[Job]]]:
+            yield refused
+            yield lambda: [(tried, 1), (tried, 2)]
 
     class Other:
-        def compiles(self) -> Iterator[Callable[[], None]]:
-            yield wait
+        def compiles(self) -> Iterator[Callable[[], list[Job]]]:
+            yield lambda: [(tried, 2), (tried, 3)]
 
-    assert contests.compiled([Asked(), Other()]) == {} and sorted(came) == [0, 1, 2]
+    assert contests.compiled([Asked(), Other()]) == {} and asked == [[False, True, True]]
     assert said == ["compiling what 2 row(s) run", "not compiled ahead: ValueError: refused"]
 
 
 def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("primitives.tune.compile_all", lambda *given: asked.append(given))
+    monkeypatch.setattr("primitives.tune.to_compile", lambda *given: asked.append(given))
     text = (accept.KERNELS / "gemm_qk_norm_rope.program.json").read_text()
     program, sizes = Program.from_json(text), {"M": 128, "K": 256, "H": 2, "P": 64}
     one, other, never = Schedule(128, 128), Schedule(128, 256, False), Schedule(128, 160)
-    Contender(program, "text", {0: one}, {0: [other]}).compile(sizes)
-    Contender(program, known={0: [one, never, other]}).compile(sizes)
+    Contender(program, "text", {0: one}, {0: [other]}).to_compile(sizes)
+    Contender(program, known={0: [one, never, other]}).to_compile(sizes)
     wanted = [(program, sizes, [(0, one)], "text"), (program, sizes, [(0, one), (0, other)], "")]
     assert asked == wanted

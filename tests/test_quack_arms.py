@@ -7,6 +7,7 @@ PyTorch, its tiles 64 wide. What the DSL makes of it, tests/gpu/test_quack.py ch
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -20,10 +21,22 @@ import torch
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
+from agent.compare import rows
 from primitives.files import cache_dir
 from primitives.tune import FINALISTS
-from verifier import numerics, quack_baseline, quack_library, quack_norms, reference, scoring, sitting
+from primitives.workers import Job
+from verifier import (
+    contest,
+    numerics,
+    quack_baseline,
+    quack_library,
+    quack_norms,
+    reference,
+    scoring,
+    sitting,
+)
 from verifier.baselines import products
+from verifier.columns import PROGRAM
 from verifier.inputs import draw
 from verifier.quack_baseline import (
     ARMS,
@@ -395,18 +408,39 @@ def test_what_is_known_of_one_tile_races_with_the_best_of_others(
 
 
 def test_what_is_raced_first_is_compiled_ahead(
-    relu: Callable[..., Tuned], raced: Races, monkeypatch: pytest.MonkeyPatch
+    relu: Callable[..., Tuned], raced: Races, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first race of a search, or what was raced last before."""
-    asked: list[list[Any]] = []
-    monkeypatch.setattr(quack_baseline, "_compiled", lambda *given: asked.append(given[-1]))
     monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: draw(*given))
+    monkeypatch.setattr(quack_baseline, "objects", lambda: tmp_path / "objects")
     finalists = relu(OWN_TUNER).finalists
     spec = spec_of("gemm_relu2")
-    quack_baseline.compile_ahead(OWN_TUNER, spec, small(spec))
-    quack_baseline.compile_ahead(OWN_TUNER, spec, small(spec), known_of(OWN_TUNER, finalists))
-    first, again = asked
-    assert first == raced[0][1] and [asdict(c) for c in again] == finalists[0]
+    for known, expected in (
+        (None, raced[0][1]),
+        (known_of(OWN_TUNER, finalists), [GemmConfig(**each) for each in finalists[0]]),
+    ):
+        jobs = quack_baseline.to_compile(OWN_TUNER, spec, small(spec), known)
+        assert {task for task, _ in jobs} == {quack_baseline._compile_one}
+        assert {chosen for _, (*_, chosen) in jobs} == {replace(c, max_swizzle_size=8) for c in expected}
+
+
+def test_every_row_of_a_comparison_says_what_it_will_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said, asked = list[str](), list[Job]()
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: draw(*given))
+    monkeypatch.setattr(quack_baseline, "_here", lambda: ["a GPU", "1"])
+    monkeypatch.setattr(quack_baseline, "objects", lambda: tmp_path / "objects")
+    monkeypatch.setattr("primitives.tune.compiled", lambda *given: None)
+    monkeypatch.setattr(contest, "report", lambda gate, words: said.append(words))
+    monkeypatch.setattr("primitives.workers.run_all", lambda task, jobs: asked.extend(jobs))
+    chosen = rows.chosen((), ("1B",), everything=False, quick=False)
+    seats = [row.task((PROGRAM, *LIBRARY_ARMS), 12)[1] for row in chosen]
+    contest.compiled(seats)
+    assert said == [f"compiling what {len(chosen)} row(s) run"]
+    per_task = Counter(task.__module__ for task, _ in asked)
+    assert per_task["primitives.tune"] >= 10 and per_task["verifier.quack_baseline"] > 300
 
 
 @pytest.mark.parametrize("arm", LIBRARY_ARMS)

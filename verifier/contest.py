@@ -7,16 +7,17 @@ refuses or fails at is that arm's answer, and stops no other.
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from primitives import workers
 from primitives.ir import Program
 from primitives.schedule import Schedule
 from verifier import timing
@@ -51,24 +52,24 @@ class Contender:
 
         return Kernel(self.program, self.schedules, self.known, self.raw)
 
-    def compile(self, sizes: Mapping[str, int]) -> None:
-        """On all schedules that it may run on there, in parallel."""
+    def to_compile(self, sizes: Mapping[str, int]) -> list[workers.Job]:
+        """On all schedules that it may run on there."""
+        from primitives import tune
         from primitives.lower import lower
-        from primitives.tune import compile_all
 
         kernels = {kernel.step: kernel for kernel in lower(self.program).gemms}
         wanted = [*(self.schedules or {}).items(), *self.program.schedule.items()]
         if not self.schedules:
             wanted += [(step, s) for step, every in (self.known or {}).items() for s in every]
         fitting = [(step, s) for step, s in wanted if kernels[step].admits(s, sizes)]
-        compile_all(self.program, sizes, fitting, self.raw)
+        return tune.to_compile(self.program, sizes, fitting, self.raw)
 
 
 class Seated(Protocol):
     """Whom a sitting is asked for."""
 
-    def compiles(self) -> Iterable[Callable[[], None]]:
-        """What fills the caches with objects that it will load, each independent of the others."""
+    def compiles(self) -> Iterable[Callable[[], list[workers.Job]]]:
+        """By arm, what fills the caches with objects that it will load."""
 
 
 class Entrant(NamedTuple):
@@ -205,12 +206,21 @@ def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
     again, and is for its arm to tell."""
     words = f"compiling what {len(sittings)} row(s) run"
     report(GATE, words)
-    jobs = [job for each in sittings for job in each.compiles()]
-    with _heard(words), ThreadPoolExecutor(len(jobs) + 1) as threads:
-        for error in [job.exception() for job in [threads.submit(job) for job in jobs]]:
-            if isinstance(error, Exception):
+    jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same
+    with _heard(words):
+        for arm in (arm for each in sittings for arm in each.compiles()):
+            try:
+                jobs |= {pickle.dumps(job): job for job in arm()}
+            except Exception as error:  # a library may raise anything
                 report(GATE, f"not compiled ahead: {_words(error)}")
+        workers.run_all(_done, jobs.values())
     return {}
+
+
+def _done(job: workers.Job) -> bool:
+    """In a worker process that compiles."""
+    task, argument = job
+    return task(argument)
 
 
 def gpu(_: object) -> dict[str, Any]:

@@ -269,17 +269,31 @@ Small = tuple[tuple[str, int], ...]
 Task = tuple[Spec, Small, str, int, "GemmConfig"]
 
 
-def compile_ahead(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> None:
-    """Fill QuACK's object cache with what ``tuned`` races: its finalists of before, or its first race's.
-    Takes small inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
+def to_compile(
+    arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
+) -> list[workers.Job]:
+    """What would fill QuACK's object cache with all that ``tuned`` races first: its finalists of before, or
+    its first race's. Takes small inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
     from verifier.inputs import draw
 
-    small, again = dict(_small(spec, sizes)), _again(arm, known)
+    small, again = _small(spec, sizes), _again(arm, known)
     space, refine = SPACES[arm]
-    for index, stage in enumerate(_stages(spec, draw(spec, small, 0, device="cuda"), small, arm)):
+    jobs: list[workers.Job] = []
+    for index, stage in enumerate(_stages(spec, draw(spec, dict(small), 0, device="cuda"), dict(small), arm)):
         start = space(stage)
         first = _admitted(again[index], start, refine) if index < len(again) else start
-        _compiled(spec, sizes, arm, index, stage, first)
+        new, _ = _untried(spec, small, arm, index, stage, first)
+        jobs += [(_compile_one, (spec, small, arm, index, c)) for c in new]
+    return jobs
+
+
+def _untried(
+    spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
+) -> tuple[Configs, dict[GemmConfig, Path]]:
+    """Of the objects that configs have, those which nobody has tried to compile; and where all are noted."""
+    wanted = dict.fromkeys(map(_launched_alike, configs))
+    notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
+    return [c for c, note in notes.items() if not note.exists()], notes
 
 
 def _compiled(
@@ -290,9 +304,7 @@ def _compiled(
     in that cache has what any process found of a config: no worker need be started for it, which takes longer
     than loading it. Of whom a worker died there is none."""
     small = _small(spec, sizes)
-    wanted = dict.fromkeys(map(_launched_alike, configs))
-    notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
-    new = [c for c, note in notes.items() if not note.exists()]
+    new, notes = _untried(spec, small, arm, index, stage, configs)
     workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
     refused = {c for c, note in notes.items() if read_json(note) is False}
     return [c for c in configs if _launched_alike(c) not in refused]

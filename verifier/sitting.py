@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from primitives.workers import Job
 from verifier.columns import ANCHOR, entries
 from verifier.columns.entry import Given, Prepared
 from verifier.contest import Contender, Entrant, Stage, contest
@@ -33,14 +34,14 @@ class Seats:
     rounds: int
     quack: QuackTuned | None = None
 
-    def compiles(self) -> Iterator[Callable[[], None]]:
-        from verifier.quack_baseline import ARMS, compile_ahead
+    def compiles(self) -> Iterator[Callable[[], list[Job]]]:
+        from verifier.quack_baseline import ARMS, to_compile
 
         for arm in self.arms:
             if arm in self.kernels:
-                yield partial(self.kernels[arm].compile, self.sizes)
+                yield partial(self.kernels[arm].to_compile, self.sizes)
             elif arm in ARMS:
-                yield partial(compile_ahead, arm, self.spec, self.sizes, self.quack)
+                yield partial(to_compile, arm, self.spec, self.sizes, self.quack)
 
 
 def sit(seats: Seats) -> dict[str, Any]:

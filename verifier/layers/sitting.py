@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from primitives.workers import Job
 from verifier.columns import EAGER, PROGRAM
 from verifier.contest import Contender, Entrant, Stage, contest
 from verifier.layers import variant
@@ -34,10 +35,10 @@ class LayerSeats:
     rounds: int
     backward: bool
 
-    def compiles(self) -> Iterator[Callable[[], None]]:
+    def compiles(self) -> Iterator[Callable[[], list[Job]]]:
         if PROGRAM in self.arms:
             for call, kernel in self.kernels.items():
-                yield partial(kernel.compile, dict(call.sizes))
+                yield partial(kernel.to_compile, dict(call.sizes))
 
 
 def sit(seats: LayerSeats) -> dict[str, Any]:
