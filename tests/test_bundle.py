@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -61,7 +62,8 @@ class Gpu:
         self.kept: list[Kept | None] = []
         self.quack: list[Mapping[str, QuackTuned]] = []
         self.provers: list[Any] = []
-        self.cut_before = ""
+        self.cut_before = ""  # a case
+        self.cut_at = 0  # the how manyeth measurement, after its last case
         self.verdict: Callable[[Spec, Program], Measured | Rejected | Unmeasured] = measured
 
     def measure(
@@ -92,6 +94,8 @@ class Gpu:
                 self.cases.append(case.name)
                 keep.save(case.name, {"case": case.name})
             assert keep.load(case.name) == {"case": case.name}
+        if len(self.programs) == self.cut_at:
+            raise Cut
         return self.verdict(spec, program)
 
 
@@ -100,6 +104,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
     monkeypatch.setattr("verifier.measure.measure", made.measure)
     return made
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which of the workers that were started ahead were closed, by number."""
+    closed: list[int] = []
+    started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
+    monkeypatch.setattr("verifier.measure.prover", lambda: next(started))
+    return closed
 
 
 @pytest.fixture
@@ -367,21 +380,12 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
 
 
 def test_what_is_done_of_a_bundle_can_be_taken_home(
-    packed: tuple[str, Path], spec: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
     """While one entry is measured the next one's worker does its imports; none is left, whatever happens."""
     name, path = packed
-    ended: list[int] = []
-    started = (SimpleNamespace(close=partial(ended.append, number)) for number in range(3))
-    monkeypatch.setattr("verifier.measure.prover", lambda: next(started))
     bundle.pack([name, make_run(spec, TWICE)], path)
-
-    def verdict(spec: Spec, program: Program) -> Measured:
-        if len(gpu.programs) == 2:
-            raise Cut
-        return measured(spec, program)
-
-    gpu.verdict = verdict
+    gpu.cut_at = 2
     with pytest.raises(Cut):
         measure(path)
     assert gpu.provers[0] is None and gpu.provers[1] is not None and ended == [0]
@@ -389,23 +393,18 @@ def test_what_is_done_of_a_bundle_can_be_taken_home(
 
 
 def test_what_was_taken_home_is_what_a_resumed_bundle_says(
-    packed: tuple[str, Path], spec: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
     """The entry that was whole is not judged again, at another time; nor does its worker stay."""
     name, path = packed
-    ended: list[int] = []
-    started = (SimpleNamespace(close=partial(ended.append, number)) for number in range(4))
-    monkeypatch.setattr("verifier.measure.prover", lambda: next(started))
     thrice = TWICE.replace("2 *", "3 *")
     bundle.pack([name, make_run(spec, TWICE), make_run(spec, thrice)], path)
 
     def verdict(spec: Spec, program: Program) -> Measured:
-        if len(gpu.programs) == 3:
-            raise Cut
         when = f"2026-11-20T12:00:0{len(gpu.programs)}+00:00"
         return measured(spec, program).model_copy(update={"date": when})
 
-    gpu.verdict = verdict
+    gpu.verdict, gpu.cut_at = verdict, 3
     with pytest.raises(Cut):
         measure(path)
     taken = bundle.take(path.with_name("results.json"))
@@ -421,11 +420,9 @@ def test_a_void_entry_is_measured_again_where_a_bundle_goes_on(
     bundle.pack([name, make_run(spec, TWICE)], path)
 
     def verdict(spec: Spec, program: Program) -> Measured | Unmeasured:
-        if len(gpu.programs) == 2:
-            raise Cut
         return Unmeasured(reason="it rained") if len(gpu.programs) == 1 else measured(spec, program)
 
-    gpu.verdict = verdict
+    gpu.verdict, gpu.cut_at = verdict, 2
     with pytest.raises(Cut):
         measure(path)
     assert isinstance(bundle.take(path.with_name("results.json"))[0][1], Unmeasured)

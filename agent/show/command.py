@@ -52,15 +52,12 @@ def show(
     from agent.show import sass as listing
     from primitives.sass import disassemble
 
+    _refuse_idle(sass, counters or counters_from is not None, full, case)
     kernel = typed.accepted(kernel, "program.json")
     loaded, program, raw = _read(kernel, spec, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
     if case is not None and case not in sizes:
         raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
-    if not sass:
-        typed.refuse_unused("it is of the machine code; give --sass too", full=full)
-    if not (sass or counters or counters_from):
-        typed.refuse_unused("it chooses what --sass and --counters show; give one of these too", case=case)
     resources = _resources(kernel, program, loaded, raw)
     shown = showing.Shown(program, loaded.name, resources, sizes, cutedsl, raw)
     listings = export = found = None
@@ -80,6 +77,14 @@ def show(
     drawn = [shown.render(), *(listing.tables(listings, full=full) if listings else ())]
     drawn += [counting.as_table(found, export)] if export and found else []
     session.console(False).print(*drawn, sep="\n")
+
+
+def _refuse_idle(sass: bool, counters: bool, full: bool, case: str | None) -> None:
+    """Raises BadParameter for an option of what is not shown."""
+    if not sass:
+        typed.refuse_unused("it is of the machine code; give --sass too", full=full)
+    if not (sass or counters):
+        typed.refuse_unused("it chooses what --sass and --counters show; give one of these too", case=case)
 
 
 def _read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Program, str]:
