@@ -52,12 +52,12 @@ def show(
     from agent.show import sass as listing
     from primitives.sass import disassemble
 
-    _refuse_idle(sass, counters or counters_from is not None, full, case)
     kernel = typed.accepted(kernel, "program.json")
     loaded, program, raw = _read(kernel, spec, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
     if case is not None and case not in sizes:
         raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
+    _refuse_idle(sass, counters or counters_from is not None, full, case)
     resources = _resources(kernel, program, loaded, raw)
     shown = showing.Shown(program, loaded.name, resources, sizes, cutedsl, raw)
     listings = export = found = None
