@@ -161,15 +161,19 @@ def _entry(name: str) -> Entry:
 
 def _objects(spec: Spec, text: str, raw: str, kept: Kept | None) -> dict[str, str]:
     """An edited text compiled here on all that a measurement asks for: the compile gate's schedules, and
-    those that are raced."""
+    those that the kernel before may be tuned to, which are raced."""
     from primitives.probes import fits, probes
     from primitives.raw import packed
-    from primitives.tune import compile_all
+    from primitives.tune import compile_all, within_reach
 
     program = Program.from_json(text, spec.signature())
     lowered = lower(program, raw)
     for case in spec.cases:
-        raced = kept.finalists.get(case.name, {}) if kept else {}
+        raced = dict(kept.finalists.get(case.name, {})) if kept and case.bench else {}
+        if kept and not kept.raw:
+            raced |= {
+                g.step: within_reach(g, case.sizes, raced[g.step]) for g in lowered.gemms if g.step in raced
+            }
         wanted = [
             (g.step, schedule)
             for g in lowered.gemms

@@ -141,9 +141,12 @@ def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list
     """``search`` where good choices are known: only these race if they have tiles enough among them, since
     which is best depends on the GPU: one that meets its power limit sooner prefers wider ones (by 10%, over
     a 128x128 pingpong at 7B width), and small ones where such start."""
-    enough = len(_by_tile(known)) >= FINALISTS and any(map(_small, known)) == any(map(_small, start))
-    others = [] if enough else leaders([choice for choice, _ in race(start, ROUNDS)])
+    others = [] if _enough(known, start) else leaders([choice for choice, _ in race(start, ROUNDS)])
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
+
+
+def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
+    return len(_by_tile(known)) >= FINALISTS and any(map(_small, known)) == any(map(_small, start))
 
 
 def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
@@ -158,6 +161,22 @@ def _small(choice: Tiled) -> bool:
 
 def _by_tile(ranked: Sequence[Tile]) -> dict[tuple[int, int, bool], Tile]:
     return {(c.tile_m, c.tile_n, c.pingpong): c for c in reversed(ranked)}
+
+
+def revisited(
+    kernel: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule], *, edited: bool = False
+) -> list[Schedule]:
+    """What is raced where these schedules were good before: those that the sizes admit, and of a lowering's
+    own text the best ones in two launches, of which what was known before there were any says nothing."""
+    fit = [s for s in known if kernel.admits(s, sizes)]
+    split = [] if edited else _split(fit, _fitting(kernel, sizes))
+    return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
+
+
+def within_reach(kernel: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
+    """All that ``tuned`` may come to where these are known: for whoever compiles ahead of it."""
+    again, start = revisited(kernel, sizes, known), _fitting(kernel, sizes)
+    return again if _enough(again, start) else [*again, *start]
 
 
 def tuned(
@@ -187,9 +206,7 @@ def tuned(
     evidence: dict[str, Any] = {}
     for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes, raw)
-        again = [s for s in (known or {}).get(kernel.step, ()) if kernel.admits(s, sizes)]
-        if not raw:  # what was known before schedules could be split says nothing of it
-            again += [s._replace(swizzle=g) for s in _split(again, first[kernel.step]) for g in SPLIT_GROUPS]
+        again = revisited(kernel, sizes, (known or {}).get(kernel.step, ()), edited=bool(raw))
         refine = partial(refinements, kernel=kernel)
         ranked = ranking(first[kernel.step], refine, race, again, edited=bool(raw))
         if not ranked:

@@ -150,6 +150,14 @@ exit {status}
 """
 
 
+def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, report: str, status: int) -> None:
+    """The real tool needs a GPU; this one starts a real worker and has its way of reporting."""
+    script = directory / "compute-sanitizer"
+    script.write_text(SANITIZER.format(python=sys.executable, report=report, status=status))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
+
+
 @pytest.mark.parametrize(
     ("report", "status", "words"),
     [
@@ -162,16 +170,30 @@ exit {status}
 def test_a_sanitizer_s_summary_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str, status: int, words: str
 ) -> None:
-    """The real tool needs a GPU; this one starts a real worker and has its way of reporting."""
-    script = tmp_path / "compute-sanitizer"
-    script.write_text(SANITIZER.format(python=sys.executable, report=report, status=status))
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    stand_in(tmp_path, monkeypatch, report, status)
     if not words:
         assert errors("memcheck", tasks.double, 2) == 0
         return
     with pytest.raises(Failed, match=words) as failed:
         errors("memcheck", tasks.double, 2)
+    assert failed.value.code == "sanitizer"
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        ("printf '========= Invalid __global__ write\n========= ERROR SUMMARY: 1 error\n'",
+         "found 1 error.*Invalid __global__ write"),
+        ("echo '========= ERROR SUMMARY: 0 errors'", "found nothing, it died: .*unspecified launch failure"),
+    ],
+)  # fmt: skip
+def test_a_sanitizer_has_the_word_where_a_kernel_breaks_its_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: str, words: str
+) -> None:
+    """It ends the kernel that goes astray, so that the task fails, and reports as the process ends."""
+    stand_in(tmp_path, monkeypatch, report, 1)
+    with pytest.raises(Failed, match=words) as failed:
+        errors("memcheck", tasks.cuda_error, "CUDA error: unspecified launch failure")
     assert failed.value.code == "sanitizer"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from authoring import TOY_KERNEL, program_of, write_toy
 
-from primitives.lower import lower
+from primitives.lower import editable, lower
 from primitives.roofline import roofline
 from primitives.schedule import Schedule
 from verifier import measure as measuring
@@ -323,6 +323,21 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     workers.gain = 1.0
     slower = run(spec, kept=kept)
     assert isinstance(slower, Rejected) and slower.code == "no_faster"
+
+
+def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, workers: Workers) -> None:
+    """Its report of another day lacked what a search of today adds: the schedules, not the texts, decided."""
+    program = program_of(spec, TOY_KERNEL)
+    today = [SCHEDULE | {"swizzle": 16}, SCHEDULE | {"cluster_m": 2, "cluster_n": 2, "split": True}]
+    usual = workers.answers[tune]
+    workers.answers[tune] = lambda job: usual(job) | ({} if job.raw else {"finalists": {"0": today}})
+    before = Kept(program, {case: {0: Schedule()} for case in ("large", "wide")}, {})
+    text = editable(program).replace("\n\n", "\n\n# edited\n", 1)
+    assert isinstance(run(spec, kept=before, raw=text), Measured)
+    tuned = [job for job in workers.jobs if not job.schedules]
+    assert {job.case for job in tuned if job.raw} == {"large", "wide"}
+    raced = [Schedule.from_json(schedule) for schedule in today]
+    assert all(job.known == ({0: raced} if job.raw else {0: [Schedule()]}) for job in tuned)
 
 
 def test_a_kernel_before_that_does_not_run_here_is_no_fault_of_the_change(

@@ -16,12 +16,13 @@ from kernels import EXAMPLES, QK_NORM, ROPE, signature, source, tensor, trace
 from agent import bundle
 from primitives.compile import PROBES, report
 from primitives.ir import Program
-from primitives.lower import lower
+from primitives.lower import editable, lower
 from primitives.probes import choices, fits, operand_stages, probes
 from primitives.refusal import CompileError
 from primitives.schedule import TILES, Schedule
 from primitives.trace import trace_lines
 from verifier.gates import Failed, Gates, silent
+from verifier.kept import Kept
 from verifier.measure import Options, _Session
 from verifier.spec import Spec
 from verifier.spec_file import load
@@ -78,7 +79,7 @@ import json, sys
 from primitives.device.mainloop import FusedGemm
 from primitives.ir import Program, Schedule
 from primitives.jit import compile_kernel
-from primitives.lower import lower
+from primitives.lower import editable, lower
 
 class Counted(BaseException):
     pass
@@ -219,3 +220,21 @@ def test_a_bundle_holds_objects_of_what_is_tried_there(monkeypatch: pytest.Monke
     monkeypatch.setattr(Program, "from_json", lambda text, signature: ROOMY["six and six"])
     bundle._objects(spec, "", "# edited", None)
     assert (0, PINGPONG) in wanted and (0, COOPERATIVE) not in wanted
+
+
+def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The edit is raced over those, among them what a report of an earlier day could not know."""
+    wanted: list[tuple[int, Schedule]] = []
+    monkeypatch.setattr("primitives.tune.compile_all", lambda *given: wanted.extend(given[2]))
+    monkeypatch.setattr("primitives.raw.packed", lambda lowered: {})
+    spec = load(SPECS / "gemm_relu2.yaml", check=False)
+    text = (KERNELS / "gemm_relu2.program.json").read_text()
+    known = [Schedule(128, 128, True, 1, 2), Schedule(192, 128, True, 1, 2), Schedule(128, 256, False, 2, 1)]
+    cases = {case.name: {0: known} for case in spec.cases if case.bench}
+    program = Program.from_json(text, spec.signature())
+    bundle._objects(spec, text, editable(program), Kept(program, {}, cases))
+    schedules = {schedule for _, schedule in wanted}
+    assert {*known} <= schedules
+    assert any(s.split for s in schedules) and any(s.tile_m == s.tile_n == 64 for s in schedules)

@@ -27,7 +27,7 @@ from verifier.baselines import CUBLAS
 from verifier.decision import BASELINE, CANDIDATE, KEPT, PROCESSES, Void, central, compared, decide
 from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Lost, Task, Worker
-from verifier.kept import Kept, Known
+from verifier.kept import Kept, Known, raced
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
 from verifier.report import PROTOCOL, Finalists, Measured, Measurement, QuackTuned, Timing, Unmeasured
@@ -84,11 +84,9 @@ def measure(
 ) -> Measurement:
     """Run the GPU gates on every case of the spec. ``known``: by case and step, schedules worth racing.
     ``kept``: what the decision asks it to be faster than, besides the baseline. ``raw``: an edited text of
-    the program's, which is what runs; where none are known it is tuned over what ``kept`` was. ``quack``: by
-    case, what QuACK's arms were tuned to before. ``prover``: a worker that was started ahead, for the first
-    stages; it is closed."""
-    if raw and kept and not known:
-        known = kept.finalists
+    the program's, which is what runs; where none are known it is tuned over what ``kept`` has just been.
+    ``quack``: by case, what QuACK's arms were tuned to before. ``prover``: a worker that was started ahead,
+    for the first stages; it is closed."""
     gates = Gates(progress)
     options, known, quack = options or Options(), known or {}, quack or {}
     session = _Session(spec, program, options, gates, keep, known, kept, raw, quack, prover)
@@ -383,9 +381,17 @@ class _Session:
 
     def _tuned(self, case: Case) -> dict[str, Any]:
         # Beside a kernel before neither has what an earlier day found, on other clocks or another card.
-        known, afresh = self.known.get(case.name), self.kept is not None
-        job = self._of(case.name, case.sizes, known=known, afresh=afresh)
+        job = self._of(case.name, case.sizes, known=self._to_race(case), afresh=self.kept is not None)
         return self._piece(f"tune/{case.name}", self._ask(tune, job))
+
+    def _to_race(self, case: Case) -> Known | None:
+        """Schedules that were good before; of an edited text those that the kernel before has just been raced
+        over, for on others the schedules would be compared, not the texts."""
+        if not (self.raw and self.kept) or case.name in self.known:
+            return self.known.get(case.name)
+        rival = self._rival_tuned(case)
+        chosen = {step: [schedule] for step, schedule in rival["schedules"].items()}
+        return raced({case.name: chosen | rival["finalists"]})[case.name]
 
     def _rival(self, case: Case) -> Job | None:
         """The kernel before, tuned by the same clock."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verifier.gates import Failed
-from verifier.gpu import Task, Worker
+from verifier.gpu import SAID, Task, Worker, cuda_error
 from verifier.proof import Job, launch
 
 TOOLS = ("memcheck", "racecheck")
@@ -42,15 +42,32 @@ def errors(tool: str, task: Task, argument: Any) -> int:
         log = Path(scratch) / "log"  # its words, which would otherwise stand between a worker's answers
         wrapper = [*EACH_ITS_OWN, program, "--tool", tool, "--log-file", str(log), *OPTIONS]
         with Worker(wrapper) as worker:
-            worker.ask(task, argument, patience=PATIENCE)
+            died = worker.ask(_to_its_end, (task, argument), patience=PATIENCE).get("died")
             status = worker.finish(PATIENCE)
         words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     found = [int(n) for n in _SUMMARY.findall(words)]
     if any(found):
         raise Failed("sanitizer", f"{tool} found {max(found)} error(s): {_first(words)}")
+    if died:
+        raise Failed("sanitizer", f"under {tool}, which found nothing, it died: {died}")
     if status or not found:
         raise Failed("sanitizer", f"{tool} ended with status {status}: {words[-500:] or 'it said nothing'}")
     return 0
+
+
+def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
+    """A task whose CUDA error is an answer: the tool ends a kernel that went astray, and says why only as
+    the process ends by itself, which a worker that is lost does not."""
+    task, argument = asked
+    try:
+        task(argument)
+    except Failed:
+        raise
+    except Exception as error:
+        if not cuda_error(str(error)):
+            raise
+        return {"died": str(error)[:SAID]}
+    return {}
 
 
 def _first(words: str) -> str:
