@@ -45,12 +45,8 @@ OLDER = {
     ONE_PROCESS: set[str](),
     SEPARATE_CONTROLS: {
         "gemm_cross_entropy_bwd",
-        "gemm_fp8_row_scale",
-        "gemm_fp8_tensor_scale",
         "gemm_gelu_bwd",
-        "gemm_grad_accumulate",
         "gemm_residual_rmsnorm_gemm",
-        "gemm_row_abs_max",
         "gemm_softcap_cross_entropy",
     },
     CONTROLS_AMONG_ARMS: {
@@ -64,12 +60,7 @@ OLDER = {
     },
 }
 
-SUPERSEDED = {
-    "gemm_residual_partial_layernorm",
-    "gemm_residual_partial_rmsnorm",
-    "gemm_residual_rmsnorm_bwd",
-    "gemm_swiglu_bwd",
-}
+SUPERSEDED = {"gemm_residual_partial_layernorm"}
 
 
 @pytest.fixture
