@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -223,28 +223,31 @@ def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
 def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str], Progress]) -> Results:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Pieces finished
     before, in ``out``.partial, are not measured again. BundleError for a bundle of other versions."""
-    from verifier.measure import prover
+    from verifier.measure import started
 
     bundle = _read(path, Bundle)
-    checked = [_verified(path, entry) for entry in bundle.entries]
-    done, here, waiting = Results(results=()), None, None
+    done, here, waiting = Results(results=()), [], started()
     try:
+        checked = [_verified(path, entry) for entry in bundle.entries]
         for place, (entry, (spec, program)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
-            # The next entry's first worker does its imports meanwhile.
-            here, waiting = waiting, prover() if place < len(checked) else None
+            # The next entry's workers do their imports meanwhile.
+            here, waiting = waiting, started() if place < len(checked) else []
             keep, said = _pieces(out, entry, options), progress(entry.run)
             found = _whole(keep, partial(_measured, path, entry, spec, program, options, keep, said, here))
             made = identity(spec, program, entry.raw)
             result = Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = Results(results=(*done.results, result))
             _write(out, done)
-            if here:  # an entry that was whole took none
-                here.close()
+            _close(here)  # an entry that was whole took none
     finally:
-        for worker in filter(None, (here, waiting)):
-            worker.close()
+        _close([*here, *waiting])
     shutil.rmtree(_partial(out), ignore_errors=True)
     return done
+
+
+def _close(workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        worker.close()
 
 
 def _whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
@@ -267,7 +270,7 @@ def _measured(
     options: Options,
     keep: FilePieces,
     progress: Progress,
-    prover: Worker | None,
+    ahead: Sequence[Worker],
 ) -> Measurement:
     from verifier.measure import measure as measure_program
 
@@ -283,7 +286,7 @@ def _measured(
         kept=_rival(path, entry, spec),
         raw=entry.raw,
         quack=_quack(path, entry),
-        prover=prover,
+        ahead=ahead,
     )
 
 

@@ -61,7 +61,7 @@ class Gpu:
         self.known: list[Mapping[str, Known]] = []
         self.kept: list[Kept | None] = []
         self.quack: list[Mapping[str, QuackTuned]] = []
-        self.provers: list[Any] = []
+        self.ahead: list[Any] = []
         self.cut_before = ""  # a case
         self.cut_at = 0  # the how manyeth measurement, after its last case
         self.verdict: Callable[[Spec, Program], Measured | Rejected | Unmeasured] = measured
@@ -78,9 +78,9 @@ class Gpu:
         kept: Kept | None,
         raw: str,
         quack: Mapping[str, QuackTuned],
-        prover: Any,
+        ahead: Any,
     ) -> Measured | Rejected | Unmeasured:
-        self.provers.append(prover)
+        self.ahead.append(ahead)
         self.programs.append(program)
         self.known.append(known)
         self.quack.append(quack)
@@ -100,19 +100,19 @@ class Gpu:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    made = Gpu()
-    monkeypatch.setattr("verifier.measure.measure", made.measure)
-    return made
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which of the workers that were started ahead, one an entry, were closed, by number."""
+    closed: list[int] = []
+    started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
+    monkeypatch.setattr("verifier.measure.started", lambda: [next(started)])
+    return closed
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Which of the workers that were started ahead were closed, by number."""
-    closed: list[int] = []
-    started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
-    monkeypatch.setattr("verifier.measure.prover", lambda: next(started))
-    return closed
+def gpu(monkeypatch: pytest.MonkeyPatch, ended: list[int]) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr("verifier.measure.measure", made.measure)
+    return made
 
 
 @pytest.fixture
@@ -382,13 +382,14 @@ def test_finished_cases_are_not_measured_again(packed: tuple[str, Path], gpu: Gp
 def test_what_is_done_of_a_bundle_can_be_taken_home(
     packed: tuple[str, Path], spec: Path, gpu: Gpu, ended: list[int]
 ) -> None:
-    """While one entry is measured the next one's worker does its imports; none is left, whatever happens."""
+    """Workers do their imports while an entry before is measured; none is left, whatever happens."""
     name, path = packed
     bundle.pack([name, make_run(spec, TWICE)], path)
     gpu.cut_at = 2
     with pytest.raises(Cut):
         measure(path)
-    assert gpu.provers[0] is None and gpu.provers[1] is not None and ended == [0]
+    assert all(len(workers) == 1 for workers in gpu.ahead) and len(gpu.ahead) == 2
+    assert sorted(set(ended)) == [0, 1]
     assert [taken for taken, _ in bundle.take(path.with_name("results.json"))] == [name]
 
 
@@ -409,7 +410,7 @@ def test_what_was_taken_home_is_what_a_resumed_bundle_says(
         measure(path)
     taken = bundle.take(path.with_name("results.json"))
     assert measure(path) and len(gpu.programs) == 4
-    assert {*ended} == {0, 1, 2, 3}
+    assert {*ended} == {*range(6)}  # three at each go
     assert bundle.take(path.with_name("results.json"))[:2] == taken
 
 

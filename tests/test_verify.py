@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -257,10 +258,29 @@ def test_progress_of_a_rejection(spec: Spec) -> None:
 # a machine with a GPU: measure is stood in for
 
 
-def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The workers that were started ahead of the gates, as they end."""
+    closed: list[object] = []
+    monkeypatch.setattr("verifier.measure.started", lambda: [closing(Ahead(closed))])
+    return closed
+
+
+class Ahead:
+    def __init__(self, closed: list[object]):
+        self._closed = closed
+
+    def close(self) -> None:
+        self._closed.append(self)
+
+
+def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch, ended: list[object]) -> None:
     asked: list[Options] = []
 
-    def measure(spec: Spec, program: Program, options: Options, **_: Any) -> object:
+    def measure(
+        spec: Spec, program: Program, options: Options, *, ahead: Sequence[Ahead], **_: Any
+    ) -> object:
+        assert len(ahead) == 1 and not ended
         asked.append(options)
         return measured(spec, program)
 
@@ -269,11 +289,13 @@ def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> No
     report, program = verify(spec, TOY_KERNEL, gpu=True, options=options)
     assert isinstance(report, Accepted) and program == program_of(spec, TOY_KERNEL)
     assert passed(report) == list(GATES)
-    assert asked == [options]
-    assert isinstance(verify(spec, TOY_KERNEL, gpu=False).report, Checked)
+    assert asked == [options] and len(ended) == 1
+    assert isinstance(verify(spec, TOY_KERNEL, gpu=False).report, Checked) and len(ended) == 1
     assert verify(spec, BROKEN, gpu=True).report.status == "rejected" and len(asked) == 1
+    assert len(ended) == 2  # they were of no use
 
 
+@pytest.mark.usefixtures("ended")
 def test_a_rejection_on_the_gpu_keeps_the_gates_before(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: slow(spec))
     report, program = verify(spec, TOY_KERNEL, gpu=True)
@@ -281,6 +303,7 @@ def test_a_rejection_on_the_gpu_keeps_the_gates_before(spec: Spec, monkeypatch: 
     assert passed(report) == list(GATES[:4])
 
 
+@pytest.mark.usefixtures("ended")
 def test_a_void_measurement_leaves_a_checked_kernel(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     void = Unmeasured(reason="a kernel against itself came out at 1.02")
     monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: void)

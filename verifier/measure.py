@@ -80,16 +80,16 @@ def measure(
     kept: Kept | None = None,
     raw: str = "",
     quack: Mapping[str, QuackTuned] | None = None,
-    prover: Worker | None = None,
+    ahead: Sequence[Worker] = (),
 ) -> Measurement:
     """Run the GPU gates on every case of the spec. ``known``: by case and step, schedules worth racing.
     ``kept``: what the decision asks it to be faster than, besides the baseline. ``raw``: an edited text of
     the program's, which is what runs; where none are known it is tuned over what ``kept`` has just been.
-    ``quack``: by case, what QuACK's arms were tuned to before. ``prover``: a worker that was started ahead,
-    for the first stages; it is closed."""
+    ``quack``: by case, what QuACK's arms were tuned to before. ``ahead``: workers that were ``started``
+    before; they are closed."""
     gates = Gates(progress)
     options, known, quack = options or Options(), known or {}, quack or {}
-    session = _Session(spec, program, options, gates, keep, known, kept, raw, quack, prover)
+    session = _Session(spec, program, options, gates, keep, known, kept, raw, quack, [*ahead])
     try:
         return session.run()
     except Stop as stop:
@@ -100,9 +100,10 @@ def measure(
         session.lose_workers()
 
 
-def prover() -> Worker:
-    """A worker for a measurement that comes later, to do its imports meanwhile."""
-    return Worker(ahead=AHEAD)
+def started() -> list[Worker]:
+    """Workers for a measurement that comes later, to do their imports meanwhile: one that proves, and the
+    first of those that score."""
+    return [Worker(ahead=AHEAD) for _ in range(2)]
 
 
 @dataclass
@@ -118,6 +119,7 @@ class _Session:
     kept: Kept | None
     raw: str
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
+    ahead: list[Worker] = field(default_factory=list)
     prover: Worker | None = None
     scorers: dict[int, Worker] = field(default_factory=dict)
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
@@ -156,9 +158,8 @@ class _Session:
 
     def lose_workers(self) -> None:
         """End what still runs."""
-        for worker in (self.prover, *self.scorers.values()):
-            if worker is not None:
-                worker.close()
+        for worker in filter(None, (self.prover, *self.scorers.values(), *self.ahead)):
+            worker.close()
 
     # Pieces
 
@@ -207,14 +208,19 @@ class _Session:
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
-        """The worker that proves, or that of a scoring process; the next one starts its imports meanwhile."""
-        if process is None:
-            self.prover = self.prover or Worker()
-            return self.prover
-        for wanted in (process, process + 1):
+        """The worker that proves, or that of a scoring process; the next one does its imports meanwhile."""
+        if process is None and self.prover is None:
+            self.prover = self._fresh()
+        for wanted in (0,) if process is None else (process, process + 1):
             if wanted not in self.scorers and wanted < self.options.processes:
-                self.scorers[wanted] = Worker(ahead=AHEAD)
-        return self.scorers[process]
+                self.scorers[wanted] = self._fresh()
+        if process is not None:
+            return self.scorers[process]
+        assert self.prover is not None  # made above
+        return self.prover
+
+    def _fresh(self) -> Worker:
+        return self.ahead.pop(0) if self.ahead else Worker(ahead=AHEAD)
 
     def _retire(self, process: int) -> None:
         if process in self.scorers:
@@ -239,7 +245,6 @@ class _Session:
         figures = {}
         for job in self._small():
             figures[job.case] = self._proved("numerics", job)
-        self._worker(0)  # imports what scoring takes, meanwhile
         for case in self._measured_cases():
             figures[case.name] = self._proved("numerics", self._job(case))
         for job in self._small(self._chosen()):

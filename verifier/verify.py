@@ -9,6 +9,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from primitives import deadline
@@ -100,14 +101,20 @@ def verify(
 ) -> Verdict:
     """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``, whose
     finished pieces are kept where ``keep`` says; ``quack`` is for it."""
-    report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
-    if program is None or not gpu or not isinstance(report, Checked):
-        return Verdict(report, program)
-    from verifier.measure import measure
+    if not gpu:
+        return check(spec, source, weak_jail=weak_jail, progress=progress)
+    from verifier.measure import measure, started
 
-    pieces = keep(report.identity) if keep else None
-    found = measure(spec, program, options, progress=progress, keep=pieces, quack=quack)
-    return Verdict(joined(report, found), program)
+    with ExitStack() as stack:
+        ahead = [
+            stack.enter_context(worker) for worker in started()
+        ]  # their imports take as long as the gates
+        report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
+        if program is None or not isinstance(report, Checked):
+            return Verdict(report, program)
+        pieces = keep(report.identity) if keep else None
+        found = measure(spec, program, options, progress=progress, keep=pieces, quack=quack, ahead=ahead)
+        return Verdict(joined(report, found), program)
 
 
 def _trace(spec: Spec, source: str, weak_jail: bool, figures: dict[str, Any]) -> jail.Traced:
