@@ -33,14 +33,19 @@ def count() -> int:
 
 
 def run_all(task: Task, arguments: Iterable[Any], seconds: float | None = None) -> list[bool]:
-    """``task(a)`` in a worker process for each argument, in order; False where the worker died of it, or was
+    """``run_jobs`` of one task on several arguments."""
+    return run_jobs(((task, argument) for argument in arguments), seconds)
+
+
+def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
+    """Each task on its argument in a worker process, in order; False where the worker died of it, or was
     ended because it took over ``seconds`` (SECONDS).
 
-    ``task`` is a module's function. An exception in it ends its worker, and counts as a death.
+    A task is a module's function. An exception in it ends its worker, and counts as a death.
     """
     limit = SECONDS if seconds is None else seconds
     try:
-        return list(_threads().map(lambda a: _own().run(task, a, limit), arguments))
+        return list(_threads().map(lambda job: _own().run(job, limit), jobs))
     except BaseException:  # Ctrl-C reaches no worker, whose group is its own, but the threads wait for theirs
         for worker in _workers:
             worker.interrupt()
@@ -72,11 +77,11 @@ class _Worker:
         self.process: subprocess.Popen[bytes] | None = None
         self.cubins = tempfile.TemporaryDirectory(prefix="coda-cubins-")  # removed with this object
 
-    def run(self, task: Task, argument: Any, seconds: float) -> bool:
+    def run(self, job: Job, seconds: float) -> bool:
         if self.process is None or children.ended(self.process):  # it may have died idle
             self.end()
             self.process = self.start(self.cubins.name)
-        line = base64.b64encode(pickle.dumps((task, argument))) + b"\n"
+        line = base64.b64encode(pickle.dumps(job)) + b"\n"
         answer = children.ask(self.process, line, time.monotonic() + seconds)
         if not answer:
             self.end()

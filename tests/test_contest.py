@@ -272,7 +272,7 @@ def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
     said, asked = list[str](), list[list[bool]]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr(
-        "primitives.workers.run_all", lambda task, jobs: asked.append([task(job) for job in jobs])
+        "primitives.workers.run_jobs", lambda jobs: asked.append([task(given) for task, given in jobs])
     )
 
     def refused() -> list[Job]:

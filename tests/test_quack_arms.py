@@ -434,7 +434,7 @@ def test_every_row_of_a_comparison_says_what_it_will_run(
     monkeypatch.setattr(quack_baseline, "objects", lambda: tmp_path / "objects")
     monkeypatch.setattr("primitives.tune.compiled", lambda *given: None)
     monkeypatch.setattr(contest, "report", lambda gate, words: said.append(words))
-    monkeypatch.setattr("primitives.workers.run_all", lambda task, jobs: asked.extend(jobs))
+    monkeypatch.setattr("primitives.workers.run_jobs", asked.extend)
     chosen = rows.chosen((), ("1B",), everything=False, quick=False)
     seats = [row.task((PROGRAM, *LIBRARY_ARMS), 12)[1] for row in chosen]
     contest.compiled(seats)

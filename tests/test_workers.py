@@ -133,7 +133,7 @@ def test_a_task_longer_than_a_pipe_reaches_a_worker_and_not_one_that_hangs(tmp_p
     worker = workers._Worker()
     worker.process = worker.start(str(tmp_path))
     os.kill(worker.process.pid, signal.SIGSTOP)
-    assert not worker.run(len_is, (long, 1 << 20), seconds=0.5)
+    assert not worker.run((len_is, (long, 1 << 20)), seconds=0.5)
     assert worker.process is None
 
 
@@ -143,11 +143,11 @@ def len_is(task: tuple[str, int]) -> bool:
 
 def test_one_that_died_idle_is_replaced():
     worker = workers._Worker()
-    assert worker.run(positive, 1, seconds=60)
+    assert worker.run((positive, 1), seconds=60)
     assert worker.process is not None
     worker.process.kill()
     assert eventually(lambda: worker.process is not None and children.ended(worker.process))
-    assert worker.run(positive, 1, seconds=60)
+    assert worker.run((positive, 1), seconds=60)
     worker.end()
 
 

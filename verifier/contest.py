@@ -213,14 +213,8 @@ def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
                 jobs |= {pickle.dumps(job): job for job in arm()}
             except Exception as error:  # a library may raise anything
                 report(GATE, f"not compiled ahead: {_words(error)}")
-        workers.run_all(_done, jobs.values())
+        workers.run_jobs(jobs.values())
     return {}
-
-
-def _done(job: workers.Job) -> bool:
-    """In a worker process that compiles."""
-    task, argument = job
-    return task(argument)
 
 
 def gpu(_: object) -> dict[str, Any]:
