@@ -21,6 +21,7 @@ from verifier.columns import (
 from verifier.contest import compiled, machine
 from verifier.contest import gpu as gpu_task
 from verifier.gpu import Lost
+from verifier.proof import clean
 from verifier.quack_baseline import OWN_TUNER
 
 H100 = {"tensor": 8e14, "tensor_fp8": 1.6e15, "memory": 3e12}
@@ -38,10 +39,12 @@ class Machine:
         self.deadly: set[str] = set()
         self.crowded: set[str | None] = set()  # interpreters that lack memory before the first arm
         self.broken: dict[str, str] = {}
+        self.gone = False  # the GPU is of no more use
         self.interrupted_at = -1
         self.name = "a GPU"
         self.ceilings = 0  # how often they were measured
         self.seconds, self.now = 0.0, 0.0  # what a sitting takes, and the time
+        self.prepared = 0.0  # what an arm took of it
         self.slow: dict[str, float] = {}  # what one with this arm takes, or of this layer
         self.opened: list[Seat] = []
         self.ready: list[int] = []  # how many had been opened when a sitting began
@@ -57,6 +60,10 @@ class Machine:
     def ask(self, python: str | None, task: Any, asked: Any, *, progress: Any = None, **_: Any) -> Any:
         if task is gpu_task:
             return {"gpu": self.name}
+        if task is clean:
+            if self.gone:
+                raise Lost("device_error", "uncorrectable ECC error")
+            return {"free_bytes": 1}
         if task is machine:
             self.ceilings += 1
             return {"gpu": self.name, "ceilings": H100}
@@ -70,6 +77,8 @@ class Machine:
         self.sat.append((python, asked.arms))
         self.ready.append(len(self.opened))
         self.now += next((self.slow[name] for name in _names(asked) if name in self.slow), self.seconds)
+        if self.gone:
+            raise Lost("device_error", "uncorrectable ECC error")
         if python in self.crowded:
             raise Lost("out_of_memory", "the GPU has too little memory")
         for arm in asked.arms:
@@ -80,7 +89,12 @@ class Machine:
         left = [arm for arm in asked.arms if arm not in self.broken]
         scale = 1 + 0.001 * len(self.sat)
         told = {
-            arm: {"milliseconds": [SPEEDS.get(arm, 3.0) * scale] * 12, "losses": {}, "bytes": 1 << 20}
+            arm: {
+                "milliseconds": [SPEEDS.get(arm, 3.0) * scale] * 12,
+                "losses": {},
+                "bytes": 1 << 20,
+                "seconds": self.prepared,
+            }
             for arm in left
         }
         failed = {arm: why for arm, why in self.broken.items() if arm in asked.arms}

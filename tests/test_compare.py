@@ -5,6 +5,7 @@ The workers are stood in for, and give figures; tests/gpu has real ones.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -19,6 +20,7 @@ from agent.compare import environment, kernels, measuring, rows
 from agent.compare.cells import Cell, Empty, lines
 from agent.compare.measuring import Asked, OutOfTime, measure
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results, ResultsError, read, write
+from primitives.deadline import Late
 from primitives.schedule import Schedule
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
@@ -34,7 +36,8 @@ from verifier.columns import (
     TORCH,
     UPSTREAM,
 )
-from verifier.gpu import WorkerError
+from verifier.contest import PREPARING, TIMING
+from verifier.gpu import Lost, WorkerError
 from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
 from verifier.report import QuackTuned
 
@@ -195,6 +198,7 @@ def test_a_bug_of_ours_is_told_at_the_end(gpu: Machine, monkeypatch: pytest.Monk
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
         if getattr(asked, "arms", None) and asked.spec.name == "gemm_swiglu":
+            more["progress"]("compare", PREPARING)
             raise WorkerError("a task failed:\nTraceback\nKeyError: 'y'")
         return usual(python, task, asked, **more)
 
@@ -204,6 +208,121 @@ def test_a_bug_of_ours_is_told_at_the_end(gpu: Machine, monkeypatch: pytest.Monk
     bad, good = lines(kept[-1])
     assert isinstance(good.cells[LLM], Cell)
     assert bad.cells[LLM] == Empty(f"{PROGRAM}: a bug of this program's, not of the arm's: KeyError: 'y'")
+
+
+def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
+    """Once it is back, whatever did not sit does."""
+    kept: list[Results] = []
+
+    def keep(made: Results) -> None:
+        kept.append(made)
+        gpu.gone = len(made.sittings) == 1
+
+    wanted = asked("gemm_swiglu", "gemm_rope", processes=2)
+    with pytest.raises(Lost, match="uncorrectable ECC"):
+        measure(wanted, Results(), keep)
+    assert len(kept[-1].sittings) == 1 and not kept[-1].failed()
+    gpu.gone = False
+    assert len(measure(wanted, kept[-1], kept_nowhere).sittings) == 6  # CODA's package has no such rotation
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_worker_that_cannot_begin_is_no_arms_fault(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """But of that environment, whose column it is."""
+    kept: list[Results] = [Results()]
+    usual = gpu.ask
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        if hasattr(asked, "arms") and (python is not None) is apart:
+            raise WorkerError("a GPU worker died before it was asked anything: no space left")
+        return usual(python, task, asked, **more)
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    if apart:
+        found = cells(measure(asked(), Results(), kept_nowhere))
+        why = (
+            "its environment starts no worker: a GPU worker died before it was asked anything: no space left"
+        )
+        assert found[UPSTREAM] == Empty(f"{UPSTREAM}: {why}; coda-agent compare --install")
+        assert isinstance(found[LLM], Cell)
+        return
+    with pytest.raises(WorkerError, match="no space left"):
+        measure(asked(), Results(), kept.append)
+    assert not kept[-1].sittings
+
+
+def test_what_is_lost_on_the_clock_is_tried_with_the_models_kernels_alone(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = gpu.ask
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        found = usual(python, task, asked, **more)
+        if LIGER in getattr(asked, "arms", ()):
+            more["progress"]("compare", TIMING)
+            raise Lost("illegal_address", "somebody wrote astray")
+        return found
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    found = cells(measure(asked(), Results(), kept_nowhere))
+    assert gpu.sat[1] == (None, (ANCHOR, PROGRAM)) and isinstance(found[LLM], Cell)
+    words = "on the clock, beside others: illegal_address: somebody wrote astray"
+    assert found[LIGER] == Empty(f"{LIGER}: {words}") and found[HUMAN] == Empty(f"{OWN_TUNER}: {words}")
+
+
+def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arm that had a whole budget; where another sitting was before it, it has another try."""
+    usual, slow, kept = gpu.ask, {"gemm_swiglu"}, [Results()]
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        found = usual(python, task, asked, **more)
+        if LIGER in getattr(asked, "arms", ()) and asked.spec.name in slow:
+            more["progress"]("compare", LIGER)
+            gpu.now += 500.0
+            raise Late
+        return found
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    wanted = asked("gemm_rope", "gemm_swiglu", arms=(PROGRAM, LIGER), seconds=500.0)
+    with pytest.raises(OutOfTime, match="the time was up during gemm_swiglu 1B: the same command"):
+        measure(wanted, Results(), kept.append)
+    assert not kept[-1].failed() and len(kept[-1].sittings) == 1
+    for _ in range(2):
+        with contextlib.suppress(OutOfTime):
+            measure(wanted, kept[-1], kept.append)
+    found = {line.operator: line.cells for line in lines(kept[-1])}["gemm_swiglu"]
+    assert found[LIGER] == Empty(f"{LIGER}: not ready within 500 s; once more, with more of them: --again")
+    assert isinstance(found[LLM], Cell)
+
+
+def test_a_process_that_finds_caches_is_expected_to_take_less(gpu: Machine) -> None:
+    gpu.seconds, gpu.prepared = 260.0, 40.0  # of each of six arms
+    kept = [measure(asked(), Results(), kept_nowhere)]
+    wanted = asked("gemm_rope", processes=3, arms=ARMS[:-2], seconds=500.0)
+    with pytest.raises(OutOfTime):
+        measure(wanted, kept[-1], kept.append)
+    assert [s.process for s in kept[-1].sittings if s.operator == "gemm_rope"] == [0, 1]
+
+
+def test_why_a_column_cannot_be_tried_is_kept_though_nobody_sat(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measure(asked(arms=(EAGER,)), Results(), kept_nowhere)
+    monkeypatch.setattr(environment, "python", lambda: None)
+    kept: list[Results] = []
+    measure(asked(arms=(EAGER, UPSTREAM)), found, kept.append)
+    assert "compare --install" in kept[-1].absent["gemm_swiglu"][UPSTREAM]
+
+
+def test_each_environment_imports_while_the_other_sits(gpu: Machine) -> None:
+    measure(asked(processes=2), Results(), kept_nowhere)
+    opened = [(seat.python, seat.ahead) for seat in gpu.opened]
+    assert opened.count(("/other/python", measuring.APART_AHEAD)) == 2
+    assert gpu.ready[0] == len(opened) - 1  # all but what begins as that environment's first one sits
 
 
 def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
@@ -239,7 +358,9 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     wanted = asked("gemm_swiglu", "gemm_rope", processes=2)
     found = measure(wanted, Results(), kept_nowhere)
     ours = (PROGRAM, EAGER, COMPILE, LIGER, OWN_TUNER)
-    assert gpu.compiled == [[ours, ours]] and gpu.ready[0] == 4  # ceilings', compiler's, its own, the next
+    assert (
+        gpu.compiled == [[ours, ours]] and gpu.ready[0] == 5
+    )  # ceilings', compiler's, its own, the next two
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
     gpu.compiler_dies = True  # each arm tells of what it cannot compile
     assert len(measure(wanted, Results(), kept_nowhere).sittings) == len(found.sittings)

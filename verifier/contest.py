@@ -104,8 +104,11 @@ def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds
     prepare; ``failed``: why others have none; ``conditions``. Failed where the anchor is among those, which
     comes first."""
     report(GATE, PREPARING)  # before it may take the process along
+    import torch
+
     with _heard(PREPARING):
         stage = made()
+    _release()
     seated: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     arms: list[timing.Arm] = []
@@ -113,6 +116,7 @@ def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds
         report(GATE, name)
         try:
             with _heard(name):
+                torch.cuda.empty_cache()  # not every library allocates from PyTorch's
                 arms.append(_entered(stage, name, seated))
         except Exception as error:  # a library may raise anything: it is its cell that says so
             if cuda_error(str(error)):

@@ -11,8 +11,9 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,15 +24,21 @@ from typing import Any, NamedTuple
 from agent.compare import environment
 from agent.compare.results import Arm, Failure, Machine, Results, ResultsError, Sitting
 from agent.compare.rows import Row
+from primitives import deadline
+from primitives.deadline import Late
 from primitives.lower import lower
 from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
 from verifier.contest import PREPARING, TIMING, Contender, compiled, gpu, machine
 from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Worker, WorkerError
 from verifier.measure import AHEAD, PATIENCE
+from verifier.proof import clean
 
 BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
 SITTING = 30.0  # seconds that one takes about at least
+CACHED = 0.5  # of the seconds that arms took to prepare: what the next process finds in caches, at least
+APART_AHEAD = ("torch", "verifier.sitting")  # what is in the environment of CODA's own package, too
+MODELS = (PROGRAM, EDITED)
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
 
 Keep = Callable[[Results], object]
@@ -76,22 +83,28 @@ def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = sil
 
 @dataclass
 class _Workers:
-    """A fresh one for each sitting: another's memory would be missed. While one sits, the next of this
-    environment does its imports, if one is ``coming``."""
+    """A fresh one for each sitting: another's memory would be missed. While one sits, the next of each
+    environment that is ``coming`` (None is this one) does its imports."""
 
-    coming: bool = False
-    next: Worker | None = None
+    coming: Collection[str | None] = ()
+    ahead: dict[str | None, Worker] = field(default_factory=dict)
 
     def take(self, python: str | None) -> Worker:
-        if python:
-            return Worker(python=python)
-        taken = self.next or Worker(ahead=AHEAD)
-        self.next = Worker(ahead=AHEAD) if self.coming else None
+        taken = self.ahead.pop(python, None) or _started(python)
+        self.begin()
         return taken
 
+    def begin(self) -> None:
+        for python in self.coming:
+            self.ahead[python] = self.ahead.get(python) or _started(python)
+
     def close(self) -> None:
-        if self.next:
-            self.next.close()
+        for worker in self.ahead.values():
+            worker.close()
+
+
+def _started(python: str | None) -> Worker:
+    return Worker(python=python, ahead=APART_AHEAD) if python else Worker(ahead=AHEAD)
 
 
 @dataclass
@@ -104,10 +117,11 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
-    seated: bool = False  # whether anything sat in this run
+    seated: set[tuple[str, str, bool]] = field(default_factory=set)  # in this run: row, and whether apart
 
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
+        self.told = self.results.absent
         self.upstream = environment.python()
         self.heeded = len(self.results.sittings) if self.asked.again else 0  # failures since this one
 
@@ -119,18 +133,33 @@ class _Measuring:
         for place, turn in enumerate(turns, 1):
             if arms := self._lacking(turn):
                 self._expect_time(turn)
-                rest = (later for later in turns[place:] if not later.apart)
-                self.workers.coming = any(map(self._lacking, rest))
+                self.workers.coming = self._coming(turns[place:])
                 self._seat(turn, arms)
+        if self.results.absent != self.told:
+            self._keep()
         if self.bug:
             raise self.bug
+
+    def _coming(self, turns: Sequence[Turn]) -> list[str | None]:
+        """The environments of those turns that lack something."""
+        found = dict[str | None, None]()
+        for turn in turns:
+            python = self.upstream if turn.apart else None
+            if python not in found and self._lacking(turn):
+                found[python] = None
+        return [*found]
+
+    def _keep(self) -> None:
+        self.keep(self.results)
+        self.told = self.results.absent
 
     def _known_machine(self) -> Machine:
         """As the results have it, or measured. Their GPU must be this one."""
         new = self.results.machine is None
-        self.workers.coming = new  # where nothing was measured, a sitting follows
+        self.workers.coming = [None]  # a sitting may follow
         # To say a name takes none of the imports that a sitting does.
         with closing(self.workers.take(None) if new else Worker()) as worker:
+            self.workers.begin()
             name = worker.ask(gpu, None, patience=PATIENCE)["gpu"]
             if others := self.results.gpus() - {name}:
                 raise ResultsError(
@@ -141,13 +170,13 @@ class _Measuring:
                 self.progress(name, "the ceilings of its memory and tensor cores")
                 found = Machine.model_validate(worker.ask(machine, None, patience=PATIENCE))
                 self.results = self.results.model_copy(update={"machine": found})
-                self.keep(self.results)
+                self._keep()
         assert self.results.machine is not None
         return self.results.machine
 
     def _compile(self, turns: Sequence[Turn]) -> None:
         """What they will run, in parallel, while nobody is on the clock: of as many rows as there may be
-        seconds for. Where that goes wrong each arm says so itself."""
+        seconds for, in half of them. Where that goes wrong each arm says so itself."""
         seats: list[Any] = []
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(seats) * self.asked.processes * SITTING >= self.asked.seconds:
@@ -156,11 +185,11 @@ class _Measuring:
                 seats.append(row.task(tuple(arms), self.asked.rounds)[1])
         if not any(list(each.compiles()) for each in seats):
             return
-        self.workers.coming = True
+        self.workers.coming = [None]
         try:
-            with closing(self.workers.take(None)) as worker:
+            with self._within(self._left() / 2), closing(self.workers.take(None)) as worker:
                 worker.ask(compiled, seats, patience=PATIENCE, progress=self.progress)
-        except Failed:  # its worker was lost
+        except (Failed, Late):  # its worker was lost, or had enough time
             return
         except WorkerError as error:
             self.bug = error
@@ -169,17 +198,24 @@ class _Measuring:
         """OutOfTime where less is left than the row's longest sitting took in this environment; where it had
         none, any of operators or of layers there, or any at all. What takes longer than all the seconds would
         never begin: it does where nothing sat before it."""
-        row, left, every = turn.row, self.end - monotonic(), self.results.sittings
-        alike = [
-            s for s in every if s.anchor == row.anchor and (UPSTREAM in {*s.arms, *s.failed}) is turn.apart
-        ]
+        row, left = turn.row, self._left()
+        every = [s for s in self.results.sittings if s.arms]
+        alike = [s for s in every if s.anchor == row.anchor and (UPSTREAM in s.arms) is turn.apart]
         own = [s for s in alike if s.row == (row.operator, row.case)]
-        longest = max((s.seconds for s in own or alike or every), default=0.0)
+        warm = _place(turn) in self.seated
+        longest = max((_seconds(s, warm=warm) for s in own or alike or every), default=0.0)
         if longest > left and (self.seated or longest <= self.asked.seconds):
             raise OutOfTime(
                 f"{max(left, 0):.0f} s are left, and {row.operator} {row.case} may take {longest:.0f} s: "
                 "the same command goes on from here"
             )
+
+    def _left(self) -> float:
+        return self.end - monotonic()
+
+    def _within(self, seconds: float) -> AbstractContextManager[None]:
+        """Within: a worker's answer that takes longer raises Late, and the worker is gone."""
+        return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: Turn) -> list[str]:
         """The arms that a turn has no answer of yet, a model's kernels first, for which there is to be room;
@@ -189,7 +225,7 @@ class _Measuring:
         if set(keys) == {row.anchor} <= set(self.asked.arms) and not turn.apart:
             arms = [row.anchor]
         lacking = [arm for arm in arms if not self._answered(turn, arm) and not self._outdone(turn, arm)]
-        return sorted(lacking, key=lambda arm: arm not in (PROGRAM, EDITED))
+        return sorted(lacking, key=lambda arm: arm not in MODELS)
 
     def _answered(self, turn: Turn, arm: str) -> bool:
         """By figures of this process, or by a failure in any: what failed as it is now does so again."""
@@ -243,8 +279,9 @@ class _Measuring:
 
     def _seat(self, turn: Turn, arms: list[str]) -> None:
         """One sitting, kept; of an anchor beside whom nobody was left, only why."""
-        row, keys, begun, self.seated = turn.row, self._keys(turn.row), monotonic(), True
+        row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._sat(turn, arms)
+        self.seated.add(_place(turn))
         sat = found["arms"] if set(found["arms"]) & set(arms) else {}
         versions = {name: number for a in sat for name, number in self.versions[a].items()}
         sitting = Sitting(
@@ -264,11 +301,12 @@ class _Measuring:
             seconds=round(monotonic() - begun, 1),
         )
         self.results = self.results.plus([sitting])
-        self.keep(self.results)
+        self._keep()
 
     def _sat(self, turn: Turn, arms: list[str]) -> dict[str, Any]:
         """What a worker says of it; again without an arm that takes the worker along, as long as there is
-        another."""
+        another. OutOfTime where the time is up, and more of it might help; WorkerError of a worker that could
+        not even begin, Failed where the GPU is of no more use: neither says anything of an arm."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
             beside = [arm for arm in left if arm != row.anchor]
@@ -276,21 +314,47 @@ class _Measuring:
             place = f"{row.operator} {row.case}, process {turn.process + 1}"
             heard = _Heard(self.progress, place, (PREPARING, row.anchor, *beside, TIMING))
             try:
-                with closing(self.workers.take(self.upstream if turn.apart else None)) as worker:
+                with (
+                    self._within(self._left()),
+                    closing(self.workers.take(self.upstream if turn.apart else None)) as worker,
+                ):
                     found = worker.ask(task, seats, patience=PATIENCE, progress=heard)
+            except Late:
+                return {"arms": {}, "failed": failed | self._late(heard.last, left, turn), "conditions": {}}
             except (Failed, WorkerError) as error:
+                if isinstance(error, Lost):
+                    self._expect_clean_gpu()
+                if isinstance(error, WorkerError) and not heard.last and not turn.apart:
+                    raise
                 failed |= self._blamed(error, heard.last, left, turn)
                 left = [arm for arm in left if arm not in failed]
             else:
                 return found | {"failed": failed | found["failed"]}
         return {"arms": {}, "failed": failed, "conditions": {}}
 
+    def _expect_clean_gpu(self) -> None:
+        """After a loss: whoever sits next must find a GPU that computes. Failed where there is none."""
+        with closing(Worker()) as fresh:
+            fresh.ask(clean, None, patience=PATIENCE)
+
+    def _late(self, last: str, left: list[str], turn: Turn) -> dict[str, str]:
+        """Why those have no figures who were at work when the time was up: where it had all of the seconds it
+        would be so again. OutOfTime where it had not."""
+        if self.seated:
+            place = f"{turn.row.operator} {turn.row.case}"
+            raise OutOfTime(f"the time was up during {place}: the same command goes on from here")
+        why = f"not ready within {self.asked.seconds:.0f} s; once more, with more of them: --again"
+        return {last: why} if last in left else dict.fromkeys(left, f"{last or PREPARING}: {why}")
+
     def _blamed(self, error: Failed | WorkerError, last: str, left: list[str], turn: Turn) -> dict[str, str]:
         """Why those have no figures who were at work when a worker was lost: one arm, or all of them where it
         happened before the first or on the clock."""
         if isinstance(error, WorkerError):
-            self.bug = self.bug or error
             last_line = str(error).strip().splitlines()[-1]
+            if not last:
+                why = f"its environment starts no worker: {last_line}; coda-agent compare --install"
+                return dict.fromkeys(left, why)
+            self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
         own = [] if turn.apart else [turn.row.anchor]  # apart it has figures of the other environment
@@ -299,7 +363,8 @@ class _Measuring:
         if last in ("", PREPARING, turn.row.anchor):
             place = f"{last or PREPARING}: " if isinstance(error, Lost) else ""
             return dict.fromkeys([*left, *own], f"{place}{why}")
-        return dict.fromkeys(left, f"on the clock, beside others: {why}")
+        beside = [arm for arm in left if arm not in MODELS]  # whose kernels have run on the clock before
+        return dict.fromkeys(beside or left, f"on the clock, beside others: {why}")
 
 
 @dataclass
@@ -314,6 +379,16 @@ class _Heard:
     def __call__(self, gate: str, words: str) -> None:
         self.last = words if words in self.stations else self.last
         self.progress(self.place, words)
+
+
+def _place(turn: Turn) -> tuple[str, str, bool]:
+    return turn.row.operator, turn.row.case, turn.apart
+
+
+def _seconds(sitting: Sitting, *, warm: bool) -> float:
+    """What such a sitting may take; ``warm``: where this machine has compiled and tuned for one before."""
+    prepared = sum(arm.seconds for arm in sitting.arms.values())
+    return sitting.seconds - (CACHED * prepared if warm else 0.0)
 
 
 def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
