@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-import subprocess
+import shutil
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import worker_tasks
+from comparison_machine import stood_in
 
-from agent.compare import environment
-from agent.compare.results import ResultsError
+from agent.compare import environment, rows
+from agent.compare.cells import Cell, Empty, lines
+from agent.compare.measuring import Asked, measure
+from agent.compare.results import Results, ResultsError
+from verifier.columns import EAGER, TORCH, UPSTREAM
 from verifier.gpu import Worker
 
 NAME, VERSION = "typer", "0.0.1"  # one that this project has too, in another version
+versions = environment.versions
 
 
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where pip finds that package and nothing else."""
-    folder = tmp_path / "index"
-    folder.mkdir()
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(environment, "PACKAGE", f"{NAME}=={VERSION}")
-    return folder
+    folder = tmp_path_factory.mktemp("index")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("PIP_FIND_LINKS", str(folder))
+        patch.setenv("CODA_AGENT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(environment, "PACKAGE", f"{NAME}=={VERSION}")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def installed(index: Path) -> str:
+    """Its interpreter."""
+    publish(index)
+    assert environment.python() is None
+    return environment.install()
 
 
 def publish(folder: Path) -> None:
@@ -39,29 +53,103 @@ def publish(folder: Path) -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def test_its_package_is_its_own_and_the_rest_is_borrowed(index: Path) -> None:
-    publish(index)
-    assert environment.python() is None
-    python = environment.install()
-    assert environment.python() == environment.install() == python
-    found = environment.versions(python, (NAME, "torch"))
-    assert found == {NAME: VERSION, "torch": torch.__version__}
-    purelib = environment._said(python, "-c", environment._PURELIB).strip()
-    (Path(purelib) / "tests.pth").write_text(f"{Path(__file__).parent}\n")  # a worker's task is there
-    with Worker(python=python) as worker:
+def purelib(python: str) -> Path:
+    return Path(environment._said(python, "-c", environment._PURELIB).strip())
+
+
+def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None:
+    assert environment.python() == installed
+    assert versions(installed, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
+    (purelib(installed) / "tests.pth").write_text(f"{Path(__file__).parent}\n")  # a worker's task is there
+    with Worker(python=installed) as worker:
         answer = worker.ask(worker_tasks.environment_of, NAME, patience=60.0)
     assert answer == {"own": VERSION, "torch": torch.__version__}
 
 
-def test_where_there_is_no_room_for_it_that_is_said(index: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def carried(installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its interpreter on another machine: nothing that its paths lead to is there, nor a network."""
+    whence = environment.folder()
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    place = shutil.copytree(whence, environment.folder(), symlinks=True)
+    purelib(str(place / "bin" / "python")).joinpath("zz-borrowed.pth").write_text("/nowhere\n")
+    (place / "pyvenv.cfg").write_text("home = /nowhere/bin\ninclude-system-site-packages = false\n")
+    for name in place.glob("bin/python*"):
+        name.unlink()
+        name.symlink_to("/nowhere/bin/python")
+    python = environment.python()
+    assert python and Path(python).is_relative_to(tmp_path)
+    return python
+
+
+def test_one_that_was_carried_is_set_on_what_is_there_without_a_network(carried: str) -> None:
+    said = versions(carried, (NAME,))
+    assert said == (
+        f"its environment does not run, {carried}: No such file or directory: "
+        "coda-agent compare --install mends it"
+    )
+    assert environment.install() == carried
+    versions.cache_clear()  # another process asks
+    assert versions(carried, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
+
+
+def test_one_that_lacks_its_package_says_so_and_is_mended(
+    carried: str, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment.install()
+    for path in purelib(carried).glob(f"{NAME}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (purelib(carried) / "zz-borrowed.pth").unlink()
+    assert versions(carried, (NAME, "torch", "pip")) == (
+        f"{carried} finds no {NAME} and no torch: coda-agent compare --install mends it"
+    )
+    with pytest.raises(ResultsError, match=rf"{NAME}=={VERSION} could not be installed: .*\n.*No matching"):
+        environment.install()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    assert versions(environment.install(), (NAME, "pip", "torch"))
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo 'Fatal Python error: no codec' >&2; echo '<no Python frame>' >&2; exit 1", "no codec"),
+        ("exit 3", "exit status 3"),
+    ],
+)
+def test_an_interpreter_that_fails_gives_its_words(tmp_path: Path, script: str, why: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    said = versions(str(python), (NAME,))
+    assert isinstance(said, str) and f"{why}: coda-agent compare --install mends it" in said
+
+
+def test_a_broken_environment_is_its_columns_cell_and_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = str(tmp_path / "python")
+    wanted = tuple(rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False))
+    for there, why in ((False, "does not run"), (True, "finds no coda-kernels")):
+        with stood_in(monkeypatch) as gpu:
+            monkeypatch.setattr(environment, "versions", versions)
+            monkeypatch.setattr(
+                environment, "python", lambda there=there: sys.executable if there else python
+            )
+            found = measure(Asked(wanted, (EAGER, UPSTREAM), 1, 12), Results(), lambda made: None)
+            (line,) = lines(found)
+            empty = line.cells[UPSTREAM]
+            assert isinstance(empty, Empty) and why in empty.reason and "compare --install" in empty.reason
+            assert isinstance(line.cells[TORCH], Cell) and len(gpu.sat) == 1
+
+
+def test_where_there_is_no_room_for_it_that_is_said(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache").write_text("no folder")
     with pytest.raises(
         ResultsError, match=r"typer==0.0.1 could not be installed: .*Not a directory.*every other"
     ):
         environment.install()
     assert environment.python() is None
-
-
-def test_a_question_to_what_is_not_there_is_an_error() -> None:
-    with pytest.raises(subprocess.CalledProcessError):
-        environment.versions(sys.executable, ("no-such-package",))

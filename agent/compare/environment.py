@@ -1,6 +1,7 @@
 """An environment of its own for CODA's package, whose QuACK and CuTeDSL are not those of this project.
 
-Everything else in it, PyTorch above all, is borrowed from the environment that this runs in.
+Everything else in it, PyTorch above all, is borrowed from the environment that this runs in. Its paths are
+absolute: where it was carried to another machine, ``install`` there sets them anew, without an index.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PACKAGE = "coda-kernels==0.2"
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 _VERSIONS = """
 import importlib.metadata as m, json, sys
-print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))
+print(json.dumps({name: next((d.version for d in m.distributions(name=name)), "") for name in sys.argv[1:]}))
 """
 
 
@@ -31,19 +32,20 @@ def folder() -> Path:
 
 
 def python() -> str | None:
-    """Its interpreter, once it is installed."""
+    """Its interpreter, once it is installed; whether it runs is for ``versions`` to say."""
     ready = folder() / "ready"
-    return str(folder() / "bin" / "python") if ready.exists() else None
+    return _interpreter() if ready.exists() else None
 
 
 def install() -> str:
-    """Make it, with whatever index pip is set up with; its interpreter. Raises ResultsError."""
-    if there := python():
-        return there
-    place = folder()
+    """Make it, with whatever index pip is set up with; its interpreter. One that is there is set on this
+    interpreter and these packages, and pip adds what it lacks. Raises ResultsError."""
+    place, made = folder(), _interpreter()
+    there = (place / "ready").exists()
     try:
-        venv.create(place, clear=True, with_pip=True)
-        made = str(place / "bin" / "python")
+        for other in place.glob("bin/python*") if there else ():  # a link may lead to what is not here
+            other.unlink()
+        venv.create(place, clear=not there, with_pip=not there)
         borrowed = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         (Path(_said(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)  # after its own
         _said(made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", PACKAGE)
@@ -58,10 +60,23 @@ def install() -> str:
 
 
 @cache
-def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str]:
-    """Of distributions in that environment."""
-    found: dict[str, str] = json.loads(_said(interpreter, "-c", _VERSIONS, *packages))
-    return found
+def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | str:
+    """Of distributions in that environment; or why it cannot be used, and what to do."""
+    remedy = "coda-agent compare --install mends it"
+    try:
+        found: dict[str, str] = json.loads(_said(interpreter, "-c", _VERSIONS, *packages))
+    except OSError as error:
+        return f"its environment does not run, {interpreter}: {error.strerror}: {remedy}"
+    except subprocess.CalledProcessError as error:
+        said = [line for line in error.stderr.splitlines() if "rror: " in line]
+        why = said[-1] if said else f"exit status {error.returncode}"
+        return f"its environment does not run, {interpreter}: {why}: {remedy}"
+    lacking = [name for name, number in found.items() if not number]
+    return f"{interpreter} finds no {' and no '.join(lacking)}: {remedy}" if lacking else found
+
+
+def _interpreter() -> str:
+    return str(folder() / "bin" / "python")
 
 
 def _said(*command: str) -> str:
