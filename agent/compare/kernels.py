@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 
 from agent import accept
 from primitives.ir import Program
-from primitives.lower import lower
+from primitives.lower import PACKAGES, lower
 from primitives.roofline import H100, Machine, roofline
 from verifier.columns import EDITED, PROGRAM
 from verifier.contest import Contender
@@ -27,9 +28,23 @@ def tuned(spec: Spec, *, raw: bool) -> Kept | None:
     """An operator's accepted kernel as it was tuned; None where there is none, or the text that was measured
     is not what these versions lower it to. Raises KernelError."""
     found = accept.read(spec, raw=raw)
-    if found is None or lower(found.program, found.raw).hash != found.report.identity.lowered_hash:
+    return Kept.of(found.program, found.report.timings, found.raw) if found and _as_measured(found) else None
+
+
+def outdated(spec: Spec, *, raw: bool) -> str | None:
+    """Why an operator's accepted kernel is not ``tuned``, and what to do; None where it is, or there is none.
+    Raises KernelError."""
+    found = accept.read(spec, raw=raw)
+    if found is None or _as_measured(found):
         return None
-    return Kept.of(found.program, found.report.timings, found.raw)
+    made = {name: found.report.identity.versions.get(name, "unknown") for name in PACKAGES}
+    here = {name: version(name) for name in PACKAGES}
+    again = "measure and accept it again"
+    if made == here:
+        return f"its program lowers to another text than was accepted: {again}"
+    then, now = (", ".join(f"{n} {number}" for n, number in each.items()) for each in (made, here))
+    wanted = " ".join(f"{name}=={number}" for name, number in made.items())
+    return f"accepted as lowered by {then}, and here is {now}: pip install {wanted}, or {again}"
 
 
 def written(spec: Spec) -> Program:
@@ -44,6 +59,11 @@ def machine(ceilings: Mapping[str, float]) -> Machine:
         name: replace(getattr(H100, name), value=value, source="measured") for name, value in ceilings.items()
     }
     return replace(H100, **measured)
+
+
+def _as_measured(kernel: accept.Kernel) -> bool:
+    """Whether these versions lower it to the text that was measured."""
+    return lower(kernel.program, kernel.raw).hash == kernel.report.identity.lowered_hash
 
 
 def _contender(spec: Spec, kept: Kept, sizes: Mapping[str, int]) -> Contender:

@@ -92,7 +92,8 @@ class OperatorRow:
 
     def absent(self, arm: str) -> str | None:
         if arm in (columns.PROGRAM, columns.EDITED) and arm not in self.contenders:
-            return "no accepted kernel" if arm == columns.PROGRAM else "its CuTeDSL was not edited"
+            none = "no accepted kernel" if arm == columns.PROGRAM else "its CuTeDSL was not edited"
+            return kernels.outdated(self.spec, raw=arm == columns.EDITED) or none
         return columns.absent(self.spec, arm)
 
     def made_of(self, arm: str) -> list[Contender]:
@@ -154,8 +155,17 @@ class LayerRow:
 
     def absent(self, arm: str) -> str | None:
         if arm == columns.PROGRAM and self.contenders is None:
-            return "not all of its kernels are accepted"
+            return self._outdated() or "not all of its kernels are accepted"
         return None if arm in VARIANTS else "no layer of it"
+
+    def _outdated(self) -> str | None:
+        """Of the first such kernel: others say the same."""
+        from verifier.layers.runners import calls
+
+        for call in calls(self.shape, backward=self.backward).values():
+            if why := kernels.outdated(load(SPECS / f"{call.operator}.yaml", check=False), raw=False):
+                return f"{call.operator}: {why}"
+        return None
 
     def made_of(self, arm: str) -> list[Contender]:
         return list((self.contenders or {}).values()) if arm == columns.PROGRAM else []

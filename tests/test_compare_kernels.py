@@ -1,0 +1,81 @@
+"""Which kernels of a model's a comparison takes, and what it says of those that it cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from comparison_machine import Machine, stood_in
+
+from agent.compare import kernels, rows
+from agent.compare.cells import Cell, Empty, lines
+from agent.compare.measuring import Asked, measure
+from agent.compare.results import LAYER_FORWARD, Results
+from primitives import lower as lowering
+from verifier.columns import EAGER, EDITED, LLM, PROGRAM, TORCH
+
+DSL, QUACK = (version(name) for name in lowering.PACKAGES)
+ELSEWHERE = (
+    f"accepted as lowered by nvidia-cutlass-dsl {DSL}, quack-kernels {QUACK}, and here is nvidia-cutlass-dsl "
+    f"9.9, quack-kernels {QUACK}: pip install nvidia-cutlass-dsl=={DSL} quack-kernels=={QUACK}, or measure "
+    "and accept it again"
+)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with another CuTeDSL."""
+
+    def there(name: str) -> str:
+        return "9.9" if name == "nvidia-cutlass-dsl" else version(name)
+
+    monkeypatch.setattr(lowering, "version", there)
+    monkeypatch.setattr(kernels, "version", there)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with stood_in(monkeypatch) as found:
+        yield found
+
+
+def asked(*names: str) -> Asked:
+    chosen = rows.chosen(names, ("1B",), everything=False, quick=False)
+    return Asked(tuple(chosen), (EAGER, PROGRAM, EDITED), 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gemm_swiglu", f"{ELSEWHERE}; its CuTeDSL was not edited"),
+        ("gemm_swiglu_bwd", ELSEWHERE),  # and so is its edited text
+        (LAYER_FORWARD, f"gemm_rmsnorm_rope: {ELSEWHERE}; no layer of it"),
+    ],
+)
+def test_a_kernel_of_other_versions_says_so(gpu: Machine, elsewhere: None, name: str, why: str) -> None:
+    """It is accepted: only that text, and no other, was measured."""
+    (line,) = lines(measure(asked(name), Results(), lambda made: None))
+    assert line.cells[LLM] == Empty(why) and isinstance(line.cells[TORCH], Cell)
+
+
+def test_a_kernel_that_is_lowered_otherwise_by_the_same_versions_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lower(*given: Any) -> Any:
+        return SimpleNamespace(hash="another")
+
+    monkeypatch.setattr(kernels, "lower", lower)
+    (row,) = asked("gemm_swiglu").rows
+    assert row.absent(PROGRAM) == (
+        "its program lowers to another text than was accepted: measure and accept it again"
+    )
+
+
+def test_a_kernel_that_is_taken_is_not_outdated_nor_is_one_that_is_not_there() -> None:
+    (row,) = asked("gemm_swiglu").rows
+    assert isinstance(row, rows.OperatorRow) and PROGRAM in row.contenders
+    assert kernels.outdated(row.spec, raw=False) is None and kernels.outdated(row.spec, raw=True) is None
+    assert row.absent(PROGRAM) is None and row.absent(EDITED) == "its CuTeDSL was not edited"
