@@ -250,6 +250,23 @@ def test_the_hash_sees_meaning_alone(write):
     assert len(hashes) == len(other) and first not in hashes
 
 
+def test_an_operator_is_the_same_whatever_its_cases_and_what_is_good_enough(write):
+    first = load(write()).operator_hash
+    same = [
+        ("M: 64", "M: 65"),
+        ("speedup: 1.1", "speedup: 1.2"),
+        ("accept:", "tolerance: {factor: 2, reason: fp8}\naccept:"),
+    ]
+    other = [
+        ("eps: 1e-6", "eps: 2e-6"),
+        ("* scale", "/ scale"),
+        ("fp16", "bf16"),
+        ("[0.5, 1.5]", "[0.5, 1.25]"),
+    ]
+    assert {load(write(*edit), check=False).operator_hash for edit in same} == {first}
+    assert first not in {load(write(*edit), check=False).operator_hash for edit in other}
+
+
 def spec_of(reference_text: str, outputs: str, write) -> Spec:
     path = write()
     head, tail = GOOD.split("outputs:\n")[0], GOOD[GOOD.index("cases:") :]

@@ -9,7 +9,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -51,8 +51,17 @@ class Spec(Declared):
     @property
     def hash(self) -> str:
         """SHA-256 of what decides meaning: not of comments, layout, order of keys or prose."""
+        meaning = self._meaning({"name", "constants", "cases", "accept"})
+        meaning["tolerance"] = self.tolerance and self.tolerance.factor
+        return _digest(meaning)
+
+    @property
+    def operator_hash(self) -> str:
+        """SHA-256 of what its outputs are, and its baseline's: whatever the cases and what is good enough."""
+        return _digest(self._meaning({"name", "constants"}))
+
+    def _meaning(self, said: set[str]) -> dict[str, Any]:
         # exclude_none: a form of init added later leaves the hashes of specs without it as they are
-        said = {"name", "constants", "cases", "accept"}
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
             meaning[kind] = {
@@ -62,9 +71,7 @@ class Spec(Declared):
             }
         for text in ("reference", "baseline"):
             meaning[text] = ast.unparse(ast.parse(getattr(self, text) or ""))
-        meaning |= {"dims": sorted(self.dims), "static": sorted(self.static)}
-        meaning["tolerance"] = self.tolerance and self.tolerance.factor
-        return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
+        return meaning | {"dims": sorted(self.dims), "static": sorted(self.static)}
 
     def case(self, name: str) -> Case:
         """The case of that name; KeyError naming those there are."""
@@ -79,3 +86,7 @@ class Spec(Declared):
             if len(shapes[name]) != len(tensor.shape):
                 raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {describe(tensor)}")
         return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes)
+
+
+def _digest(meaning: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
