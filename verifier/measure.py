@@ -120,8 +120,7 @@ class _Session:
     raw: str
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
     ahead: list[Worker] = field(default_factory=list)
-    prover: Worker | None = None
-    scorers: dict[int, Worker] = field(default_factory=dict)
+    workers: dict[int | None, Worker] = field(default_factory=dict)  # by scoring process; None proves
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
     scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, a piece a process
     controls: list[dict[str, Any]] = field(default_factory=list)  # of every process that was tried
@@ -158,7 +157,7 @@ class _Session:
 
     def lose_workers(self) -> None:
         """End what still runs."""
-        for worker in filter(None, (self.prover, *self.scorers.values(), *self.ahead)):
+        for worker in (*self.workers.values(), *self.ahead):
             worker.close()
 
     # Pieces
@@ -209,22 +208,14 @@ class _Session:
 
     def _worker(self, process: int | None) -> Worker:
         """The worker that proves, or that of a scoring process; the next one does its imports meanwhile."""
-        if process is None and self.prover is None:
-            self.prover = self._fresh()
-        for wanted in (0,) if process is None else (process, process + 1):
-            if wanted not in self.scorers and wanted < self.options.processes:
-                self.scorers[wanted] = self._fresh()
-        if process is not None:
-            return self.scorers[process]
-        assert self.prover is not None  # made above
-        return self.prover
+        for wanted in (process, 0 if process is None else process + 1):
+            if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
+                self.workers[wanted] = self.ahead.pop(0) if self.ahead else Worker(ahead=AHEAD)
+        return self.workers[process]
 
-    def _fresh(self) -> Worker:
-        return self.ahead.pop(0) if self.ahead else Worker(ahead=AHEAD)
-
-    def _retire(self, process: int) -> None:
-        if process in self.scorers:
-            self.scorers.pop(process).close()
+    def _retire(self, process: int | None) -> None:
+        if process in self.workers:
+            self.workers.pop(process).close()
 
     def _expect_clean_gpu(self) -> None:
         """After a loss: a fresh worker must find a GPU that computes."""
@@ -271,9 +262,7 @@ class _Session:
         cases = self._measured_cases()
         for case in cases:
             self._rival(case)
-        if self.prover is not None:  # its memory is the scorers' now
-            self.prover.close()
-            self.prover = None
+        self._retire(None)  # its memory is the scorers' now
         control = self._control_case()
         for process in range(self.options.processes):
             self._controlled(process, control)
