@@ -214,8 +214,7 @@ class _Measuring:
         return self.end - monotonic()
 
     def _within(self, seconds: float) -> AbstractContextManager[None]:
-        """Within: a worker's answer that takes longer, by the clock of deadlines, raises Late, and the worker is
-        gone."""
+        """Within: a worker's answer that takes longer raises Late, and the worker is gone."""
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: Turn) -> list[str]:
