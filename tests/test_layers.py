@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from agent.compare.rows import LayerRow
 from primitives.interpret import torch_dtype
 from primitives.launchable import ALIGNMENT, LaunchError, check_sizes
 from verifier import layers
@@ -171,6 +174,22 @@ def test_a_sitting_runs_of_every_variant_what_it_will_time_and_no_more(
     assert all(loss["yardsticks"] == 1 and loss["relative"] < 0.01 for loss in entrant.losses.values())
     entrant.call()
     assert len(trained) == 3 * backward
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_least_time_is_that_of_the_products_which_the_plain_layer_makes(
+    backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PyTorch counts them: of causal attention's, which are batched, half is masked."""
+    monkeypatch.setitem(WIDTHS, "1B", SMALL)
+    drawn = draw(SMALL, 14, "cpu")
+    layer = Plain(SMALL, drawn.weights, drawn.next_norm)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        layer.step(drawn.x, drawn.dout) if backward else layer.forward(drawn.x)
+    flops = {str(name): number for name, number in counter.get_flop_counts()["Global"].items()}
+    assert flops.keys() == {"aten.mm", "aten.bmm"}
+    found = LayerRow("1B", backward).least({"tensor": 1e9, "memory": 1.0})
+    assert found * 1e9 == pytest.approx(flops["aten.mm"] + flops["aten.bmm"] / 2, rel=1e-12)
 
 
 def test_the_truth_is_not_taken_in_tf32() -> None:

@@ -1,0 +1,248 @@
+"""A sitting of an operator's arms: inputs, truth, losses, a cold L2, and what a kernel is known by.
+
+PyTorch on a CPU stands in for the GPU and its kernels; specs, inputs, truth and losses are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from comparison_machine import stood_in
+from test_timing import SimulatedClock
+from torch import Tensor
+
+import verifier.inputs
+from agent.compare import kernels, rows
+from agent.compare.measuring import Asked, _text, measure
+from agent.compare.results import Results
+from primitives.interpret import interpret
+from primitives.ir import Program
+from primitives.lower import editable
+from primitives.schedule import Schedule
+from verifier import reference, scoring, timing
+from verifier.columns import ANCHOR, EAGER, PROGRAM
+from verifier.contest import Contender
+from verifier.sitting import Seats, _Operator, sit
+from verifier.spec_file import load
+
+SPECS = Path(__file__).parent.parent / "specs"
+SIZES = {
+    "gemm_swiglu": {"M": 24, "D": 32, "F": 16},
+    "gemm_residual_partial_rmsnorm": {"M": 24, "K": 40, "N": 32},
+    "gemm_grad_accumulate": {"M": 48, "N": 16, "K": 24},
+}
+Tensors = Mapping[str, Tensor]
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def as_it_is(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return outputs
+
+
+@dataclass
+class Interpreted:
+    """A model's kernel, interpreted: as a contender, what it makes, and that one's plan. ``change``: of its
+    answers. It remembers the inputs of its calls."""
+
+    program: Program
+    change: Change = as_it_is
+    seen: list[Tensors] = field(default_factory=list)
+
+    def made(self) -> Interpreted:
+        return self
+
+    def plan(self, inputs: Tensors) -> Interpreted:
+        return self
+
+    def in_place(self, inputs: Tensors) -> dict[str, Tensor]:
+        fresh = {name: torch.full_like(t, torch.nan) for name, t in interpret(self.program, inputs).items()}
+        return fresh | {name: inputs[own] for name, own in self.program.signature.updates.items()}
+
+    def run(self, inputs: Tensors, outputs: Tensors) -> None:
+        self.seen.append({name: t.clone() for name, t in inputs.items()})
+        for name, answer in self.change(interpret(self.program, inputs)).items():
+            outputs[name].copy_(answer)
+
+
+@pytest.fixture(autouse=True)
+def l2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A GPU's properties: its L2 holds nothing, unless a test says otherwise."""
+    found = SimpleNamespace(L2_cache_size=0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    on_gpu = verifier.inputs.draw
+    monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: on_gpu(*given))
+    yield found
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
+    """In place of the device's events, and what else a contest asks of CUDA."""
+    found = SimulatedClock()
+    monkeypatch.setattr(timing, "CudaClock", lambda: found)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    return found
+
+
+def seats(name: str, *arms: str, change: Change = as_it_is) -> tuple[Seats, Interpreted]:
+    spec = load(SPECS / f"{name}.yaml", check=False)
+    kernel = Interpreted(kernels.written(spec), change)
+    return Seats(spec, SIZES[name], arms, {PROGRAM: cast(Contender, kernel)}, 12), kernel
+
+
+# Inputs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("holds", "wanted"), [(0.0, 2), (1.9, 2), (2.1, 3), (100.0, scoring.MOST_SETS)])
+def test_arms_take_turns_with_two_sets_of_inputs_or_with_what_no_l2_holds(
+    l2: Any, holds: float, wanted: int
+) -> None:
+    asked, _ = seats("gemm_swiglu")
+    set_bytes = 2 * (24 * 32 + 32 * 32)
+    l2.L2_cache_size = int(holds * set_bytes)
+    stage = _Operator(asked)
+    assert stage.turns == len(stage.sets) == wanted
+    assert sum(t.numel() * t.itemsize for t in stage.sets[0].values()) == set_bytes
+    first = [inputs["x"] for inputs in stage.sets]
+    assert not any(torch.equal(a, b) for i, a in enumerate(first) for b in first[:i])
+
+
+@pytest.mark.usefixtures("clock")
+def test_every_arm_is_timed_on_all_sets_in_turn() -> None:
+    asked, kernel = seats("gemm_swiglu", ANCHOR, PROGRAM)
+    sit(asked)
+    sums = [float(inputs["x"].float().sum()) for inputs in kernel.seen]
+    assert len(set(sums)) == 2
+    timed = sums[-12:]
+    assert timed == timed[:2] * 6 and timed[0] != timed[1]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> None:
+    """Whoever came before: an input that is updated would hold the sum of all their calls."""
+    asked, _ = seats(name)
+    stage = _Operator(asked)
+    before = [{n: t.clone() for n, t in inputs.items()} for inputs in stage.sets]
+    for arm in (EAGER, PROGRAM, EAGER):
+        entrant = stage.enter(arm)
+        entrant.call()
+        assert entrant.losses.keys() == asked.spec.outputs.keys()
+        for found in entrant.losses.values():
+            assert found["relative"] < 0.005
+            assert arm == EAGER or found["yardsticks"] < 1.5  # PyTorch rounds products on the way
+        stage.again(arm, 1)()
+    for inputs, drawn in zip(stage.sets, before, strict=True):
+        assert all(torch.equal(inputs[n], t) for n, t in drawn.items())
+    again = cast(dict[str, Tensor], stage.again(EAGER, 1)())
+    truth = reference.oracle(asked.spec, before[1], asked.sizes)
+    for n, t in again.items():
+        assert (t.double() - truth[n]).norm() < 0.01 * truth[n].norm()
+
+
+# Losses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_arm_tells_how_far_each_output_is_from_the_truth() -> None:
+    """Computed by hand: the RMS of the error over the truth's, and over the yardstick's error."""
+
+    def off(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return outputs | {"act": outputs["act"] * 1.25}
+
+    asked, kernel = seats("gemm_swiglu", ANCHOR, EAGER, PROGRAM, change=off)
+    found = sit(asked)["arms"]
+    assert set(found) == {ANCHOR, EAGER, PROGRAM} and found[ANCHOR]["losses"] == {}
+    assert found[EAGER]["losses"].keys() == found[PROGRAM]["losses"].keys() == {"preact", "act"}
+    inputs = kernel.seen[0]
+    exact = reference.oracle(asked.spec, inputs, asked.sizes)
+    usual = reference.yardstick(asked.spec, inputs, asked.sizes)
+    for n, answer in off(interpret(kernel.program, inputs)).items():
+        error = (answer.double() - exact[n]).norm()
+        by_hand = {
+            "relative": float(error / exact[n].norm()),
+            "yardsticks": float(error / (usual[n].double() - exact[n]).norm()),
+        }
+        assert found[PROGRAM]["losses"][n] == pytest.approx(by_hand, rel=1e-4)
+    told = found[PROGRAM]["losses"]
+    assert told["act"]["relative"] == pytest.approx(0.25, abs=0.01) and told["act"]["yardsticks"] > 20
+    assert told["preact"]["relative"] < 0.01 and found[EAGER]["losses"]["act"]["relative"] < 0.01
+
+
+def test_the_truth_of_few_bits_is_kept_in_fp32_and_let_go_of() -> None:
+    stage = _Operator(seats("gemm_residual_partial_rmsnorm")[0])
+    kept = {name: t.dtype for name, t in stage.truth.items()}
+    assert kept == {"h": torch.float32, "hg": torch.float32, "rstd": torch.float64}
+    stage.forget_truth()
+    assert not stage.truth and not stage.yardstick
+
+
+# The clock ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_what_is_timed_finds_a_cold_l2_where_it_is_asked_for(clock: SimulatedClock, cold: bool) -> None:
+    arms = [clock.work(name, lambda: 1e-3) for name in "ab"]
+    samples, _ = scoring.timed(arms, 12, cold=cold)
+    assert {name: len(found.seconds) for name, found in samples.items()} == {"a": 12, "b": 12}
+    starts = [i for i, word in enumerate(clock.log) if word == "start"]
+    assert len(starts) > 24
+    assert [clock.log[i - 1] == "flush" for i in starts] == [cold] * len(starts)
+
+
+def test_a_sitting_is_timed_cold(clock: SimulatedClock) -> None:
+    sit(seats("gemm_swiglu", ANCHOR, PROGRAM)[0])
+    assert clock.log.count("flush") == clock.log.count("start") > 24
+
+
+# What an arm is known by --------------------------------------------------------------------------
+
+ONE, OTHER = Schedule(128, 256, False), Schedule(128, 128, True)
+
+
+def contender(name: str = "gemm_swiglu", **more: Any) -> Contender:
+    return Contender(kernels.written(load(SPECS / f"{name}.yaml", check=False)), **more)
+
+
+def test_a_kernel_is_known_by_its_text_and_its_schedules() -> None:
+    base = contender(schedules={0: ONE})
+    edited = editable(base.program)
+    different = [
+        base,
+        contender(schedules={0: OTHER}),
+        contender("gemm_rope", schedules={0: ONE}),
+        replace(base, raw=edited),
+        replace(base, raw=edited + "\n# another text\n"),
+        replace(base, schedules=None),
+        replace(base, schedules=None, known={0: [ONE]}),
+        replace(base, schedules=None, known={0: [ONE, OTHER]}),
+    ]
+    known = [_text(each) for each in different]
+    assert len(set(known)) == len(known)
+    assert _text(contender(schedules={0: ONE})) == known[0]
+
+
+def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the very schedules that it had."""
+    chosen = rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False)
+    usual = kernels.contenders
+
+    def changed(*given: Any) -> dict[str, Contender]:
+        found = usual(*given)
+        return {arm: replace(kernel, raw=editable(kernel.program)) for arm, kernel in found.items()}
+
+    with stood_in(monkeypatch) as gpu:
+        asked = Asked(tuple(chosen), (EAGER, PROGRAM), 1, 12)
+        first = measure(asked, Results(), lambda made: None)
+        monkeypatch.setattr(kernels, "contenders", changed)
+        other = rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False)
+        measure(replace(asked, rows=tuple(other)), first, lambda made: None)
+        assert [arms for _, arms in gpu.sat] == [(ANCHOR, PROGRAM, EAGER), (ANCHOR, PROGRAM)]

@@ -1,0 +1,54 @@
+"""Ratios through an arm that two measurements have in common. Ratios of one are in test_timing.py."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from verifier.statistics import Interval, ratio, through
+
+ROUNDS, TRIALS = 24, 40
+
+
+def interval(estimate: float, below: float, above: float) -> Interval:
+    """With these half widths in logarithms; the bootstrap's are half of them, Student's the whole."""
+    ends = [(estimate * math.exp(-below * part), estimate * math.exp(above * part)) for part in (0.5, 1)]
+    return Interval(estimate, *ends[1], 0.9, *ends)
+
+
+def test_half_widths_of_both_steps_add_as_squares_in_logarithms() -> None:
+    first, second = interval(2.0, 0.03, 0.05), interval(1.5, 0.04, 0.12)
+    found, back = through(first, second), through(second, first)
+    assert found.estimate == back.estimate == 3.0
+    assert (found.low, found.high) == pytest.approx((3 * math.exp(-0.05), 3 * math.exp(0.13)), rel=1e-12)
+    assert (back.low, back.high) == pytest.approx((found.low, found.high), rel=1e-12)
+    assert found.student == pytest.approx((found.low, found.high), rel=1e-12)
+    assert found.bootstrap == pytest.approx((3 * math.exp(-0.025), 3 * math.exp(0.065)), rel=1e-12)
+    assert found.confidence == 0.9
+
+
+def test_a_step_without_uncertainty_adds_none() -> None:
+    exact, wide = interval(0.5, 0, 0), interval(1.2, 0.02, 0.03)
+    for found in (through(exact, wide), through(wide, exact)):
+        assert (found.low, found.high) == pytest.approx((0.5 * wide.low, 0.5 * wide.high), rel=1e-12)
+
+
+def measured(draw: random.Random, truth: float, noise: float) -> Interval:
+    """Two arms in one process: rounds share a drift, and each has noise of its own."""
+    shared = [math.exp(draw.gauss(0, 0.1)) for _ in range(ROUNDS)]
+    first = [truth * x * math.exp(draw.gauss(0, noise)) for x in shared]
+    return ratio(first, [x * math.exp(draw.gauss(0, noise)) for x in shared])
+
+
+@pytest.mark.parametrize("noise", [(0.002, 0.02), (0.02, 0.002), (0.01, 0.01)], ids=str)
+def test_intervals_cover_the_truth_whichever_step_is_the_noisy_one(noise: tuple[float, float]) -> None:
+    draw, covered, widths = random.Random(4), 0, []
+    for _ in range(TRIALS):
+        found = through(measured(draw, 1.1, noise[0]), measured(draw, 0.8, noise[1]))
+        covered += found.low <= 1.1 * 0.8 <= found.high
+        widths.append(math.log(found.high / found.low))
+    assert covered >= 0.9 * TRIALS
+    # Twice 2.0 standard errors, by rounds and arms; medians and the wider of two methods make it larger.
+    assert sum(widths) / TRIALS < 2 * (4 * math.hypot(*noise) * math.sqrt(2 / ROUNDS))
