@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agent.compare.cells import Cell, Empty, Line
 from agent.compare.results import Arm, Failure, Loss, Results, Sitting
 from agent.table import GROUPS
 from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import ANCHOR, COMPILE, EDITED, FLASHINFER, LIGER, PROGRAM, UPSTREAM
+from verifier.columns import ANCHOR, COLUMNS, COMPILE, EDITED, FLASHINFER, LIGER, LLM, PROGRAM, UPSTREAM
 from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
+from verifier.statistics import Interval
 
 TEN = GROUPS["CODA's ten"]
 WIDTHS, SQUARES = ("1B", "7B", "70B"), ("square 2048", "square 4096", "square 8192")
@@ -59,6 +61,30 @@ def sitting(
     return Sitting(
         operator=operator, case=case, arms={ANCHOR: arm(1.0, losses={}), **arms}, **given | changes
     )
+
+
+def interval(estimate: float, low: float, high: float) -> Interval:
+    return Interval(estimate, low, high, 0.95, (low, high), (low, high))
+
+
+def line(
+    case: str,
+    operator: str = "gemm_rope",
+    ratios: Mapping[str, tuple[float, float, float]] | None = None,
+    *,
+    processes: int = 3,
+    anchored: bool = False,
+    anchor: str = ANCHOR,
+) -> Line:
+    """A row whose LLM kernel takes 1 ms, beside columns of these ratios."""
+
+    def cell(name: str, milliseconds: float, ratio: Interval | None) -> Cell:
+        return Cell(name, milliseconds, ratio, anchored, {}, 1 << 20, "", processes)
+
+    cells: dict[str, Cell | Empty] = {column.name: Empty("not measured") for column in COLUMNS}
+    cells[LLM] = cell(PROGRAM, 1.0, None)
+    cells |= {name: cell(name, given[0], interval(*given)) for name, given in (ratios or {}).items()}
+    return Line(operator, case, {"M": 1}, 0.8, anchor, cells)
 
 
 def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:

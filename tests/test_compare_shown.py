@@ -6,17 +6,17 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import comparison
 import pytest
-from comparison import arm, sitting
+from comparison import arm, interval, line, sitting
 from rich.console import Console
 
 from agent.compare import charts, summary
-from agent.compare.cells import Cell, Empty, Line, lines
+from agent.compare.cells import Line, lines
 from agent.compare.charts import draw
 from agent.compare.markdown import markdown, plain, sheets
 from agent.compare.page import page
@@ -37,7 +37,6 @@ from verifier.columns import (
     UPSTREAM,
 )
 from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
-from verifier.statistics import Interval
 
 HOSTILE = (
     '| </td><script src="https://evil.example/x">alert(1)</script>\n'
@@ -46,26 +45,8 @@ HOSTILE = (
 NEAR = 1e-9
 
 
-def interval(estimate: float, low: float, high: float) -> Interval:
-    return Interval(estimate, low, high, 0.95, (low, high), (low, high))
-
-
-def line(
-    case: str, operator: str = "gemm_rope", ratios: Mapping[str, tuple[float, float, float]] | None = None
-) -> Line:
-    """A made-up row whose LLM kernel takes 1 ms, beside columns of these ratios."""
-
-    def cell(name: str, milliseconds: float, ratio: Interval | None) -> Cell:
-        return Cell(name, milliseconds, ratio, False, {}, 1 << 20, "", 1)
-
-    cells: dict[str, Cell | Empty] = {column.name: Empty("not measured") for column in COLUMNS}
-    cells[LLM] = cell(PROGRAM, 1.0, None)
-    cells |= {name: cell(name, given[0], interval(*given)) for name, given in (ratios or {}).items()}
-    return Line(operator, case, {"M": 1}, 0.8, cells)
-
-
 def hand() -> Results:
-    """One row: the LLM's kernel takes 2 ms, and the others multiples of it, the same in every round."""
+    """One row in two processes: the LLM's kernel takes 2 ms, and the others multiples of it."""
     arms = {
         PROGRAM: arm(
             2.0, losses={"y": Loss(relative=1e-3, yardsticks=1.25), "s": Loss(relative=1e-7, yardsticks=1.5)}
@@ -76,7 +57,8 @@ def hand() -> Results:
     }
     failed = {LIGER: Failure(key="1", reason="no kernel")}
     return Results(
-        sittings=(sitting(arms, failed=failed),), absent={"gemm_rope": {FLASHINFER: "does not build"}}
+        sittings=tuple(sitting(arms, failed=failed, process=process) for process in range(2)),
+        absent={"gemm_rope": {FLASHINFER: "does not build"}},
     )
 
 
@@ -165,26 +147,24 @@ def test_a_column_that_no_row_has_is_said_to_have_none() -> None:
 def test_a_claim_lies_where_the_rows_intervals_do() -> None:
     lies = {
         ((1.5, 1.45, 1.55),): "within",
-        ((1.2, 1.1, 1.3),): "below",
-        ((1.38, 1.35, 1.41),): "within",
+        ((1.2, 1.1, 1.29),): "below",
+        ((1.28, 1.25, 1.31),): "within",
         ((2.0, 1.9, 2.1),): "above",
-        ((1.2, 1.1, 1.3), (1.5, 1.4, 1.6), (2.0, 1.9, 2.1)): "1 below, 1 within, 1 above",
+        ((1.2, 1.1, 1.29), (1.5, 1.4, 1.6), (2.0, 1.9, 2.1)): "1 below, 1 within, 1 above",
     }
     for ratios, verdict in lies.items():
-        made = [
-            line(f"{i}", "gemm_residual_rmsnorm_bwd", ratios={COMPILE: ratio})
-            for i, ratio in enumerate(ratios)
-        ]
+        made = [line(f"{i}", "gemm_swiglu_bwd", ratios={COMPILE: ratio}) for i, ratio in enumerate(ratios)]
         by = {finding.claim.what: finding for finding in findings(made)}
-        assert by["RMSNorm backward"].verdict == verdict, ratios
-        assert by["SwiGLU backward"].verdict == by["a whole layer, forward"].verdict == "not measured"
-    assert by["RMSNorm backward"].measured == "1.200 to 2.000 in 3 rows"
+        assert by["SwiGLU backward"].verdict == verdict, ratios
+        assert by["forward operators"].verdict == by["a whole layer, forward"].verdict == "not measured"
+    assert by["SwiGLU backward"].measured == "1.200 to 2.000 in 3 rows"
 
 
 def test_claims_are_those_of_the_paper_and_have_a_source() -> None:
     spans = {claim.what: (claim.column, claim.low, claim.high, len(claim.operators)) for claim in CLAIMS}
     assert spans["forward operators"] == (COMPILE, 1.0, 1.3, 8)
-    assert spans["RMSNorm backward"] == (COMPILE, 1.4, 1.8, 1)
+    (backward,) = (span for what, span in spans.items() if what.startswith("RMSNorm backward"))
+    assert backward == (COMPILE, 1.4, 1.8, 1)
     assert spans["SwiGLU backward"] == (COMPILE, 1.3, 1.6, 1)
     assert spans["a whole layer, forward"] == (COMPILE, 1.05, 1.2, 1)
     assert all("2605.19269" in claim.source for claim in CLAIMS)
@@ -234,8 +214,10 @@ def test_markdown_says_what_was_computed_by_hand() -> None:
     assert column(ratios, "roofline") == ["0.400"]
     assert column(rows(text, "Error against fp64"), LLM) == ["1.50"]
     assert column(rows(text, "Peak memory, MiB"), HUMAN) == ["5.0"]
-    assert rows(text, "LLM against human")[1] == ["`gemm_rope`", "0.950 [0.950, 0.950]", "1", "0", "0", "1"]
-    assert rows(text, "LLM against torch.compile")[1][2:] == ["1", "1", "0", "0"]
+    assert rows(text, "LLM against human")[1] == [
+        "`gemm_rope`", "0.950 [0.950, 0.950]", "1", "0", "0", "1", "0",
+    ]  # fmt: skip
+    assert rows(text, "LLM against torch.compile")[1][2:] == ["1", "1", "0", "0", "0"]
     assert column(rows(text, "The paper's claims"), "it lies")[0] == "within"
     assert column(rows(text, "The paper's claims"), "it lies")[-1] == "below"
 
@@ -258,8 +240,9 @@ def test_a_ratio_through_the_anchor_is_marked_and_explained(found: list[Line]) -
     (_, ratios, *_), _ = sheets(found)
     place = ratios.columns.index(UPSTREAM)
     cells = {operator: entries[place].text for operator, _, entries in ratios.rows}
-    assert cells["gemm_swiglu_bwd"].endswith("†") and cells["gemm_rmsnorm_partial_cross_entropy"] == "–"
-    assert "†" in ratios.says
+    assert cells["gemm_swiglu_bwd"].endswith(" †‡") and cells["gemm_rmsnorm_partial_cross_entropy"] == "–"
+    assert "†: the two were never" in ratios.says and "cuBLAS's bare matmul, which" in ratios.says
+    assert "‡: it rests on one process" in ratios.says
     assert not any("†" in e.text for _, _, es in ratios.rows for i, e in enumerate(es) if i != place)
     assert "†" not in markdown(hand())
 
@@ -446,9 +429,10 @@ def test_matplotlib_is_imported_only_to_draw() -> None:
 
 def test_the_terminal_has_times_ratios_and_reasons_within_its_width(whole: Results) -> None:
     told = printed(whole, "measuring [red]gemm_rope[/red]")
-    assert "measuring [red]gemm_rope[/red]" in told  # as it is, not as markup
+    # Above a table that may be longer than the screen; as it is, not as markup.
+    assert told.startswith("measuring [red]gemm_rope[/red]\n")
     assert f"\n2 {comparison.FLASHINFER_REASON}" in told and "hidden size 8192 | <none>" in told
-    assert "1.12†" in told and "…" not in told.split("swiglu_bwd")[1].split("\n")[0]
+    assert "1.12†‡" in told and "…" not in told.split("swiglu_bwd")[1].split("\n")[0]
     assert max(map(len, told.splitlines())) <= WIDTH
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import truediv
 from statistics import fmean, median
+from typing import NamedTuple
 
 from agent.compare.results import Loss, Results, Sitting
 from verifier import statistics
@@ -22,7 +23,8 @@ NAMES = tuple(column.name for column in COLUMNS)
 class Cell:
     """A column's fastest arm in a row. ``against``: its time over the LLM's kernel's (above 1 that kernel is
     faster), None in a row without one, and in the kernel's own cell. ``anchored``: they were never in one
-    sitting, so it went through the anchor."""
+    sitting, so it went through the anchor. ``processes``: how many ``against`` rests on, of its two steps the
+    fewer where it went through the anchor; without it, how many the time does."""
 
     arm: str
     milliseconds: float
@@ -43,12 +45,14 @@ class Empty:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table: ``roofline`` is the least time the hardware allows, in milliseconds."""
+    """A row of the table: ``roofline`` is the least time the hardware allows, in milliseconds; ``anchor`` the
+    arm that ratios go through."""
 
     operator: str
     case: str
     sizes: Mapping[str, int]
     roofline: float
+    anchor: str
     cells: Mapping[str, Cell | Empty]  # by column, of those that are to be shown
 
     def cell(self, column: str) -> Cell | None:
@@ -81,7 +85,15 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
             failed = [f"{a}: {row.failed[a]}" for a in column.arms if a in row.failed]
             known = [absent[a] for a in column.arms if a in absent]
             cells[column.name] = Empty("; ".join(failed or dict.fromkeys(known)) or "not measured")
-    return Line(operator, case, row.last.sizes, row.last.roofline, cells)
+    return Line(operator, case, row.last.sizes, row.last.roofline, row.anchor, cells)
+
+
+class _Ratio(NamedTuple):
+    """``processes``: those that it rests on; where it is ``anchored``, those of the step that has fewer."""
+
+    interval: Interval
+    processes: frozenset[int]
+    anchored: bool = False
 
 
 class _Row:
@@ -125,8 +137,9 @@ class _Row:
         )
 
     def cell(self, arm: str, rival: str | None) -> Cell:
-        own = [s.arms[arm] for s in self._with(arm)]
-        against, anchored = self.ratio(arm, rival) if rival else (None, False)
+        sat = self._with(arm)
+        own = [s.arms[arm] for s in sat]
+        ratio = self.ratio(arm, rival) if rival else None
         worst = {
             name: max((found.losses[name] for found in own if name in found.losses), key=lambda x: x.relative)
             for name in own[-1].losses
@@ -134,12 +147,12 @@ class _Row:
         return Cell(
             arm=arm,
             milliseconds=central([found.milliseconds for found in own]),
-            against=against,
-            anchored=anchored,
+            against=ratio.interval if ratio else None,
+            anchored=ratio is not None and ratio.anchored,
             losses=worst,
             bytes=max(found.bytes for found in own),
             note="; ".join(filter(None, (own[-1].note, self._failing(arm)))),
-            processes=len(own),
+            processes=len(ratio.processes if ratio else _processes(sat)),
         )
 
     def _failing(self, arm: str) -> str:
@@ -156,15 +169,20 @@ class _Row:
         """The sittings that had all of these, as they are now."""
         return [s for s in self.timed if all(a in s.arms and s.arms[a].key == self.keys[a] for a in arms)]
 
-    def ratio(self, arm: str, rival: str) -> tuple[Interval, bool]:
-        """Their times' ratio; whether it went through the anchor."""
+    def ratio(self, arm: str, rival: str) -> _Ratio:
+        """Of their times; through the anchor where they were never in one sitting."""
         together = self._with(arm, rival)
         if together:
-            return _ratio(
-                tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
-            ), False
-        to, back = self.ratio(arm, self.anchor)[0], self.ratio(self.anchor, rival)[0]
-        return statistics.through(to, back), True
+            pairs = tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
+            return _Ratio(_ratio(pairs), _processes(together))
+        to, back = self.ratio(arm, self.anchor), self.ratio(self.anchor, rival)
+        fewer = min(to.processes, back.processes, key=len)
+        return _Ratio(statistics.through(to.interval, back.interval), fewer, anchored=True)
+
+
+def _processes(sittings: list[Sitting]) -> frozenset[int]:
+    """A process has several where some arms sat apart, or again: with the anchor in each."""
+    return frozenset(s.process for s in sittings)
 
 
 @cache

@@ -5,16 +5,29 @@ Drawn by matplotlib, which is imported when a chart is drawn. The same lines mak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from itertools import groupby
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from agent.compare.cells import Line
-from agent.compare.markdown import ABSENT, ANCHORED
+from agent.compare.markdown import ABSENT, mark, marks
 from agent.compare.summary import Row, against, ordered
 from agent.page.markup import visible
-from verifier.columns import COLUMNS, COMPILE, FLASHINFER, HUMAN, LIGER, LLM, MATMUL, TORCH, UPSTREAM
+from verifier.columns import (
+    COLUMNS,
+    COMPILE,
+    FLASHINFER,
+    HUMAN,
+    LIGER,
+    LLM,
+    MATMUL,
+    TORCH,
+    UPSTREAM,
+    composed,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,21 +87,24 @@ STYLE: dict[Any, Any] = {
     "axes.spines.left": False,
 }
 ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
-WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.15, 0.65, 2.75, 0.25  # inches
+WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
+SMALL, STEP, MOST = 7, 0.14, 165  # of small print: points, inches from line to line, characters in one
 GAP = 0.55  # of a row, between operators
 
 
-def draw(lines: Sequence[Line]) -> dict[str, bytes]:
-    """Files by name, speedup and roofline as .svg and .png: those of which there is anything to draw."""
-    figures = _figures(lines)
+def draw(lines: Sequence[Line], measured: str = "") -> dict[str, bytes]:
+    """Files by name, speedup and roofline as .svg and .png: those of which there is anything to draw.
+    ``measured``: what on what, when; for under the titles."""
+    figures = _figures(lines, measured)
     return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in ANONYMOUS}
 
 
-def _figures(lines: Sequence[Line]) -> dict[str, Figure]:
+def _figures(lines: Sequence[Line], measured: str) -> dict[str, Figure]:
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        found = {"speedup": _speedup(ordered(lines)), "roofline": _roofline(ordered(lines))}
+        makers = {"speedup": _speedup, "roofline": _roofline}
+        found = {name: maker(ordered(lines), measured) for name, maker in makers.items()}
     return {name: figure for name, figure in found.items() if figure}
 
 
@@ -104,7 +120,7 @@ def _bytes(figure: Figure, kind: str) -> bytes:
 # ── Speedups ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _speedup(lines: Sequence[Line]) -> Figure | None:
+def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
     """A bar a row and rival, from 1: to the right where the LLM's kernel is the faster, to the left where
     the rival is. Logarithmic, as half as fast is as far from 1 as twice as fast."""
     found = {name: _rows(lines, name) for name in RIVALS}
@@ -112,7 +128,8 @@ def _speedup(lines: Sequence[Line]) -> Figure | None:
     lines = [line for line in lines if any((line.operator, line.case) in found[name] for name in rivals)]
     if not lines:
         return None
-    figure, axes, places = _canvas(lines, "speedup", inches=0.12 * len(rivals) + 0.07)
+    print_under = _footnotes(lines, rivals)
+    figure, axes, places = _canvas(lines, "speedup", 0.12 * len(rivals) + 0.07, measured, print_under)
     ratios = [row.ratio for name in rivals for row in found[name].values()]
     _scale(axes, min(*(r.low for r in ratios), 0.97) * 0.98, max(*(r.high for r in ratios), 1.05) * 1.06)
     thick = 0.84 / len(rivals)
@@ -128,8 +145,23 @@ def _speedup(lines: Sequence[Line]) -> Figure | None:
     axes.set_xlabel(
         f"time over {LLM}'s: right of 1 {LLM}'s kernel is faster, left of it the other (log scale)"
     )
-    _legend(figure, [_patch(COLOURS[name], f"over {name}") for name in rivals])
+    _legend(figure, axes, [_patch(COLOURS[name], f"over {name}") for name in rivals])
     return figure
+
+
+def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
+    """What the marks mean, and which of the bars over people's kernels are over some that we composed."""
+    lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
+    made = dict.fromkeys(
+        line.operator for line in lines if HUMAN in rivals and line.cell(HUMAN) and composed(line.operator)
+    )
+    ours = f"{HUMAN}: of {_listed(made)} what we composed from QuACK's operators, else QuACK's own."
+    dash = f"{ABSENT}: no figure, for which the table has the reason."
+    return [*marks(lines, rivals), *([dash] if lacking else []), *([ours] if made else [])]
+
+
+def _listed(operators: Iterable[str]) -> str:
+    return ", ".join(name.removeprefix("gemm_") for name in operators)
 
 
 def _rows(lines: Sequence[Line], column: str) -> dict[tuple[str, str], Row]:
@@ -149,7 +181,7 @@ def _bar(axes: Axes, row: Row, place: float, thick: float, colour: str) -> None:
         capthick=0.9,
         zorder=4,
     )
-    _words(axes, f"{ratio.estimate:.2f}{ANCHORED if row.anchored else ''}", max(ratio.high, 1), place)
+    _words(axes, f"{ratio.estimate:.2f}{mark(row)}", max(ratio.high, 1), place)
 
 
 def _words(axes: Axes, words: str, x: float, y: float) -> None:
@@ -168,12 +200,12 @@ def _words(axes: Axes, words: str, x: float, y: float) -> None:
 # ── Times over the roofline ───────────────────────────────────────────────────────────────────────────────
 
 
-def _roofline(lines: Sequence[Line]) -> Figure | None:
+def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
     """A dot a row and column: how many times the least time that the hardware allows. Logarithmic."""
     columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
     if not lines or not columns:
         return None
-    figure, axes, places = _canvas(lines, "roofline", inches=0.27)
+    figure, axes, places = _canvas(lines, "roofline", 0.27, measured)
     dots = {
         name: [
             (cell.milliseconds / line.roofline, place)
@@ -190,7 +222,7 @@ def _roofline(lines: Sequence[Line]) -> Figure | None:
         axes.plot(*zip(*found, strict=True), zorder=4 if name == LLM else 3, **_dot(name))
     axes.axvline(1, color="#222222", linewidth=1.1, zorder=2)
     axes.set_xlabel("time over the roofline: 1 is the least that the hardware allows (log scale)")
-    _legend(figure, [_marker(name) for name in columns])
+    _legend(figure, axes, [_marker(name) for name in columns])
     return figure
 
 
@@ -210,8 +242,11 @@ def _dot(name: str) -> dict[str, Any]:
 # ── What both have ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _canvas(lines: Sequence[Line], name: str, inches: float) -> tuple[Figure, Axes, list[float]]:
-    """A figure whose rows, ``inches`` high, stand beside their operators' names; and each row's place."""
+def _canvas(
+    lines: Sequence[Line], name: str, inches: float, measured: str, notes: Sequence[str] = ()
+) -> tuple[Figure, Axes, list[float]]:
+    """A figure whose rows, ``inches`` high, stand beside their operators' names; and each row's place. In
+    small print what was ``measured`` stands under the title, and ``notes`` at the foot."""
     from matplotlib.figure import Figure
 
     places, names, place = [], [], 0.0
@@ -222,9 +257,11 @@ def _canvas(lines: Sequence[Line], name: str, inches: float) -> tuple[Figure, Ax
         place += len(cases) + GAP
     extent = place - GAP
     high = max(extent * inches, 1.0)
-    figure = Figure(figsize=(WIDE, high + HEAD + FOOT), facecolor="white")
-    total = high + HEAD + FOOT
-    axes = figure.add_axes((LEFT / WIDE, FOOT / total, (WIDE - LEFT - RIGHT) / WIDE, high / total))
+    over, under = _small(measured), [line for note in notes for line in _small(note)]
+    foot = FOOT + STEP * len(under)
+    total = high + HEAD + STEP * len(over) + foot
+    figure = Figure(figsize=(WIDE, total), facecolor="white")
+    axes = figure.add_axes((LEFT / WIDE, foot / total, (WIDE - LEFT - RIGHT) / WIDE, high / total))
     axes.set_ylim(extent - 0.5, -0.5)
     axes.set_yticks(places, [_short(line.case, 16) for line in lines])
     axes.tick_params(axis="y", length=0)
@@ -234,12 +271,20 @@ def _canvas(lines: Sequence[Line], name: str, inches: float) -> tuple[Figure, Ax
         if last < extent - 1:
             axes.axhline(last + (1 + GAP) / 2, color="#bbbbbb", linewidth=0.7, xmin=-0.9, clip_on=False)
     figure.text(0.15 / WIDE, 1 - 0.32 / total, TITLES[name], fontsize=13, fontweight="bold", va="center")
+    for place, line in enumerate(over):
+        figure.text(0.15 / WIDE, 1 - (0.52 + STEP * place) / total, line, fontsize=SMALL, va="top")
+    for place, line in enumerate(reversed(under)):
+        figure.text(0.15 / WIDE, (0.08 + STEP * place) / total, line, fontsize=SMALL, va="bottom")
     return figure, axes, places
+
+
+def _small(text: str) -> list[str]:
+    return [_short(line, MOST) for line in wrap(" ".join(visible(text).split()), MOST)]
 
 
 def _operator(axes: Axes, name: str, place: float) -> None:
     """Its name at the left edge, broken in two where it is long."""
-    words, lines = name.removeprefix("gemm_").split("_"), [""]
+    words, lines = re.split("[_ ]", name.removeprefix("gemm_")), [""]
     for word in words:
         joined = f"{lines[-1]} {word}".strip()
         lines = [*lines[:-1], joined] if len(joined) <= 22 else [*lines, word]
@@ -274,11 +319,13 @@ def _scale(axes: Axes, low: float, high: float) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend(figure: Figure, handles: Sequence[Any]) -> None:
+def _legend(figure: Figure, axes: Axes, handles: Sequence[Any]) -> None:
+    """Above the axes, and the numbers there."""
+    top = axes.get_position().y1 + (HEAD - 0.55) / figure.get_figheight()
     figure.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(0.1 / WIDE, 1 - 0.5 / figure.get_figheight()),
+        bbox_to_anchor=(0.1 / WIDE, top),
         ncols=len(handles),
         frameon=False,
         handletextpad=0.4,

@@ -14,16 +14,30 @@ from pathlib import Path
 from agent.compare import summary
 from agent.compare.cells import NAMES, Cell, Empty, Line, lines
 from agent.compare.results import Results, ResultsError
-from agent.compare.summary import NOTHING, RIVALS, Finding, Summary, against, findings, measured
+from agent.compare.summary import (
+    COMPOSED,
+    NOTHING,
+    OUTCOMES,
+    OWN,
+    RIVALS,
+    Finding,
+    Row,
+    Summary,
+    against,
+    findings,
+    measured,
+    shown,
+)
 from agent.page.charts import number
 from agent.page.markup import visible
 from primitives.files import write_atomic
-from verifier.columns import COLUMNS, LLM, MATMUL, ROOFLINE
-from verifier.statistics import Interval
+from verifier.columns import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE
 
-ABSENT, ANCHORED = "–", "†"
+ABSENT, ANCHORED, ALONE = "–", "†", "‡"
+BESIDE = {ANCHOR: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # anchors
 FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
-SUMMARY = ("operator", f"time over {LLM}'s [95%]", "rows", "wins", "ties", "losses")
+MEAN = f"geometric mean of time over {LLM}'s [95%]"
+SUMMARY = ("operator", MEAN, "rows", "wins", "ties", "losses", "undecided")
 CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
 MIB = 2**20
 START, END = "<!-- table: comparison -->", "<!-- /table -->"
@@ -70,30 +84,32 @@ def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
         return f"{NOTHING}\n"
     tables, notes = sheets(found)
     parts = [f"{plain(measured(results))}\n", _legend(columns_of(found)), *map(_sheet, tables)]
-    parts += _notes(notes)
-    parts += [_summary(against(found, column)) for column in rivals(found)]
-    parts.append(_claims(findings(found)))
-    return "\n".join(parts)
+    return "\n".join([*parts, *_notes(notes), *_told(found)])
 
 
 def brief(results: Results, columns: Collection[str] = NAMES) -> str:
-    """The ratios alone, with what they come to: for a README."""
+    """Ratios, what they come to by operator, and the paper's claims: for a README."""
     found = summary.ordered(lines(results, columns))
     if not found:
         return f"{NOTHING}\n"
     notes = Notes()
     parts = [f"{plain(measured(results))}\n", _sheet(_ratios(found, notes)), *_notes(notes)]
-    return "\n".join([*parts, *(f"{against(found, column)}\n" for column in rivals(found))])
+    return "\n".join([*parts, *_told(found)])
 
 
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
     """Put ``brief`` between the comments of a Markdown file that mark its place. Raises ResultsError where
     there is no such place, OSError."""
+    text, made = marked(path), brief(results, columns)
+    write_atomic(path, _PLACE.sub(lambda match: match[1] + made + match[2], text))
+
+
+def marked(path: Path) -> str:
+    """The text of a file that has a place for ``write``. Raises as that."""
     text = path.read_text(encoding="utf-8")
     if len(_PLACE.findall(text)) != 1:
         raise ResultsError(f"{path}: mark one place for the comparison with {START}, and its end with {END}")
-    made = brief(results, columns)
-    write_atomic(path, _PLACE.sub(lambda match: match[1] + made + match[2], text))
+    return text
 
 
 def columns_of(found: Sequence[Line]) -> tuple[str, ...]:
@@ -142,21 +158,40 @@ def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
 
 def _ratios(found: Sequence[Line], notes: Notes) -> Sheet:
     names = tuple(name for name in columns_of(found) if name != LLM)
-    through = any(cell.anchored for line in found for name in names if (cell := line.cell(name)))
-    mark = (
-        f" {ANCHORED}: the two were never measured in one sitting, so the ratio goes through cuBLAS's bare "
-        "matmul, which both had beside them, and its interval holds the uncertainty of both steps."
-    )
+    says = f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
     return _filled(
         f"Time over {LLM}'s",
-        f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
-        + (mark if through else ""),
+        " ".join([says, *marks(found, names)]),
         found,
         names,
         notes,
         _ratio,
         _over_roofline,
     )
+
+
+def mark(row: Row) -> str:
+    """What stands behind a row's ratio."""
+    return (ANCHORED if row.anchored else "") + (ALONE if row.undecided else "")
+
+
+def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
+    """What the marks mean that these columns' ratios have, a sentence each."""
+    rows = [
+        (line, row)
+        for line in found
+        for name in columns
+        if (cell := line.cell(name)) and (row := Row.of(line.case, cell))
+    ]
+    beside = dict.fromkeys(BESIDE.get(line.anchor, "the row's anchor") for line, row in rows if row.anchored)
+    told = {
+        f"{ANCHORED}: the two were never measured in one sitting, so the ratio goes through "
+        f"{' or '.join(beside)}, which both had beside them, and its interval holds the uncertainty of both "
+        "steps.": bool(beside),
+        f"{ALONE}: it rests on one process, which tells nothing of how processes differ: neither a win nor "
+        "a loss.": any(row.undecided for _, row in rows),
+    }
+    return [sentence for sentence, needed in told.items() if needed]
 
 
 def fastest(line: Line) -> str | None:
@@ -170,17 +205,13 @@ def fastest(line: Line) -> str | None:
     return min((name for name in NAMES if name != MATMUL and line.cell(name)), key=slowness, default=None)
 
 
-def shown(ratio: Interval) -> str:
-    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-
-
 def summed(found: Summary) -> list[tuple[str, ...]]:
-    """The summary's rows, under SUMMARY: an operator each, and all together."""
+    """The summary's rows, under SUMMARY: an operator each, and together, by whose the kernels are too."""
     if not found.operators:
         return []
     return [
-        (tally.name, shown(tally.mean), f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in _OUTCOMES))
-        for tally in (*found.operators, found.whole)
+        (tally.name, shown(tally.mean), f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))
+        for tally in (*found.operators, *found.kinds, found.whole)
     ]
 
 
@@ -199,9 +230,6 @@ def noted(column: str, cell: Cell) -> tuple[str, str]:
 def plain(text: str) -> str:
     """Text that Markdown shows as it is, in one line: no markup, no HTML, no link, no further cell."""
     return html.escape(_MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split())), quote=False)
-
-
-_OUTCOMES = ("win", "tie", "loss")
 
 
 def _filled(
@@ -239,9 +267,8 @@ def _milliseconds(line: Line, cell: Cell) -> str:
 
 
 def _ratio(line: Line, cell: Cell) -> str:
-    if cell.against is None:
-        return ABSENT
-    return f"{shown(cell.against)}{f' {ANCHORED}' if cell.anchored else ''}"
+    row = Row.of(line.case, cell)
+    return f"{shown(row.ratio)} {mark(row)}".rstrip() if row else ABSENT
 
 
 def _over_roofline(line: Line) -> str:
@@ -293,10 +320,18 @@ def _entry(entry: Entry) -> str:
     return text + (f" <sup>{', '.join(map(str, entry.notes))}</sup>" if entry.notes else "")
 
 
+def _told(found: Sequence[Line]) -> list[str]:
+    """What the ratios come to, and the paper's claims."""
+    return [*(_summary(against(found, column)) for column in rivals(found)), _claims(findings(found))]
+
+
 def _summary(found: Summary) -> str:
     told = f"**{LLM} against {found.column}**\n\n{found}\n"
-    rows = [[_named(name) if name != "all" else name, *rest] for name, *rest in summed(found)]
+    rows = [[name if name in _TOGETHER else _named(name), *rest] for name, *rest in summed(found)]
     return f"{told}\n{_table(SUMMARY, rows)}" if rows else told
+
+
+_TOGETHER = ("all", OWN, COMPOSED)
 
 
 def _claims(found: Sequence[Finding]) -> str:
@@ -306,7 +341,7 @@ def _claims(found: Sequence[Finding]) -> str:
 
 VERDICT = (
     f"Ratios as above, time over {LLM}'s. A row lies below or above what is claimed where its whole interval "
-    "does, and within it otherwise."
+    "does, and within it otherwise; of one process it is undecided."
 )
 
 

@@ -25,11 +25,10 @@ from agent.compare.markdown import (
     noted,
     rivals,
     sheets,
-    shown,
     summed,
 )
 from agent.compare.results import Loss, Results
-from agent.compare.summary import NOTHING, Summary, against, findings, measured, ordered
+from agent.compare.summary import NOTHING, Row, Summary, against, findings, measured, ordered, shown
 from agent.page.charts import number
 from agent.page.markup import Html, details, document, element, facts, table
 from verifier.columns import COLUMNS, LLM, ROOFLINE
@@ -141,11 +140,13 @@ def _row(line: Line, results: Results) -> Html:
 
 
 def _column(name: str, cell: Cell | Empty) -> tuple[str, ...]:
+    """``processes``: behind the ratio, or behind the time where there is none."""
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)
     ratio = ""
-    if cell.against:
-        ratio = shown(cell.against) + (", through the anchor" if cell.anchored else "")
+    if row := Row.of("", cell):
+        parts = {"through the anchor": row.anchored, "of one process": row.undecided}
+        ratio = ", ".join([shown(row.ratio), *(words for words, needed in parts.items() if needed)])
     losses = "\n".join(f"{output}: {_loss(loss)}" for output, loss in cell.losses.items())
     memory, notes = f"{cell.bytes / MIB:,.1f}", "; ".join(filter(None, noted(name, cell)))
     return name, cell.arm, number(cell.milliseconds), ratio, losses, memory, str(cell.processes), notes

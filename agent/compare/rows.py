@@ -12,6 +12,7 @@ from agent.compare import kernels
 from agent.compare.results import LAYER_BOTH as BOTH
 from agent.compare.results import LAYER_FORWARD as FORWARD
 from agent.compare.results import ResultsError
+from agent.compare.summary import RMSNORM_BACKWARD, SQUARE_WEIGHTS
 from agent.table import DECODE, GROUPS, WIDTHS
 from primitives.roofline import roofline
 from verifier import columns, sitting
@@ -192,8 +193,9 @@ class LayerRow:
 
 
 def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
-    """CODA's ten operators at three widths and squares, and layers; ``everything`` else too, or the few of
-    ``quick``; of these ``only`` some operators, or some cases. ResultsError where nothing is left."""
+    """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` else too, or
+    the few of ``quick``; of these ``only`` some operators, or some cases. ResultsError where nothing is left.
+    """
     names = list(QUICK) if quick else [n for group in GROUPS.values() for n in group] if everything else TEN
     there = sorted(path.stem for path in SPECS.glob("*.yaml"))
     unknown = sorted(set(only) - {*there, FORWARD, BOTH})
@@ -203,17 +205,22 @@ def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, q
     every: list[Row] = [row for spec in specs for row in _rows(spec)]
     wanted = [BOTH in only, FORWARD in only] if only else [not quick] * 2
     every += [LayerRow(case, back) for back in (False, True) if wanted[not back] for case in WIDTHS]
-    usual = {*WIDTHS, *map(_square, SQUARES)}
     kept = [
         row
         for row in every
-        if (row.case in cases if cases else everything or row.case in usual)
+        if (row.case in cases if cases else everything or _usual(row))
         and (not quick or only or cases or row.case == QUICK[row.operator])
     ]
     if not kept:
         named = ", ".join(dict.fromkeys(row.case for row in every))
         raise ResultsError(f"no row is left: these operators have the cases {named}")
     return kept
+
+
+def _usual(row: Row) -> bool:
+    """Of RMSNorm's backward also the (d, d) weights that the paper's claim is about."""
+    squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
+    return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
 
 
 def _rows(spec: Spec) -> Iterator[OperatorRow]:

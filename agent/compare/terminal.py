@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from agent.compare.cells import NAMES, Cell, Empty, Line, lines
-from agent.compare.markdown import ABSENT, ANCHORED, Notes, columns_of, fastest
+from agent.compare.markdown import ABSENT, Notes, columns_of, fastest, mark, marks
 from agent.compare.results import Results
 from agent.compare.summary import NOTHING, Row, ordered
 from agent.page.charts import number
@@ -17,37 +19,50 @@ from agent.page.markup import visible
 from verifier.columns import LLM
 
 WIDTH = 120
-NAME, CASE = 22, 11  # characters of an operator's name and of a case
-STYLES = {"win": "green", "tie": "dim", "loss": "red"}
+NAME, CASE = 15, 11  # characters of a line of an operator's name, and of a case
+STYLES = {"win": "green", "tie": "dim", "loss": "red", "undecided": "yellow"}
 MOST_REASONS = 8
 UNMEASURED = "not measured"
 
 
 def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
     """Milliseconds and, but for the LLM's own, the time over its kernel's: green where that is faster, red
-    where it is slower. Empty cells number their reasons, which stand below; ``doing``: what is measured now.
+    where it is slower. Empty cells number their reasons, which stand below; ``doing``: what is measured now,
+    above the table, of which a screen may show the begin alone.
     """
-    shown, reasons = _rows(ordered(lines(results, columns))), Notes()
-    parts: list[RenderableType] = []
+    found, reasons = ordered(lines(results, columns)), Notes()
+    shown = _rows(found)
+    parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
     if shown:
         parts.append(_table(shown, reasons))
     else:
         parts.append(Text(NOTHING))
+    parts += [Text(visible(sentence), "dim") for sentence in marks(found, columns)]
     listed = [f"{place} {text}" for place, text in reasons]
     more = len(listed) - MOST_REASONS
     parts += [_line(text, "dim") for text in listed[:MOST_REASONS]]
     parts += [_line(f"and {more} more reasons", "dim")] if more > 0 else []
-    parts += [_line(doing, "cyan")] if doing else []
     return Group(*parts)
 
 
 def _rows(found: list[Line]) -> list[tuple[str, Line]]:
-    """Lines under their operators' names, each name once."""
-    before = ["", *(line.operator for line in found)]
-    return [
-        ("" if line.operator == last else line.operator.removeprefix("gemm_"), line)
-        for line, last in zip(found, before, strict=False)
-    ]
+    """Lines beside their operator's name, which goes on from row to row as far as there are any."""
+    rows: list[tuple[str, Line]] = []
+    for operator, group in groupby(found, key=lambda line: line.operator):
+        names, members = _name(operator), list(group)
+        last = len(members) - 1
+        beside = [*names[:last], "\n".join(names[last:]), *[""] * last]
+        rows += zip(beside, members, strict=False)
+    return rows
+
+
+def _name(operator: str) -> list[str]:
+    """On as many lines as it takes, broken after its words."""
+    lines = [""]
+    for word in re.findall(r"[^_ ]*(?:[_ ]|$)", visible(operator).removeprefix("gemm_")):
+        joined = lines[-1] + word
+        lines = [*lines[:-1], joined] if len(joined.rstrip()) <= NAME else [*lines, word]
+    return [line.rstrip() for line in lines]
 
 
 def _table(rows: list[tuple[str, Line]], reasons: Notes) -> Table:
@@ -61,7 +76,7 @@ def _table(rows: list[tuple[str, Line]], reasons: Notes) -> Table:
         made.add_column(name.replace(".", ".\n").replace(" ", "\n"), justify="right", no_wrap=True)
     for operator, line in rows:
         cells = [_cell(name, line, reasons) for name in names]
-        made.add_row(Text(visible(operator), "bold"), Text(visible(line.case)), *cells)
+        made.add_row(Text(operator, "bold"), Text(visible(line.case)), *cells)
     return made
 
 
@@ -80,11 +95,8 @@ def _short(milliseconds: float) -> str:
 
 
 def _ratio(case: str, cell: Cell) -> list[tuple[str, str]]:
-    if cell.against is None:
-        return []
-    row = Row(case, cell.against, cell.anchored)
-    mark = ANCHORED if cell.anchored else ""
-    return [(f" {row.ratio.estimate:.2f}{mark}", STYLES[row.outcome])]
+    row = Row.of(case, cell)
+    return [(f" {row.ratio.estimate:.2f}{mark(row)}", STYLES[row.outcome])] if row else []
 
 
 def _line(text: str, style: str) -> Text:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from verifier.baselines import CUBLAS, MAX_AUTOTUNE
 from verifier.columns.entry import Entry
 from verifier.quack_baseline import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER, admitted
+from verifier.quack_library import LIBRARY
 from verifier.spec import Spec
 
 TORCH, COMPILE, EAGER = "torch", "torch.compile", "eager"
@@ -47,7 +48,10 @@ COLUMNS = (
         FLASHINFER, "flashinfer-python's operators on cuBLAS", (FLASHINFER,), ("flashinfer-python", "torch")
     ),
     Column(
-        HUMAN, "QuACK's fused kernels, written by people, tuned", (OWN_TUNER, OUR_SEARCH), ("quack-kernels",)
+        HUMAN,
+        "QuACK's fused kernels, written by people, tuned; some we composed from its operators, as notes say",
+        (OWN_TUNER, OUR_SEARCH),
+        ("quack-kernels",),
     ),
     Column(
         UPSTREAM, "CODA's own package, in its own environment", (UPSTREAM,), ("coda-kernels", "quack-kernels")
@@ -57,6 +61,7 @@ COLUMNS = (
 )
 ANCHOR = CUBLAS  # in every sitting
 AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # what --quick leaves out
+COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"
 LIBRARIES = (APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
 
 
@@ -69,8 +74,15 @@ def entries(arm: str) -> Mapping[str, Entry]:
     return {LIGER: liger.ENTRIES, FLASHINFER: flashinfer.ENTRIES, UPSTREAM: upstream.ENTRIES}[arm]
 
 
+def composed(spec: str) -> bool:
+    """Whether QuACK's kernel for this spec is ours, made of its operators, and not its library's own."""
+    return spec in LIBRARY and LIBRARY[spec].kind == "composed"
+
+
 def note(spec: Spec, arm: str) -> str:
     """What a reader has to know of an arm's way to compute a spec; empty where nothing."""
+    if arm in LIBRARY_ARMS:
+        return COMPOSED if composed(spec.name) else ""
     return entries(arm)[spec.name].note if arm in LIBRARIES else ""
 
 

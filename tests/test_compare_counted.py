@@ -1,0 +1,290 @@
+"""What a comparison's figures rest on: which sittings a cell is made of, what counts as a win, whose kernels
+the human ones are, and which rows a claim is about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import comparison
+import pytest
+from comparison import arm, line, sitting
+from rich.console import Console
+
+from agent.compare import rows
+from agent.compare.cells import Cell, Empty, Line, lines
+from agent.compare.charts import draw
+from agent.compare.markdown import brief, markdown, sheets
+from agent.compare.page import page
+from agent.compare.results import LAYER_BOTH, Arm, Failure, Loss, Results, Sitting
+from agent.compare.summary import CLAIMS, Row, against, findings, measured
+from agent.compare.terminal import NAME, WIDTH, table
+from verifier.columns import (
+    ANCHOR,
+    COMPILE,
+    EAGER,
+    HUMAN,
+    LIGER,
+    LLM,
+    MATMUL,
+    PROGRAM,
+    UPSTREAM,
+    composed,
+    note,
+)
+from verifier.quack_baseline import LIBRARY_ARMS, OWN_TUNER
+from verifier.spec_file import load
+
+TWO = (0, 1)
+
+
+def cell(name: str, *sittings: Sitting) -> Cell:
+    """A column's in the row that sittings are of."""
+    (found,) = lines(Results(sittings=sittings))
+    made = found.cell(name)
+    assert made is not None, found.cells[name]
+    return made
+
+
+def empty(name: str, *sittings: Sitting) -> bool:
+    (found,) = lines(Results(sittings=sittings))
+    return isinstance(found.cells[name], Empty)
+
+
+def layer(arms: dict[str, Arm], process: int = 0) -> Sitting:
+    """Of a whole layer, whose anchor is eager PyTorch."""
+    return Sitting(
+        operator=LAYER_BOTH,
+        case="7B",
+        sizes={"heads": 32},
+        question="0",
+        process=process,
+        anchor=EAGER,
+        roofline=1.0,
+        arms={EAGER: arm(9.0)} | arms,
+        date="2001-02-03T04:05:06+00:00",
+    )
+
+
+def printed(results: Results) -> str:
+    console = Console(width=WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(table(results))
+    return capture.get()
+
+
+def drawn_words(made: Sequence[Line], name: str = "speedup.svg", told: str = "") -> list[str]:
+    """The texts of a chart, which matplotlib draws as outlines and names in comments."""
+    return re.findall(r"<!-- (.*?) -->", draw(made, told)[name].decode(), re.DOTALL)
+
+
+# ── What a cell is made of ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_sitting_beside_another_anchor_is_not_counted() -> None:
+    """An anchor of another version was another yardstick."""
+    old = sitting({ANCHOR: arm(1.0, key="0"), PROGRAM: arm(4.0), COMPILE: arm(9.0)})
+    new = sitting({PROGRAM: arm(2.0)}, process=1)
+    assert cell(LLM, old, new).milliseconds == pytest.approx(2.0)
+    assert empty(COMPILE, old, new)
+
+
+def test_a_sitting_of_another_question_is_not_counted() -> None:
+    """A spec that has changed asks for something else, of an arm that is the same too."""
+    failed = {LIGER: Failure(key="1", reason="no such width")}
+    old = sitting({PROGRAM: arm(4.0), COMPILE: arm(9.0)}, question="before", failed=failed)
+    new = sitting({PROGRAM: arm(2.0)}, process=1)
+    assert cell(LLM, old, new).milliseconds == pytest.approx(2.0)
+    assert empty(COMPILE, old, new)
+    (found,) = lines(Results(sittings=(old, new)))
+    assert found.cells[LIGER] == Empty("not measured")
+
+
+def test_a_cell_has_the_worst_error_and_peak_of_all_processes_and_the_time_between_them() -> None:
+    def lost(relative: float) -> dict[str, Loss]:
+        return {"y": Loss(relative=relative, yardsticks=relative * 1e3)}
+
+    sat = [
+        sitting({PROGRAM: arm(time, losses=lost(error), bytes=held)}, process=process)
+        for process, (time, error, held) in enumerate([(2.0, 1e-3, 5), (4.0, 3e-3, 9), (8.0, 2e-3, 7)])
+    ]
+    made = cell(LLM, *sat)
+    assert made.losses["y"] == Loss(relative=3e-3, yardsticks=3.0) and made.bytes == 9
+    assert made.milliseconds == pytest.approx(4.0)  # the geometric mean
+
+
+def test_a_ratio_says_how_many_processes_it_rests_on() -> None:
+    """And not how many sittings, of which the anchor has one more where some sat apart, or again."""
+    together = [sitting({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(3)]
+    apart = [sitting({UPSTREAM: arm(2.2)}, process=process) for process in TWO]
+    again = [sitting({OWN_TUNER: arm(2.1)}, process=0)]
+    found = {name: cell(name, *together, *apart, *again) for name in (LLM, COMPILE, MATMUL, UPSTREAM, HUMAN)}
+    assert {name: made.processes for name, made in found.items()} == {
+        LLM: 3, COMPILE: 3, MATMUL: 3, UPSTREAM: 2, HUMAN: 1,
+    }  # fmt: skip
+    assert found[UPSTREAM].anchored and found[HUMAN].anchored and not found[MATMUL].anchored
+    without = [sitting({COMPILE: arm(2.6)}, process=process) for process in TWO]
+    assert cell(MATMUL, *without, *apart).processes == 2  # of its own time, where no kernel is an LLM's
+
+
+# ── One process decides nothing ───────────────────────────────────────────────────────────────────────────
+
+
+def test_what_rests_on_one_process_is_undecided() -> None:
+    win, loss = (1.2, 1.1, 1.3), (0.8, 0.7, 0.9)
+    told = against(
+        [
+            line("1B", ratios={COMPILE: win}, processes=1),
+            line("7B", ratios={COMPILE: loss}, processes=1),
+            line("70B", ratios={COMPILE: win}, processes=2),
+        ],
+        COMPILE,
+    )
+    assert [row.outcome for row in told.whole.rows] == ["undecided", "undecided", "win"]
+    assert "1 win, 0 ties, 0 losses and 2 undecided in 3 rows of 1 operator" in str(told)
+    assert str(told).endswith("; undecided where it is of one process.")
+    assert Row.of("1B", line("1B").cells[LLM]) is None  # type: ignore[arg-type]
+    made = [line("7B", "gemm_swiglu_bwd", ratios={COMPILE: loss}, processes=n) for n in (1, 2)]
+    verdicts = [f.verdict for one in made for f in findings([one]) if f.claim.what == "SwiGLU backward"]
+    assert verdicts == ["undecided", "below"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_ratio_of_one_process_is_marked_wherever_it_is_shown(processes: int) -> None:
+    alone = processes == 1
+    sat = [sitting({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, process=process) for process in range(processes)]
+    results = Results(sittings=tuple(sat))
+    found = lines(results)
+    text, words = markdown(results), drawn_words(found)
+    assert ("1.300 [1.300, 1.300] ‡ |" in text) is alone
+    assert ("‡: it rests on one process" in text) is alone
+    assert (" 1.30‡" in printed(results)) is alone and ("‡: it rests" in printed(results)) is alone
+    assert ("1.30‡" in words) is alone and any(word.startswith("‡: it rests") for word in words) is alone
+    assert ("1.300 [1.300, 1.300], of one process" in page(results, {})) is alone
+    assert "undecided" in text.split("LLM against torch.compile")[1].split("\n")[4]
+
+
+# ── Whose kernels ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_kernel_that_we_composed_of_quacks_operators_says_so() -> None:
+    ours = {name for name in rows.TEN if composed(name)}
+    assert ours == {
+        "gemm_rmsnorm",
+        "gemm_rmsnorm_rope",
+        "gemm_rmsnorm_partial_cross_entropy",
+        "gemm_residual_rmsnorm_bwd",
+    }
+    assert not composed("gemm_fp8_row_scale")  # QuACK has nothing for it
+    for name in ("gemm_rmsnorm", "gemm_rope"):
+        spec = load(rows.SPECS / f"{name}.yaml", check=False)
+        for each in LIBRARY_ARMS:
+            assert ("composed by us" in note(spec, each)) is (name in ours)
+        assert note(spec, PROGRAM) == ""
+
+
+def test_the_human_summary_keeps_the_librarys_own_kernels_apart() -> None:
+    made = [
+        line("1B", "gemm_rmsnorm", ratios={HUMAN: (2.0, 1.9, 2.1), COMPILE: (2.0, 1.9, 2.1)}),
+        line("1B", "gemm_rope", ratios={HUMAN: (0.5, 0.4, 0.6), COMPILE: (2.0, 1.9, 2.1)}),
+        line("7B", "gemm_rope", ratios={HUMAN: (0.5, 0.4, 0.6), COMPILE: (2.0, 1.9, 2.1)}),
+    ]
+    told = against(made, HUMAN)
+    own, ours = told.kinds
+    assert [own.count(o) for o in ("win", "tie", "loss")] == [0, 0, 2]
+    assert own.mean.estimate == pytest.approx(0.5) and ours.mean.estimate == pytest.approx(2.0)
+    assert "0 wins, 0 ties and 2 losses in 2 rows of 1 operator (geometric mean 0.500 [" in str(told)
+    assert "whose kernel is QuACK's own and 1 win, 0 ties and 0 losses in 1 row" in str(told)
+    assert "whose kernel we composed from QuACK's operators (gemm_rmsnorm)." in str(told)
+    assert "3 rows" not in str(told)
+    plain = against(made, COMPILE)
+    assert plain.kinds == () and "3 wins, 0 ties and 0 losses in 3 rows of 2 operators" in str(plain)
+    assert [tally.name for tally in against(made[1:], HUMAN).kinds] == ["QuACK's own kernels"]
+    by = {finding.claim.column: finding for finding in findings(made)}
+    assert by[HUMAN].measured == "0.500 to 0.500 in 2 rows"
+
+
+def test_the_table_has_the_librarys_own_and_ours_apart_too() -> None:
+    results = comparison.results([("gemm_rmsnorm", "7B"), ("gemm_rope", "7B")])
+    for text in (markdown(results), brief(results)):
+        under = text.split("**LLM against human**")[1].split("**LLM against")[0]
+        assert "| QuACK's own kernels | " in under and "| composed by us from QuACK's operators | " in under
+    words = drawn_words(lines(results))
+    assert "human: of rmsnorm what we composed from QuACK's operators, else QuACK's own." in words
+
+
+# ── The paper's claims ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_claim_of_rmsnorms_backward_is_about_weights_that_are_square() -> None:
+    name = "gemm_residual_rmsnorm_bwd"
+    (claim,) = (claim for claim in CLAIMS if claim.what.startswith("RMSNorm backward"))
+    assert "(d, d)" in claim.what and "K = N = 2048 and 4096" in claim.what
+    made = [
+        line(case, name, ratios={COMPILE: (ratio, ratio, ratio)})
+        for case, ratio in (("1B", 1.1), ("1B square", 1.5), ("7B square", 1.6))
+    ]
+    (finding,) = (finding for finding in findings(made) if finding.claim == claim)
+    assert (finding.measured, finding.verdict) == ("1.500 to 1.600 in 2 rows", "within")
+    chosen = rows.chosen((), (), everything=False, quick=False)
+    usual = {row.case: row.sizes for row in chosen if row.operator == name}
+    assert set(claim.cases) <= set(usual)
+    assert [(usual[case]["K"], usual[case]["N"]) for case in claim.cases] == [(2048, 2048), (4096, 4096)]
+
+
+# ── What is said beside the figures ───────────────────────────────────────────────────────────────────────
+
+
+def test_charts_say_what_was_measured_and_what_their_marks_mean() -> None:
+    results = comparison.results([("gemm_swiglu_bwd", "70B"), ("gemm_rope", "7B")])
+    told = measured(results)
+    for name in ("speedup.svg", "roofline.svg"):
+        words = " ".join(drawn_words(lines(results), name, told))
+        assert told in words and "made-up GPU" in words and "2001-02-03" in words
+    anchored = [line("7B", ratios={COMPILE: (1.5, 1.4, 1.6)}, anchored=True), line("7B", "gemm_swiglu")]
+    anchored += [line("1B", "gemm_swiglu", ratios={HUMAN: (1.5, 1.4, 1.6)})]
+    texts = drawn_words(anchored)
+    notes = " ".join(texts)
+    assert "1.50†" in texts and "†: the two were never measured in one sitting" in notes
+    assert "–: no figure, for which the table has the reason." in texts
+    assert "‡" not in notes and "composed" not in notes
+
+
+def test_what_was_measured_may_be_long_or_hostile() -> None:
+    told = "a GPU $x$ <b> \x1b[31m " + "wide" * 200 + " end"
+    words = drawn_words([line("7B", ratios={COMPILE: (1.5, 1.4, 1.6)})], told=told)
+    assert any(word.endswith("end") for word in words)
+    assert max(map(len, words)) < 200
+
+
+def test_a_mark_names_the_anchor_that_a_ratio_went_through() -> None:
+    bare = line("7B", ratios={COMPILE: (1.5, 1.4, 1.6)}, anchored=True)
+    whole = line("7B", LAYER_BOTH, ratios={COMPILE: (1.5, 1.4, 1.6)}, anchored=True, anchor=EAGER)
+    by_eager, by_bare = "eager PyTorch of the whole layer", "cuBLAS's bare matmul"
+    for made, named in (([bare], {by_bare}), ([whole], {by_eager}), ([bare, whole], {by_bare, by_eager})):
+        (_, ratios, *_), _ = sheets(made)
+        assert {name for name in (by_eager, by_bare) if name in ratios.says} == named
+    sat = (layer({PROGRAM: arm(6.0)}), layer({COMPILE: arm(7.0)}, process=1))
+    assert "goes through eager PyTorch" in markdown(Results(sittings=sat))
+
+
+def test_long_names_of_operators_are_whole() -> None:
+    results = Results(sittings=(layer({PROGRAM: arm(6.0), COMPILE: arm(7.0)}),))
+    words = drawn_words(lines(results))
+    assert "layer, forward and\nbackward" in words or {"layer, forward and", "backward"} <= set(words)
+    told = printed(results)
+    assert "layer, forward  7B" in told and "and backward " in told
+    names = [("gemm_rmsnorm_partial_cross_entropy", "7B"), ("gemm_rmsnorm_partial_cross_entropy", "1B")]
+    begun = [row[:NAME].rstrip() for row in printed(comparison.results(names)).splitlines()]
+    assert "".join(begun).count("rmsnorm_partial_cross_entropy") == 1
+
+
+def test_the_short_form_has_operators_ratios_and_the_claims() -> None:
+    results = comparison.results([("gemm_rope", "7B"), ("gemm_rope", "1B")])
+    for text in (brief(results), markdown(results)):
+        for name in (HUMAN, COMPILE):
+            under = text.split(f"**LLM against {name}**")[1]
+            assert "(geometric mean " in under.split("|")[0]
+            assert "| geometric mean of time over LLM's [95%] |" in under
+            assert re.search(r"\| `gemm_rope` \| \d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\] \| 2 \|", under)
+        assert "**The paper's claims**" in text and "| SwiGLU backward |" in text
