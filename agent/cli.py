@@ -1,7 +1,7 @@
 """The coda-agent command. Heavy imports stay inside the commands, so that --help is quick.
 
 Exit status: 0 accepted, or checked where no GPU was asked for; 1 rejected; 2 wrong usage, spec or file;
-3 what was asked for is not here; 130 interrupted.
+3 what was asked for is not here; 4 a comparison's seconds are used up; 130 interrupted.
 """
 
 from __future__ import annotations

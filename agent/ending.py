@@ -11,7 +11,7 @@ from agent import session
 if TYPE_CHECKING:
     from verifier.report import Accepted, Checked, Rejected
 
-OK, REJECTED, USAGE, ABSENT, INTERRUPTED = 0, 1, 2, 3, 130
+OK, REJECTED, USAGE, ABSENT, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
 def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") -> None:

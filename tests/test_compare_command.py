@@ -18,7 +18,7 @@ from agent import cli
 from agent.accept import ROOT
 from agent.compare.options import QUICK_ROUNDS
 from agent.compare.results import read, write
-from agent.ending import ABSENT, USAGE
+from agent.ending import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
 from verifier.columns import (
     ANCHOR,
     AUTOTUNED,
@@ -60,6 +60,7 @@ def test_results_are_drawn_without_a_gpu(command: Callable[..., Any], tmp_path: 
     assert status == 0 and "Against human" in said
     drawn = {path.name for path in (tmp_path / "drawn").iterdir()}
     assert {"table.md", "comparison.html", "speedup.svg", "speedup.png", "roofline.png"} <= drawn
+    assert "rows on made-up GPU" in (tmp_path / "drawn" / "speedup.svg").read_text()
     status, said, _ = command("--from", kept, "--out", tmp_path / "drawn", "--json")
     found = json.loads(said)["rows"]
     assert status == 0 and [row["operator"] for row in found] == ["gemm_rope", "gemm_swiglu"]
@@ -150,6 +151,8 @@ def test_measuring_needs_an_h100(command: Callable[..., Any], tmp_path: Path) ->
     ("words", "told"),
     [
         (("--columns", "nobody"), "there is no column 'nobody'"),
+        (("--columns", ""), "there is no column ''"),
+        (("--columns", "human", "--columns", "roofline"), "roofline needs no choice: every table has it"),
         (("--only", "gemm_nothing"), "there is no gemm_nothing"),
     ],
 )
@@ -178,6 +181,30 @@ def test_the_command_measures_keeps_and_draws(
     assert read(tmp_path / "results.json").sittings
 
 
+def test_a_columns_whole_name_is_that_column_alone(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    words = ("--only", "gemm_swiglu", "--cases", "1B", "--processes", 1, "--columns")
+    for name in ("torch", "Torch"):
+        assert command("--out", tmp_path / name, *words, name)[0] == 0
+    assert gpu.sat == [(None, (ANCHOR, EAGER))] * 2
+    assert command("--out", tmp_path / "begun", *words, "torch.")[0] == 0
+    assert COMPILE in gpu.sat[-1][1] and EAGER not in gpu.sat[-1][1]
+
+
+def test_where_ratios_are_to_be_written_is_looked_at_before_anything_is_measured(
+    gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    (tmp_path / "placeless.md").write_text("no place\n")
+    words = ("--out", tmp_path / "out", "--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch")
+    for name, why in (("none.md", "there is no such file"), ("placeless.md", "mark one place")):
+        status, _, told = command(*words, "--write", tmp_path / name)
+        assert status == USAGE and why in " ".join(told.split())
+    assert not gpu.opened and not (tmp_path / "out").exists()
+
+
 def test_two_comparisons_at_once_measure_one_after_the_other(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +230,9 @@ def test_a_quick_look_leaves_out_what_takes_long(
     monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
     gpu.seconds = 50.0
     status, _, told = command("--out", tmp_path, "--quick")
-    assert status == 0 and "20 s are left" in told and "the same command goes on" in told
+    assert UNFINISHED not in (OK, REJECTED, USAGE, ABSENT, INTERRUPTED)
+    assert (tmp_path / "table.md").exists()
+    assert status == UNFINISHED and "20 s are left" in told and "the same command goes on" in told
     assert len(gpu.sat) == 2 and all(python is None for python, _ in gpu.sat)
     assert not {arm for _, arms in gpu.sat for arm in arms} & {UPSTREAM, *AUTOTUNED}
     assert command("--out", tmp_path, "--quick")[0] == 0 and len(gpu.sat) == 3

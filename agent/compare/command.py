@@ -15,6 +15,7 @@ import typer
 
 from agent import session, typed
 from agent.compare.options import Choice, Drawing, Effort
+from agent.ending import UNFINISHED
 from agent.options import grouped, spelled
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
     from verifier.columns import MATMUL
 
     named = [column.name for column in _columns(choice.columns or ())]
+    _check(drawing)
     found = results.read(path / RESULTS if path.is_dir() else path)
     _shown(View(found.chosen(choice.only or (), choice.cases or ()), (*named, MATMUL)), drawing)
 
@@ -71,6 +73,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
     from agent.gpu import gpu_alone
 
     asked = _asked(choice, effort)
+    _check(drawing)
     path = drawing.out / RESULTS
     if not session.use_gpu(None):
         raise session.Absent("comparing takes an H100, and there is none here; results are drawn by --from")
@@ -82,7 +85,8 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
         typer.echo("Arms that failed are not tried again but with --again.")
     if isinstance(ended, measuring.OutOfTime):
         typer.echo(f"coda-agent: {ended}", err=True)
-    elif ended:
+        raise typer.Exit(UNFINISHED)
+    if ended:
         raise session.Absent(f"the comparison ended early, and what was measured is drawn: {ended}")
 
 
@@ -120,16 +124,27 @@ class View:
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
-    """Those that are named, a name being the begin of one in whatever case; without names, all."""
+    """Those that are named, a name being one or the begin of some, in whatever case; without names, all."""
     from agent.compare.results import ResultsError
-    from verifier.columns import COLUMNS
+    from verifier.columns import COLUMNS, ROOFLINE
 
-    begun = {name: [c for c in COLUMNS if c.name.lower().startswith(name.lower())] for name in names}
+    begun = {name: _begun(name.lower()) for name in names}
     for name, found in begun.items():
+        if name.lower() == ROOFLINE:
+            raise ResultsError(
+                f"{ROOFLINE} needs no choice: every table has it, whatever columns; leave it out of --columns"
+            )
         if not found:
             known = ", ".join(column.name for column in COLUMNS)
             raise ResultsError(f"there is no column {name!r}; --columns takes {known}")
     return [c for c in COLUMNS if not names or any(c in found for found in begun.values())]
+
+
+def _begun(name: str) -> list[Column]:
+    from verifier.columns import COLUMNS
+
+    exact = [column for column in COLUMNS if column.name.lower() == name]
+    return exact or [column for column in COLUMNS if name and column.name.lower().startswith(name)]
 
 
 def _arms(columns: Sequence[Column], quick: bool, named: bool) -> tuple[str, ...]:
@@ -188,11 +203,12 @@ def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
 def _drawn(view: View, out: Path) -> None:
     """Every file of a comparison but its results."""
     from agent.compare import charts, markdown, page
+    from agent.compare.summary import measured
     from primitives.files import write_atomic
 
     write_atomic(out / TABLE, markdown.markdown(view.results, view.columns))
     try:
-        drawn = charts.draw(view.lines)
+        drawn = charts.draw(view.lines, measured(view.results))
     except ModuleNotFoundError as error:
         raise session.Absent(
             f"{error.name} is not installed, so charts and page were not drawn: pip install {error.name}, "
@@ -203,15 +219,24 @@ def _drawn(view: View, out: Path) -> None:
     write_atomic(out / PAGE, page.page(view.results, drawn, view.columns))
 
 
+def _check(drawing: Drawing) -> None:
+    """That results can be written where they are to be, while nothing is measured or drawn yet."""
+    from agent.compare import markdown
+
+    if drawing.write:
+        with typed.named(drawing.write):
+            markdown.marked(drawing.write)
+
+
 def _shown(view: View, drawing: Drawing) -> None:
     from agent.compare import markdown
     from agent.compare.summary import against
     from agent.compare.terminal import table
 
+    _drawn(view, drawing.out)
     if drawing.write:
         with typed.named(drawing.write):
             markdown.write(drawing.write, view.results, view.columns)
-    _drawn(view, drawing.out)
     if drawing.as_json:
         told = {"rows": [asdict(row) for row in view.lines]}
         json.dump(told, sys.stdout, indent=1, default=lambda loss: loss.model_dump())
