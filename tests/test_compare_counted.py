@@ -11,7 +11,7 @@ import pytest
 from comparison import arm, line, sitting
 from rich.console import Console
 
-from agent.compare import rows
+from agent.compare import charts, rows
 from agent.compare.cells import Cell, Empty, Line, lines
 from agent.compare.charts import draw
 from agent.compare.markdown import brief, markdown, sheets
@@ -248,6 +248,16 @@ def test_charts_say_what_was_measured_and_what_their_marks_mean() -> None:
     assert "1.50†" in texts and "†: the two were never measured in one sitting" in notes
     assert "–: no figure, for which the table has the reason." in texts
     assert "‡" not in notes and "composed" not in notes
+
+
+def test_a_bars_ratio_and_its_marks_are_within_the_chart() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    wide = {COMPILE: (9.41, 9.3, 9.5), HUMAN: (0.2, 0.19, 0.21), LIGER: (12.34, 12.2, 12.5)}
+    figure = charts._figures([line("7B", ratios=wide, processes=1, anchored=True)], "")["speedup"]
+    FigureCanvasAgg(figure).draw()
+    edges = {text.get_text(): text.get_window_extent().x1 for text in figure.axes[0].texts}
+    assert "12.34†‡" in edges and max(edges.values()) < figure.bbox.x1
 
 
 def test_what_was_measured_may_be_long_or_hostile() -> None:

@@ -89,6 +89,7 @@ STYLE: dict[Any, Any] = {
 ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
 SMALL, STEP, MOST = 7, 0.14, 165  # of small print: points, inches from line to line, characters in one
+LABEL = 0.5  # inches, of a bar's ratio and its marks
 GAP = 0.55  # of a row, between operators
 
 
@@ -131,7 +132,8 @@ def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
     print_under = _footnotes(lines, rivals)
     figure, axes, places = _canvas(lines, "speedup", 0.12 * len(rivals) + 0.07, measured, print_under)
     ratios = [row.ratio for name in rivals for row in found[name].values()]
-    _scale(axes, min(*(r.low for r in ratios), 0.97) * 0.98, max(*(r.high for r in ratios), 1.05) * 1.06)
+    low, high = min(*(r.low for r in ratios), 0.97) * 0.98, max(*(r.high for r in ratios), 1.05)
+    _scale(axes, low, high * (high / low) ** (LABEL / (WIDE - LEFT - RIGHT - LABEL)))
     thick = 0.84 / len(rivals)
     for index, name in enumerate(rivals):
         offset = (index - (len(rivals) - 1) / 2) * thick
