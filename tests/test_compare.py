@@ -40,6 +40,8 @@ from verifier.contest import PREPARING, TIMING
 from verifier.gpu import Lost, WorkerError
 from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
 from verifier.report import QuackTuned
+from verifier.spec import Spec
+from verifier.spec_file import load
 
 
 @pytest.fixture
@@ -120,6 +122,32 @@ def test_another_version_of_a_library_is_another_column(
     monkeypatch.setattr(measuring, "version", lambda name: "0.9" if name == "liger-kernel" else "1.0")
     measure(asked(), first, lambda made: None)
     assert gpu.sat == [(None, (ANCHOR, LIGER))]
+
+
+def test_another_way_to_call_a_library_is_another_column(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = measure(asked(), Results(), kept_nowhere)
+    gpu.sat.clear()
+    monkeypatch.setitem(measuring.REVISIONS, LIGER, 2)
+    measure(asked(), first, kept_nowhere)
+    assert gpu.sat == [(None, (ANCHOR, LIGER))]
+
+
+def test_a_spec_s_other_cases_and_thresholds_make_no_row_stale(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = measure(asked(), Results(), kept_nowhere)
+    loaded: list[Spec] = []
+
+    def fewer(path: Path, **more: Any) -> Spec:
+        spec = load(path, **more)
+        loaded.append(spec.model_copy(update={"cases": spec.cases[:3]}))
+        assert loaded[-1].hash != spec.hash
+        return loaded[-1]
+
+    monkeypatch.setattr("agent.compare.rows.load", fewer)
+    assert measure(asked(), first, never) == first and loaded
 
 
 def test_a_broken_column_says_so_and_stops_nothing(gpu: Machine) -> None:

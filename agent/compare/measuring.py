@@ -40,6 +40,7 @@ CACHED = 0.5  # of the seconds that arms took to prepare: what the next process 
 APART_AHEAD = ("torch", "verifier.sitting")  # what is in the environment of CODA's own package, too
 MODELS = (PROGRAM, EDITED)
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
+REVISIONS = {arm: column.revision for column in COLUMNS for arm in column.arms}
 
 Keep = Callable[[Results], object]
 
@@ -271,6 +272,7 @@ class _Measuring:
                 continue
             self.versions[arm] = versions
             parts = [f"{name} {number}" for name, number in versions.items()]
+            parts += [f"revision {REVISIONS[arm]}"] if REVISIONS[arm] > 1 else []
             keys[arm] = ", ".join([*parts, *map(_text, row.made_of(arm)), self.machine.gpu])
         known = {a: why for a, why in self.results.absent.get(row.operator, {}).items() if a not in keys}
         absent = self.results.absent | {row.operator: known | reasons}

@@ -28,12 +28,12 @@ TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in columns.COLUMNS for arm in column.arms)
 PAIRS = 64  # of a head that is 128 wide
 SQUARES = (2048, 4096, 8192)  # the paper's: M = N = K
-QUICK = {"gemm_rmsnorm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
+QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
 
 
 class Row(Protocol):
-    """``question`` changes with what is asked: a spec's hash, or a shape. ``anchor``: the arm that sits every
-    time. ``arms``: those of the columns that can be meant here."""
+    """``question`` changes with what is asked: an operator's hash and sizes, or a layer's shape. ``anchor``:
+    the arm that sits every time. ``arms``: those of the columns that can be meant here."""
 
     @property
     def operator(self) -> str: ...
@@ -80,7 +80,7 @@ class OperatorRow:
 
     @property
     def question(self) -> str:
-        return self.spec.hash
+        return f"{self.spec.operator_hash} at {dict(self.sizes)}"
 
     @cached_property
     def contenders(self) -> dict[str, Contender]:

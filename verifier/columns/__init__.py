@@ -25,12 +25,14 @@ PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms
 
 @dataclass(frozen=True)
 class Column:
-    """``what`` it is, for a legend. ``packages``: the distributions that its arms are."""
+    """``what`` it is, for a legend. ``packages``: the distributions that its arms are. ``revision``: raised
+    with a change of how they are called here, which makes what was measured of them stale."""
 
     name: str
     what: str
     arms: tuple[str, ...]
     packages: tuple[str, ...] = ()
+    revision: int = 1
 
 
 COLUMNS = (
@@ -51,12 +53,20 @@ COLUMNS = (
         HUMAN,
         "QuACK's fused kernels, written by people, tuned; some we composed from its operators, as notes say",
         (OWN_TUNER, OUR_SEARCH),
-        ("quack-kernels",),
+        ("quack-kernels", "nvidia-cutlass-dsl"),
     ),
     Column(
-        UPSTREAM, "CODA's own package, in its own environment", (UPSTREAM,), ("coda-kernels", "quack-kernels")
+        UPSTREAM,
+        "CODA's own package, in its own environment",
+        (UPSTREAM,),
+        ("coda-kernels", "quack-kernels", "nvidia-cutlass-dsl"),
     ),
-    Column(LLM, "accepted kernels of generated_kernels", (PROGRAM, EDITED), ("quack-kernels",)),
+    Column(
+        LLM,
+        "accepted kernels of generated_kernels",
+        (PROGRAM, EDITED),
+        ("quack-kernels", "nvidia-cutlass-dsl"),
+    ),
     Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
 )
 ANCHOR = CUBLAS  # in every sitting
