@@ -81,10 +81,18 @@ def l2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield found
 
 
+class Clock(SimulatedClock):
+    """On which every call takes a while."""
+
+    def stop(self, mark: int) -> None:
+        self.time += 0.02
+        super().stop(mark)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     """In place of the device's events, and what else a contest asks of CUDA."""
-    found = SimulatedClock()
+    found = Clock()
     monkeypatch.setattr(timing, "CudaClock", lambda: found)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -190,7 +198,7 @@ def test_the_truth_of_few_bits_is_kept_in_fp32_and_let_go_of() -> None:
 
 @pytest.mark.parametrize("cold", [True, False])
 def test_what_is_timed_finds_a_cold_l2_where_it_is_asked_for(clock: SimulatedClock, cold: bool) -> None:
-    arms = [clock.work(name, lambda: 1e-3) for name in "ab"]
+    arms = [clock.work(name, lambda: 0.0) for name in "ab"]
     samples, _ = scoring.timed(arms, 12, cold=cold)
     assert {name: len(found.seconds) for name, found in samples.items()} == {"a": 12, "b": 12}
     starts = [i for i, word in enumerate(clock.log) if word == "start"]
