@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -21,7 +20,6 @@ from verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGL
 from verifier.proof import REPEATS
 from verifier.report import (
     CONTROLS_AMONG_ARMS,
-    ONE_PROCESS,
     PROTOCOL,
     SEPARATE_CONTROLS,
     Accepted,
@@ -38,23 +36,8 @@ GPU = "H100"  # in the name of the device that kernels are written for
 ROUNDED = 1e-4  # figures of numerics are kept to so much
 
 
-@dataclass(frozen=True)
-class _Promise:
-    """What every report of a protocol has. ``thorough``: every family of inputs, hidden sizes, and controls
-    of each process, which ``among`` says were arms of a scored case."""
-
-    processes: int = PROCESSES
-    repeats: int = REPEATS
-    thorough: bool = True
-    among: bool = True
-
-
-PROMISES = {
-    ONE_PROCESS: _Promise(processes=1, repeats=8, thorough=False, among=False),
-    SEPARATE_CONTROLS: _Promise(among=False),
-    CONTROLS_AMONG_ARMS: _Promise(),
-    PROTOCOL: _Promise(),
-}
+# By protocol: whether each process's controls were arms of a case that was scored.
+AMONG = {SEPARATE_CONTROLS: False, CONTROLS_AMONG_ARMS: True, PROTOCOL: True}
 
 _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -68,18 +51,18 @@ class _Errors(BaseModel):
 
 
 class _Proved(BaseModel):
-    """What numerics says of a case; a first report, neither which families nor of how many schedules."""
+    """What numerics says of a case."""
 
     outputs: dict[str, _Errors]
-    families: tuple[str, ...] = ()
-    plans: Annotated[int, Field(ge=1)] = 1
+    families: tuple[str, ...]
+    plans: Annotated[int, Field(ge=1)]
 
 
 class _Steady(BaseModel):
     """What stability says of a case."""
 
     repeats: int
-    plans: int = 1
+    plans: int
 
 
 class _Control(BaseModel):
@@ -96,30 +79,33 @@ _Read = TypeVar("_Read", bound=BaseModel)
 _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 
-def protocol(report: Accepted) -> int:
-    """How it was measured, by what the report says; by what it holds, where it is from before they said."""
+def protocol(report: Accepted) -> int | None:
+    """How it was measured, by what the report says; by what it holds, where it is from before they said;
+    None where it holds no such thing."""
     if report.protocol:
         return report.protocol
     during = report.conditions.get("during")
     if not isinstance(during, dict):
-        return ONE_PROCESS
+        return None
     controlled = any("/controlled." in piece for piece in during)
     return CONTROLS_AMONG_ARMS if controlled else SEPARATE_CONTROLS
 
 
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
     """Every claim that the report's figures do not bear out, or that its protocol demands and it lacks."""
-    promise = PROMISES.get(protocol(report))
-    if promise is None:
-        return [f"{name}: the report is of protocol {report.protocol}, and {PROTOCOL} is known: update"]
-    timings = _timings(name, spec, report, promise)
+    number = protocol(report)
+    if number not in AMONG:
+        known = ", ".join(map(str, AMONG))
+        said = f"is of protocol {number}" if number else "says no protocol, and shows none"
+        return [f"{name}: the report {said}; known are {known}: measure again, or update"]
+    timings = _timings(name, spec, report)
     return [
         *_device(name, report),
         *timings,
         *_scheduled(name, program, report),
-        *(() if timings else _decided(name, spec, program, report, promise)),
-        *(_controls(name, spec, report, promise) if promise.thorough else ()),
-        *_proofs(name, spec, program, report, promise),
+        *(() if timings else _decided(name, spec, program, report)),
+        *_controls(name, spec, report, among=AMONG[number]),
+        *_proofs(name, spec, program, report),
     ]
 
 
@@ -139,7 +125,7 @@ def _device(name: str, report: Accepted) -> list[str]:
 # Timings
 
 
-def _timings(name: str, spec: Spec, report: Accepted, promise: _Promise) -> list[str]:
+def _timings(name: str, spec: Spec, report: Accepted) -> list[str]:
     """Each measured case: timed once, at its sizes, with samples that give what is said of them."""
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
     found = [
@@ -158,7 +144,7 @@ def _timings(name: str, spec: Spec, report: Accepted, promise: _Promise) -> list
         if timing.sizes != sizes:
             found.append(f"{name}: case {case} was measured at {timing.sizes}, not at {sizes}: measure again")
         place = f"{name}: case {case}"
-        found += [f"{place}{words}: measure again" for words in _sampled(timing, promise)]
+        found += [f"{place}{words}: measure again" for words in _sampled(timing)]
     return found
 
 
@@ -172,17 +158,16 @@ def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
     ]
 
 
-def _sampled(t: Timing, promise: _Promise) -> list[str]:
+def _sampled(t: Timing) -> list[str]:
     """What is wrong with one case's samples, or with what is said of them."""
     own = t.samples.get(CANDIDATE, ())
     rounds = [len(row) for row in own]
     found = []
     if BASELINE not in t.ratios:
         found.append(f" was not measured against {BASELINE}")
-    if t.processes != len(own) or len(own) < promise.processes:
+    if t.processes != len(own) or len(own) < PROCESSES:
         found.append(
-            f" says {t.processes} process(es) and has samples of {len(own)}; there are at least "
-            f"{promise.processes}"
+            f" says {t.processes} process(es) and has samples of {len(own)}; there are at least {PROCESSES}"
         )
     if not rounds or t.rounds != min(rounds) or t.rounds < FEWEST:
         found.append(
@@ -215,11 +200,11 @@ def _median(rows: Rows) -> float:
         return math.nan
 
 
-def _decided(name: str, spec: Spec, program: Program, report: Accepted, promise: _Promise) -> list[str]:
+def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
     """The decision, taken again on the report's timings, is that the kernel is accepted, on these figures."""
     figures: dict[str, Any] = {}
     try:
-        decide(spec, program, report.timings, figures, promise.processes)
+        decide(spec, program, report.timings, figures)
     except Failed as failed:
         return [f"{name}: decided again, it is rejected: {failed.message}"]
     except Void as void:
@@ -232,9 +217,9 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted, promise:
 # Controls
 
 
-def _controls(name: str, spec: Spec, report: Accepted, promise: _Promise) -> list[str]:
+def _controls(name: str, spec: Spec, report: Accepted, *, among: bool) -> list[str]:
     """Each process scored every case, and found the planted delay and nothing where there was nothing."""
-    processes = max((t.processes for t in report.timings), default=promise.processes)
+    processes = max((t.processes for t in report.timings), default=PROCESSES)
     try:
         controls = _CONTROLS.validate_python(report.controls)
     except ValidationError as error:
@@ -249,7 +234,7 @@ def _controls(name: str, spec: Spec, report: Accepted, promise: _Promise) -> lis
         for process, attempts in enumerate(tried)
         for words in (
             *_tested(process, attempts),
-            *_scored(process, attempts[-1].case, spec, pieces, promise),
+            *_scored(process, attempts[-1].case, spec, pieces, among=among),
         )
     ]
 
@@ -263,14 +248,14 @@ def _tested(process: int, attempts: list[_Control]) -> list[str]:
     return found
 
 
-def _scored(process: int, control: str, spec: Spec, pieces: Collection[str], promise: _Promise) -> list[str]:
+def _scored(process: int, control: str, spec: Spec, pieces: Collection[str], *, among: bool) -> list[str]:
     """Each case has a piece of the measurement, that of the controls under their name."""
     cases = [case.name for case in spec.cases if case.bench]
     found = [] if control in cases else [f"process {process}'s controls are of no measured case"]
     for case in cases:
         score = f"score/{process}/{case}"
-        among = promise.among and case == control
-        if not any(p.startswith(f"{score}/controlled.") if among else p == score for p in pieces):
+        controlled = among and case == control
+        if not any(p.startswith(f"{score}/controlled.") if controlled else p == score for p in pieces):
             found.append(f"nothing says how the GPU fared during {score}")
     return found
 
@@ -278,36 +263,29 @@ def _scored(process: int, control: str, spec: Spec, pieces: Collection[str], pro
 # Numerics and stability
 
 
-def _proofs(name: str, spec: Spec, program: Program, report: Accepted, promise: _Promise) -> list[str]:
+def _proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
     """Every case, and the hidden sizes, on the families, schedules and repeats that the gates try."""
     sizes = {case.name: dict(case.sizes) for case in spec.cases}
-    if promise.thorough:
-        seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
-        missing = [size for size, seed in seeds.items() if seed is None]
-        if missing:
-            return [f"{name}: the report has no seed of sizes {', '.join(missing)}: measure again"]
-        rows = {HIDDEN: None, ONE_ROW: 1}
-        sizes |= {
-            size: hidden(spec, seed, rows=rows[size]) for size, seed in seeds.items() if seed is not None
-        }
+    seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
+    missing = [size for size, seed in seeds.items() if seed is None]
+    if missing:
+        return [f"{name}: the report has no seed of sizes {', '.join(missing)}: measure again"]
+    rows = {HIDDEN: None, ONE_ROW: 1}
+    sizes |= {size: hidden(spec, seed, rows=rows[size]) for size, seed in seeds.items() if seed is not None}
     found = []
     for case, at in sizes.items():
-        found += [
-            f"{name}: {words}: measure again" for words in _proof(spec, program, report, promise, case, at)
-        ]
+        found += [f"{name}: {words}: measure again" for words in _proof(spec, program, report, case, at)]
     return found
 
 
-def _proof(
-    spec: Spec, program: Program, report: Accepted, promise: _Promise, case: str, sizes: dict[str, int]
-) -> list[str]:
+def _proof(spec: Spec, program: Program, report: Accepted, case: str, sizes: dict[str, int]) -> list[str]:
     try:
         proved = _of_case(report, "numerics", case, _Proved.model_validate)
         steady = _of_case(report, "stability", case, _Steady.model_validate)
     except _Lacking as lacking:
         return [str(lacking)]
     found = []
-    if promise.thorough and proved.families != (wanted := _families(spec, program, case, sizes)):
+    if proved.families != (wanted := _families(spec, program, case, sizes)):
         found.append(
             f"gate numerics tried case {case} on {', '.join(proved.families) or 'no family'} of inputs, "
             f"not on {', '.join(wanted)}"
@@ -316,10 +294,10 @@ def _proof(
         found.append(f"gate numerics has figures of other outputs than the spec's for case {case}")
     else:
         found += _excesses(spec, proved, case, sizes)
-    if steady.repeats != promise.repeats or steady.plans != proved.plans:
+    if steady.repeats != REPEATS or steady.plans != proved.plans:
         found.append(
             f"gate stability repeated case {case} {steady.repeats} times on {steady.plans} choices of "
-            f"schedules, not {promise.repeats} times on {proved.plans}"
+            f"schedules, not {REPEATS} times on {proved.plans}"
         )
     return found
 

@@ -46,15 +46,9 @@ def central(rows: Rows) -> float:
     return math.exp(sum(math.log(median(row)) for row in rows) / len(rows))
 
 
-def decide(
-    spec: Spec,
-    program: Program,
-    rows: tuple[Timing, ...],
-    figures: dict[str, Any],
-    processes: int = PROCESSES,
-) -> None:
+def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
     """Failed where a deciding case's lower bound does not exceed the threshold; Void where a time beats the
-    hardware, or too little was measured to accept on: fewer ``processes``, or rounds, or from a warm L2."""
+    hardware, or too little was measured to accept on: too few processes or rounds, or from a warm L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
     for t in rows:
@@ -73,10 +67,10 @@ def decide(
             )
     _improvement(rows)
     for t in rows:
-        if t.processes < processes or t.rounds < FEWEST or not t.cold:
+        if t.processes < PROCESSES or t.rounds < FEWEST or not t.cold:
             raise Void(
                 f"case {t.case}: {t.processes} process(es), {t.rounds} rounds, "
-                f"{'cold' if t.cold else 'warm'} L2: to accept, measure in at least {processes} of at least "
+                f"{'cold' if t.cold else 'warm'} L2: to accept, measure in at least {PROCESSES} of at least "
                 f"{FEWEST} rounds from a cold L2",
                 timings=[x.model_dump(exclude={"samples"}) for x in rows],
             )

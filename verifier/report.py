@@ -14,8 +14,7 @@ GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "
 RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")  # of a primitive's functions
 
-# How a kernel was measured, each way stricter than the one before:
-ONE_PROCESS = 1  # the first: one process, three families of inputs at the spec's own sizes, 8 repeats
+# How a kernel was measured, each way stricter than the one before (the first, of one process, has no report):
 # 2026-11-21, 10:24 UTC: workers; three processes, ten families, hidden sizes, 20 repeats; each process is put
 # to the test by controls, in a race of their own
 SEPARATE_CONTROLS = 2
