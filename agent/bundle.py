@@ -24,7 +24,7 @@ from primitives.files import write_atomic
 from primitives.ir import Program
 from primitives.lower import lower
 from primitives.refusal import CompileError
-from verifier.gates import Progress, identity
+from verifier.gates import Progress, identity, silent
 from verifier.report import (
     MEASUREMENT,
     REPORT,
@@ -119,14 +119,15 @@ class Results(_File):
     results: tuple[Result, ...]
 
 
-def pack(names: Sequence[str], path: Path) -> Bundle:
-    """Write the runs' last checked kernels to ``path``. BundleError if one awaits no measurement."""
-    bundle = Bundle(entries=tuple(_entry(name) for name in names))
+def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
+    """Write the runs' last checked kernels to ``path``. BundleError if one awaits no measurement. An edited
+    text is compiled, which takes minutes where a search would look far: ``progress`` hears of each case."""
+    bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
     _write(path, bundle)
     return bundle
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str, progress: Progress) -> Entry:
     run = runs.reopen(name)
     try:
         if "proposes" in run.journal.header:
@@ -153,13 +154,15 @@ def _entry(name: str) -> Entry:
             quack=rivals.quack(run.spec),
             kept=Rival.of(kept) if kept else None,
             raw=raw,
-            objects=_objects(run.spec, last["program"], raw, kept) if raw else {},
+            objects=_objects(run.spec, last["program"], raw, kept, progress) if raw else {},
         )
     finally:
         run.journal.close()
 
 
-def _objects(spec: Spec, text: str, raw: str, kept: Kept | None) -> dict[str, str]:
+def _objects(
+    spec: Spec, text: str, raw: str, kept: Kept | None, progress: Progress = silent
+) -> dict[str, str]:
     """An edited text compiled here on all that a measurement asks for: the compile gate's schedules, and
     those that the kernel before may be tuned to, which are raced."""
     from primitives.probes import fits, probes
@@ -181,6 +184,7 @@ def _objects(spec: Spec, text: str, raw: str, kept: Kept | None) -> dict[str, st
             if fits(program, g, schedule, case.sizes)
         ]
         wanted += list(program.schedule.items())
+        progress("compile", f"{spec.name}, case {case.name}: {len(set(wanted))} schedules")
         compile_all(program, case.sizes, wanted, raw)
     return packed(lowered)
 

@@ -93,10 +93,12 @@ def bundle(
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.")] = Path("bundle.json"),
 ) -> None:
     """Pack checked kernels for an H100 elsewhere."""
+    from agent import live
     from agent.bundle import pack
     from agent.runs import folder
 
-    made = pack(list(dict.fromkeys(folder(name).name for name in run)), out)  # each once
+    with live.Watch(session.console(False)) as watch:
+        made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)  # each once
     typer.echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
 
 

@@ -234,7 +234,10 @@ def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     known = [Schedule(128, 128, True, 1, 2), Schedule(192, 128, True, 1, 2), Schedule(128, 256, False, 2, 1)]
     cases = {case.name: {0: known} for case in spec.cases if case.bench}
     program = Program.from_json(text, spec.signature())
-    bundle._objects(spec, text, editable(program), Kept(program, {}, cases))
+    said: list[str] = []
+    kept = Kept(program, {}, cases)
+    bundle._objects(spec, text, editable(program), kept, lambda gate, words: said.append(words))
+    assert [words.partition(":")[0] for words in said] == [f"gemm_relu2, case {c.name}" for c in spec.cases]
     schedules = {schedule for _, schedule in wanted}
     assert {*known} <= schedules
     assert any(s.split for s in schedules) and any(s.tile_m == s.tile_n == 64 for s in schedules)
