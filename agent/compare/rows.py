@@ -78,7 +78,7 @@ class OperatorRow:
     def operator(self) -> str:
         return self.spec.name
 
-    @property
+    @cached_property
     def question(self) -> str:
         return f"{self.spec.operator_hash} at {dict(self.sizes)}"
 
