@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from agent.compare import environment, measuring
-from agent.compare.results import LAYER_BOTH, LAYER_FORWARD
+from agent.compare import environment, measuring, rows
+from agent.compare.cells import Cell, Empty, lines
+from agent.compare.measuring import Asked
+from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
 from verifier.columns import (
     ANCHOR,
     COMPILE,
@@ -27,6 +29,24 @@ from verifier.quack_baseline import OWN_TUNER
 H100 = {"tensor": 8e14, "tensor_fp8": 1.6e15, "memory": 3e12}
 ARMS = (EAGER, COMPILE, LIGER, OWN_TUNER, UPSTREAM, PROGRAM, ANCHOR)
 SPEEDS = {EAGER: 2.0, COMPILE: 1.5, LIGER: 1.8, OWN_TUNER: 1.1, PROGRAM: 1.0, ANCHOR: 0.9, UPSTREAM: 1.2}
+
+
+def asked(*names: str, processes: int = 1, arms: tuple[str, ...] = ARMS, **more: Any) -> Asked:
+    chosen = rows.chosen(names or ("gemm_swiglu",), ("1B",), everything=False, quick=False)
+    return Asked(tuple(chosen), arms, processes, 12, **more)
+
+
+def kept_nowhere(made: Results) -> None:
+    pass
+
+
+def never(made: Results) -> None:
+    raise AssertionError("nothing was to be measured")
+
+
+def cells(results: Results) -> dict[str, Cell | Empty]:
+    (line,) = lines(results)
+    return dict(line.cells)
 
 
 class Machine:

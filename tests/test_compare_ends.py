@@ -1,0 +1,239 @@
+"""How a comparison ends early, or does not: arms and workers that are lost, time that is up, a GPU gone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparison_machine import ARMS, Machine, asked, cells, kept_nowhere, never, stood_in
+
+from agent.compare.cells import Cell, Empty, lines
+from agent.compare.measuring import OutOfTime, measure
+from agent.compare.results import LAYER_FORWARD, Results, read, write
+from primitives.deadline import Late
+from verifier.columns import (
+    ANCHOR,
+    COMPILE,
+    EAGER,
+    HUMAN,
+    LIGER,
+    LLM,
+    MATMUL,
+    PROGRAM,
+    TORCH,
+    UPSTREAM,
+)
+from verifier.contest import PREPARING, TIMING
+from verifier.gpu import Lost, WorkerError
+from verifier.quack_baseline import OWN_TUNER
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with stood_in(monkeypatch) as found:
+        yield found
+
+
+def test_a_column_that_takes_the_worker_along_is_left_out(gpu: Machine) -> None:
+    gpu.deadly = {OWN_TUNER, LIGER}
+    found = cells(measure(asked(), Results(), lambda made: None))
+    assert found[HUMAN] == Empty(f"{OWN_TUNER}: crashed: {OWN_TUNER} wrote astray")
+    assert found[LIGER] == Empty(f"{LIGER}: crashed: {LIGER} wrote astray")
+    assert isinstance(found[LLM], Cell) and isinstance(found[TORCH], Cell)
+
+
+def test_an_anchor_that_dies_ends_its_row_and_not_the_run(gpu: Machine) -> None:
+    gpu.deadly = {ANCHOR}
+    found = measure(asked("gemm_swiglu", "gemm_rope", LAYER_FORWARD, processes=2), Results(), kept_nowhere)
+    operators, layer = lines(found)[:-1], lines(found)[-1]
+    why = f"{PROGRAM}: {ANCHOR}: crashed: {ANCHOR} wrote astray"
+    assert [line.cells[LLM] for line in operators] == [Empty(why)] * 2
+    assert isinstance(layer.cells[LLM], Cell)  # its anchor is another
+    gpu.sat.clear()
+    assert measure(asked("gemm_swiglu", "gemm_rope", processes=2), found, never) == found and not gpu.sat
+
+
+@pytest.mark.parametrize("python", [None, "/other/python"])
+def test_a_worker_lost_before_its_first_arm_ends_the_row_alone(
+    gpu: Machine, python: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    gpu.crowded = {python}
+    found = measure(asked("gemm_swiglu", "gemm_swiglu_bwd"), Results(), lambda made: write(path, made))
+    assert len(gpu.sat) == 4 and found == read(path)  # the anchor never sat again with nobody beside it
+    column = LLM if python is None else UPSTREAM
+    for line in lines(found):
+        empty = line.cells[column]
+        assert isinstance(empty, Empty) and "inputs and truth: out_of_memory" in empty.reason
+        assert isinstance(line.cells[LLM if python else UPSTREAM], Cell)
+        assert isinstance(line.cells[MATMUL], Cell)  # it sat in one of the two
+    gpu.crowded, gpu.sat = set(), []
+    assert measure(asked("gemm_swiglu", "gemm_swiglu_bwd"), found, never) == found and not gpu.sat
+
+
+def test_a_bug_of_ours_is_told_at_the_end(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Results] = []
+    usual = gpu.ask
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        if getattr(asked, "arms", None) and asked.spec.name == "gemm_swiglu":
+            more["progress"]("compare", PREPARING)
+            raise WorkerError("a task failed:\nTraceback\nKeyError: 'y'")
+        return usual(python, task, asked, **more)
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    with pytest.raises(WorkerError, match="KeyError"):
+        measure(asked("gemm_swiglu", "gemm_rope"), Results(), kept.append)
+    bad, good = lines(kept[-1])
+    assert isinstance(good.cells[LLM], Cell)
+    assert bad.cells[LLM] == Empty(f"{PROGRAM}: a bug of this program's, not of the arm's: KeyError: 'y'")
+
+
+def test_a_gpu_that_is_gone_is_in_no_cell(gpu: Machine) -> None:
+    """Once it is back, whatever did not sit does."""
+    kept: list[Results] = []
+
+    def keep(made: Results) -> None:
+        kept.append(made)
+        gpu.gone = len(made.sittings) == 1
+
+    wanted = asked("gemm_swiglu", "gemm_rope", processes=2)
+    with pytest.raises(Lost, match="uncorrectable ECC"):
+        measure(wanted, Results(), keep)
+    assert len(kept[-1].sittings) == 1 and not kept[-1].failed()
+    gpu.gone = False
+    assert len(measure(wanted, kept[-1], kept_nowhere).sittings) == 6  # CODA's package has no such rotation
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_worker_that_cannot_begin_is_no_arms_fault(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """But of that environment, whose column it is."""
+    kept: list[Results] = [Results()]
+    usual = gpu.ask
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        if hasattr(asked, "arms") and (python is not None) is apart:
+            raise WorkerError("a GPU worker died before it was asked anything: no space left")
+        return usual(python, task, asked, **more)
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    if apart:
+        found = cells(measure(asked(), Results(), kept_nowhere))
+        why = (
+            "its environment starts no worker: a GPU worker died before it was asked anything: no space left"
+        )
+        assert found[UPSTREAM] == Empty(f"{UPSTREAM}: {why}; coda-agent compare --install")
+        assert isinstance(found[LLM], Cell)
+        return
+    with pytest.raises(WorkerError, match="no space left"):
+        measure(asked(), Results(), kept.append)
+    assert not kept[-1].sittings
+
+
+def test_what_is_lost_on_the_clock_is_tried_with_the_models_kernels_alone(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = gpu.ask
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        found = usual(python, task, asked, **more)
+        if LIGER in getattr(asked, "arms", ()):
+            more["progress"]("compare", TIMING)
+            raise Lost("illegal_address", "somebody wrote astray")
+        return found
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    found = cells(measure(asked(), Results(), kept_nowhere))
+    assert gpu.sat[1] == (None, (ANCHOR, PROGRAM)) and isinstance(found[LLM], Cell)
+    words = "on the clock, beside others: illegal_address: somebody wrote astray"
+    assert found[LIGER] == Empty(f"{LIGER}: {words}") and found[HUMAN] == Empty(f"{OWN_TUNER}: {words}")
+
+
+def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arm that had a whole budget; where another sitting was before it, it has another try."""
+    usual, slow, kept = gpu.ask, {"gemm_swiglu"}, [Results()]
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        found = usual(python, task, asked, **more)
+        if LIGER in getattr(asked, "arms", ()) and asked.spec.name in slow:
+            more["progress"]("compare", LIGER)
+            gpu.now += 500.0
+            raise Late
+        return found
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    wanted = asked("gemm_rope", "gemm_swiglu", arms=(PROGRAM, LIGER), seconds=500.0)
+    with pytest.raises(OutOfTime, match="the time was up during gemm_swiglu 1B: the same command"):
+        measure(wanted, Results(), kept.append)
+    assert not kept[-1].failed() and len(kept[-1].sittings) == 1
+    for _ in range(2):
+        with contextlib.suppress(OutOfTime):
+            measure(wanted, kept[-1], kept.append)
+    found = {line.operator: line.cells for line in lines(kept[-1])}["gemm_swiglu"]
+    assert found[LIGER] == Empty(f"{LIGER}: not ready within 500 s; once more, with more of them: --again")
+    assert isinstance(found[LLM], Cell)
+
+
+def test_a_process_that_finds_caches_is_expected_to_take_less(gpu: Machine) -> None:
+    gpu.seconds, gpu.prepared = 260.0, 40.0  # of each of six arms
+    kept = [measure(asked(), Results(), kept_nowhere)]
+    wanted = asked("gemm_rope", processes=3, arms=ARMS[:-2], seconds=500.0)
+    with pytest.raises(OutOfTime):
+        measure(wanted, kept[-1], kept.append)
+    assert [s.process for s in kept[-1].sittings if s.operator == "gemm_rope"] == [0, 1]
+
+
+def test_rows_that_a_budget_has_no_time_for_are_not_compiled(gpu: Machine) -> None:
+    names, kept = ("gemm_swiglu", "gemm_rope", "gemm_rmsnorm"), list[Results]()
+    gpu.seconds = 25.0
+    with pytest.raises(OutOfTime):
+        measure(asked(*names, arms=(PROGRAM,), seconds=59.0), Results(), kept.append)
+    assert [len(rows_) for rows_ in gpu.compiled] == [2] and len(gpu.sat) == 2
+    measure(asked(*names, arms=(PROGRAM,), seconds=59.0), kept[-1], kept_nowhere)
+    assert [len(rows_) for rows_ in gpu.compiled] == [2, 1] and len(gpu.sat) == 3
+
+
+def test_a_budget_begins_nothing_that_it_may_not_end(gpu: Machine) -> None:
+    kept: list[Results] = []
+    gpu.seconds = 100.0
+    wanted = asked("gemm_swiglu", "gemm_rope", processes=3, arms=(EAGER,), seconds=350.0)
+    with pytest.raises(OutOfTime, match="50 s are left, and gemm_rope 1B may take 100 s"):
+        measure(wanted, Results(), kept.append)
+    assert len(gpu.sat) == 3 == len(kept[-1].sittings) and gpu.now == 300.0
+    assert [s.seconds for s in kept[-1].sittings] == [100.0] * 3
+    more = measure(replace(wanted, seconds=300.0), kept[-1], kept_nowhere)
+    assert len(more.sittings) == 6
+
+
+def test_what_takes_longer_than_a_budget_is_begun_first_or_it_never_would(gpu: Machine) -> None:
+    kept: list[Results] = []
+    gpu.seconds = 100.0
+    wanted = asked("gemm_swiglu", processes=3, arms=(EAGER,), seconds=90.0)
+    for left in ("-10", "-10", ""):
+        found = kept[-1] if kept else Results()
+        if left:
+            with pytest.raises(OutOfTime, match="may take 100 s"):
+                measure(wanted, found, kept.append)
+        else:
+            measure(wanted, found, kept.append)
+    assert len(gpu.sat) == 3 == len(kept[-1].sittings)
+
+
+def test_a_row_is_expected_to_take_what_its_like_took(gpu: Machine) -> None:
+    """Not what CODA's own package took to tune, nor a layer."""
+    gpu.seconds, gpu.slow = 50.0, {UPSTREAM: 400.0, LAYER_FORWARD: 300.0}
+    rows_, arms = ("gemm_swiglu", LAYER_FORWARD), (EAGER, COMPILE, UPSTREAM)
+    found = measure(asked(*rows_, arms=arms), Results(), kept_nowhere)
+    assert [s.seconds for s in found.sittings] == [50.0, 400.0, 300.0]
+    kept: list[Results] = []
+    with pytest.raises(OutOfTime, match="150 s are left, and gemm_rmsnorm_swiglu 1B may take 400 s"):
+        measure(asked("gemm_rmsnorm_swiglu", arms=arms, seconds=200.0), found, kept.append)
+    assert [s.seconds for s in kept[-1].sittings[3:]] == [50.0]
