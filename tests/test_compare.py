@@ -73,19 +73,6 @@ def test_a_sitting_tells_the_versions_that_sat_in_it(gpu: Machine) -> None:
     assert there.conditions["versions"]["coda-kernels"] == "0.2"
 
 
-def test_an_environment_is_asked_for_its_versions_once(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a process, while the GPU waits."""
-    asked_for: list[str] = []
-
-    def versions(python: str, packages: tuple[str, ...]) -> dict[str, str]:
-        asked_for.append(python)
-        return dict.fromkeys(packages, "0.2")
-
-    monkeypatch.setattr(environment, "versions", versions)
-    measure(asked("gemm_swiglu", "gemm_swiglu_bwd", processes=2), Results(), kept_nowhere)
-    assert asked_for == ["/other/python"] and len(gpu.sat) == 8
-
-
 def test_a_changed_kernel_makes_its_own_cells_stale(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure(asked(), Results(), lambda made: None)
     gpu.sat.clear()

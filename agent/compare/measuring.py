@@ -116,7 +116,7 @@ class _Measuring:
     progress: Progress
     workers: _Workers = field(default_factory=_Workers)
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
-    versions: dict[str, dict[str, str] | str] = field(default_factory=dict)  # by arm; or why there are none
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
     seated: set[tuple[str, str, bool]] = field(default_factory=set)  # in this run: row, and whether apart
 
@@ -266,12 +266,11 @@ class _Measuring:
             if why := row.absent(arm):
                 reasons[arm] = why
                 continue
-            if arm not in self.versions:  # another environment is asked in a process
-                self.versions[arm] = _versions(arm, self.upstream)
-            versions = self.versions[arm]
+            versions = _versions(arm, self.upstream)
             if isinstance(versions, str):
                 reasons[arm] = versions
                 continue
+            self.versions[arm] = versions
             parts = [f"{name} {number}" for name, number in versions.items()]
             parts += [f"revision {REVISIONS[arm]}"] if REVISIONS[arm] > 1 else []
             keys[arm] = ", ".join([*parts, *map(_text, row.made_of(arm)), self.machine.gpu])
@@ -286,8 +285,7 @@ class _Measuring:
         found = self._sat(turn, arms)
         self.seated.add(_place(turn))
         sat = found["arms"] if set(found["arms"]) & set(arms) else {}
-        told = (self.versions[arm] for arm in sat)
-        versions = {n: number for each in told if isinstance(each, dict) for n, number in each.items()}
+        versions = {name: number for a in sat for name, number in self.versions[a].items()}
         sitting = Sitting(
             operator=row.operator,
             case=row.case,
