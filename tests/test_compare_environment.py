@@ -102,7 +102,7 @@ def test_one_that_lacks_its_package_says_so_and_is_mended(
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (purelib(carried) / "zz-borrowed.pth").unlink()
     assert versions(carried, (NAME, "torch", "pip")) == (
-        f"{carried} finds no {NAME} and no torch: coda-agent compare --install mends it"
+        f"{carried} finds no {NAME} and no torch and no pip: coda-agent compare --install mends it"
     )
     with pytest.raises(ResultsError, match=rf"{NAME}=={VERSION} could not be installed: .*\n.*No matching"):
         environment.install()

@@ -6,6 +6,7 @@ absolute: where it was carried to another machine, ``install`` there sets them a
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from agent.compare.results import ResultsError
 from primitives.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
+# Of this environment, which needs no bootstrap in the other: Debian's Python has none to give.
+_OWN_PIP = importlib.util.find_spec("pip") is not None
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 _VERSIONS = """
 import importlib.metadata as m, json, sys
@@ -45,10 +48,11 @@ def install() -> str:
     try:
         for other in place.glob("bin/python*") if there else ():  # a link may lead to what is not here
             other.unlink()
-        venv.create(place, clear=not there, with_pip=not there)
+        venv.create(place, clear=not there, with_pip=not there and not _OWN_PIP)
         borrowed = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         (Path(_said(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)  # after its own
-        _said(made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", PACKAGE)
+        pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
+        _said(*pip, "install", "--quiet", "--disable-pip-version-check", "--no-input", PACKAGE)
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", None) or str(error)
         raise ResultsError(
