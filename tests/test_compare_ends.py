@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from comparison_machine import ARMS, Machine, asked, cells, kept_nowhere, never,
 from agent.compare.cells import Cell, Empty, lines
 from agent.compare.measuring import OutOfTime, measure
 from agent.compare.results import LAYER_FORWARD, Results, read, write
+from primitives import deadline
 from primitives.deadline import Late
 from verifier.columns import (
     ANCHOR,
@@ -27,7 +30,8 @@ from verifier.columns import (
     TORCH,
     UPSTREAM,
 )
-from verifier.contest import PREPARING, TIMING
+from verifier.contest import PREPARING, TIMING, compiled
+from verifier.contest import gpu as gpu_task
 from verifier.gpu import Lost, WorkerError
 from verifier.quack_baseline import OWN_TUNER
 
@@ -163,9 +167,11 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
         found = usual(python, task, asked, **more)
+        if task is gpu_task:
+            gpu.now += 1.0
         if LIGER in getattr(asked, "arms", ()) and asked.spec.name in slow:
             more["progress"]("compare", LIGER)
-            gpu.now += 500.0
+            gpu.now += 499.5
             raise Late
         return found
 
@@ -180,6 +186,26 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
     found = {line.operator: line.cells for line in lines(kept[-1])}["gemm_swiglu"]
     assert found[LIGER] == Empty(f"{LIGER}: not ready within 500 s; once more, with more of them: --again")
     assert isinstance(found[LLM], Cell)
+
+
+def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler has half of them; where it took that long, whoever sits compiles for himself."""
+    left: list[tuple[bool, float]] = []
+    usual = gpu.ask
+
+    def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
+        if task is compiled or hasattr(asked, "arms"):
+            left.append((task is compiled, deadline.within(math.inf) - time.monotonic()))
+        if task is compiled:
+            raise Late
+        return usual(python, task, asked, **more)
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    measure(asked(arms=(EAGER, PROGRAM), seconds=500.0), Results(), kept_nowhere)
+    assert [ahead for ahead, _ in left] == [True, False] and gpu.sat
+    assert 200 < left[0][1] <= 250 and 450 < left[1][1] <= 500
+    measure(asked(arms=(EAGER, PROGRAM)), Results(), kept_nowhere)
+    assert left[-1] == (False, math.inf)
 
 
 def test_a_process_that_finds_caches_is_expected_to_take_less(gpu: Machine) -> None:

@@ -110,6 +110,23 @@ def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_an_arm_finds_what_others_do_not_hold_with_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuTeDSL and FlashInfer allocate there, not in PyTorch's cache."""
+    said: list[str] = []
+    stage = Toy()
+    usual = stage.enter
+
+    def enter(arm: str) -> Entrant:
+        said.append(arm)
+        return usual(arm)
+
+    monkeypatch.setattr(stage, "enter", enter)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: said.append("given back"))
+    contests.contest(lambda: stage, ("one", "two"), "one", 12)
+    assert said[said.index("one") - 1] == said[said.index("two") - 1] == "given back"
+
+
+@pytest.mark.usefixtures("device")
 def test_without_its_anchor_there_is_no_contest() -> None:
     stage = Toy()
     with pytest.raises(Failed, match="refuses did not run: ValueError: no such width"):

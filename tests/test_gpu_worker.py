@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import worker_tasks as tasks
@@ -195,6 +196,22 @@ def test_a_sanitizer_has_the_word_where_a_kernel_breaks_its_context(
     with pytest.raises(Failed, match=words) as failed:
         errors("memcheck", tasks.cuda_error, "CUDA error: unspecified launch failure")
     assert failed.value.code == "sanitizer"
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "error"),
+    [(tasks.bug, "ours", WorkerError), (tasks.fail, "no such schedule", Failed)],
+)
+def test_what_is_no_cuda_error_is_not_the_sanitizers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: Callable[..., dict[str, Any]],
+    words: str,
+    error: type[Exception],
+) -> None:
+    stand_in(tmp_path, monkeypatch, "echo '========= ERROR SUMMARY: 0 errors'", 0)
+    with pytest.raises(error, match=words):
+        errors("memcheck", task, words)
 
 
 def test_without_a_sanitizer_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

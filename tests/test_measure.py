@@ -338,6 +338,17 @@ def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, 
     assert {job.case for job in tuned if job.raw} == {"large", "wide"}
     raced = [Schedule.from_json(schedule) for schedule in today]
     assert all(job.known == ({0: raced} if job.raw else {0: [Schedule()]}) for job in tuned)
+    workers.answers[tune], workers.jobs = usual, []  # a step that is not searched for has no last race
+    assert isinstance(run(spec, kept=before, raw=text), Measured)
+    fixed = [job.known for job in workers.jobs if job.raw and not job.schedules]
+    assert fixed == [{0: [Schedule.from_json(SCHEDULE)]}] * 2
+
+
+def test_workers_that_were_started_ahead_are_used_and_none_is_left(spec: Spec, workers: Workers) -> None:
+    ahead = [workers() for _ in range(5)]
+    assert isinstance(run(spec, ahead=ahead), Measured)
+    assert len(workers.asked) == 5 and {w for w, _ in workers.tasks("score")} == {1, 2, 3}
+    assert all(worker.closed for worker in ahead)
 
 
 def test_a_kernel_before_that_does_not_run_here_is_no_fault_of_the_change(

@@ -241,3 +241,7 @@ def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     schedules = {schedule for _, schedule in wanted}
     assert {*known} <= schedules
     assert any(s.split for s in schedules) and any(s.tile_m == s.tile_n == 64 for s in schedules)
+    wanted.clear()
+    edit = Kept(program, {}, cases, raw=editable(program))
+    bundle._objects(spec, text, editable(program), edit)  # an edit before it races what it was raced on alone
+    assert not any(schedule.split for _, schedule in wanted)

@@ -61,8 +61,6 @@ def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
     task, argument = asked
     try:
         task(argument)
-    except Failed:
-        raise
     except Exception as error:
         if not cuda_error(str(error)):
             raise
