@@ -164,18 +164,25 @@ def _by_tile(ranked: Sequence[Tile]) -> dict[tuple[int, int, bool], Tile]:
 
 
 def revisited(
-    kernel: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule], *, edited: bool = False
+    kernel: GemmKernel,
+    sizes: Mapping[str, int],
+    known: Sequence[Schedule],
+    start: Sequence[Schedule],
+    *,
+    edited: bool = False,
 ) -> list[Schedule]:
-    """What is raced where these schedules were good before: those that the sizes admit, and of a lowering's
-    own text the best ones in two launches, of which what was known before there were any says nothing."""
+    """What is raced where these schedules were good before, beside those that a search begins from
+    (``start``): those that the sizes admit, and of a lowering's own text the best ones in two launches, of
+    which what was known before there were any says nothing."""
     fit = [s for s in known if kernel.admits(s, sizes)]
-    split = [] if edited else _split(fit, _fitting(kernel, sizes))
+    split = [] if edited else _split(fit, start)
     return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
 
 
 def within_reach(kernel: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
     """All that ``tuned`` may come to where these are known: for whoever compiles ahead of it."""
-    again, start = revisited(kernel, sizes, known), _fitting(kernel, sizes)
+    start = _fitting(kernel, sizes)
+    again = revisited(kernel, sizes, known, start)
     return again if _enough(again, start) else [*again, *start]
 
 
@@ -206,9 +213,10 @@ def tuned(
     evidence: dict[str, Any] = {}
     for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
         race = partial(_race, program, kernel, dict(chosen), inputs, sizes, raw)
-        again = revisited(kernel, sizes, (known or {}).get(kernel.step, ()), edited=bool(raw))
+        begin, good = first[kernel.step], (known or {}).get(kernel.step, ())
+        again = revisited(kernel, sizes, good, begin, edited=bool(raw))
         refine = partial(refinements, kernel=kernel)
-        ranked = ranking(first[kernel.step], refine, race, again, edited=bool(raw))
+        ranked = ranking(begin, refine, race, again, edited=bool(raw))
         if not ranked:
             raise NoSchedule(f"no schedule of {kernel.name} runs at {dict(sizes)}")
         chosen[kernel.step] = ranked[0][0]

@@ -108,13 +108,16 @@ def test_known_schedules_of_one_tile_race_with_the_best_of_others(kernel: GemmKe
 
 def test_what_was_good_is_revisited_in_two_launches_and_where_it_fits(kernel: GemmKernel) -> None:
     known = [Schedule(128, 128, True, 1, 2), Schedule(192, 128, True, 1, 2)]
-    again = tune.revisited(kernel, SIZES, known)
+    start = candidates(kernel, SIZES)
+    again = tune.revisited(kernel, SIZES, known, start)
     assert again[:2] == known and {s.split for s in again[2:]} == {True}
     assert {s.swizzle for s in again[2:]} == {*tune.SPLIT_GROUPS}
-    assert tune.revisited(kernel, SIZES, known, edited=True) == known  # what the kernel before has raced
+    assert (
+        tune.revisited(kernel, SIZES, known, start, edited=True) == known
+    )  # what the kernel before has raced
     (heads,) = lower(kernels.QK_NORM.program).gemms
     sizes = {"M": 16384, "K": 2048, "H": 32, "P": 32}
-    assert tune.revisited(heads, sizes, [Schedule(128, 160)], edited=True) == []  # cuts a head
+    assert tune.revisited(heads, sizes, [Schedule(128, 160)], [], edited=True) == []  # cuts a head
 
 
 def test_what_an_author_was_shown_races_alone(kernel: GemmKernel) -> None:

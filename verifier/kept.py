@@ -50,8 +50,13 @@ class Kept:
 
     def job(self, spec: Spec, case: Case) -> Job:
         """To be tuned again, over what was good before: that may have been on another GPU."""
-        known = self.finalists.get(case.name) or {k: [s] for k, s in self.schedules[case.name].items()}
+        known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
         return Job(spec, self.program, case.name, case.sizes, known=known, afresh=True, raw=self.raw)
+
+
+def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
+    """Of each step those of the ``last`` race; where there was none, what was ``chosen``."""
+    return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
 
 
 def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:

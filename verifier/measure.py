@@ -27,7 +27,7 @@ from verifier.baselines import CUBLAS
 from verifier.decision import BASELINE, CANDIDATE, KEPT, PROCESSES, Void, central, compared, decide
 from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Lost, Task, Worker
-from verifier.kept import Kept, Known, raced
+from verifier.kept import Kept, Known, raced, worth_racing
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
 from verifier.report import PROTOCOL, Finalists, Measured, Measurement, QuackTuned, Timing, Unmeasured
@@ -384,8 +384,7 @@ class _Session:
         if not (self.raw and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
-        chosen = {step: [schedule] for step, schedule in rival["schedules"].items()}
-        return raced({case.name: chosen | rival["finalists"]})[case.name]
+        return worth_racing(_schedules(rival), raced({case.name: rival["finalists"]})[case.name])
 
     def _rival(self, case: Case) -> Job | None:
         """The kernel before, tuned by the same clock."""

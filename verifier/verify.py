@@ -106,9 +106,8 @@ def verify(
     from verifier.measure import measure, started
 
     with ExitStack() as stack:
-        ahead = [
-            stack.enter_context(worker) for worker in started()
-        ]  # their imports take as long as the gates
+        # Their imports take as long as the gates.
+        ahead = [stack.enter_context(worker) for worker in started()]
         report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
         if program is None or not isinstance(report, Checked):
             return Verdict(report, program)

@@ -5,7 +5,6 @@ Drawn by matplotlib, which is imported when a chart is drawn. The same lines mak
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from io import BytesIO
 from itertools import groupby
@@ -286,10 +285,8 @@ def _small(text: str) -> list[str]:
 
 def _operator(axes: Axes, name: str, place: float) -> None:
     """Its name at the left edge, broken in two where it is long."""
-    words, lines = re.split("[_ ]", name.removeprefix("gemm_")), [""]
-    for word in words:
-        joined = f"{lines[-1]} {word}".strip()
-        lines = [*lines[:-1], joined] if len(joined) <= 22 else [*lines, word]
+    words = name.removeprefix("gemm_").replace("_", " ")
+    lines = wrap(words, 22, break_long_words=False, break_on_hyphens=False)
     axes.text(
         -(LEFT - 0.15) / (WIDE - LEFT - RIGHT),
         place,

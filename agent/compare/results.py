@@ -60,9 +60,9 @@ class Failure(_Record):
 class Sitting(_Record):
     """One row in one process: all arms that took turns there, if any did, and those that failed.
 
-    ``question`` changes with what was asked. ``anchor``: the arm that every sitting of the
-    row has. ``roofline``: the least time the hardware allows, at the machine's measured ceilings.
-    ``conditions``: device, driver, versions, clocks. ``seconds``: all of it, imports and compilers too.
+    ``question`` changes with what was asked. ``anchor``: the arm that every sitting of the row has.
+    ``roofline``: the least time the hardware allows, at the machine's measured ceilings. ``conditions``:
+    device, driver, versions, clocks. ``seconds``: all of it, imports and compilers too.
     """
 
     operator: str

@@ -66,6 +66,9 @@ def scale_into(x: Tensor, rstd: Tensor, out: Tensor) -> None:
     out.copy_(x * rstd[:, None])
 
 
+SCALED = "PyTorch scales x's rows first, one compiled pass"  # what a note says of ``scaled_rows``
+
+
 def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
     """The operand x of a case's product, and what a call does first to have it: where the case has rstd, one
     compiled pass that scales x's rows into a buffer, else nothing. Eager PyTorch casts value by value where

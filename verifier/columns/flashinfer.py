@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from verifier.columns.apart import columns_together, rows_apart, scaled_rows, tables
+from verifier.columns.apart import SCALED, columns_together, rows_apart, scaled_rows, tables
 from verifier.columns.entry import Entry, Given, Prepared, followed, multiplied
 from verifier.columns.toolkit import BUILD, last_words, prepare
 
@@ -126,7 +126,6 @@ def _qk_norm_rope(g: Given) -> Prepared:
     return _turned(g, normed=True)
 
 
-SCALED = "PyTorch scales x's rows first, one compiled pass; "
 APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
 TURNED = "the table in fp32, cosines before sines, outside the clock; adjacent pairs are turned in place"
 ADDED = "adds to the residual stream in place, in a buffer of its own that grows from call to call; "
@@ -151,8 +150,8 @@ def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
 
 ENTRIES: dict[str, Entry] = {
     "gemm_swiglu": _entry(_swiglu, APART),
-    "gemm_rmsnorm_swiglu": _entry(_swiglu, SCALED + APART),
-    "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, SCALED + APART),
+    "gemm_rmsnorm_swiglu": _entry(_swiglu, f"{SCALED}; {APART}"),
+    "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, f"{SCALED}; {APART}"),
     "gemm_swiglu_mlp": _entry(_swiglu_mlp, APART),
     "gemm_geglu": _entry(_geglu, APART),
     "gemm_residual_partial_rmsnorm": _entry(
@@ -161,7 +160,7 @@ ENTRIES: dict[str, Entry] = {
     "gemm_residual_rmsnorm_gemm": _entry(_residual_rmsnorm_gemm, ADDED + "gives no rstd"),
     "gemm_rope": _entry(_rope, TURNED),
     "gemm_rope_positions": _entry(_rope, TURNED),
-    "gemm_rmsnorm_rope": _entry(_rope, SCALED + TURNED),
+    "gemm_rmsnorm_rope": _entry(_rope, f"{SCALED}; {TURNED}"),
     "gemm_qk_norm_rope": _entry(_qk_norm_rope, TURNED + "; gives no rstd"),
 }
 

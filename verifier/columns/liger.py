@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verifier.columns.apart import (
+    SCALED,
     columns_apart,
     columns_together,
     heads_apart,
@@ -290,7 +291,6 @@ def _cross_entropy(g: Given) -> Prepared:
     return Prepared(call, lambda found: {"logits": found[0]}, (target,))
 
 
-SCALED = "PyTorch scales x's rows first, one compiled pass; "
 APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
 TURNED = (
     "weight with each head's halves apart and fp32 tables, outside the clock; query and key heads are two "
@@ -304,8 +304,8 @@ LOSS = (
 
 ENTRIES: dict[str, Entry] = {
     "gemm_swiglu": Entry(_swiglu, APART),
-    "gemm_rmsnorm_swiglu": Entry(_swiglu, SCALED + APART),
-    "gemm_rmsnorm_swiglu_fp16": Entry(_swiglu, SCALED + APART),
+    "gemm_rmsnorm_swiglu": Entry(_swiglu, f"{SCALED}; {APART}"),
+    "gemm_rmsnorm_swiglu_fp16": Entry(_swiglu, f"{SCALED}; {APART}"),
     "gemm_swiglu_mlp": Entry(_swiglu_mlp, APART),
     "gemm_geglu": Entry(
         _geglu, "gate and up are two products of contiguous weights, as the kernel wants them"
@@ -332,10 +332,10 @@ ENTRIES: dict[str, Entry] = {
     ),
     "gemm_rope": Entry(_rope, TURNED),
     "gemm_rope_positions": Entry(_rope, TURNED),
-    "gemm_rmsnorm_rope": Entry(_rope, SCALED + TURNED),
+    "gemm_rmsnorm_rope": Entry(_rope, f"{SCALED}; {TURNED}"),
     "gemm_qk_norm_rope": Entry(_qk_norm_rope, TURNED),
     "gemm_partial_cross_entropy": Entry(_cross_entropy, LOSS),
-    "gemm_rmsnorm_partial_cross_entropy": Entry(_cross_entropy, SCALED + LOSS),
+    "gemm_rmsnorm_partial_cross_entropy": Entry(_cross_entropy, f"{SCALED}; {LOSS}"),
 }
 
 ABSENT: dict[str, str] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verifier.columns.apart import scaled_rows
+from verifier.columns.apart import SCALED, scaled_rows
 from verifier.columns.entry import Entry, Given, Prepared, followed
 from verifier.columns.tuner import TIMED, prepare
 from verifier.quack_epilogue import fp32, fused
@@ -146,7 +146,6 @@ def _partial_cross_entropy_unstored(g: Given) -> Prepared:
     return Prepared(call, lambda found: {"lse": found[1], "target_logit": found[2]}, (target,))
 
 
-SCALED = "PyTorch scales x's rows first, one compiled pass"
 PICKED = "target_logit by a compiled gather of the stored logits"
 
 TUNED = f"schedules by its own tuner, {TIMED} timed calls of each in place of its 200"
