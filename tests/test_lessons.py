@@ -106,6 +106,17 @@ def test_a_run_that_was_never_compiled_knows_no_versions(author: Callable[..., s
     assert (failure.failed, failure.versions) == ("trace/python", "unknown")
 
 
+def test_versions_are_of_what_was_compiled_though_it_was_measured_and_slow(
+    runs_home: Path, tmp_path: Path
+) -> None:
+    spec = write_toy(tmp_path)
+    name = make_run(spec, TOY_KERNEL, slow(load(spec, check=False)))
+    with runs.reopen(name).journal as journal:
+        tip(lesson="Do less", failed="decision/slow", fix="none")(journal)
+    (told,) = learned(name).told
+    assert told.failure.versions == VERSIONS
+
+
 def test_a_draft_that_failed_counts_too(author: Callable[..., str]) -> None:
     rejected = {"status": "rejected", "gate": "contract", "code": "outputs", "message": "no c"}
 

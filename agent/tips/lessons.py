@@ -82,7 +82,7 @@ def learned(name: str) -> Learned:
     level = CUTEDSL if "optimizes" in header else VOCABULARY
     try:
         judged = list(_judged(events))
-        versions = _versions([report for report, _ in judged])
+        versions = _versions(events)
         mended = _failures(str(header["spec"]), versions, judged, _began_with(directory, events))
         failures = tuple(replace(failure, level=level) for failure in mended)
         spoken = [event.payload for event in events if event.kind == "tip"]
@@ -148,12 +148,15 @@ def changed(before: str, after: str) -> str:
     return one_line(" ".join(f"{line[0]}`{line[1:]}`" for line in lines if not line.startswith("@@")))
 
 
-def _versions(reports: Sequence[Report]) -> str:
-    """Packages of the last evidence that is bound to some; a run that was never compiled has none."""
-    for report in reversed(reports):
-        if not isinstance(report, Rejected):
-            known = report.identity.versions
-            return ", ".join(f"{name} {known[name]}" for name in PACKAGES if name in known) or "unknown"
+def _versions(events: Sequence[Event]) -> str:
+    """Packages of the last evidence that is bound to some, whatever was measured of it since; a run that was
+    never compiled has none."""
+    for event in reversed(events):
+        if event.kind in SOURCES:
+            report = REPORT.validate_python(event.payload["report"])
+            if not isinstance(report, Rejected):
+                known = report.identity.versions
+                return ", ".join(f"{name} {known[name]}" for name in PACKAGES if name in known) or "unknown"
     return "unknown"
 
 
