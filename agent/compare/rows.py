@@ -12,8 +12,7 @@ from agent.compare import kernels
 from agent.compare.results import LAYER_BOTH as BOTH
 from agent.compare.results import LAYER_FORWARD as FORWARD
 from agent.compare.results import ResultsError
-from agent.compare.summary import RMSNORM_BACKWARD, SQUARE_WEIGHTS
-from agent.table import DECODE, GROUPS, WIDTHS
+from agent.table import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from primitives.roofline import roofline
 from verifier import columns, sitting
 from verifier.contest import Contender

@@ -13,14 +13,13 @@ from typing import Any, Literal
 
 from agent.compare.cells import Cell, Line, standing
 from agent.compare.results import LAYER_FORWARD, Results
-from agent.table import GROUPS, WIDTHS
+from agent.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from verifier.columns import COMPILE, HUMAN, composed
 from verifier.statistics import Interval
 
 TEN = GROUPS["CODA's ten"]
-SWIGLU_BACKWARD, RMSNORM_BACKWARD = "gemm_swiglu_bwd", "gemm_residual_rmsnorm_bwd"
+SWIGLU_BACKWARD = "gemm_swiglu_bwd"
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
-SQUARE_WEIGHTS = ("1B square", "7B square")  # cases of RMSNorm's backward
 RIVALS = (HUMAN, COMPILE)  # whom the summary is against, in its order
 OWN, COMPOSED = "QuACK's own kernels", "composed by us from QuACK's operators"  # who made the human column's
 FEWEST = 2  # processes that decide: one tells nothing of how processes differ
