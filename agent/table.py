@@ -353,9 +353,10 @@ def _edited(tables: Tables) -> str:
 
 
 def _grouped(rows: Sequence[Row]) -> Iterable[str]:
-    """A table a group, under its name."""
+    """A table a group, under its name, of the same columns: those that some row of any has a figure for."""
+    columns = {name: get for name, get in _COLUMNS.items() if any(get(row) is not None for row in rows)}
     for group, members in groupby(rows, key=lambda row: row.group):
-        yield f"**{group}**\n\n{_by_operator(members, _COLUMNS)}"
+        yield f"**{group}**\n\n{_by_operator(members, columns)}"
 
 
 def _by_operator(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], object]]) -> str:

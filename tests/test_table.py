@@ -142,10 +142,15 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     ]
 
 
-def test_an_arm_that_was_not_measured_is_a_dash(tmp_path: Path) -> None:
+def test_an_arm_that_was_not_measured_is_a_dash_and_one_that_never_was_no_column(tmp_path: Path) -> None:
     put_report(tmp_path, "gemm_rope", timing(ratios={"torch.compile": ratio(1.5)}))
     (shown,) = cells(read(tmp_path).parts()["measured"])
-    assert shown[3:] == ["1.500 [1.250, 1.750]", "–", "–", "–", "75%"]
+    assert shown[3:] == ["1.500 [1.250, 1.750]", "75%"]
+    arms = {"torch.compile": ratio(1.5), "cuBLAS matmul": ratio(1.0), "QuACK (our search)": ratio(1.0)}
+    put_report(tmp_path, "gemm_swiglu_mlp", timing(ratios=arms))  # of another group
+    markdown = read(tmp_path).parts()["measured"]
+    assert [len(row) for row in cells(markdown)] == [7, 7] and "max-autotune" not in markdown
+    assert cells(markdown)[0][3:] == ["1.500 [1.250, 1.750]", "–", "–", "75%"]
 
 
 def test_groups_operators_and_cases_have_an_order(tmp_path: Path) -> None:
