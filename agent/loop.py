@@ -246,7 +246,12 @@ class Loop:
             yield
 
     def _measured(self, number: int, program: Program, raw: str, kept: Outcome | None) -> Measurement | None:
-        before = measurement({e.key: e.payload for e in self.journal.events()}, number)
+        payloads = {e.key: e.payload for e in self.journal.events()}
+        if again := _rejected_before(payloads, number):
+            self.listener.text("the same kernel was measured before and rejected: it is not measured again\n")
+            payloads |= {f"measurement/{number}": again}
+            self.journal.once(f"measurement/{number}", "measurement", lambda: again)
+        before = measurement(payloads, number)
         if before is not None or self.measure is None:
             return before
         rival, pieces = as_kept(kept) if kept else self.work.rival(), None
@@ -266,6 +271,21 @@ class Loop:
         else:
             self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
         return found
+
+
+def _rejected_before(payloads: Mapping[str, Any], number: int) -> dict[str, Any] | None:
+    """What rejected the same kernel in an earlier attempt, with the same to beat: measured as often as it
+    takes, a slow one is lucky once. None where this attempt was measured itself."""
+    if f"measurement/{number}" in payloads:
+        return None
+    for earlier in range(number - 1, 0, -1):
+        found = _uncharged(payloads.get(f"measurement/{earlier}", {}))
+        if found.get("status") == "measured":  # since then that is what there is to beat
+            return None
+        mine, other = (payloads.get(f"report/{each}", {}) for each in (number, earlier))
+        if found and all(mine.get(text) == other.get(text) for text in ("program", "raw")):
+            return found
+    return None
 
 
 def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:

@@ -30,6 +30,7 @@ from verifier.report import Accepted, Checked, Measured, Rejected, joined
 from verifier.spec import Spec
 
 GOOD, BAD, WRONG = fenced(TOY_KERNEL), fenced(BROKEN), fenced(UNSCALED)
+ANOTHER = GOOD.replace("gemm(a, b) * per_row(v)", "per_row(v) * gemm(a, b)")  # another program, as right
 
 
 @pytest.fixture
@@ -144,7 +145,9 @@ def _never(spec: Spec, program: Program, keep: object, kept: object = None, raw:
     raise AssertionError("measured again")
 
 
-def test_a_slow_kernel_is_fed_back(begin: Callable[..., runs.Run]) -> None:
+def test_a_slow_kernel_is_fed_back_and_measured_again_only_when_it_is_another(
+    begin: Callable[..., runs.Run],
+) -> None:
     found = iter([slow, fast])
 
     def measure(
@@ -153,10 +156,12 @@ def test_a_slow_kernel_is_fed_back(begin: Callable[..., runs.Run]) -> None:
         step = next(found)
         return step(spec) if step is slow else fast(spec, program)
 
-    run, provider = begin(), Scripted([GOOD, GOOD])
+    run, provider = begin(), Scripted([GOOD, GOOD, ANOTHER])
     with run.journal:
-        outcome = author(run, provider, measure=measure)
-    assert isinstance(outcome.report, Accepted) and outcome.authorship.attempts == 2
+        outcome = author(run, provider, attempts=3, measure=measure)
+        events = {event.key: event.payload for event in run.journal.events()}
+    assert isinstance(outcome.report, Accepted) and outcome.authorship.attempts == 3
+    assert [events[f"measurement/{n}"]["status"] for n in (1, 2, 3)] == ["rejected", "rejected", "measured"]
     words = provider.asked[1][1][-1].text
     assert "gate `decision`, reason `slow`" in words and "0.900x torch.compile" in words
     assert "passed before: trace, contract, interpret, compile" in words
@@ -186,7 +191,7 @@ def test_a_recorded_measurement_carries_the_run_on(begin: Callable[..., runs.Run
 
 
 def test_a_recorded_rejection_is_fed_back(begin: Callable[..., runs.Run]) -> None:
-    run, provider = begin(), Scripted(["unused", GOOD])
+    run, provider = begin(), Scripted(["unused", ANOTHER])
     with run.journal:
         awaiting(run)
         record(run, slow(run.spec))

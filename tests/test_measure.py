@@ -18,14 +18,14 @@ from primitives.lower import editable, lower
 from primitives.roofline import roofline
 from primitives.schedule import Schedule
 from verifier import measure as measuring
-from verifier.gates import Failed, Gates, silent
+from verifier.gates import Failed, Gates, Progress, silent
 from verifier.gpu import Lost
 from verifier.kept import Kept
 from verifier.measure import Options, _Session, measure
 from verifier.proof import Job, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL
 from verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured
-from verifier.scoring import Race, faults, score
+from verifier.scoring import PREPARES, RACES, Race, faults, score
 from verifier.spec import Spec
 from verifier.spec_file import load
 from verifier.statistics import ratio
@@ -64,6 +64,7 @@ class Workers:
         self.races: list[Race] = []
         self.chosen: Iterator[int] = itertools.repeat(128)
         self.faults: Iterator[list[str]] = itertools.repeat([])  # of the controls, one after the other
+        self.progress: Progress = silent  # of whom was asked last
 
     def __call__(self, ahead: tuple[str, ...] = ()) -> Any:
         self.asked.append([])
@@ -111,8 +112,9 @@ class _Worker:
     def __init__(self, all_of_them: Workers, asked: list[tuple[str, str]]):
         self._all, self._asked, self.closed = all_of_them, asked, False
 
-    def ask(self, task: Any, argument: Any, **_: object) -> dict[str, Any]:
+    def ask(self, task: Any, argument: Any, *, progress: Progress = silent, **_: object) -> dict[str, Any]:
         assert not self.closed
+        self._all.progress = progress
         job = argument[0] if task is score else argument
         self._asked.append((task.__name__, job.case if job else ""))
         if job:
@@ -231,7 +233,10 @@ def test_what_was_kept_is_not_asked_for_again(spec: Spec, workers: Workers) -> N
     done = set(memory.pieces)
     workers.answers[score] = workers.score
     asked = len(workers.asked)
-    assert isinstance(run(spec, keep=memory), Measured)
+    whole = run(spec, keep=memory)
+    assert isinstance(whole, Measured)
+    # what was spent before the cut counts, too
+    assert "tune" in whole.seconds and whole.seconds["score: race"] == 6 * 4.0
     later = [(task, case) for each in workers.asked[asked:] for task, case in each]
     assert later == [("score", "wide"), ("score", "large"), ("score", "wide")]
     assert done < set(memory.pieces)
@@ -291,6 +296,32 @@ def test_a_lost_worker_rejects_the_candidate_and_the_gpu_is_looked_at(spec: Spec
     workers.answers[clean] = lost
     void = run(spec)
     assert isinstance(void, Unmeasured) and "of no more use" in void.reason
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "why"),
+    [
+        (f"case large: {PREPARES}torch.compile", "illegal_address", "case large: torch.compile was lost"),
+        (f"case large: {PREPARES}QuACK matmul", "hung", "case large: QuACK matmul was lost"),
+        (f"case large: {RACES}", "out_of_memory", "case large: there is no room for all arms"),
+        (f"case large: {RACES}", "hung", None),
+        ("case large", "out_of_memory", None),
+    ],
+)
+def test_what_another_arm_lost_is_void_and_no_fault_of_the_kernels(
+    spec: Spec, workers: Workers, last: str, code: str, why: str | None
+) -> None:
+    def lost(given: Any) -> dict[str, Any]:
+        workers.progress("benchmark", last)
+        raise Lost(code, "what it died of")
+
+    workers.answers[score] = lost
+    found = run(spec)
+    if why is None:
+        assert isinstance(found, Rejected) and (found.gate, found.code) == ("benchmark", code)
+    else:
+        assert isinstance(found, Unmeasured) and found.reason.startswith(why)
+        assert found.reason.endswith("what it died of")
 
 
 def test_what_a_task_finds_wrong_is_that_gates_rejection(spec: Spec, workers: Workers) -> None:

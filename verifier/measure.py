@@ -24,6 +24,7 @@ from primitives.lower import lower
 from primitives.roofline import roofline
 from primitives.schedule import Schedule
 from verifier.baselines import CUBLAS
+from verifier.conditions import findings
 from verifier.decision import BASELINE, CANDIDATE, KEPT, PROCESSES, Void, central, compared, decide
 from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from verifier.gpu import Lost, Task, Worker
@@ -31,7 +32,7 @@ from verifier.kept import Kept, Known, raced, worth_racing
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
 from verifier.report import PROTOCOL, Finalists, Measured, Measurement, QuackTuned, Timing, Unmeasured
-from verifier.scoring import Race, score
+from verifier.scoring import PREPARES, RACES, Race, score
 from verifier.spec import Spec
 from verifier.spec_parts import Case
 
@@ -124,7 +125,8 @@ class _Session:
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
     scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, a piece a process
     controls: list[dict[str, Any]] = field(default_factory=list)  # of every process that was tried
-    seconds: dict[str, float] = field(default_factory=dict)  # of new pieces, by stage and "stage: part"
+    seconds: dict[str, float] = field(default_factory=dict)  # of all pieces, by stage and "stage: part"
+    heard: str = ""  # the last words of the worker that was asked last
 
     def run(self) -> Measured:
         gates, start = self.gates, time.monotonic()
@@ -139,9 +141,10 @@ class _Session:
             timings = self._benchmark()
             figures |= {"stages": self._stages(), "tuning_share": self._share("tune")}
             figures |= {"against_itself": self._against_itself()}
+            conditions = {name: p["conditions"] for name, p in self.found.items() if "conditions" in p}
+            figures["findings"] = findings(conditions)
         with gates.gate("decision") as figures:
             decide(self.spec, self.program, timings, figures)
-        conditions = {name: p["conditions"] for name, p in self.found.items() if "conditions" in p}
         return Measured(
             protocol=PROTOCOL,
             identity=identity(self.spec, self.program, self.raw),
@@ -169,20 +172,31 @@ class _Session:
         stage = name.partition("/")[0]
 
         def asked() -> dict[str, Any]:
-            start = time.monotonic()
+            start, self.heard = time.monotonic(), ""
             try:
                 made = ask(self._worker(process))
-            except Lost:
+            except Lost as lost:
                 self._expect_clean_gpu()
+                self._expect_no_rivals(lost)
                 raise
-            finally:
-                self._spent(stage, time.monotonic() - start)
-            if stage == "score":
-                for part, seconds in made["seconds"].items():
-                    self._spent(f"{stage}: {part}", seconds)
-            return made
+            return made | {"spent": time.monotonic() - start}
 
-        return self._kept(name, asked, f"{name} {self._asked()}" if stage == "score" else name)
+        new = name not in self.found
+        found = self._kept(name, asked, f"{name} {self._asked()}" if stage == "score" else name)
+        if new:
+            self._spent(stage, found.get("spent", 0.0))
+            for part, seconds in found["seconds"].items() if stage == "score" else ():
+                self._spent(f"{stage}: {part}", seconds)
+        return found
+
+    def _expect_no_rivals(self, lost: Lost) -> None:
+        """Void where a worker was lost by another arm than the candidate: while that was prepared, or for
+        want of memory in the race, in which the candidate's calls take none."""
+        place, _, rival = self.heard.partition(PREPARES)
+        if rival:
+            raise Void(f"{place}{rival} was lost, which says nothing of the kernel: {lost.message}")
+        if self.heard.endswith(RACES) and lost.code == "out_of_memory":
+            raise Void(f"{self.heard.removesuffix(RACES)}there is no room for all arms: {lost.message}")
 
     def _kept(
         self, name: str, make: Callable[[], dict[str, Any]], place: str | None = None
@@ -226,7 +240,11 @@ class _Session:
                 raise Void(f"the GPU is of no more use after a worker was lost: {failed.message}") from None
 
     def _ask(self, task: Task, argument: Any) -> Callable[[Worker], dict[str, Any]]:
-        return lambda worker: worker.ask(task, argument, patience=PATIENCE, progress=self.gates.progress)
+        return lambda worker: worker.ask(task, argument, patience=PATIENCE, progress=self._told)
+
+    def _told(self, gate: str, words: str) -> None:
+        self.heard = words
+        self.gates.progress(gate, words)
 
     # Gates
 
@@ -256,7 +274,7 @@ class _Session:
     def _proved(self, gate: str, job: Job, note: str = "") -> dict[str, Any]:
         task = {"numerics": numerics, "stability": stability}[gate]
         found = self._piece(f"{gate}/{note}{job.case}", self._ask(task, job))
-        return {key: value for key, value in found.items() if key != "seeds"}
+        return {key: value for key, value in found.items() if key not in ("seeds", "spent")}
 
     def _benchmark(self) -> tuple[Timing, ...]:
         cases = self._measured_cases()

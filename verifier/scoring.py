@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verifier import statistics, timing
 from verifier.baselines import CUBLAS
@@ -35,11 +35,13 @@ PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
 MOST_SETS = 8  # each is proved by the fp64 oracle
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
+PREPARES, RACES = "prepares ", "races"  # what a worker says that it does, of a rival or of all arms
 PLANTED = 0.02  # of the candidate's time: the delay that a process has to find
 SAME_WITHIN = 0.005  # how far apart two runs of one kernel may lie
 FOUND_WITHIN = (0.01, 0.04)  # a launch adds a microsecond or two to the delay itself
 
 Tensors = Mapping[str, "torch.Tensor"]
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,12 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
     sets = _Sets.drawn(job, plan)
     drawn = time.monotonic()
     arms = [sets.candidate(CANDIDATE)]
-    rivals = [_rival(name, job, sets, race.quack) for name in race.arms]
-    arms += [*(arm for arm, _ in rivals), _graphed(sets)]
+    rivals = [_prepared(name, job, partial(_rival, name, job, sets, race.quack)) for name in race.arms]
+    arms += [arm for arm, _ in rivals]
     if race.kept is not None:
-        arms.append(_kept(race.kept, sets))
+        arms.append(_prepared(KEPT, job, partial(_kept, race.kept, sets)))
+    report("benchmark", f"case {job.case}: {RACES}")
+    arms.append(_graphed(sets))
     if race.controlled:
         arms += _controls(sets)
     prepared = time.monotonic()
@@ -260,6 +264,16 @@ def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """One call that takes turns."""
     turn = itertools.cycle(calls)
     return lambda: next(turn)()
+
+
+def _prepared(name: str, job: Job, make: Callable[[], _Made]) -> _Made:
+    """An arm that is not the candidate's. What goes wrong meanwhile is not the candidate's doing, which has
+    run to its end: the asker knows by what was said last."""
+    import torch
+
+    torch.cuda.synchronize()
+    report("benchmark", f"case {job.case}: {PREPARES}{name}")
+    return make()
 
 
 def _rival(
