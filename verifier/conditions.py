@@ -5,13 +5,15 @@ Only read, never set: a verdict is about the machine as its users have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from statistics import median
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
 # What is sampled while arms run, by the name in the report.
 SENSORS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
+NEEDED = SENSORS[:3]  # clocks and power: without them nobody can say which GPU a time holds on
 
 
 class Monitor:
@@ -69,6 +71,35 @@ class Monitor:
         told = [r for r in reasons if isinstance(r, list)]
         found["throttle"] = sorted({each for r in told for each in r}) if told else (reasons or [[]])[0]
         return found | {"readings": len(self._readings)}
+
+
+def unread(seen: object) -> str:
+    """What of clocks and power a ``summary`` does not tell, and why; empty where it tells all of it."""
+    if not isinstance(seen, Mapping) or not seen:
+        return "nothing was read"
+    if "nvml" in seen:
+        return f"NVML {seen['nvml']}"
+    return "; ".join(f"{name} {seen.get(name, 'was not read')}" for name in NEEDED if not _range(seen, name))
+
+
+def findings(during: Mapping[str, object]) -> list[str]:
+    """Words on the pieces of a measurement, by name, whose clocks or power are not known: one a reason."""
+    reasons: dict[str, list[str]] = {}
+    for piece, seen in during.items():
+        if why := unread(seen):
+            reasons.setdefault(why, []).append(piece)
+    return [
+        f"clocks and power are not known, so this is no evidence: {why} (during {', '.join(pieces)})"
+        for why, pieces in reasons.items()
+    ]
+
+
+def _range(seen: Mapping[str, Any], name: str) -> bool:
+    """Whether a summary has a sensor's least, median and greatest reading."""
+    match seen.get(name):
+        case [float() | int() as least, float() | int() as middle, float() | int() as greatest]:
+            return 0 < least <= middle <= greatest < math.inf
+    return False
 
 
 def device() -> dict[str, Any]:
