@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primitives.cut import cut
+from primitives.files import read_json
 from primitives.ir import Program
-from primitives.launchable import check_sizes, check_tensors, dense
+from primitives.launchable import LaunchError, check_sizes, check_tensors, dense
+from primitives.lower import lower
 from primitives.plan import Plan
 from primitives.schedule import Schedule
 from primitives.tune import tuned
@@ -27,7 +29,8 @@ class Kernel:
 
     It launches on the tensors' device, on that one's current stream. The first call with new shapes plans
     and tunes (seconds to minutes, kept on disk); later ones launch.
-    ``schedules`` by step replace tuning; with ``known`` ones it only races those. ``raw``: as for ``Plan``.
+    ``schedules`` by step replace tuning; with ``known`` ones it only races those. ``raw``: as for ``Plan``;
+    such a text is raced over ``known`` schedules alone, since on others nobody saw that it is right.
     """
 
     def __init__(
@@ -46,9 +49,12 @@ class Kernel:
         cls, path: str | Path, schedules: Mapping[int, Schedule] | None = None, raw: str | Path | None = None
     ) -> Kernel:
         """Read a NAME.program.json; ``raw``: and a NAME.raw.py, which is compiled in confinement and runs in
-        place of the program's own text. Raises OSError, or ProgramError for what is no program."""
+        place of the program's own text, on schedules that the report beside it says it was proved on. Raises
+        OSError, or ProgramError for what is no program."""
         text, edited = (Path(p).read_text(encoding="utf-8") if p else "" for p in (path, raw))
-        return cls(Program.from_json(text), schedules, raw=edited)
+        program = Program.from_json(text)
+        known = _proved(program, edited, Path(raw)) if raw else None
+        return cls(program, schedules, known, edited)
 
     def plan(self, inputs: Mapping[str, torch.Tensor]) -> Plan:
         """The plan for tensors like these. LaunchError for inputs that cannot be launched on."""
@@ -61,9 +67,19 @@ class Kernel:
             schedules = self.schedules
             with _current(device):
                 if not steps <= schedules.keys():
+                    self._expect_proved(sizes)
                     schedules = {**tuned(self.program, inputs, sizes, self.known, self.raw), **schedules}
                 self._plans[key] = Plan(self.program, sizes, schedules, device, raw=self.raw)
         return self._plans[key]
+
+    def _expect_proved(self, sizes: Mapping[str, int]) -> None:
+        for gemm in lower(self.program).gemms if self.raw else ():
+            known = (self.known or {}).get(gemm.step, ())
+            if gemm.step not in self.schedules and not any(gemm.admits(s, sizes) for s in known):
+                raise LaunchError(
+                    f"step {gemm.step}: no report says that the edited text is right on a schedule which "
+                    "these sizes admit: give schedules, or leave raw out"
+                )
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Outputs by name; one that updates an input is that input's tensor, written over. LaunchError for
@@ -76,6 +92,18 @@ class Kernel:
         with _current(plan.device):
             plan.run(taken, outputs)
         return outputs | {output: inputs[name] for output, name in self.program.signature.updates.items()}
+
+
+def _proved(program: Program, text: str, path: Path) -> dict[int, list[Schedule]]:
+    """By step, the schedules that the report beside an edited text measured it on; none where there is no
+    report of this text."""
+    report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
+    if report.get("identity", {}).get("lowered_hash") != lower(program, text).hash:
+        return {}
+    found: dict[int, dict[Schedule, None]] = {}
+    for step, fields in (pair for timing in report["timings"] for pair in timing["schedules"].items()):
+        found.setdefault(int(step), {})[Schedule.from_json(fields)] = None
+    return {step: [*schedules] for step, schedules in found.items()}
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

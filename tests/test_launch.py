@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from primitives.interpret import solve_sizes, torch_dtype
 from primitives.ir import Program
 from primitives.launch import Kernel
 from primitives.launchable import LaunchError, alignment_errors
-from primitives.lower import lower
+from primitives.lower import editable, lower
 from primitives.plan import GAP, Plan
 from primitives.probes import candidates
 from primitives.schedule import Schedule
@@ -267,6 +268,33 @@ def test_an_update_is_written_into_the_inputs_own_tensor(calls, anywhere):
     (_, (a, b, d, c, *_)) = calls[0]
     assert outputs["dw_new"] is inputs["dw"] is d and c is None  # the store adds to what is there
     assert same(a, inputs["dy"]) and a.shape == (200, 100) and b is inputs["x"]
+
+
+def test_an_edited_text_runs_on_what_its_report_says_it_was_proved_on(calls, anywhere, monkeypatch, tmp_path):
+    program, inputs = kernels.NORM.program, planned(kernels.NORM.program)[1]
+    text = editable(program) + "# edited\n"
+    path, raw = tmp_path / "norm.program.json", tmp_path / "norm.raw.py"
+    path.write_text(program.to_json())
+    raw.write_text(text)
+    proved = [Schedule(128, 128), Schedule(128, 192, swizzle=4), Schedule(128, 128)]
+    report = {"identity": {"lowered_hash": lower(program, text).hash}}
+    report["timings"] = [{"schedules": {"0": schedule.to_json()}} for schedule in proved]
+    (tmp_path / "norm.raw.report.json").write_text(json.dumps(report))
+    raced = []
+
+    def tuned(program, inputs, sizes, known, raw):
+        raced.append(known)
+        return {0: known[0][0]}
+
+    monkeypatch.setattr(launch, "tuned", tuned)
+    Kernel.load(path, raw=raw).plan(inputs)
+    assert raced == [{0: proved[:2]}]
+    unproved = "step 0: no report says that the edited text is right on a schedule which these sizes admit"
+    raw.write_text(text + "# again\n")  # no longer what was measured
+    with pytest.raises(LaunchError, match=unproved):
+        Kernel.load(path, raw=raw).plan(inputs)
+    Kernel.load(path, {0: Schedule()}, raw).plan(inputs)  # whoever says so
+    assert len(raced) == 1
 
 
 def test_a_sum_into_another_tensor_starts_from_the_inputs_values(calls):
