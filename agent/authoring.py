@@ -214,6 +214,7 @@ def _go(
 ) -> None:
     """Author until the end, and say how it ended."""
     from agent import live, render
+    from primitives.ir import OPERATIONS
 
     console = session.console(as_json)
     console.print(f"run {run.name}, provider {run.journal.header['provider']}")
@@ -230,6 +231,6 @@ def _go(
     if outcome.stopped:
         typer.echo(f"coda-agent: {outcome.stopped}", err=True)
     proposed = "proposes" in run.journal.header
-    if proposed and outcome.report.status != "rejected":
+    if proposed and run.spec.name not in OPERATIONS and outcome.report.status != "rejected":
         console.print(f"next: coda-agent primitive {run.spec.name} --merge")
     finish(outcome.report, as_json, "" if proposed else run.name)

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from agent import accept, optimize, prompt, runs
 from primitives.files import write_atomic
-from primitives.ir import Program
-from primitives.raw.arithmetic import LINE, answer
+from primitives.ir import OPERATIONS, Program
+from primitives.raw.arithmetic import LINE, answer, known_words
 from primitives.schedule import Schedule
 from verifier import proposal as proposing
 from verifier import proposal_gates, verify
 from verifier.gates import Progress
 from verifier.proposal import Proposal
-from verifier.report import Accepted, Measurement, Rejected
+from verifier.report import Accepted, Checked, Measurement, Rejected
 from verifier.spec import Spec
 from verifier.spec_file import SpecError
 
@@ -113,8 +113,10 @@ def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
 
 
 def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
-    """A run that authors the primitive proposed at ``path``. Raises SpecError before anything is written."""
-    made = proposing.load(path)
+    """A run that authors the primitive proposed at ``path``, or plays the recording of one back, which the
+    vocabulary may have by now. Raises SpecError before anything is written."""
+    merged = "replays" in options and path.stem in OPERATIONS
+    made = proposing.load(path, new=not merged)
     if made.name != path.stem:
         raise PrimitiveError(f"{path} proposes {made.name!r}: name the file {made.name}.yaml")
     with TemporaryDirectory() as folder:
@@ -186,6 +188,7 @@ def pack() -> str:
     role = PACK.read_text(encoding="utf-8").replace(
         "{exports}", ", ".join(f"`{name}`" for name in exports()["values"])
     )
+    role = role.replace("{known}", known_words())
     parts = [role, "# The language" + language, *_examples()]
     return "\n\n".join(part.strip() for part in parts)
 
@@ -229,9 +232,11 @@ def latest(name: str) -> str:
 
 def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
     """Write the patch that adds the primitive of its last run to the vocabulary; how that run stands; and
-    what its page lacks."""
+    what its page lacks. Raises PrimitiveError."""
     from agent import loop
 
+    if name in OPERATIONS:
+        raise PrimitiveError(f"primitives has {name!r} already: there is nothing to merge")
     run = runs.reopen(latest(name))
     try:
         outcome = loop.standing(run.journal, run.spec)
@@ -241,9 +246,16 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
         run.journal.close()
     if outcome is None or isinstance(outcome.report, Rejected):
         raise PrimitiveError(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
+    if not _computed(outcome.report):
+        raise PrimitiveError(f"run {run.name} checked no arithmetic; again: coda-agent primitive {name}")
     path, proposal = out or Path(f"{name}.patch"), proposing.parse(text)
     write_atomic(path, patch(proposal, outcome.source, recording))
     return path, outcome, lacking(answer(outcome.source, name, len(proposal.arguments)).page)
+
+
+def _computed(report: Accepted | Checked) -> bool:
+    """Whether numbers were held against the truth: earlier runs could be checked without any."""
+    return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
 
 
 def lacking(page: str) -> str:

@@ -185,10 +185,12 @@ class Proposal(Model):
         return Program(spec.signature(), tuple(nodes), {"fused": gemm + 2, "loaded": gemm + 3}).check()
 
     def framed(self, spec: Spec, source: str, fast: bool) -> str:
-        """The toy kernel's lowered text with an author's functions in it: raw CuTeDSL."""
+        """The toy kernel's lowered text with an author's functions in it: raw CuTeDSL. Where the
+        vocabulary has the primitive, its own functions are not imported: these stand for them."""
         with self._operation(fast):
             text = editable(self.program(spec, self.name))
         head, _, body = text.partition("\nclass ")
+        head = re.sub(rf"^from primitives\.device\.{self.name} import .*\n", "", head, flags=re.M)
         added = "\n".join(line for line in imports(source).splitlines() if line not in head.splitlines())
         return f"{head.rstrip()}\n{added}\n\n{source.strip()}\n\n\nclass {body}"
 
@@ -256,6 +258,9 @@ def _check(proposal: Proposal) -> None:
     device = {*exports(), *(name for names in exports().values() for name in names)}
     if proposal.name in OPERATIONS or {proposal.name, f"{proposal.name}_fast"} & device:
         raise BadReference(f"primitives has {proposal.name!r} already: take another name", key="name")
+    used = {node.id for node in ast.walk(ast.parse(proposal.text)) if isinstance(node, ast.Name)}
+    if idle := [argument for argument in proposal.arguments if argument not in used]:
+        raise BadReference(f"reference: does not use {', '.join(idle)}: leave it out", key="arguments")
     generator = torch.Generator().manual_seed(0)
     usual = [_uniform(_usual(proposal.interval(a)), generator).double() for a in proposal.arguments]
     try:

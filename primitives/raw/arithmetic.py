@@ -3,8 +3,8 @@
 CuTeDSL runs on GPUs only. But a function that is straight-line arithmetic is data enough: a child without
 files, network or processes (``primitives.raw.confine``) reads its syntax tree, says whether it has the form
 that a primitive's functions have, and computes each operation in fp32. A function of the library is taken to
-round once, which the hardware's do not: what they lose besides, and what this subset leaves out, only a GPU
-can tell.
+round once, which the hardware's do not: what they lose besides, only a GPU can tell. What it cannot compute
+it refuses: nothing else shows, without a GPU, that a function is right.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # confinemen
 @dataclass(frozen=True)
 class Answer:
     """Device functions of the right form. ``page``: the docstring; ``fast``: whether there is a coarser one;
-    ``values``: what each call gave, or None, and then why in ``beyond``."""
+    ``values``: what each call gave."""
 
     page: str
     fast: bool
-    values: tuple[torch.Tensor, ...] | None
-    beyond: str = ""
+    values: tuple[torch.Tensor, ...]
 
 
 Calls = Sequence[tuple[bool, Sequence["torch.Tensor"]]]
@@ -72,14 +71,12 @@ def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
     if refused := child.refusal(told, source):
         raise refused
     match told:
-        case {"page": str(page), "fast": bool(fast), "values": values, "beyond": str(beyond)}:
-            made = None
-            if isinstance(values, list) and len(values) == len(calls):
-                made = tuple(
-                    torch.frombuffer(bytearray(base64.b64decode(v)), dtype=torch.float32).view(t[0].shape)
-                    for v, (_, t) in zip(values, calls, strict=True)
-                )
-            return Answer(page[:PAGE], fast, made, beyond[:300])
+        case {"page": str(page), "fast": bool(fast), "values": list(values)} if len(values) == len(calls):
+            made = tuple(
+                torch.frombuffer(bytearray(base64.b64decode(v)), dtype=torch.float32).view(t[0].shape)
+                for v, (_, t) in zip(values, calls, strict=True)
+            )
+            return Answer(page[:PAGE], fast, made)
     raise RawError("unreadable", "the reading child gave no answer")
 
 
@@ -96,7 +93,7 @@ def _start(scratch: str, files: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Beyond(Exception):
-    """What only a GPU can tell."""
+    """What cannot be computed here."""
 
 
 @dataclass
@@ -193,7 +190,12 @@ class Machine:
     def __init__(self, read: Functions):
         self._read = read
         self._steps = 0
-        self._depth = 0
+        self._lines: list[int] = []  # where each function that was called stands
+
+    @property
+    def line(self) -> int | None:
+        """Of the statement that it is at, or failed at."""
+        return self._lines[-1] if self._lines else None
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
         """A function of the answer. Raises Beyond, RawError."""
@@ -203,11 +205,12 @@ class Machine:
             raise RawError(
                 "form", f"{name} takes {len(names)} argument(s), not {len(arguments)}", function.lineno
             )
-        if self._depth == DEPTH:
+        if len(self._lines) == DEPTH:
             raise Beyond(f"functions that call each other over {DEPTH} deep")
-        self._depth += 1
+        self._lines.append(function.lineno)
         known = dict(zip(names, arguments, strict=True))
         for statement in function.body:
+            self._lines[-1] = statement.lineno
             match statement:
                 case ast.Expr(value=ast.Constant(value=str())):
                     pass
@@ -217,7 +220,7 @@ class Machine:
                     known[target] = self._combined(op, known[target], self.value(value, known))
                 case ast.Return(value=ast.expr() as value):
                     found = self.value(value, known)
-                    self._depth -= 1
+                    self._lines.pop()
                     return found
                 case _:
                     raise Beyond(_quoted(statement))
@@ -364,8 +367,25 @@ def known_functions() -> dict[str, Callable[..., Any]]:
 
 
 def _quoted(node: ast.AST) -> str:
-    words = ast.unparse(node).partition("\n")[0]
-    return f"line {getattr(node, 'lineno', '?')}: {words[:80]}"
+    return ast.unparse(node).partition("\n")[0][:80]
+
+
+def known_words() -> str:
+    """The names of ``known_functions``, for an author."""
+    names = list(known_functions())
+    inside = [name.removeprefix("cute.math.") for name in names if name.startswith("cute.math.")]
+    others = [name for name in names if not name.startswith("cute.math.")]
+    return f"{', '.join(others)}, and of cute.math {', '.join(inside)}"
+
+
+def _refused(words: str, line: int | None) -> RawError:
+    """Of what cannot be computed: what to write in its place."""
+    return RawError(
+        "arithmetic",
+        f"{words}: this cannot be computed without a GPU, so nothing would show that it is right; write "
+        f"straight-line arithmetic of these functions: {known_words()}",
+        line,
+    )
 
 
 def _read(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,29 +393,26 @@ def _read(request: Mapping[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     read = Functions.read(request["source"], request["name"], request["arity"])
-    beyond, values = "", []
+    values = []
+    machine = Machine(read)
     try:
         with np.errstate(all="ignore"):
             for coarse, packed in request["calls"]:
                 tensors = [np.frombuffer(base64.b64decode(p), np.float32) for p in packed]
                 name = f"{read.name}_fast" if coarse and read.fast else read.name
-                found = Machine(read).call(name, tensors)
+                machine = Machine(read)
+                found = machine.call(name, tensors)
                 if isinstance(found, tuple) or np.asarray(found).dtype.kind == "b":
                     raise RawError("form", f"{name} returns one value of fp32", read.functions[name].lineno)
                 whole = np.broadcast_to(np.asarray(found, np.float32), tensors[0].shape)
                 values.append(_packed(whole.tobytes()))
     except Beyond as error:
-        beyond = str(error)
+        raise _refused(str(error), machine.line) from None
     except RecursionError:
-        beyond = "an expression nested too deep"
+        raise _refused("an expression nested too deep", machine.line) from None
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise RawError("arithmetic", f"its arithmetic fails: {error}") from None
-    return {
-        "page": read.page,
-        "fast": read.fast,
-        "values": None if beyond else values,
-        "beyond": beyond,
-    }
+        raise RawError("arithmetic", f"its arithmetic fails: {error}", machine.line) from None
+    return {"page": read.page, "fast": read.fast, "values": values}
 
 
 def _main(scratch: str, parent: int) -> None:

@@ -1,0 +1,59 @@
+"""A proposed primitive, functions that compute it, right and wrong, and what the gates say of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spec_files import write_changed
+
+from verifier import proposal, proposal_gates
+from verifier.proposal import Proposal
+from verifier.report import Accepted, Checked, Rejected
+from verifier.spec import Spec
+from verifier.spec_file import load
+
+SOFTSIGN = """\
+name: softsign
+summary: From -1 to 1, without an exponential.
+arguments: [x]
+reference: x / (1 + abs(x))
+domain: {x: [-inf, inf]}
+example: y = softsign(t)
+"""
+EXACT = '''\
+def softsign(x: Any) -> Any:
+    """``x / (1 + abs(x))``. One division."""
+    return choose(magnitude(x) > SOFTSIGN_LARGE, choose(x > 0.0, 1.0, -1.0), x / (1.0 + magnitude(x)))
+'''
+FAST = '''
+
+def softsign_fast(x: Any) -> Any:
+    """By a reciprocal."""
+    return x * _softsign_weight(x)
+
+
+def _softsign_weight(x: Any) -> Any:
+    weight = 1.0 + magnitude(x)
+    return cute.arch.rcp_approx(weight)
+'''
+CONSTANT = "SOFTSIGN_LARGE = 2.0**64\n\n\n"
+GOOD = CONSTANT + EXACT + FAST
+NAIVE = 'def steep(x: Any) -> Any:\n    """Naive."""\n    return cute.math.log(1.0 + cute.math.exp(x + x))\n'
+
+
+def write(directory: Path, old: str = "", new: str = "") -> Path:
+    return write_changed(directory / "softsign.yaml", SOFTSIGN, old, new)
+
+
+def proposed(directory: Path, old: str = "", new: str = "") -> tuple[Proposal, Spec]:
+    """A proposal and its frame."""
+    made = proposal.load(write(directory, old, new))
+    frame = directory / "frame.yaml"
+    frame.write_text(made.frame)
+    return made, load(frame)
+
+
+def verdict(made: tuple[Proposal, Spec], source: str) -> Checked | Rejected:
+    found = proposal_gates.check(*made, source).report
+    assert not isinstance(found, Accepted)
+    return found
