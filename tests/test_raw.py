@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import kernels
@@ -12,9 +13,10 @@ import pytest
 
 from primitives import raw
 from primitives.compile import PROBES, compile_gemm, report
+from primitives.files import write_atomic
 from primitives.jit import load_module
-from primitives.lower import editable, lower
-from primitives.lowered import Lowered
+from primitives.lower import device_source, editable, lower
+from primitives.lowered import Lowered, VectorKernel
 from primitives.raw import child
 from primitives.raw.error import RawError
 from primitives.refusal import CompileError
@@ -81,6 +83,76 @@ def test_another_text_is_another_object(built: Lowered) -> None:
     assert paths[0].exists() and not paths[1].exists()
     again = raw.Wanted(built, built.gemms[0], ONE[0]._replace(swizzle=2), SIZES)
     assert again.path() == paths[0]  # rasterisation is an argument of the launch
+
+
+def test_an_objects_name_is_one_of_ours_to_the_end(
+    built: Lowered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = raw.packed(built)
+    name = next(name for name in given if name.endswith(".json"))
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    for changed in (f"{name}.json", f"{name}/../../../x.json", f"{name}\n", f"x/{name}"):
+        with pytest.raises(CompileError, match="is no object's name"):
+            raw.unpack(built, {changed: given[name]})
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of modules that the text before the edit does not import, too; of others it does not."""
+    text = edited("import cutlass\n", "import cutlass\nfrom primitives.device.softplus import softplus\n")
+    before, plain = lower(PROGRAM, text).hash, lower(PROGRAM, editable(PROGRAM)).hash
+    usual = device_source
+
+    def changed(name: str) -> str:
+        monkeypatch.setattr(
+            "primitives.lower.device_source", lambda m: usual(m) + ("# more\n" if m == name else "")
+        )
+        return lower(PROGRAM, text).hash
+
+    assert changed("softplus") != before and lower(PROGRAM, editable(PROGRAM)).hash == plain
+    assert changed("mainloop") != before and changed("heads") == before
+
+
+def test_an_object_is_for_heads_of_one_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A kernel's own, and its arguments' too: nothing that is kept for another width is served."""
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("primitives.workers.run_all", lambda *given: [False])
+    program = kernels.ROPE.program
+    lowered = lower(program, editable(program))
+    (kernel,) = lowered.gemms
+    period = kernel.periods[0]
+    vector = VectorKernel(0, "Finish", 0, (replace(kernel.arguments[0], period=period),))
+    for each, schedule in ((kernel, ONE[0]), (vector, None)):
+        narrow, wide = (
+            raw.Wanted(lowered, each, schedule, {d: size for d in program.signature.dims})
+            for size in (32, 64)
+        )
+        assert narrow.path() == replace(narrow, sizes={**narrow.sizes, "M": 999}).path()
+        write_atomic(narrow.path(), b"kept")
+        with pytest.raises(CompileError, match="no 64-bit"):
+            raw.load(narrow)
+        with pytest.raises(CompileError, match="does not compile"):
+            raw.load(wide)
+
+
+@pytest.mark.parametrize("layers", [(), ("seccomp",), ("landlock",), ("seccomp", "limits")])
+def test_one_wall_is_not_enough(layers: tuple[str, ...]) -> None:
+    missing = child.LAYERS.difference(layers)
+    with pytest.raises(RawError, match=f"lacks {', '.join(missing)}") as caught:
+        child.demand(layers, missing)
+    assert caught.value.code == "weak_jail"
+    child.demand(("limits", "seccomp", "landlock"), ())
+
+
+def test_what_a_compiler_says_in_colours_is_plain(tmp_path: Path) -> None:
+    def coloured() -> dict[str, object]:
+        raise ValueError("\x1b[91m\x1b[1merror\x1b[0m: a \x1b[38;5;9mtype\x1b[K\x1b]0;title\x07\nnext\x00")
+
+    found = child.refusal(child.run(coloured, tmp_path), "")
+    assert found is not None and found.message == "ValueError: error: a type?]0;title?\nnext?"
+    forged = {"code": "\x1b[1mx", "message": "\x1b[2J" * 1000 + "words", "line": None}
+    found = child.refusal(forged, "")
+    assert found is not None and (found.code, found.message) == ("x", "words")
 
 
 def test_another_machine_need_not_run_the_text(

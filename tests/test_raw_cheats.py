@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from cheats.corpus import Cheat, Contained
-from cheats.raw import BOMBS, FINISH_KERNEL, GAMES, LIMIT, THEMES, TWIN, changed
+from cheats.raw import BOMBS, FINISH_KERNEL, GAMES, HONEST, LIMIT, STALE, THEMES, TWIN, changed
 from cheats.raw_compiler import SMALL
 
 from primitives import raw
 from primitives.compile import _child, _environment
+from primitives.files import write_atomic
 from primitives.lower import lower
 from primitives.refusal import CompileError
 from verifier.report import Checked, Rejected
@@ -71,6 +72,12 @@ def test_a_cheat(name: str, compiling: Compile) -> None:
     assert found["message"].isprintable() and (found["line"] or 0) <= cheat.source.count("\n")
 
 
+@pytest.mark.parametrize("changes", HONEST.values(), ids=HONEST)
+def test_an_honest_launch_compiles(changes: dict[str, str], compiling: Compile) -> None:
+    edit = TWIN.cheat("", "", changes, Contained())
+    assert "cubin" in compiling(edit.source, FINISH_KERNEL)
+
+
 @pytest.mark.parametrize("cheat", GAMES, ids=lambda cheat: cheat.name)
 def test_a_game_compiles_and_is_left_to_a_gpu(cheat: Cheat, compiling: Compile) -> None:
     assert "cubin" in compiling(cheat.source, changed(cheat))
@@ -102,6 +109,19 @@ def wanted(text: str) -> raw.Wanted:
 )
 def test_two_texts_never_share_an_object(change: Callable[[str], str]) -> None:
     assert wanted(change(TWIN.source)).path().parent != wanted(TWIN.source).path().parent
+
+
+@pytest.mark.parametrize("cheat", (*STALE, *GAMES), ids=lambda cheat: cheat.name)
+def test_the_twins_object_is_not_served(
+    cheat: Cheat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("primitives.workers.run_all", lambda *given: [False])
+    write_atomic(wanted(TWIN.source).path(), b"kept")
+    with pytest.raises(CompileError, match="no 64-bit"):
+        raw.load(wanted(TWIN.source))
+    with pytest.raises(CompileError, match="does not compile"):
+        raw.load(wanted(cheat.source))
 
 
 REPLACED: dict[str, Callable[[Path], object]] = {

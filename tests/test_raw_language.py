@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 
 from primitives.raw.error import RawError
-from primitives.raw.language import MAX_BYTES, check
+from primitives.raw.language import MAX_BYTES, _Checker, check
+from primitives.raw.names import permitted
 
 KERNELS = Path(__file__).parent.parent / "generated_kernels"
 HEADER = """
@@ -114,6 +117,11 @@ def helper(x: Float32, twice: cutlass.Constexpr = False):
 class Step0""",
     ),
     finish("half = min(blocks, 4) // 2"),
+    finish("rows, half = 1, 2").replace(
+        "rows, half = 1, 2", "rows = o8.shape[0]\n        far = p8.stride[0]"
+    ),
+    finish("sizes = p8.shape\nrows = sizes[0] + cute.size(o8) + cute.shape(p8)[0] + len(p8.shape)"),
+    finish("wide = self.wide + max(*o8.shape, 4)").replace("Finish0:\n", "Finish0:\n    wide = 4\n\n"),
 ]
 
 
@@ -264,6 +272,18 @@ def test_what_stands_in_a_function(line: str, words: str) -> None:
         "@cute.kernel\ndef mma(self, a):\n    pass",
         "@staticmethod\ndef mma(a):\n    pass",
         "_setup_attributes = fragment",
+        'epi_to_underlying_arguments = arguments((RowPartials("p2", "add"),))',
+        "epi_to_underlying_arguments = Float32",
+        "epi_to_underlying_arguments = 1",
+        "epi_to_underlying_arguments: int = 1",
+        "mma = 1",
+        "EpilogueParams = arguments(())",
+        "epi_c_stage_base = Float32",
+        "host_new = 1",
+        "def _compute_stages(self, *sizes, **more):\n    return sizes[6].p2[0]",
+        "def _compute_stages(self, *sizes, **more):\n    a, b = sizes[6].p2\n    return a",
+        "def _compute_stages(self, sizes):\n    return max(sizes)",
+        "def _compute_stages(self, *sizes, **more):\n    return self.__class__",
         "epi_smem_bytes = lambda a: a",
         "epi_tile = FusedGemm.epi_tile",
         'found = (TileStore("o1", epi_tile_fn=fragment),)',
@@ -296,11 +316,75 @@ def test_a_resource_keeps_its_host_side(method: str) -> None:
         "x = self.other(p8)",
         "for i in (1, 2):\n    pass",
         "launched = self.kernel(p8, o8)",
+        "x = o8[0]",
+        "x = o8[-1000]",
+        "x = o8[1 << 40]",
+        "x = o8.shape + o8[0]",
+        "x = max(o8)",
+        "x = min(*o8, 1)",
+        "x = (o8, p8)",
+        "x = 1 if o8 > 3 else 0",
+        "x = o8.shape[o8[0]]",
+        "x = o8.iterator + 1",
+        "x = o8.shape.x",
+        "x = o8.element_type.width",
+        "x = cute.ceil_div(o8, 4)",
+        "x = stream + 1",
     ],
 )
 def test_a_launch_holds_sizes_alone(body: str) -> None:
     error = refused(finish(body), ("Finish0",))
     assert error.code == "host" and error.line is not None, error.message
+    assert body.splitlines()[0] in finish(body).splitlines()[error.line - 1]
+
+
+@pytest.mark.parametrize("given", ["me, self, o8", "*self, o8", "*, self, o8", "o8, *self", "o8, **self"])
+def test_self_in_another_place_is_a_tensor(given: str) -> None:
+    text = finish("x = self[0]").replace("__call__(self, p8, o8, stream)", f"__call__({given})")
+    assert "self on the host" in refused(text, ("Finish0",)).message
+    text = finish("x = self.iterator").replace("__call__(self, p8, o8, stream)", f"__call__({given})")
+    assert ".iterator on the host" in refused(text, ("Finish0",)).message
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("self.__class__", "no name holds __"), ("self._mine", "private"), ("self.func", "leads out")],
+)
+def test_no_attribute_leads_out_of_a_launch(value: str, words: str) -> None:
+    assert words in refused(finish(f"x = {value}"), ("Finish0",)).message
+
+
+def test_a_class_of_the_modules_own_is_no_way_to_the_hosts_methods() -> None:
+    between = step().replace("Step0", "Between")
+    for line in ("def epi_to_underlying_arguments(self, a):\n        return a", "epi_smem_bytes = 1"):
+        text = between + f"\nclass Step0(Between):\n    {line}\n"
+        assert refused(text, ("Step0",)).code == "host"
+    check(between + "\nclass Step0(Between):\n    epi_c_stage_base = 2\n", ["Step0"])
+
+
+def test_a_class_has_no_type_parameters() -> None:
+    tree = ast.parse(step())
+    (node,) = (n for n in tree.body if isinstance(n, ast.ClassDef))
+    node.type_params = [ast.Name("T", ast.Load())]  # type: ignore[attr-defined,unused-ignore]
+    with pytest.raises(RawError, match="one base at most"):
+        _Checker(tree).module(frozenset({"Step0"}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("print_tensor", "printf", "print_nd_vector", "inline_ptx", "dsl_user_op", "mangle", "ParamsBase"),
+        *("make_fake_tensor", "register_jit_arg_adapter"),
+    ],
+)
+def test_what_a_listed_module_may_come_to_offer_is_not_permitted(name: str) -> None:
+    """Of CuTeDSL as installed, most come from elsewhere and are refused for that too."""
+    module = ModuleType("cutlass.cute")
+    for offered in (name, "make_layout"):
+        found = FunctionType((lambda: None).__code__, {}, offered)
+        found.__module__ = "cutlass.cute.core"
+        setattr(module, offered, found)
+    assert permitted(module, "make_layout") and not permitted(module, name)
 
 
 def test_a_launch_is_the_given_one() -> None:

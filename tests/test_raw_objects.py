@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from primitives.raw.error import RawError
-from primitives.raw.objects import MOST_BYTES, UNDEFINED, inspect, same_host
+from primitives.raw.objects import MOST_BYTES, MOST_SHARED, UNDEFINED, inspect, same_host
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="forges x86-64's relocations")
 ROOT = Path(__file__).parent.parent
@@ -177,6 +178,7 @@ FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
     "writable code": (lambda f: f.set_section(".ltext", flags=0x10000007), "writable and executable"),
     "compressed": (lambda f: f.set_section(".lrodata", flags=0x10000802), "none of the compiler's"),
     "thread-local": (lambda f: f.set_section(".lbss", flags=0x10000403), "none of the compiler's"),
+    "an address of its own": (lambda f: f.set_section(".lrodata", address=4096), "asks for address 4096"),
     "much memory": (lambda f: f.set_section(".lbss", size=1 << 40), "zeros"),
     "a wide alignment": (lambda f: f.set_section(".lbss", alignment=1 << 30), "alignment"),
     "an unknown kind": (lambda f: f.set_section(".eh_frame", kind=6), "none of the compiler's"),
@@ -200,6 +202,9 @@ FORGED: dict[str, tuple[Callable[[Forge], Forge], str]] = {
         lambda f: f.set_relocation(".rela.ltext", 0, info=(9999 << 32) | 29), "symbol 9999",
     ),
     "a pointer beside a function": (lambda f: f.set_relocation(".rela.ltext", 2, addend=4096), "beside"),
+    "a pointer just behind its section": (
+        lambda f: f.set_relocation(".rela.ltext", 1, addend=f.section(".lrodata")[5] + 9), "points",
+    ),
     "a pointer far away": (lambda f: f.set_relocation(".rela.ltext", 1, addend=1 << 40), "points"),
     "relocated names": (
         lambda f: f.set_section(".rela.eh_frame", info=f.names.index(".symtab")), "relocates '.symtab'",
@@ -228,6 +233,15 @@ def test_what_is_forged_is_refused(objects: dict[str, bytes], name: str) -> None
         with pytest.raises(RawError) as caught:
             inspect(bytes(change(Forge(data)).data))
         assert caught.value.code == "object" and words in caught.value.message, caught.value.message
+
+
+def test_a_constant_that_is_an_instruction_is_put_in_words(objects: dict[str, bytes]) -> None:
+    """Such as smem=1295: its author knows of no instruction."""
+    with pytest.raises(RawError) as caught:
+        inspect(bytes(Forge(objects["finish"]).put(".ltext", 2, struct.pack("<I", 1295)).data))
+    said = caught.value.message
+    assert "0f 05, the bytes of syscall at 0x2" in said and "take another" in said and "smem" in said
+    assert "export the compiler's object" not in said
 
 
 def test_a_refusal_names_the_list(objects: dict[str, bytes]) -> None:
@@ -266,6 +280,51 @@ def test_an_edit_of_device_code_leaves_the_launch_alone(objects: dict[str, bytes
     for name in ("step", "unrolled", "shallow"):  # the last asks for less shared memory
         assert same_host(objects[name], honest) and same_host(honest, objects[name]), name
     assert not same_host(objects["finish"], honest)
+
+
+def test_no_number_but_that_of_shared_memory_may_differ(objects: dict[str, bytes]) -> None:
+    """Neither a jump's or call's displacement nor a constant, whatever its size."""
+    honest, forge = objects["step"], Forge(objects["step"])
+    start, size = forge.section(".ltext")[4:6]
+    code = honest[start : start + size]
+    jumps = [m.end() for m in re.finditer(rb"\xe8|\xe9|\x0f[\x80-\x8f]", code) if m.end() + 4 <= size]
+    numbers = [
+        at for at in range(size - 4) if 1024 <= struct.unpack_from("<I", code, at)[0] <= MOST_SHARED - 5
+    ]
+    assert len(jumps) > 80 and len(numbers) > 80
+    taken = []
+    for at in {*jumps, *numbers}:
+        (number,) = struct.unpack_from("<I", code, at)
+        forged = bytes(Forge(honest).put(".ltext", at, struct.pack("<I", number + 5 & 0xFFFFFFFF)).data)
+        try:
+            if same_host(forged, honest):
+                taken.append((at, number))
+        except RawError:
+            pass
+    (((at, number),)) = taken
+    assert code[at - 7 : at - 4] == b"\x48\xc7\x83" and number > 100 << 10
+
+
+@pytest.mark.parametrize("number", [0, 1023, MOST_SHARED + 1, 1 << 31])
+def test_shared_memory_that_no_launch_has_is_told(objects: dict[str, bytes], number: int) -> None:
+    honest, other = (Forge(objects[name]) for name in ("step", "shallow"))
+    start, size = honest.section(".ltext")[4:6]
+    place = bytes(honest.data[start : start + size]).index(b"\x48\xc7\x83\x18\x01\0\0") + 7
+    same = bytes(other.put(".ltext", place, struct.pack("<I", MOST_SHARED)).data)
+    assert same_host(same, objects["step"])
+    assert not same_host(bytes(other.put(".ltext", place, struct.pack("<I", number)).data), objects["step"])
+
+
+def test_where_it_is_not_known_where_the_number_stands_a_difference_is_told(
+    objects: dict[str, bytes],
+) -> None:
+    """By another register than the block's size, behind a block of another size, or not 4 bytes on."""
+    assert same_host(objects["shallow"], objects["step"])
+    for at, byte in ((1, b"\x82"), (2, b"\x10"), (6, b"\x02")):
+        pair = [Forge(objects[name]) for name in ("shallow", "step")]
+        start, size = pair[1].section(".ltext")[4:6]
+        place = bytes(pair[1].data[start : start + size]).index(b"\x48\xc7\x83\x18\x01\0\0") - 10
+        assert not same_host(*(bytes(forge.put(".ltext", place + at, byte).data) for forge in pair))
 
 
 @pytest.mark.parametrize(

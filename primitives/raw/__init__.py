@@ -35,7 +35,7 @@ from primitives.refusal import CompileError
 from primitives.schedule import Schedule
 from primitives.split import ORDER
 
-FORMAT = 1  # of what is kept of a compile
+FORMAT = 2  # of what is kept of a compile: what is asked of a text and its object
 FUNCTION = "func"  # what an object exports
 MOST_STAGES = 100  # shared memory holds fewer
 Within = Callable[[str], AbstractContextManager[object]]

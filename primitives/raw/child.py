@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -68,11 +69,15 @@ def refusal(told: object, text: str) -> RawError | None:
     match told:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             known = line if line and 0 < line <= text.count("\n") + 1 else None
-            return RawError(_printable(code[:32]), _printable(message[:MOST_WORDS]), known)
+            return RawError(_printable(code[:32]), _printable(message)[:MOST_WORDS], known)
     return None
 
 
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # and whatever else a compiler tells a terminal
+
+
 def _printable(words: str) -> str:
+    words = _COLOURS.sub("", words)
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in words)
 
 
@@ -100,7 +105,7 @@ def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
         if (cause := seen.__cause__ or seen.__context__) is None:
             break
         seen = cause
-    words = "".join(traceback.format_exception_only(error))
+    words = _COLOURS.sub("", "".join(traceback.format_exception_only(error)))
     return {"message": words.strip()[-MOST_WORDS:], "line": line}
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from primitives.raw.error import RawError
-from primitives.raw.names import MODULES, RESOURCE_METHODS, SETTINGS, STAGES, STEP_METHODS
+from primitives.raw.names import GIVEN, MODULES, RESOURCE_METHODS, SETTINGS, STAGES, STEP_METHODS
 from primitives.raw.reader import Reader, is_docstring, is_super
 
 MAX_BYTES = 128 << 10
@@ -124,7 +124,12 @@ class _Checker(Reader):
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     if name not in SETTINGS:
                         self._identifier(name)
-                    self._setting(value)
+                    self._no_hook(name)
+                    if base is not None and hasattr(base, name) and name not in GIVEN:
+                        self._replaceable(name, base)
+                        self._simple(value)
+                    else:
+                        self._setting(value)
                     self._constants.add(name)
                 case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
                     pass
@@ -155,8 +160,7 @@ class _Checker(Reader):
         if base is None or not hasattr(base, name):
             if name != "__call__" or base is not None:
                 self._identifier(name)
-            if name.startswith("host_"):
-                self._refuse(f"{name}: what the host looks for is not an author's to write", "host")
+            self._no_hook(name)
             return
         step = issubclass(base, FusedGemm)
         known = STEP_METHODS | {STAGES} if step else RESOURCE_METHODS
@@ -164,6 +168,19 @@ class _Checker(Reader):
             self._refuse(
                 f"{name} runs on the host when a kernel is launched or compiled, and is not an author's to "
                 f"write; of {base.__name__} these are: {', '.join(sorted(known))}",
+                "host",
+            )
+
+    def _no_hook(self, name: str) -> None:
+        if name.startswith("host_"):
+            self._refuse(f"{name}: what the host looks for is not an author's to write", "host")
+
+    def _replaceable(self, name: str, base: type) -> None:
+        """A class gives values in place of its base's values, and of no method, class or property."""
+        if not isinstance(getattr(base, name), bool | int | float | str | tuple | None):
+            self._refuse(
+                f"{name} is {base.__name__}'s method or class, and no value to give: of its base's a class "
+                f"sets {', '.join(sorted(GIVEN))} and numbers",
                 "host",
             )
 
@@ -217,7 +234,7 @@ class _Checker(Reader):
 
     def _launch(self, node: ast.FunctionDef) -> None:
         """A vector kernel's ``__call__``: sizes, then the one launch."""
-        names = self._plain_parameters(node)
+        names = self._given = self._plain_parameters(node)
         body = [s for s in node.body if not is_docstring(s)]
         for statement in body[:-2]:
             self._at(statement)
@@ -271,14 +288,18 @@ class _Checker(Reader):
         )
 
     def _plain_parameters(self, node: ast.FunctionDef) -> set[str]:
+        """The names of what a caller passes: all but ``self``, where that comes first."""
         given = node.args
         self._parameters(given)
-        return {a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+        placed = [*given.posonlyargs, *given.args]
+        own = placed[:1] if placed and placed[0].arg == "self" else []
+        every = (*placed, *given.kwonlyargs, given.vararg, given.kwarg)
+        return {a.arg for a in every if a is not None and a not in own}
 
     def _stages(self, node: ast.FunctionDef) -> None:
         if node.decorator_list:
             self._refuse(f"{STAGES} has no decorator", "host")
-        self._plain_parameters(node)
+        self._given = self._plain_parameters(node)
         for statement in node.body:
             self._stage_statement(statement)
 
@@ -303,18 +324,32 @@ class _Checker(Reader):
                 self._refuse(f"{STAGES} runs on the host: it assigns, chooses with if, and returns", "host")
 
     def _arithmetic(self, node: ast.expr) -> None:
-        """An expression of the host's: numbers and shapes."""
+        """An expression of the host's: numbers and shapes. What it is given, tensors, stands there for its
+        shape alone: an element of one, found or iterated over, would be read by the launcher."""
         self._at(node)
         match node:
             case ast.Constant(value=int() | float() | None):
                 self._constant(node)
+            case ast.Attribute(value=ast.Name(id=name), attr="shape" | "stride") if name in self._given:
+                self._value_attribute(node)
+            case ast.Name(id=name) if name in self._given:
+                self._refuse(
+                    f"{name} on the host: of what it is given it asks .shape, .stride and cute.size only; "
+                    "memory is for the kernel to read",
+                    "host",
+                )
             case ast.Name():
                 self._name(node)
             case ast.Attribute(value=ast.Name(id=name)) if name in self._modules:
                 self._refuse(f"{ast.unparse(node)} on the host: it computes sizes only", "host")
             case ast.Attribute(value=inner):
                 self._value_attribute(node)
-                self._arithmetic(inner)
+                if not isinstance(inner, ast.Name) or inner.id != "self" or "self" in self._given:
+                    self._refuse(
+                        f".{node.attr} on the host: it asks .shape and .stride of what it is given, and "
+                        "values of self",
+                        "host",
+                    )
             case ast.Subscript(value=inner, slice=index):
                 self._arithmetic(inner)
                 self._arithmetic(index)
@@ -329,7 +364,8 @@ class _Checker(Reader):
                         "host",
                     )
                 for part in [*parts, *(k.value for k in keywords)]:
-                    self._arithmetic(part)
+                    if not self._passed_on(called, part):
+                        self._arithmetic(part)
             case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.IfExp():
                 for child in ast.iter_child_nodes(node):
                     if isinstance(child, ast.expr):
@@ -341,6 +377,14 @@ class _Checker(Reader):
                 self._arithmetic(inner)
             case _:
                 self._refuse("on the host there is arithmetic of sizes only", "host")
+
+    def _passed_on(self, called: ast.expr, part: ast.expr) -> bool:
+        """Whether a part of a call that counts is given to the host, and the call reads its shape alone."""
+        if isinstance(called, ast.Attribute) and is_super(called.value):
+            part = part.value if isinstance(part, ast.Starred) else part
+        elif not isinstance(called, ast.Attribute) or called.attr not in ("size", "shape"):
+            return False
+        return isinstance(part, ast.Name) and part.id in self._given
 
     def _counts(self, called: ast.expr) -> bool:
         match called:

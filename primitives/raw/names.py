@@ -91,6 +91,7 @@ RESOURCE_METHODS = _names(
     "_broadcast_stride _combine_op _coord_idx _end_loop_smem _end_loop_values _finalize _fold _fold_identity "
     "_get_gmem_vec _guard_neg_inf _mask_oob_active _merge _select_packed16"
 )
+GIVEN = frozenset({"_epi_ops", "EpilogueArguments"})  # of a base, what a class gives anew
 SETTINGS = frozenset({"_epi_ops"})  # names with an underscore that a class may give a value
 
 

@@ -129,27 +129,47 @@ def same_host(data: bytes, honest: bytes) -> bool:
     """Whether an object's launch code is that of ``honest``, compiled where it is trusted: the same kernel,
     schedule, module's and class's name, from the text before it was edited.
 
-    The cubins may differ, and one number in the code: the bytes of shared memory. So an edit of device code
-    alone gives the launcher nothing new to run. Raises RawError as ``inspect`` does.
+    The cubins may differ, and one number in the code, where ``honest`` has it: the bytes of shared memory
+    that its launch asks for. So an edit of device code alone gives the launcher nothing new to run. Raises
+    RawError as ``inspect`` does.
     """
     (code, rest), (known, others) = _Object(data).host(), _Object(honest).host()
-    return rest == others and len(code) == len(known) and _one_number(code, known)
+    return rest == others and _but_for_shared_memory(code, known) == known
 
 
-def _one_number(code: bytes, known: bytes) -> bool:
-    differing = [i for i, (a, b) in enumerate(zip(code, known, strict=True)) if a != b]
-    if not differing:
-        return True
-    # An immediate of 32 bits, whose highest byte is 0 in both.
-    for start in range(max(differing[-1] - 2, 0), differing[0] + 1):
-        numbers = [int.from_bytes(c[start : start + 4], "little") for c in (code, known)]
-        if all(1024 <= n <= MOST_SHARED for n in numbers):
-            return True
-    return False
+# Where x86-64's launch code fills in cudaLaunchConfig_t: a block of 1 in z, and 4 bytes on, by the same
+# register, the bytes of shared memory. One instruction may stand between.
+_LAUNCH = re.compile(
+    rb"\xc7([\x80-\x83\x85-\x87])(.{4})\x01\0\0\0.{0,8}?\x48\xc7\1(.{4})(?P<shared>.{4})", re.DOTALL
+)
 
 
-def _refuse(message: str) -> NoReturn:
-    raise RawError("object", f"{message}: export the compiler's object as it is")
+def _but_for_shared_memory(code: bytes, known: bytes) -> bytes:
+    """``code`` with the number that ``known`` has where it asks for shared memory; as it is where that place
+    is not to be told, or where ``code`` has no such number there."""
+    found = [
+        m
+        for m in _LAUNCH.finditer(known)
+        if int.from_bytes(m[3], "little") == int.from_bytes(m[2], "little") + 4 and _is_shared(m["shared"])
+    ]
+    if len(found) != 1 or not _is_shared(code[slice(*found[0].span("shared"))]):
+        return code
+    start, end = found[0].span("shared")
+    return code[:start] + known[start:end] + code[end:]
+
+
+def _is_shared(number: bytes) -> bool:
+    return 1024 <= int.from_bytes(number, "little") <= MOST_SHARED
+
+
+def _refuse(message: str, remedy: str = "export the compiler's object as it is") -> NoReturn:
+    raise RawError("object", f"{message}: {remedy}")
+
+
+_OTHER_CONSTANT = (
+    "no launch code may have them, not within a constant either; if it is one of the launch's (smem, grid, "
+    "block, cluster, or what these are computed from), take another, such as the next multiple of 16"
+)
 
 
 class _Object:
@@ -234,7 +254,8 @@ class _Object:
                     # At any byte, not at decoded instructions: a jump may go into the midst of one.
                     for found in pattern.finditer(code):
                         if found.start() % self._machine.alignment == 0:
-                            _refuse(f"{section.name} has the bytes of {name} at {found.start():#x}")
+                            said = f"{found[0].hex(' ')}, the bytes of {name} at {found.start():#x}"
+                            _refuse(f"{section.name} has {said}", _OTHER_CONSTANT)
 
     def _check_symbol(self, symbol: _Symbol) -> None:
         name = symbol.name

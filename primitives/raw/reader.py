@@ -61,6 +61,7 @@ class Reader:
         self._constants: set[str] = set()
         self._classes: dict[str, type | None] = {}  # its nearest imported base
         self._bound = set(_bindings(tree))
+        self._given: set[str] = set()  # to the method that runs on the host
         self._method = False  # whether the node lies in one, where super() means something
         self._visitors: dict[type[ast.AST], Callable[..., None]] = {
             ast.FunctionDef: self._function,

@@ -76,6 +76,7 @@ def finish(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
     return TWIN.cheat(name, tries, {FINISH: indented(lines, 8) + FINISH}, ends)
 
 
+PEEKED = "blocks = blocks + (1 if peek > 3 else 0)"
 HOST = (
     above("a statement", "Runs when the module is read.", "print('here')", language("move this")),
     above(
@@ -134,6 +135,33 @@ HOST = (
     ),
     launch("a store before the launch", "The host's memory, written.", "o15[0] = 1.0", host("runs on the")),
     launch(
+        "a load before the launch",
+        "The launcher reads the tensor's memory, and its grid says what was there.",
+        f"peek = o15[0]\n{PEEKED}",
+        host("o15 on the host"),
+    ),
+    TWIN.cheat(
+        "a load for the device",
+        "What lies before a tensor reaches the kernel as the size of its grid.",
+        {
+            LAUNCH: indented(f"peek = o15[-1000]\n{PEEKED}", 8) + LAUNCH,
+            "(n15)": "(n15 + Float32(cute.arch.grid_dim()[0]))",
+        },
+        host("o15 on the host"),
+    ),
+    launch(
+        "a load by a function",
+        "To look for the largest of a tensor is to read it.",
+        "peek = max(p10_0)\n" + PEEKED,
+        host("p10_0 on the host"),
+    ),
+    method(
+        "a load by the stages",
+        "The epilogue's arguments pass by where stages are counted.",
+        "def _compute_stages(self, *sizes, **more):\n    return (sizes[6].v7[0], 2, 2)",
+        host(".v7 on the host"),
+    ),
+    launch(
         "a pointer before the launch",
         "Any address of the launcher's.",
         "p = cute.make_ptr(Float32, 4096)",
@@ -159,6 +187,24 @@ HOST = (
         "Traced for the host, before each launch.",
         "def epi_to_underlying_arguments(self, args):\n    return args",
         host("runs on the host"),
+    ),
+    method(
+        "the host's way to arguments, as a value",
+        "A class in place of a method is called like one.",
+        'epi_to_underlying_arguments = arguments((TileStore("h"),))',
+        host("method"),
+    ),
+    method(
+        "the host's bytes, as a type",
+        "The same, by a type of numbers.",
+        "epi_smem_bytes = Float32",
+        host("method"),
+    ),
+    above(
+        "a hook that the host looks for, as a value",
+        "Its name is enough to be called.",
+        'class Mine(RowPartials):\n    host_new = arguments((TileStore("h"),))',
+        host("what the host looks for"),
     ),
     method(
         "a step's own call",
@@ -439,8 +485,8 @@ ANSWERS = (
     ),
     says(
         "words that steer a terminal", "Clears the screen, and is no text.",
-        "raise SystemExit(chr(27) + '[2J' + chr(0xd800) + 'words')",
-        rejected("compile", "compiler", "SystemExit: ?[2J?words"),
+        "raise SystemExit(chr(27) + '[2J' + chr(27) + 'c' + chr(0xd800) + 'words')",
+        rejected("compile", "compiler", "SystemExit: ?c?words"),
     ),
     says(
         "a line that is nowhere", "Who shows the line looks for it.",
@@ -566,6 +612,27 @@ GAMES = (
         rejected("benchmark", "other_output", "output(s) rstd"),
     ),
 )
+# An object is kept under what it was made of: were these given the one of their twin, all gates would hold
+# that to be theirs.
+STALE = (
+    TWIN.cheat(
+        "the body of a kernel", "Its arguments and its launch are the twin's.", {"(n15)": "(n15 * n15)"},
+        Contained(),
+    ),
+    TWIN.cheat(
+        "a number of the body", "As many letters as there were.", {"1e-06": "1e-05"}, Contained(),
+    ),
+)  # fmt: skip
+# Honest edits of the launch, and of what cheats of its kind do within the kernel.
+HONEST = {
+    "sizes": {
+        LAUNCH: indented("rows = o15.shape\nblocks = max(blocks, rows[0] // BLOCK, 1)", 8) + LAUNCH,
+        "(n15)": "(n15 + Float32(cute.arch.grid_dim()[0]) * Float32(0.0))",
+    },
+    "strides": {
+        LAUNCH: indented("far = p10_0.stride[0] + cute.size(o15)\nblocks = max(blocks, 0 * far)", 8) + LAUNCH,
+    },
+}
 THEMES = {
     "host": HOST,
     "escapes": ESCAPES,
@@ -573,6 +640,7 @@ THEMES = {
     "confined": CONFINED,
     "answers": ANSWERS,
     "games": GAMES,
+    "stale keys": STALE,
 }
 
 
