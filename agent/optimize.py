@@ -90,10 +90,15 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
 
 
 def _counted(spec: Spec, program: Program, directory: Path, raw: str) -> str:
-    path = directory / f"{spec.name}{'.raw' if raw else ''}.counters.csv"
+    """In words; nothing of a schedule that is known to be another than the one that was measured."""
+    name = f"{spec.name}{'.raw' if raw else ''}"
+    path = directory / f"{name}.counters.csv"
     if not path.exists():
         return ""
-    export, found = counters.counted(program, spec, path, raw=raw)
+    kernel = directory / f"{name}.program.json"
+    export, found = counters.counted(program, spec, kernel, path, raw=raw)
+    if any(c.other_schedule for c in found):
+        return ""
     return f"At {export.case or spec.cases[0].name}:\n\n{counters.words(found)}"
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agent.show import beside, tuned
-from agent.show.counters import wanted
+from agent.show.counters import heading, wanted
 from primitives.files import write_atomic
 from primitives.ir import Program
 from verifier.spec_file import load
@@ -119,11 +119,7 @@ def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
     for _ in range(times):
         plan.run(inputs, outputs)
     torch.cuda.synchronize()
-    sizes = ", ".join(f"{dim} {size}" for dim, size in chosen.sizes.items())
-    what = (
-        f"{name}.raw at {chosen.name}, text {plan.lowered.hash[:12]}" if raw else f"{name} at {chosen.name}"
-    )
-    print(f"# {what}: {sizes}")  # agent.show.counters reads from it what was counted
+    print(heading(name, chosen.name, chosen.sizes, schedules, plan.lowered.hash[:12] if raw else ""))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from agent import show
 from agent.accept import KernelError
 from agent.cli import app
+from agent.optimize import _counted
 from agent.show import counters
 from agent.show.counters import Counters, CountersError, Export
 from benchmarks import counters as command
@@ -251,6 +252,95 @@ def tuned_there(case: str) -> dict[int, Schedule]:
     return {int(step): Schedule.from_json(fields) for step, fields in found.items()}
 
 
+# ── Schedules ─────────────────────────────────────────────────────────────────────────────────────────────
+
+ACCEPTED = Program.from_json(KEPT.read_text(), load(SPECS / "gemm_swiglu_bwd.yaml", check=False).signature())
+OTHER = {0: Schedule(tile_m=64, tile_n=64, cluster_m=1, cluster_n=2, evict_loads=True, deep=True)}
+
+
+@pytest.fixture
+def kernel(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An accepted kernel with its report, beside its export."""
+    monkeypatch.setattr("primitives.compile.report", lambda *given, **more: ())
+    for suffix in ("program.json", "report.json"):
+        there = KEPT.with_name(f"gemm_swiglu_bwd.{suffix}")
+        path.with_name(there.name).write_text(there.read_text())
+    return path.with_name(KEPT.name)
+
+
+def counted_on(path: Path, schedules: dict[int, Schedule]) -> None:
+    path.write_text(raw(launched(ACCEPTED), counters.heading("gemm_swiglu_bwd", "1B", SIZES, schedules)))
+
+
+def shown(kernel: Path, *options: str) -> str:
+    spec = ["--spec", str(SPECS / "gemm_swiglu_bwd.yaml")]
+    found = CliRunner().invoke(app, ["show", str(kernel), *spec, "--counters", *options], terminal_width=200)
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_what_is_counted_says_its_schedules(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line that the launching command prints is the one that is read."""
+
+    class Plan:
+        def __init__(self, program: Program, sizes: Any, schedules: Any, raw: str = ""):
+            self.lowered = lower(program, raw)
+
+        def outputs(self) -> dict[str, Any]:
+            return {}
+
+    monkeypatch.setattr("primitives.plan.Plan", Plan)
+    monkeypatch.setattr("verifier.inputs.draw", lambda *given, **more: {})
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    command.main(["gemm_swiglu_bwd", "--case", "7B", "--compile-only"])
+    path.write_text(raw(launched(ACCEPTED), said=capsys.readouterr().out.strip()))
+    export = counters.read(path)
+    assert (export.program, export.case) == ("gemm_swiglu_bwd", "7B")
+    assert export.schedules == {0: counters.spelled(tuned_there("7B")[0])}
+    several = counters.heading("k", "c", {"M": 8}, OTHER | {1: Schedule(split=True)}, "0123")
+    path.write_text(raw(launched(ACCEPTED), said=several))
+    export = counters.read(path)
+    assert export.schedules == {
+        0: "64x64 pingpong cluster 1x2 swizzle 8 evict_loads deep",
+        1: "128x128 pingpong cluster 2x1 swizzle 8 split",
+    }
+    assert (export.program, export.case, export.text) == ("k.raw", "c", "0123")
+
+
+def test_a_schedule_is_spelled_out_whole() -> None:
+    others = [
+        {name: not value if isinstance(value, bool) else value * 2}
+        for name, value in Schedule()._asdict().items()
+    ]
+    assert len({counters.spelled(Schedule()._replace(**each)) for each in [{}, *others]}) == len(others) + 1
+
+
+def test_counters_of_another_schedule_than_the_reports_say_so(path: Path, kernel: Path) -> None:
+    for schedules, other in ((tuned_there("1B"), False), (OTHER, True)):
+        counted_on(path, schedules)
+        step, finish = json.loads(shown(kernel, "--json"))["counters"]
+        assert step["other_schedule"] is other and step["schedule"] == counters.spelled(schedules[0])
+        assert finish["other_schedule"] is None and finish["schedule"] is None  # it has none
+        assert ("ANOTHER" in shown(kernel)) is other
+    path.write_text(raw(launched(ACCEPTED)))  # an older export
+    assert "not said by this export" in " ".join(shown(kernel).split())
+    assert json.loads(shown(kernel, "--json"))["counters"][0]["other_schedule"] is None
+
+
+def test_an_author_is_not_given_counters_of_another_schedule(path: Path, kernel: Path) -> None:
+    spec = load(SPECS / "gemm_swiglu_bwd.yaml", check=False)
+    counted_on(path, tuned_there("1B"))
+    told = _counted(spec, ACCEPTED, path.parent, "")
+    assert f"| schedule | {counters.spelled(tuned_there('1B')[0])} | – |" in told
+    counted_on(path, OTHER)
+    assert _counted(spec, ACCEPTED, path.parent, "") == ""
+    path.write_text(raw(launched(ACCEPTED)))
+    told = _counted(spec, ACCEPTED, path.parent, "")
+    assert "| schedule | not said by this export: it may be another than the report's | – |" in told
+
+
 # ── Edited texts, and the command that counts ─────────────────────────────────────────────────────────────
 
 EDITED = editable(PROGRAM)
@@ -282,8 +372,6 @@ def test_an_edited_texts_export_is_its_own(path: Path) -> None:
 def test_the_command_and_an_author_find_an_edited_texts_export_beside_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agent.optimize import _counted
-
     spec = load(SPECS / "gemm_swiglu_bwd.yaml", check=False)
     for suffix, text in {
         "raw.py": EDITED,
@@ -391,9 +479,7 @@ def test_profiling_what_does_not_compile_says_why(ncu: Path) -> None:
 
 
 def test_the_schedules_of_a_report_beside_the_kernel(tmp_path: Path) -> None:
-    program = Program.from_json(
-        KEPT.read_text(), load(SPECS / "gemm_swiglu_bwd.yaml", check=False).signature()
-    )
+    program = ACCEPTED
     assert show.tuned(KEPT, program, "7B") == tuned_there("7B")
     assert show.tuned(KEPT, program, "of no such case") == {}
     assert show.tuned(KEPT, two_steps(), "7B") == {}  # of another program

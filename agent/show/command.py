@@ -67,7 +67,7 @@ def show(
     if counters or counters_from:
         path = counters_from or showing.beside(kernel, "raw.counters.csv" if raw else "counters.csv")
         with typed.named(path):
-            export, found = counting.counted(program, loaded, path, case, raw)
+            export, found = counting.counted(program, loaded, kernel, path, case, raw)
     if as_json:
         data = shown.to_dict()
         data["sass"] = listings and listing.as_dict(listings, full=full)

@@ -11,14 +11,15 @@ import csv
 import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.show import new_table
+from agent.show import new_table, tuned
 from primitives.ir import Program
 from primitives.lower import lower
 from primitives.roofline import StepFloor, roofline
+from primitives.schedule import Schedule
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -123,7 +124,9 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 class Counters:
     """One kernel's figures by the keys of METRICS, in base units, absent ones left out, and ``stalls`` by
     reason, most first: medians over its ``launches``. ``floor``: what the roofline counts of it at the
-    export's case. ``other_text``: the export is of another lowering of it."""
+    export's case. ``other_text``: the export is of another lowering of it. ``schedule``: what it was counted
+    on, ``tuned`` what the kernel's report measured that case with, as ``spelled``: empty where nobody says,
+    None for a kernel that has none."""
 
     kernel: str
     launches: int
@@ -131,19 +134,27 @@ class Counters:
     stalls: dict[str, float]
     floor: StepFloor | None = None
     other_text: bool = False
+    schedule: str | None = None
+    tuned: str | None = None
+
+    @property
+    def other_schedule(self) -> bool | None:
+        """Whether it was counted on another schedule than the report's; None where that is not known."""
+        return self.schedule != self.tuned if self.schedule and self.tuned else None
 
 
 @dataclass(frozen=True)
 class Export:
     """What a file holds: the program and case that it is of, where it says so, and each launch's kernel with
     its values by ncu's names, in seconds, bytes, percent or counts. Of an edited text the program's name
-    ends in .raw, and ``text`` begins its hash."""
+    ends in .raw, and ``text`` begins its hash. ``schedules`` by step, as ``spelled``: older ones say none."""
 
     path: Path
     program: str | None
     case: str | None
     launches: tuple[tuple[str, dict[str, float]], ...]
     text: str | None = None
+    schedules: Mapping[int, str] = field(default_factory=dict)
 
 
 def read(path: Path, case: str | None = None) -> Export:
@@ -169,10 +180,30 @@ def read(path: Path, case: str | None = None) -> Export:
     if case not in (None, measured):
         raise CountersError(f"{path}: is of case {measured}, not {case}; leave out --case, or profile it")
     launches = _details(rows) if "Metric Name" in header else _raw(rows)
-    return Export(path, program, measured, tuple(launches), text)
+    schedules = {int(step): words for step, words in _STEP.findall(said.string)} if said else {}
+    return Export(path, program, measured, tuple(launches), text, schedules)
 
 
-_SAID = re.compile(r"# (\S+) at (.+?)(?:, text ([0-9a-f]+))?:")  # what benchmarks.counters prints
+_SAID = re.compile(r"# (\S+) at (.+?)(?:, text ([0-9a-f]+))?:")  # what ``heading`` writes
+_STEP = re.compile(r"; step (\d+): ([^;]+)")
+
+
+def heading(
+    name: str, case: str, sizes: Mapping[str, int], schedules: Mapping[int, Schedule], text: str = ""
+) -> str:
+    """The line of an export that says what was counted; ``text``: of an edited one its hash's beginning."""
+    what = f"{name}.raw at {case}, text {text}" if text else f"{name} at {case}"
+    steps = "".join(f"; step {step}: {spelled(s)}" for step, s in sorted(schedules.items()))
+    return f"# {what}: {', '.join(f'{dim} {size}' for dim, size in sizes.items())}{steps}"
+
+
+def spelled(schedule: Schedule) -> str:
+    """All of a schedule: ``128x128 pingpong cluster 1x2 swizzle 8 evict_loads deep``."""
+    s = schedule
+    on = [name for name, value in s._asdict().items() if value is True and name != "pingpong"]
+    kind = "pingpong" if s.pingpong else "cooperative"
+    words = [f"{s.tile_m}x{s.tile_n} {kind} cluster {s.cluster_m}x{s.cluster_n} swizzle {s.swizzle}", *on]
+    return " ".join(words)
 
 
 def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
@@ -211,10 +242,15 @@ def _value(text: str, unit: str) -> float | None:
 
 
 def counters(
-    program: Program, export: Export, sizes: Mapping[str, int] | None = None, raw: str = ""
+    program: Program,
+    export: Export,
+    sizes: Mapping[str, int] | None = None,
+    raw: str = "",
+    schedules: Mapping[int, Schedule] | None = None,
 ) -> tuple[Counters, ...]:
     """An export's figures of each kernel of a program, or of an edited text ``raw`` of it, that it has, in
-    the order they run; ``sizes`` are its case's. CountersError if it has none."""
+    the order they run; ``sizes`` are its case's, and ``schedules`` what the report measured that with.
+    CountersError if it has none."""
     name = program.signature.name + (".raw" if raw else "")
     if export.program not in (None, name):
         raise CountersError(f"{export.path}: is of {export.program}, not {name}; profile {name}")
@@ -223,6 +259,7 @@ def counters(
     floors = {(f.step, str(f.kind)): f for f in roofline(program, sizes).steps} if sizes else {}
     kernels = [(g.step, "gemm", g.name) for g in lowered.gemms]
     kernels += [(v.step, "vector", v.name) for v in lowered.vectors]
+    ran = {step: spelled(s) for step, s in (schedules or {}).items()}
     found = []
     for step, kind, name in sorted(kernels):
         stem, digest = (name, None) if raw else name.rsplit("_", 1)  # an edited text's names have no hash
@@ -230,11 +267,12 @@ def counters(
         pattern = re.compile(rf"{module}.*?{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
         own = [(m[1], values) for text, values in export.launches if (m := pattern.search(text))]
         other = another or any(d != digest for d, _ in own)
+        at = (export.schedules.get(step, ""), ran.get(step, "")) if kind == "gemm" else (None, None)
         parts = _parts([values for _, values in own])
         for number, launches in enumerate(parts, 1):
             kernel = stem if len(parts) == 1 else f"{stem}, part {number} of {len(parts)}"
             floor = floors.get((step, kind)) if len(parts) == 1 else None  # it is of the whole step
-            found.append(_summary(kernel, launches, floor, other))
+            found.append(_summary(kernel, launches, floor, other, at))
     if not found:
         there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
         raise CountersError(
@@ -252,7 +290,13 @@ def _parts(launches: Iterable[dict[str, float]]) -> list[list[dict[str, float]]]
     return list(parts.values())
 
 
-def _summary(kernel: str, launches: list[dict[str, float]], floor: StepFloor | None, other: bool) -> Counters:
+def _summary(
+    kernel: str,
+    launches: list[dict[str, float]],
+    floor: StepFloor | None,
+    other: bool,
+    schedules: tuple[str | None, str | None],
+) -> Counters:
     def median(name: str) -> float | None:
         values = [launch[name] for launch in launches if name in launch]
         return statistics.median(values) if values else None
@@ -274,6 +318,7 @@ def _summary(kernel: str, launches: list[dict[str, float]], floor: StepFloor | N
         dict(sorted(stalls.items(), key=lambda item: -item[1])),
         floor,
         other,
+        *schedules,
     )
 
 
@@ -284,6 +329,8 @@ def as_dict(found: Sequence[Counters]) -> list[dict[str, Any]]:
             "kernel": c.kernel,
             "launches": c.launches,
             "other_text": c.other_text,
+            "schedule": c.schedule,
+            "other_schedule": c.other_schedule,
             **{key: c.values.get(key) for key in METRICS},
             "stalls": c.stalls,
             "roofline": c.floor and c.floor.to_dict(),
@@ -296,7 +343,16 @@ def rows(c: Counters) -> list[tuple[str, str]]:
     """A kernel's figures in words: what, how much. An absent one is MISSING."""
     shown = [(metric.title, _figure(c, key)) for key, metric in METRICS.items()]
     top = [f"{reason} {value:.2f}" for reason, value in list(c.stalls.items())[:TOP_STALLS]]
-    return [*shown, ("stalls, warps at each issue", ", ".join(top) or MISSING)]
+    stalls = ("stalls, warps at each issue", ", ".join(top) or MISSING)
+    return [("schedule", _scheduled(c)), *shown, stalls]
+
+
+def _scheduled(c: Counters) -> str:
+    if c.schedule is None:
+        return MISSING
+    if c.other_schedule:
+        return f"{c.schedule}: ANOTHER than the report's, {c.tuned}"
+    return c.schedule or "not said by this export: it may be another than the report's"
 
 
 def _figure(c: Counters, key: str) -> str:
@@ -318,13 +374,15 @@ def _short(value: float) -> str:
 
 
 def counted(
-    program: Program, spec: Spec, path: Path, case: str | None = None, raw: str = ""
+    program: Program, spec: Spec, kernel: Path, path: Path, case: str | None = None, raw: str = ""
 ) -> tuple[Export, tuple[Counters, ...]]:
     """A file's export and its figures, of an edited text where one is given, at the sizes of the case that
-    it says it is of, else of the spec's first. Raises CountersError."""
+    it says it is of, else of the spec's first; beside the schedules of the report beside ``kernel``. Raises
+    CountersError, and KernelError for a report that cannot be read."""
     export = read(path, case)
+    at = export.case or spec.cases[0].name
     sizes = {each.name: each.sizes for each in spec.cases}
-    return export, counters(program, export, sizes.get(export.case or spec.cases[0].name), raw)
+    return export, counters(program, export, sizes.get(at), raw, tuned(kernel, program, at))
 
 
 def words(found: Sequence[Counters]) -> str:
