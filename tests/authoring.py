@@ -28,7 +28,7 @@ from verifier.decision import central, compared
 from verifier.gates import identity
 from verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, ROUTINE, SINGLE_ROW
 from verifier.proof import REPEATS
-from verifier.quack_baseline import OWN_TUNER
+from verifier.quack_baseline import MATMUL, OWN_TUNER
 from verifier.report import PROTOCOL, Accepted, Checked, Config, Gate, Measured, Rejected, Timing
 from verifier.spec import Spec
 from verifier.spec_file import load
@@ -204,7 +204,7 @@ def timing(case: Case, speedup: float = 1.3) -> Timing:
     own = ((2.0,) * FEWEST,) * 3
     rivals = {
         arm: tuple((2.0 * ratio * factor,) * FEWEST for factor in (0.98433, 1.0, 1.01592))
-        for arm, ratio in {"torch.compile": speedup, "cuBLAS matmul": 0.95}.items()
+        for arm, ratio in {"torch.compile": speedup, "cuBLAS matmul": 0.95, MATMUL: 0.95}.items()
     }
     return Timing(
         case=case.name,
@@ -214,11 +214,13 @@ def timing(case: Case, speedup: float = 1.3) -> Timing:
         ratios={arm: compared(rows, own) for arm, rows in rivals.items()},
         roofline_milliseconds=1.5,
         host_microseconds={"candidate": 13.0, "cuBLAS matmul": 17.0},
+        graph_milliseconds=2.0,
         tuning_seconds=20.0,
         finalists={"0": ({"tile_m": 256, "tile_n": 128, "pingpong": False}, {"swizzle": 16})},
         quack={OWN_TUNER: (QUACK,)},
         processes=3,
         rounds=FEWEST,
+        input_sets=2,
         samples={"candidate": own, **rivals},
     )
 
@@ -249,12 +251,30 @@ def came_out(ratio: float) -> dict[str, Any]:
     return interval | {"bootstrap": [low, high], "student": [low, high]}
 
 
+# How the GPU fared during a case, read a round.
+SEEN: dict[str, Any] = {
+    "sm_mhz": [1500, 1600, 1700],
+    "memory_mhz": [2619, 2619, 2619],
+    "power_w": [640.0, 690.0, 700.0],
+    "readings": FEWEST,
+}
+ITSELF = {"estimate": 1.0, "low": 0.999, "high": 1.001, "confidence": 0.95, "detectable": 0.0}
+
+
 def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:
     """What ``verifier.measure.measure`` says of a kernel that is right and fast."""
     proved, repeated = proofs(spec, program)
     rows = tuple(timing(case, speedup) for case in spec.cases if case.bench)
     said = {str(step): schedule.to_json() for step, schedule in program.schedule.items()}
-    rows = tuple(row.model_copy(update={"schedules": row.schedules | said}) for row in rows)
+    rows = tuple(
+        row.model_copy(
+            update={
+                "schedules": row.schedules | said,
+                "roofline_milliseconds": round(roofline(program, row.sizes).seconds * 1e3, 5),
+            }
+        )
+        for row in rows
+    )
     lows = {t.case: t.ratios["torch.compile"].model_dump() for t in rows}
     decision = {"baseline": "torch.compile", "threshold": spec.accept.speedup, "speedup": lows}
     control, *others = [t.case for t in rows]
@@ -265,11 +285,11 @@ def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:
         gates=(
             Gate(gate="numerics", seconds=1.0, figures=proved),
             Gate(gate="stability", seconds=1.0, figures=repeated),
-            Gate(gate="benchmark", seconds=1.0, figures={}),
+            Gate(gate="benchmark", seconds=1.0, figures={"against_itself": ITSELF}),
             Gate(gate="decision", seconds=0.0, figures=decision),
         ),
         timings=rows,
-        conditions={"gpu": "NVIDIA H100 80GB HBM3", "during": {score: {} for score in scores}},
+        conditions={"gpu": "NVIDIA H100 80GB HBM3", "during": {score: SEEN for score in scores}},
         controls=tuple(
             {"process": n, "attempt": 0, "case": control, "same": came_out(1.0), "planted": came_out(1.025)}
             | {"faults": []}

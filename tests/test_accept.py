@@ -461,7 +461,8 @@ def test_the_message_has_figures_and_author(spec: Path, repository: Path) -> Non
     assert subject == "Accept toy"
     assert "Author: Ada via handoff, 1 attempt(s), run toy-" in body
     assert "Device: NVIDIA H100 80GB HBM3, 2026-11-20T12:00:00+00:00" in body
-    ratios = "1.300x torch.compile [1.250, 1.352], 0.950x cuBLAS matmul [0.913, 0.988]"
+    matmuls = "0.950x cuBLAS matmul [0.913, 0.988], 0.950x QuACK matmul [0.913, 0.988]"
+    ratios = f"1.300x torch.compile [1.250, 1.352], {matmuls}"
     assert f"large: 2.000 ms; {ratios}\nwide: 2.000 ms; {ratios}\n" in body
 
 

@@ -197,9 +197,9 @@ def test_the_table_has_what_journals_tell(toy: Path) -> None:
         )
     lines = [line.split() for line in capture.get().splitlines()]
     assert lines[1][:3] == ["1", names[0], "checked"] and lines[2][:3] == ["2", names[1], "accepted"]
-    assert lines[2][-3:] == ["2.000", "1.300", "75%"]
+    assert lines[2][-3:] == ["2.000", "1.300", "7%"]
     assert lines[3][:3] == ["3", names[2], "rejected"]
-    assert lines[3][-3:] == ["(2.000)", "(0.900)", "(75%)"]
+    assert lines[3][-3:] == ["(2.000)", "(0.900)", "(7%)"]
     assert "q stops all; in parentheses: measured and not accepted" in capture.get()
     ranked = sorted(map(history.of, names), key=candidates._merit)
     assert [past.run for past in ranked] == [names[1], names[0], names[2]]

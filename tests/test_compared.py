@@ -112,8 +112,8 @@ def test_candidates_are_set_side_by_side_by_the_name_of_any(toy: Path, tmp_path:
     assert f"Each had the same budget: {budget}." in root.text and alone not in root.text
     times = cells(root, "Times")[1:]
     assert [row[:2] for row in times[1:3]] == [[names[0], "wide"], [f"{names[1]} (not accepted)", "large"]]
-    assert times[0] == [names[0], "large", "2.000", "1.500 [1.442, 1.560]", "75%"]
-    assert times[2][2:] == ["2.000", "0.900 [0.865, 0.936]", "75%"]
+    assert times[0] == [names[0], "large", "2.000", "1.500 [1.442, 1.560]", "7%"]
+    assert times[2][2:] == ["2.000", "0.900 [0.865, 0.936]", "7%"]
     assert (
         f"attempt 3 was kept, with {GAIN}" in root.text
         and f"{names[2]}: no round after the first attempt." in root.text

@@ -11,7 +11,19 @@ import pytest
 import torch
 
 from verifier import conditions
-from verifier.conditions import Monitor, device
+from verifier.conditions import Monitor, device, findings, unread
+
+# NVML's names of why a clock is held back, by the report's.
+REASONS = {
+    "idle": "nvmlClocksThrottleReasonGpuIdle",
+    "application clocks": "nvmlClocksThrottleReasonApplicationsClocksSetting",
+    "software power cap": "nvmlClocksThrottleReasonSwPowerCap",
+    "hardware slowdown": "nvmlClocksThrottleReasonHwSlowdown",
+    "sync boost": "nvmlClocksThrottleReasonSyncBoost",
+    "software thermal": "nvmlClocksThrottleReasonSwThermalSlowdown",
+    "hardware thermal": "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+}
 
 
 class FakeNvml(ModuleType):
@@ -26,7 +38,7 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.clocks = itertools.count(1980, -15)
         self.open = 0
-        for bit, constant in enumerate(conditions._THROTTLE.values()):
+        for bit, constant in enumerate(REASONS.values()):
             setattr(self, constant, 1 << bit)
 
     def nvmlInit(self) -> None:
@@ -80,6 +92,46 @@ def test_a_monitor_tells_the_range_of_each_sensor_and_every_reason_for_throttlin
     assert found["throttle"] == ["idle", "software power cap"]
     assert found["readings"] == 3 and found["driver"] == "580.0"
     assert nvml.open == 0
+
+
+def test_every_reason_for_throttling_has_its_name(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bit, name in enumerate(REASONS):
+        monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _, n=bit: 1 << n)
+        with Monitor() as monitor:
+            monitor.sample()
+            assert monitor.summary()["throttle"] == [name]
+
+
+READ = {"sm_mhz": [1395, 1440.0, 1485], "memory_mhz": [2619, 2619, 2619], "power_w": [693.1, 697.8, 698.0]}
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (READ, ""),
+        (READ | {"temperature_c": "unavailable: Not Supported"}, ""),
+        ({}, "nothing was read"),
+        ([], "nothing was read"),
+        ({"nvml": "unavailable: Driver Not Loaded"}, "NVML unavailable: Driver Not Loaded"),
+        (READ | {"power_w": "unavailable: Not Supported"}, "power_w unavailable: Not Supported"),
+        ({k: v for k, v in READ.items() if k != "sm_mhz"}, "sm_mhz was not read"),
+        (READ | {"memory_mhz": [2619, 2619]}, "memory_mhz [2619, 2619]"),
+        (READ | {"memory_mhz": [2619, 1, 2619]}, "memory_mhz [2619, 1, 2619]"),
+        (READ | {"power_w": [0, 697.8, 698.0]}, "power_w [0, 697.8, 698.0]"),
+    ],
+)
+def test_evidence_has_clocks_and_power(seen: object, words: str) -> None:
+    assert unread(seen) == words
+
+
+def test_a_measurement_without_clocks_or_power_says_so_once_a_reason() -> None:
+    assert findings({"score/0/large": READ, "score/0/wide": READ}) == []
+    blind = {"nvml": "unavailable: pynvml is not installed; pip install nvidia-ml-py"}
+    (said,) = findings({"score/0/large": blind, "score/0/wide": blind, "score/1/large": READ})
+    assert said == (
+        "clocks and power are not known, so this is no evidence: NVML unavailable: pynvml is not installed; "
+        "pip install nvidia-ml-py (during score/0/large, score/0/wide)"
+    )
 
 
 def test_without_nvml_the_reason_is_told(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

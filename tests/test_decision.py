@@ -9,9 +9,9 @@ import pytest
 from authoring import TOY, TOY_KERNEL, checked, measured, program_of, timing
 
 from verifier.claims import unfounded
-from verifier.decision import Void, decide
+from verifier.decision import BASELINE, KEPT, NO_FASTER, Void, central, compared, decide
 from verifier.gates import Failed
-from verifier.report import Accepted, Authorship, Timing, accepted
+from verifier.report import Accepted, Authorship, Ratio, Timing, accepted
 from verifier.spec import Spec
 from verifier.spec_file import load
 
@@ -64,11 +64,71 @@ def test_a_reported_case_that_beats_the_hardware_is_a_wrong_measurement(tmp_path
     spec = toy(tmp_path, "report")
     rows = timings(spec, {})
     assert rows[1].case == "wide"
-    rows[1] = rows[1].model_copy(update={"milliseconds": rows[1].milliseconds | {"candidate": 1e-4}})
-    with pytest.raises(Void, match="case wide: 0.0001 ms is less than"):
+    rows[1] = rows[1].model_copy(update={"samples": rows[1].samples | {"candidate": ((1e-4,) * 12,) * 3}})
+    with pytest.raises(Void, match="case wide: process 0: 0.0001 ms is less than"):
         decide(spec, program_of(spec, TOY_KERNEL), tuple(rows), {})
-    with pytest.raises(Void, match="case large: 0.0002 ms is less than"):
+    with pytest.raises(Void, match="case large: in a CUDA graph: 0.0002 ms is less than"):
         decided(spec, {}, graph_milliseconds=2e-4)
+
+
+def test_one_process_that_beats_the_hardware_is_not_averaged_away(tmp_path: Path) -> None:
+    """Its case has 0.1389 ms at least: the mean over the processes is over that."""
+    spec = toy(tmp_path, "true")
+    own = ((2.0,) * 12, (0.1,) * 12, (2.0,) * 12)
+    assert central(own) > 0.7
+    samples = timings(spec, {})[0].samples | {"candidate": own}
+    with pytest.raises(
+        Void, match=r"case large: process 1: 0.1 ms is less than the 0.13891 ms that the hard"
+    ):
+        decided(spec, {}, samples=samples)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_sample_that_is_no_duration_makes_figures_void(wrong: float) -> None:
+    row = (1.0,) * 11
+    rows, others = ((1.0, *row), (wrong, *row)), ((1.0, *row),) * 2
+    for given in ((rows, others), (others, rows)):
+        with pytest.raises(Void, match=f"a timed call took {wrong} ms, which is no duration"):
+            compared(*given)
+    with pytest.raises(Void, match="no duration"):
+        central(rows)
+
+
+def test_a_lower_bound_at_the_threshold_does_not_exceed_it(tmp_path: Path) -> None:
+    spec = toy(tmp_path, "true")
+    row = timings(spec, {})[0]
+    for low, slow in ((spec.accept.speedup, True), (spec.accept.speedup + 1e-5, False)):
+        ratio = Ratio(estimate=1.3, low=low, high=1.4)
+        given = (row.model_copy(update={"ratios": row.ratios | {BASELINE: ratio}}),)
+        if slow:
+            with pytest.raises(Failed, match=r"the lower bound must exceed 1\.1"):
+                decide(spec, program_of(spec, TOY_KERNEL), given, {})
+        else:
+            decide(spec, program_of(spec, TOY_KERNEL), given, {})
+
+
+@pytest.mark.parametrize(
+    ("wide", "why"),
+    [((0.97, 0.999), "slower on wide"), ((0.5, 0.8), "slower on wide"), ((0.97, 1.0), ""), ((1.1, 1.2), "")],
+)
+def test_a_change_is_slower_where_all_of_its_interval_is_below_1(
+    tmp_path: Path, wide: tuple[float, float], why: str
+) -> None:
+    spec = toy(tmp_path, "true")
+    bounds = {"large": (1.01, 1.02), "wide": wide}
+    rows = tuple(
+        t.model_copy(
+            update={"ratios": t.ratios | {KEPT: Ratio(estimate=sum(ends) / 2, low=ends[0], high=ends[1])}}
+        )
+        for t in timings(spec, {})
+        for ends in (bounds[t.case],)
+    )
+    if not why:
+        decide(spec, program_of(spec, TOY_KERNEL), rows, {})
+        return
+    with pytest.raises(Failed, match=why) as caught:
+        decide(spec, program_of(spec, TOY_KERNEL), rows, {})
+    assert caught.value.code == NO_FASTER
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,7 @@ def test_a_kernel_that_was_measured_as_slow_has_its_charts(toy: Path, out: Path)
     root = shown(make_run(toy, found=slow), out)
     (attempt,) = attempts(root)
     assert attempt.every("h2")[0].text == "Attempt 1: rejected"
-    assert [len(chart.every("rect", "bar")) for chart in attempt.every("svg")] == [3, 3]
+    assert [len(chart.every("rect", "bar")) for chart in attempt.every("svg")] == [4, 4]
     assert cells(attempt, "Ratios")[1][1].startswith(f"{rows[0].ratios['torch.compile'].estimate:.3f} [")
     assert "Evidence" not in attempt.text  # which would be the same once more
 

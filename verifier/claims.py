@@ -7,17 +7,19 @@ what its protocol promises (``verifier.report``) must be there, within the limit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from primitives.ir import Program
 from primitives.roofline import roofline
-from verifier.decision import BASELINE, CANDIDATE, PROCESSES, Rows, Void, central, compared, decide
+from verifier.conditions import unread
+from verifier.decision import CANDIDATE, PROCESSES, Rows, Void, central, compared, decide
 from verifier.gates import Failed
-from verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGLE_ROW
+from verifier.measure import DEFAULT_ARMS, FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGLE_ROW
 from verifier.proof import REPEATS
+from verifier.quack_baseline import admitted
 from verifier.report import (
     CONTROLS_AMONG_ARMS,
     PROTOCOL,
@@ -29,12 +31,12 @@ from verifier.report import (
 from verifier.scoring import faults
 from verifier.sizes import TILE, hidden
 from verifier.spec import Spec
-from verifier.statistics import Interval
+from verifier.statistics import MIN_ROUNDS, Interval
 from verifier.timing import FEWEST
 
 GPU = "H100"  # in the name of the device that kernels are written for
-ROUNDED = 1e-4  # figures of numerics are kept to so much
-
+ROUNDED = 1e-4  # figures of numerics are kept to so much, and of the kernel against itself agree to it
+FEWEST_SETS = 2  # of inputs, that take turns: no call finds in the L2 what the one before it read
 
 # By protocol: whether each process's controls were arms of a case that was scored.
 AMONG = {SEPARATE_CONTROLS: False, CONTROLS_AMONG_ARMS: True, PROTOCOL: True}
@@ -98,13 +100,13 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
         known = ", ".join(map(str, AMONG))
         said = f"is of protocol {number}" if number else "says no protocol, and shows none"
         return [f"{name}: the report {said}; known are {known}: measure again, or update"]
-    timings = _timings(name, spec, report)
+    timings = _timings(name, spec, program, report)
     return [
         *_device(name, report),
         *timings,
         *_scheduled(name, program, report),
         *(() if timings else _decided(name, spec, program, report)),
-        *_controls(name, spec, report, among=AMONG[number]),
+        *_controls(name, spec, report, number),
         *_proofs(name, spec, program, report),
     ]
 
@@ -113,7 +115,7 @@ def of_samples(timing: Timing, arm: str) -> Ratio | None:
     """The arm's ratio to the candidate, made anew; None where there are no samples for one."""
     try:
         return compared(timing.samples[arm], timing.samples[CANDIDATE])
-    except (KeyError, ValueError):  # none, or too few
+    except (KeyError, ValueError, Void):  # none, too few, or no durations
         return None
 
 
@@ -125,8 +127,10 @@ def _device(name: str, report: Accepted) -> list[str]:
 # Timings
 
 
-def _timings(name: str, spec: Spec, report: Accepted) -> list[str]:
-    """Each measured case: timed once, at its sizes, with samples that give what is said of them."""
+def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
+    """Each measured case: timed once, at its sizes, against every arm, with samples that give what is said
+    of them."""
+    arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
     found = [
         f"{name}: the report has a timing of case {t.case}, which the spec does not measure: measure again"
@@ -144,7 +148,11 @@ def _timings(name: str, spec: Spec, report: Accepted) -> list[str]:
         if timing.sizes != sizes:
             found.append(f"{name}: case {case} was measured at {timing.sizes}, not at {sizes}: measure again")
         place = f"{name}: case {case}"
-        found += [f"{place}{words}: measure again" for words in _sampled(timing)]
+        bound = round(roofline(program, sizes).seconds * 1e3, 5)
+        if timing.roofline_milliseconds != bound:
+            told = timing.roofline_milliseconds
+            found.append(f"{place} says a roofline of {told} ms, the program's is {bound}: measure again")
+        found += [f"{place}{words}: measure again" for words in (*_raced(timing, arms), *_sampled(timing))]
     return found
 
 
@@ -158,13 +166,23 @@ def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
     ]
 
 
+def _raced(t: Timing, arms: Sequence[str]) -> list[str]:
+    """What a case was not timed against, or not as every case is."""
+    found = [f" was not measured against {arm}" for arm in arms if arm not in t.ratios]
+    if t.graph_milliseconds is None:
+        found.append(" was not measured in a CUDA graph")
+    if not t.cold:
+        found.append(" was measured from a warm L2")
+    if t.input_sets < FEWEST_SETS:
+        found.append(f" was measured on {t.input_sets} set(s) of inputs; at least {FEWEST_SETS} take turns")
+    return found
+
+
 def _sampled(t: Timing) -> list[str]:
     """What is wrong with one case's samples, or with what is said of them."""
     own = t.samples.get(CANDIDATE, ())
     rounds = [len(row) for row in own]
     found = []
-    if BASELINE not in t.ratios:
-        found.append(f" was not measured against {BASELINE}")
     if t.processes != len(own) or len(own) < PROCESSES:
         found.append(
             f" says {t.processes} process(es) and has samples of {len(own)}; there are at least {PROCESSES}"
@@ -173,8 +191,6 @@ def _sampled(t: Timing) -> list[str]:
         found.append(
             f" says {t.rounds} rounds and has {min(rounds, default=0)}; there are at least {FEWEST} a process"
         )
-    if not t.cold:
-        found.append(" was measured from a warm L2")
     found += [
         f": its samples of {arm} are not of the candidate's rounds"
         for arm, rows in t.samples.items()
@@ -196,7 +212,7 @@ def _median(rows: Rows) -> float:
     """As a report has it; NaN, which equals nothing, where there are no such samples."""
     try:
         return round(central(rows), 5)
-    except (ValueError, ZeroDivisionError):  # empty, or no durations
+    except (ValueError, ZeroDivisionError, Void):  # empty, or no durations
         return math.nan
 
 
@@ -217,26 +233,31 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 # Controls
 
 
-def _controls(name: str, spec: Spec, report: Accepted, *, among: bool) -> list[str]:
-    """Each process scored every case, and found the planted delay and nothing where there was nothing."""
+def _controls(name: str, spec: Spec, report: Accepted, number: int) -> list[str]:
+    """Each process scored every case, and found the planted delay and nothing where there was nothing.
+    ``number``: of the protocol."""
     processes = max((t.processes for t in report.timings), default=PROCESSES)
     try:
         controls = _CONTROLS.validate_python(report.controls)
     except ValidationError as error:
         return [f"{name}: the controls are none: {_first(error)}: measure again"]
+    if number == PROTOCOL and any(c.process is None for c in controls):
+        return [f"{name}: the controls do not all say their process: measure again"]
     numbered = [(n if c.process is None else c.process, c) for n, c in enumerate(controls)]
     tried = [[c for number, c in numbered if number == process] for process in range(processes)]
     if not all(tried) or sum(map(len, tried)) != len(controls):
         return [f"{name}: the controls are not those of {processes} processes: measure again"]
-    pieces = report.conditions.get("during") or ()
-    return [
-        f"{name}: {words}: measure again"
+    words = [
+        each
         for process, attempts in enumerate(tried)
-        for words in (
+        for each in (
             *_tested(process, attempts),
-            *_scored(process, attempts[-1].case, spec, pieces, among=among),
+            *_scored(process, attempts[-1].case, spec, report, among=AMONG[number]),
         )
     ]
+    if number == PROTOCOL:
+        words += _against_itself(report, [attempts[-1] for attempts in tried])
+    return [f"{name}: {each}: measure again" for each in words]
 
 
 def _tested(process: int, attempts: list[_Control]) -> list[str]:
@@ -245,19 +266,67 @@ def _tested(process: int, attempts: list[_Control]) -> list[str]:
     found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
     if not all(replaced) or len(replaced) > RETRIES:
         found.append(f"process {process} was replaced {len(replaced)} times, once for no fault or too often")
+    if not all(_encloses(interval) for c in attempts for interval in (c.same, c.planted)):
+        found.append(f"process {process}'s controls have an interval that is not around its estimate")
     return found
 
 
-def _scored(process: int, control: str, spec: Spec, pieces: Collection[str], *, among: bool) -> list[str]:
-    """Each case has a piece of the measurement, that of the controls under their name."""
+def _encloses(i: Interval) -> bool:
+    """Whether the interval is both methods' together, and has the estimate in it."""
+    lows, highs = zip(i.bootstrap, i.student, strict=True)
+    return min(lows) == i.low <= i.estimate <= i.high == max(highs)
+
+
+def _scored(process: int, control: str, spec: Spec, report: Accepted, *, among: bool) -> list[str]:
+    """Each case has a piece of the measurement, that of the controls under their name, and in each the clocks
+    and the power were read in every round."""
+    during = report.conditions.get("during")
+    pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
     cases = [case.name for case in spec.cases if case.bench]
     found = [] if control in cases else [f"process {process}'s controls are of no measured case"]
     for case in cases:
         score = f"score/{process}/{case}"
         controlled = among and case == control
-        if not any(p.startswith(f"{score}/controlled.") if controlled else p == score for p in pieces):
+        named = [p for p in pieces if (p.startswith(f"{score}/controlled.") if controlled else p == score)]
+        if not named:
             found.append(f"nothing says how the GPU fared during {score}")
+        elif why := _unread(pieces[max(named)], _rounds(report, case, process)):  # the last attempt
+            found.append(f"clocks and power are not known during {max(named)}: {why}")
     return found
+
+
+def _unread(seen: Any, rounds: int | None) -> str:
+    why = unread(seen)
+    if why or rounds is None or seen.get("readings") == rounds:
+        return why
+    return f"they were read {seen.get('readings')} times in {rounds} rounds"
+
+
+def _rounds(report: Accepted, case: str, process: int) -> int | None:
+    """Of a process; None where it has no samples, which is said elsewhere."""
+    rows = next((t.samples.get(CANDIDATE, ()) for t in report.timings if t.case == case), ())
+    return len(rows[process]) if process < len(rows) else None
+
+
+def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]:
+    """What the benchmark gate says of the kernel against itself is what each process's controls say of it.
+    Its interval depends on their rounds, too, which no report has."""
+    try:
+        told = Ratio.model_validate(_figures(report, "benchmark").get("against_itself"))
+        made = compared(
+            [[c.same.estimate] * MIN_ROUNDS for c in controls], [[1.0] * MIN_ROUNDS] * len(controls)
+        )
+    except ValidationError as error:
+        return [f"gate benchmark does not say how the kernel did against itself: {_first(error)}"]
+    except Void:
+        return ["the controls of a kernel against itself are no ratios"]
+    agree = [(told.estimate, made.estimate), (told.detectable or 0.0, made.detectable or 0.0)]
+    if any(not abs(a - b) <= ROUNDED for a, b in agree) or not told.low <= told.estimate <= told.high:
+        return [
+            f"gate benchmark says {told.estimate} [{told.low}, {told.high}] of the kernel against itself, "
+            f"its processes' controls {made.estimate}"
+        ]
+    return []
 
 
 # Numerics and stability

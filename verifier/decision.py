@@ -32,7 +32,9 @@ class Void(Exception):
 
 
 def compared(arm: Rows, candidate: Rows) -> Ratio:
-    """Of an arm to the candidate, over processes; of a single one over its rounds, no ground to accept on."""
+    """Of an arm to the candidate, over processes; of a single one over its rounds, no ground to accept on.
+    Void for a sample that is no duration; ValueError for too few, or unpaired ones."""
+    _durations((*arm, *candidate))
     pairs = list(zip(arm, candidate, strict=True))
     found = statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
@@ -42,8 +44,15 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 
 def central(rows: Rows) -> float:
-    """The geometric mean of the processes' medians."""
+    """The geometric mean of the processes' medians. Void for a sample that is no duration."""
+    _durations(rows)
     return math.exp(sum(math.log(median(row)) for row in rows) / len(rows))
+
+
+def _durations(rows: Rows) -> None:
+    wrong = [x for row in rows for x in row if not (math.isfinite(x) and x > 0)]
+    if wrong:
+        raise Void(f"a timed call took {wrong[0]} ms, which is no duration: the measurement is wrong")
 
 
 def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
@@ -88,11 +97,15 @@ def _improvement(rows: Sequence[Timing]) -> None:
 
 
 def _believable(program: Program, t: Timing) -> None:
-    """Void where a time beats what the hardware allows."""
+    """Void where a process's median, or that of the graph, beats what the hardware allows: a mean over
+    processes would hide one that does among others that do not."""
     limit = roofline(program, t.sizes).limit * 1e3
-    for seen in (t.milliseconds[CANDIDATE], t.graph_milliseconds):
-        if seen is not None and seen < limit:
+    times = {f"process {n}: ": median(row) for n, row in enumerate(t.samples[CANDIDATE])}
+    if t.graph_milliseconds is not None:
+        times["in a CUDA graph: "] = t.graph_milliseconds
+    for place, seen in times.items():
+        if seen < limit:
             raise Void(
-                f"case {t.case}: {seen} ms is less than the {limit:.5f} ms that the hardware allows: the "
-                "measurement is wrong"
+                f"case {t.case}: {place}{seen:.6g} ms is less than the {limit:.5f} ms that the hardware "
+                "allows: the measurement is wrong"
             )
