@@ -122,7 +122,8 @@ def test_an_object_is_for_heads_of_one_width(monkeypatch: pytest.MonkeyPatch, tm
     (kernel,) = lowered.gemms
     period = kernel.periods[0]
     vector = VectorKernel(0, "Finish", 0, (replace(kernel.arguments[0], period=period),))
-    for each, schedule in ((kernel, ONE[0]), (vector, None)):
+    alone = replace(kernel, name="Alone", arguments=())
+    for each, schedule in ((kernel, ONE[0]), (alone, ONE[0]), (vector, None)):
         narrow, wide = (
             raw.Wanted(lowered, each, schedule, {d: size for d in program.signature.dims})
             for size in (32, 64)
@@ -150,6 +151,12 @@ def test_what_a_compiler_says_in_colours_is_plain(tmp_path: Path) -> None:
 
     found = child.refusal(child.run(coloured, tmp_path), "")
     assert found is not None and found.message == "ValueError: error: a type?]0;title?\nnext?"
+
+    def painted() -> dict[str, object]:
+        raise ValueError("first" + "\x1b[1m" * child.MOST_WORDS + "last")
+
+    found = child.refusal(child.run(painted, tmp_path), "")
+    assert found is not None and found.message == "ValueError: firstlast"
     forged = {"code": "\x1b[1mx", "message": "\x1b[2J" * 1000 + "words", "line": None}
     found = child.refusal(forged, "")
     assert found is not None and (found.code, found.message) == ("x", "words")
