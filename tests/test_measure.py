@@ -197,6 +197,26 @@ def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
     assert found.seeds["score/1/large/controlled.0/benchmark/0"] and found.seeds["tune/wide/tuning"] == 1
 
 
+def test_what_was_not_read_of_the_gpu_is_a_finding(spec: Spec, workers: Workers) -> None:
+    found = run(spec)
+    assert isinstance(found, Measured), found
+    (said,) = found.gates[2].findings
+    assert found.gates[2].gate == "benchmark"
+    assert "memory_mhz was not read; power_w was not read (during score/0/large/controlled.0, " in said
+
+
+def test_a_sample_of_no_time_makes_a_measurement_void(spec: Spec, workers: Workers) -> None:
+    def timed(given: Any) -> dict[str, Any]:
+        found = workers.score(given)
+        found["samples"]["torch.compile"][3] = 0.0
+        return found
+
+    workers.answers[score] = timed
+    found = run(spec)
+    assert isinstance(found, Unmeasured), found
+    assert found.reason == "a timed call took 0.0 ms, which is no duration: the measurement is wrong"
+
+
 def test_proofs_cover_hidden_sizes_and_a_single_row_on_probes_and_on_what_was_tuned(
     spec: Spec, workers: Workers
 ) -> None:
