@@ -41,12 +41,16 @@ def evaluate(text):
     exec(compile(ast.parse(text), "kernel.py", "exec"), {})
 def call(function, text):
     return function(text)
+def start(text):
+    import subprocess
+    subprocess.run([sys.executable, "-c", "import sys; exec(sys.argv[1], {})", text], check=True)
 def load(path):
     spec = importlib.util.spec_from_file_location("loaded", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
 SETTING = """
-import sys, types
+import ast, sys, types
+from concurrent.futures import ThreadPoolExecutor
 planted = types.ModuleType("verifier.planted")
 exec(compile(open(sys.argv[1]).read(), "planted.py", "exec"), planted.__dict__)
 text = open(sys.argv[2]).read()
@@ -90,6 +94,11 @@ def heard(files: tuple[Path, Path, Path], *codes: str) -> Account:
         ["trace(); planted.evaluate(text)"],  # by way of a syntax tree
         ["trace(); planted.run('x = 1\\n' + text + '\\ny = 2')"],
         ["trace(); planted.load(sys.argv[2])"],
+        ["trace(); planted.run(text.replace('\\n', '\\r\\n'))"],
+        ["trace(); planted.run(text.replace('x, w)}', 'x,w)}'))"],  # a blank less
+        ["trace(); planted.run('# ours\\n' + text.replace('return', '\\n\\n    return'))"],
+        ["trace(); planted.run(ast.unparse(ast.parse(text)))"],
+        ["trace()", "planted.run('x = 1\\n' + ast.unparse(ast.parse(text)) + '\\ny = 2')"],
         ["import py_compile; py_compile.compile(sys.argv[2]); trace()", "planted.load(sys.argv[2])"],
     ],
 )
@@ -97,6 +106,52 @@ def test_a_candidate_outside_the_jail_is_heard(files: tuple[Path, Path, Path], c
     found = heard(files, *codes)
     assert len(found.candidates) == 1 and found.processes == len(codes)
     assert found.violations and all("planted.py:" in v for v in found.violations)
+
+
+def test_a_candidate_in_a_process_that_the_verifier_starts_is_heard(files: tuple[Path, Path, Path]) -> None:
+    found = heard(files, "trace(); planted.start(text)")
+    (said,) = found.violations
+    assert found.processes == 2 and "planted.py:" in said and said.endswith("which started it")
+
+
+def test_a_candidate_that_a_thread_runs_is_heard(files: tuple[Path, Path, Path]) -> None:
+    """Nobody's frame is beneath it: who handed it over is another thread's."""
+    (said,) = heard(files, "trace(); ThreadPoolExecutor(1).submit(exec, text, {}).result()").violations
+    assert "a thread that does nothing else" in said
+
+
+def test_another_kernel_is_no_violation(files: tuple[Path, Path, Path]) -> None:
+    other = "text.replace('x, w)}', 'x, x)}')"
+    found = heard(files, f"trace(); planted.run({other}); ThreadPoolExecutor(1).submit(exec, {other}, {{}})")
+    assert len(found.candidates) == 1 and not found.violations
+
+
+WORKING = """
+sys.path.insert(0, sys.argv[1].rpartition("/")[0])
+import os, task
+from primitives import workers
+os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ["PYTHONPATH"]])
+assert workers.run_all(task.execute, [text]) == [True]
+"""
+
+
+def test_a_candidate_in_a_worker_of_ours_is_heard(files: tuple[Path, Path, Path]) -> None:
+    """A real one, of those that compile in parallel: only frames of ``primitives`` are beneath its tasks."""
+    files[0].with_name("task.py").write_text("def execute(text):\n    exec(text, {})\n    return True\n")
+    found = heard(files, "trace()\n" + WORKING)
+    assert len(found.candidates) == 1 and found.processes == 2
+    assert found.violations and all("primitives/workers.py:" in v for v in found.violations)
+
+
+def test_the_confined_child_may_run_an_edited_text(files: tuple[Path, Path, Path]) -> None:
+    """The one that is forked for it: its frames are primitives', and the first is the confinement's."""
+    code = "def work():\n    planted.__name__ = 'primitives.planted'\n    planted.run(text)\n"
+    code += "    return {'ran': 1}\n"
+    code += "import tempfile\nfrom pathlib import Path\nfrom primitives.raw import child\ntrace()\n"
+    code += "with tempfile.TemporaryDirectory() as scratch:\n"
+    code += "    assert child.run(work, Path(scratch)) == {'ran': 1}"
+    found = heard(files, code)
+    assert len(found.candidates) == 1 and not found.violations
 
 
 def test_a_test_that_traces_its_own_kernel_is_no_violation(files: tuple[Path, Path, Path]) -> None:
@@ -131,7 +186,7 @@ def test_this_very_process_is_watched() -> None:
     trace_source(source, SIGNATURE)
     log = (directory / f"{os.getpid()}.log").read_text()
     assert log.startswith("watched\n")
-    assert f"candidate\t{candidate_watch._digest(source.strip().encode())}\n" in log
+    assert f"candidate\t{candidate_watch.known_by(source.strip().encode())}\n" in log
 
 
 SUITE = """

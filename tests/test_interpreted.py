@@ -30,8 +30,11 @@ def test_every_family_has_sizes_of_its_own() -> None:
     assert drawn == list(runs(spec, 5)) and drawn != list(runs(spec, 6))
     assert {run.family for run in drawn} == {*FAMILIES, *ON_CPU}
     assert [dict(run.sizes) for run in drawn[:2]] == small_sizes(spec)
-    assert drawn[-2].sizes["M"] == 1
+    end = next(i for i, run in enumerate(drawn) if run.sizes["M"] == 1) + 2
+    drawn, between = drawn[:end], drawn[end:]
     assert min(drawn[-1].sizes.values()) >= 376 and max(drawn[-1].sizes.values()) <= 1024
+    assert len(between) > 50 and all(run.long for run in between)
+    assert {run.family for run in between if min(run.sizes.values()) >= 32} == {"normal"}
     long = [run for run in drawn if run.long]
     assert {name: {run.sizes[name] for run in long if run.sizes[name] > 320} for name in spec.dims} == {
         name: {case.sizes[name] for case in spec.cases} - {128} for name in spec.dims

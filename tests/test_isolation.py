@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
-from cheats import sandbox, takeover
+from cheats import hostile
 from cheats.child import TAKEN_OVER, nothing_left
-from cheats.corpus import Rejection
 from cheats.twins import RMSNORM
 
 from primitives import children
@@ -37,23 +38,32 @@ def resident_bytes() -> int:
 
 
 def test_hostile_sources_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = [c for c in sandbox.CHEATS if not isinstance(c.ends, Rejection) or "timeout" not in c.ends.codes]
-    cheats = [*quick, *takeover.CHEATS]
-    assert len(cheats) > 40
+    made = hostile.sources(seed=20261122)
 
     def run(count: int) -> None:
-        for i in range(count):
-            cheat = cheats[i % len(cheats)]
-            monkeypatch.setattr(jail, "BOOT", TAKEN_OVER if cheat.taken_over else honest_boot)
-            ended.add(type(jail.trace(cheat.source, RMSNORM.spec.signature())))
+        for one in islice(made, count):
+            monkeypatch.setattr(jail, "BOOT", TAKEN_OVER if one.taken_over else honest_boot)
+            ended.add(type(jail.trace(one.source, RMSNORM.spec.signature())))
 
     honest_boot, ended = jail.BOOT, set[type]()
-    run(len(cheats))  # caches fill
+    run(60)  # caches fill
     with nothing_left(tmp_path, monkeypatch):
         before = resident_bytes()
         run(RUNS)
         assert resident_bytes() - before < RUNS * LEAK
     assert ended == {Traced, Rejected}  # what is contained is traced
+
+
+def test_no_hostile_source_is_another() -> None:
+    made = list(islice(hostile.sources(seed=1), 1000))
+    assert made == list(islice(hostile.sources(seed=1), 1000))
+    assert len({one.source for one in made}) == 1000
+    # Nor is one another but for its names, numbers and remarks.
+    shapes = {re.sub(r"#.*|\b[a-z]{6,12}\b|[-\d.]+|\s", "", one.source) for one in made}
+    assert len(shapes) > 800
+    wrappings = {one.wrapping for one in made}
+    assert wrappings == {*hostile.WRAPPINGS, "nothing"}
+    assert 300 < sum(one.taken_over for one in made) < 500
 
 
 # Layers that a system lacks

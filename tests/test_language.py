@@ -34,6 +34,7 @@ def refusal(source: str) -> ProgramError:
     "source",
     [
         kernel('"""Docstring, with \u03b3 and __dunder__."""', "h = gemm(x, w) + x  # \u03b3"),
+        kernel("h = x", before="# \uff47emm \u2028 \u0085\n").replace("'y'", "'\uff59\\\n\u00e9'"),
         kernel("a, b = pairs(x)", "a, _ = b, 1", "h = -x.mT * 0.5 / x.columns", "h += a ** 2"),
         kernel("c = where(x > 0, x, 1e-3)", "c = where(x <= w, c, x)"),
         kernel("for i in range(8):", "    x = x * i", "for _ in (1, 2):", "    pass"),
@@ -71,8 +72,13 @@ def test_honest_files_pass(source: str) -> None:
         ("_a = 1", "no name starts with _"),
         ("a__b = 1", "holds __"),
         ("a\uff3f\uff3fb = 1", "'a__b'"),  # fullwidth low lines, which NFKC makes _
-        ("a = ().__\u217dlass__", "no .__class__ here"),  # a Roman numeral, which NFKC makes c
-        ("a = \U0001d452val('1')", "nothing is named 'eval'"),  # NFKC makes it eval
+        ("a = ().__\u217dlass__", "letters beyond ASCII"),  # a Roman numeral, which NFKC makes c
+        ("a = \U0001d452val('1')", "letters beyond ASCII"),  # NFKC makes it eval
+        ("a = \uff47\uff45\uff4d\uff4d(x, w)", "letters beyond ASCII"),  # fullwidth: NFKC makes it gemm
+        ("a = x.\uff4dT", "letters beyond ASCII"),
+        ("\U0001d41a = x", "letters beyond ASCII"),  # a bold a
+        ("a = gemm(x, \uff57=w)", "letters beyond ASCII"),
+        ("a\u0301 = x", "letters beyond ASCII"),  # an accent of its own
         ("g\u0435mm = x", "letters beyond ASCII"),  # Cyrillic
         ("\u03b3 = x", "letters beyond ASCII"),
         ("a = gemm(x, __w=w)", "no name starts with _"),
@@ -152,6 +158,10 @@ def test_what_is_refused_names_its_line_and_a_remedy(line: str, said: str) -> No
         ("N = 1\n", "kernel", None, "this has 0"),
         (kernel() + kernel(), "kernel", 7, "this has 2"),
         (kernel().replace("@kernel\n", ""), "kernel", None, "this has 0"),
+        (kernel().replace("import gemm", "import \uff47emm"), "language", 1, "letters beyond ASCII"),
+        (kernel().replace("def f(", "def \uff46("), "language", 3, "letters beyond ASCII"),
+        (kernel().replace("(x, w, eps)", "(x, w, \uff45ps)"), "language", 3, "letters beyond ASCII"),
+        (kernel().replace("from p", "# \u03b3\rfrom \uff50"), "language", 2, "letters beyond ASCII"),
         (kernel().replace("@kernel", "@kernel(1)"), "language", 2, "without arguments"),
         (kernel().replace("kernel, ", ""), "language", 2, "import it from primitives"),
         (kernel().replace("(x, w, eps)", "(x, *w)"), "language", 3, "name the parameters"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from authoring import KERNELS, SHIPPED, SPECS, program_of
 
@@ -9,7 +11,16 @@ from primitives.dims import Dim
 from primitives.launchable import alignment_errors
 from primitives.lower import lower
 from primitives.probes import candidates
-from verifier.sizes import LARGEST, LARGEST_ON_CPU, hidden, row_dims, small_sizes, together
+from verifier.sizes import (
+    ELEMENTS,
+    LARGEST,
+    LARGEST_ON_CPU,
+    between,
+    hidden,
+    row_dims,
+    small_sizes,
+    together,
+)
 from verifier.spec import Spec
 from verifier.spec_file import load
 from verifier.spec_parts import OutputSpec, TensorSpec
@@ -88,6 +99,42 @@ def test_static_dims_may_leave_no_room_for_that() -> None:
     spec = spec_of("gemm_rmsnorm_swiglu")
     large = spec.model_copy(update={"static": ("D",), "cases": spec.cases[:1]})
     assert not list(together(large, 4))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_octave_up_to_the_largest_case_has_sizes_that_no_case_has(name: str) -> None:
+    spec = spec_of(name)
+    program = program_of(spec, (KERNELS / f"{name}.py").read_text())
+    drawn = list(between(spec, 4))
+    assert drawn == list(between(spec, 4)) and drawn != list(between(spec, 5))
+    for dim in set(spec.dims) - set(spec.static):
+        cases = {case.sizes[dim] for case in spec.cases}
+        found = [sizes[dim] for d, sizes in drawn if d == dim]
+        assert not cases & set(found) and max(found) < max(cases)
+        # Four heads at least make 256 columns, of which no more than 8192 rows are borne.
+        most = 8191 if (name, dim) == ("gemm_qk_norm_rope", "M") else max(cases)
+        whole = [power for power in range(6, 20) if 2 ** (power + 1) <= most]
+        for octave in (range(2**power, 2 ** (power + 1)) for power in whole):
+            many = [n for n in found if n in octave]
+            ragged = [n for n in many if n % 64]
+            assert len(ragged) == 1 and len(many) <= 2, (dim, octave)
+            assert (
+                len(many) == 2 or octave.start < 256
+            )  # 64 and 128 may be a case's, or the octave's other half
+    for _, sizes in drawn:
+        assert alignment_errors(program, sizes) == []
+        tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
+        assert all(math.prod(d(sizes) for d in t.shape) <= ELEMENTS for t in tensors)
+
+
+def test_what_lies_between_is_drawn_anywhere_and_at_round_sizes_too() -> None:
+    spec = spec_of("gemm_residual_partial_rmsnorm")
+    found = [sizes["N"] for seed in range(200) for dim, sizes in between(spec, seed) if dim == "N"]
+    for low, high in ((1504, 2040), (2100, 2400), (3800, 4090), (4100, 5000), (7000, 8190)):
+        assert sum(low < n < high for n in found) > 20, (low, high)
+    assert {512, 1024, 3072, 5120, 6144} <= set(found)
+    seeds = [{n for d, sizes in between(spec, seed) if d == "N" for n in [sizes["N"]]} for seed in range(200)]
+    assert all(any(2048 < n < 4096 for n in once) for once in seeds)  # a whole octave is never missed
 
 
 def test_sizes_that_cannot_be() -> None:

@@ -19,8 +19,8 @@ from primitives.place import untransposed
 from verifier import numerics, reference
 from verifier.inputs import DTYPES, FAMILIES, ON_CPU, draw
 from verifier.limits import Limits, of_stored, of_unrounded
-from verifier.numerics import OutputError
-from verifier.sizes import LARGEST_ON_CPU, hidden, small_sizes, stretched, together
+from verifier.numerics import FEW, OutputError
+from verifier.sizes import LARGEST_ON_CPU, between, hidden, small_sizes, stretched, together
 from verifier.spec import Spec
 
 STORED = "as stored"
@@ -40,8 +40,8 @@ class Run(NamedTuple):
 
 def runs(spec: Spec, seed: int) -> Iterator[Run]:
     """Each family at hidden sizes of its own; the first also at the fixed small sizes, at each extent that a
-    dim has in a case, and where all are longer at once. At one row integers, of which much is exact: a
-    handful of values makes poor statistics."""
+    dim has in a case, where all are longer at once, and between the cases' extents. At one row and at few
+    integers, of which much is exact: a handful of values makes poor statistics."""
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield Run(sizes, "normal", fresh())
@@ -52,6 +52,8 @@ def runs(spec: Spec, seed: int) -> Iterator[Run]:
     yield Run(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
     for sizes in together(spec, fresh()):
         yield Run(sizes, "normal", fresh())
+    for dim, sizes in between(spec, fresh()):
+        yield Run(sizes, "integers" if sizes[dim] < FEW else "normal", fresh(), long=True)
 
 
 def judged(spec: Spec, program: Program, run: Run) -> Iterator[tuple[str, list[OutputError]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
@@ -22,6 +23,9 @@ MAX_DEPTH = 100  # a sum of n terms is n deep
 MAX_ITERATIONS = 4096
 MAX_INTEGER = 10**15
 MAX_EXPONENT = 64
+
+_BEYOND = re.compile(r"[^\x00-\x7f]")
+_UNLIKE = "zq7"  # NFKC makes this of no letter
 
 _PLAIN = (
     ast.Return, ast.Pass, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Load,
@@ -73,6 +77,7 @@ def check(source: str, allowed: Collection[str]) -> ast.Module:
     line, and words that say what would work.
     """
     tree = _parse(source)
+    _refuse_letters(source, tree)
     checker = _Checker(tree, frozenset(allowed))
     try:
         checker.check()
@@ -92,6 +97,28 @@ def _parse(source: str) -> ast.Module:
         raise ProgramError("syntax", f"the file is not text that Python reads: {error}") from None
     except (RecursionError, MemoryError):
         raise _too_deep() from None
+
+
+def _refuse_letters(source: str, tree: ast.Module) -> None:
+    """Names are ASCII as they are written: the tree has what NFKC makes of them, where fullwidth letters are
+    plain ones. So the file is read once more with other letters there: no name may have become another."""
+    if source.isascii():
+        return
+    other = _parse(_BEYOND.sub(_UNLIKE, source))
+    for node, changed in zip(ast.walk(tree), ast.walk(other), strict=True):
+        for name, again in zip(_names(node), _names(changed), strict=True):
+            if name != again:
+                words = f"name {name!a} is written with letters beyond ASCII, which can look like others"
+                raise ProgramError("language", f"{words}: spell it out", getattr(node, "lineno", None))
+
+
+def _names(node: ast.AST) -> list[str]:
+    """All names in a node itself; a constant's text is none."""
+    if isinstance(node, ast.Constant):
+        return []
+    fields = [value for _, value in ast.iter_fields(node)]
+    listed = [part for value in fields if isinstance(value, list) for part in value]  # global's
+    return [name for name in (*fields, *listed) if isinstance(name, str)]
 
 
 def _too_deep(line: int | None = None) -> ProgramError:
@@ -364,8 +391,6 @@ class _Checker:
             self._refuse(f"{name!r} is Python's own: take another name")
 
     def _identifier(self, name: str) -> None:
-        if not name.isascii():
-            self._refuse(f"name {name!a} has letters beyond ASCII, which can look like others: spell it out")
         if (name.startswith("_") and name != "_") or "__" in name:
             self._refuse(f"{name!r}: no name starts with _ or holds __ here")
 

@@ -18,10 +18,12 @@ from verifier.spec import Spec
 from verifier.spec_parts import OutputSpec, TensorSpec
 
 TILE = 128  # rows and columns that a kernel computes at a time, or a multiple of them
+HALF_TILE = TILE // 2
 LARGEST = 1500  # extents on a GPU: several tiles each way
 LARGEST_ON_CPU = 320
 LARGEST_ONCE = 1024  # on a CPU, of a single run with all dims long: 0.3 s
 SHORT = 24  # extents beside a long one, or some more where rows need it
+MEDIUM = 120  # extents beside one that is short itself: a handful of values makes poor statistics
 ELEMENTS = 1 << 21  # of a tensor with a long extent: 0.1 s of a CPU
 HEADS = 8
 TRIES = 400  # draws before the largest extent must be too small for the spec's static dims
@@ -75,6 +77,73 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
                 sizes = sizes | {dim: sizes[dim] // 2}
 
 
+def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each dim, from 1 to its largest in a case, and sizes with it so long and all others short, for a CPU:
+    what a program does at extents between those of the cases shows there.
+
+    Of each octave [2**k, 2**(k+1)) a dim has one extent that is ragged, as far as rows align, and from 64 on
+    one that is a multiple of 64 or a larger power of two, each in a half of the octave of its own; none is a
+    case's. What no sizes bear is left out.
+    """
+    random = Random(seed)
+    for dim in (d for d in spec.dims if d not in spec.static):
+        for span, even in _octaves(max(case.sizes[dim] for case in spec.cases), random):
+            if drawn := _within(spec, dim, span, even, random):
+                yield dim, drawn
+
+
+def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
+    """Sizes with a dim in a span; static dims are a case's, of any with which there are such sizes."""
+    for case in random.sample(spec.cases, len(spec.cases)):
+        kept = {d: case.sizes[d] for d in spec.static}
+        if choices := _extents_within(spec, dim, span, even, kept):
+            kept[dim] = random.choice(random.choice(choices))
+            short = SHORT if _reach(spec, dim, kept) > LARGEST_ON_CPU else MEDIUM
+            if drawn := _beside(spec, kept, random, short):
+                return drawn
+        if not spec.static:
+            break
+    return None
+
+
+def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
+    """Where to draw from, and whether multiples: of each octave both halves, in either order; below 64 the
+    whole."""
+    for power in range(largest.bit_length()):
+        low, high = 2**power, min(2 ** (power + 1), largest + 1)
+        if high <= HALF_TILE:
+            yield range(low, high), False
+            continue
+        middle = math.isqrt(low * high)
+        halves = [range(low, middle), range(middle, high)]
+        random.shuffle(halves)
+        yield from zip(halves, (False, True), strict=True)
+
+
+def _extents_within(
+    spec: Spec, dim: str, span: range, even: bool, static: Mapping[str, int]
+) -> list[list[int]]:
+    """What a dim may be in a span: by the power of two that it is a multiple of, or ragged."""
+    powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
+    steps = powers if even else [_ragged_step(spec, dim, static)]
+    cases = {case.sizes[dim] for case in spec.cases}
+    found = [
+        [
+            n
+            for n in range(-(-span.start // s) * s, span.stop, s)
+            if n not in cases and (even or n % HALF_TILE)
+        ]
+        for s in steps
+    ]
+    return [extents for extents in found if extents]
+
+
+def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int]) -> int:
+    """The least of which a dim must be a multiple for rows to align, at static dims."""
+    others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
+    return next((s for s in (1, 2, 4, 8) if _aligned(spec, others | {dim: s})), ALIGNMENT)
+
+
 def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
     """Hidden sizes for a CPU with all dims long at once; none where static dims leave a tensor with more than
     ``ELEMENTS``."""
@@ -93,14 +162,18 @@ def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
     return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
 
 
-def _beside(spec: Spec, kept: Mapping[str, int], random: Random) -> dict[str, int] | None:
-    """Short sizes for all dims that are not ``kept``, the shortest that do; None if none are short enough."""
+def _beside(spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT) -> dict[str, int] | None:
+    """Sizes of up to ``short``, or the least more that do, for all dims that are not ``kept``; None if none
+    are short enough."""
     heads = _heads(spec)
     loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
+    static = {dim: kept[dim] for dim in spec.static}
+    steps = {dim: _ragged_step(spec, dim, static) for dim in spec.dims}
     for more in range(SHORT):
-        most = {dim: 1 + more // 3 if dim in heads else SHORT + more for dim in spec.dims}
+        most = {dim: 1 + more // 3 if dim in heads else short + more for dim in spec.dims}
         for _ in range(TRIES // 20):
-            sizes = {dim: random.randint(min(8, n), n) for dim, n in most.items()} | dict(kept)
+            sizes = {dim: random.randint(min(short // 3, n), n) for dim, n in most.items()}
+            sizes = {dim: max(n // steps[dim], 1) * steps[dim] for dim, n in sizes.items()} | dict(kept)
             if (
                 _bearable(spec, sizes)
                 and len({extent(sizes) for extent in loose}) == len(loose)
@@ -154,7 +227,7 @@ def _fits(spec: Spec, sizes: dict[str, int], largest: int) -> bool:
     return (
         all(1 <= extent <= largest for extent in extents)
         and len(set(extents)) == len(extents)
-        and all(sizes[dim] % (TILE // 2) for dim in free)
+        and all(sizes[dim] % HALF_TILE for dim in free)
         and not any(sizes[dim] == case.sizes[dim] for dim in free for case in spec.cases)
         and _aligned(spec, sizes)
         and _drawable(spec, sizes)

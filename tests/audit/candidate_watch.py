@@ -1,19 +1,25 @@
-"""Hears every candidate and every text that is compiled beneath the verifier: the two may never be the same.
+"""Hears every candidate and every text that is compiled beneath the project: the two may never be the same.
 
 ``verifier.jail.trace`` raises an audit event (PEP 578) with each candidate's source, ``verifier.verify`` one
 with each edited text, Python one for each text or file that it compiles or executes. What this process heard
 goes to a log of its own in a directory that all
 processes of a test session share, so that a candidate of one may be compiled in another, before or after.
-Tests may trace kernels themselves: what counts has a frame of ``verifier`` or ``agent`` beneath it, and none
-of a test's in between, which stands in for the jail then.
-The jail's own child is exempt by construction: it runs with -I -S, which load no hook.
+A text is known by its statements, whatever its blanks, comments and ends of lines are.
+Tests may trace kernels themselves: what counts has a frame of ``verifier``, ``agent`` or ``primitives``
+beneath it (of the tracer's alone it is its caller's), and none of a test's in between, which stands in for
+the jail then; or it is all that a thread does; or it runs in a process that such a frame has started.
+The jail's own child is exempt by construction: it runs with -I -S, which load no hook. So is the confined
+child that compiles an edited text, by the frame that it begins with.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -21,18 +27,22 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 DIRECTORY = "CODA_AGENT_AUDIT"  # the variable that names the logs' directory
-PACKAGES = ("verifier", "agent")
+PACKAGES = ("verifier", "agent", "primitives")
+TRACER = "primitives.trace"  # executes kernel files for whoever calls it
+CONFINED = ("primitives.raw.child", "_in_child")  # the first function of the child that runs edited texts
+POOLS = ("threading", "concurrent.futures.thread", __name__)
 CANDIDATES = ("verifier.jail.trace", "verifier.verify.check_raw")
 TELLING = 40  # bytes that no other text holds by chance
+WORDS = (b"primitives", b"cutlass")  # a kernel file imports one, an edited text the other
+DIGEST = 32  # characters
 HERE = os.path.dirname(os.path.abspath(__file__))
 TESTS = os.path.dirname(HERE) + os.sep
 # Modules of the project's own: one of them holds a candidate as a string, for doctor to try the jail with.
 OWN = tuple(os.path.join(os.path.dirname(os.path.dirname(HERE)), package) + os.sep for package in PACKAGES)
 FOREIGN = tuple({os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix)})
 
-_candidates: set[bytes] = set()
-_executed: dict[bytes, str] = {}  # a text, and the frame beneath it
-_logged: set[tuple[str, str]] = set()  # (path, line)
+_logged: set[int] = set()  # hashes of (path, line): a session has thousands of candidates
+_busy = threading.local()  # while a text is parsed, which is an event of its own
 _hooked = False
 
 
@@ -47,6 +57,8 @@ def install() -> None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if getattr(_busy, "parsing", False):
+        return
     if event == "compile":
         _compiled(*arguments[:2])
     elif event == "exec":
@@ -54,6 +66,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     elif event in CANDIDATES:
         _candidate(_bytes(arguments[0]))
     elif event == "subprocess.Popen":
+        _started(arguments[1])
         _pass_on(arguments[1], arguments[3])
 
 
@@ -61,7 +74,7 @@ def _compiled(source: object, path: object) -> None:
     """Text, as str or bytes. A syntax tree has been text, unless it was built; None is a file, which runs."""
     if isinstance(source, str | bytes) and not str(path).startswith(OWN):
         frame = _beneath()
-        if frame:
+        if frame is not None:
             _ran(_bytes(source), frame)
 
 
@@ -71,7 +84,7 @@ def _executes(code: CodeType) -> None:
     if code.co_name != "<module>" or not os.path.isabs(path) or path.startswith((*FOREIGN, *OWN)):
         return
     frame = _beneath()
-    if frame:
+    if frame is not None:
         try:
             _ran(_bytes(Path(path).read_bytes()), frame)
         except OSError:
@@ -79,25 +92,44 @@ def _executes(code: CodeType) -> None:
 
 
 def _candidate(text: bytes) -> None:
-    if text and text not in _candidates:
-        _candidates.add(text)
-        _log("candidate", _digest(text))
-        for executed, frame in list(_executed.items()):
-            _judge(text, executed, frame)
+    if text:
+        _log("candidate", known_by(text))
 
 
 def _ran(text: bytes, frame: str) -> None:
-    if text and text not in _executed:
-        _executed[text] = frame
-        _log("executed", _digest(text), frame)
-        for candidate in list(_candidates):
-            _judge(candidate, text, frame)
+    """Beneath a frame; where there is none, in this process, which another may have started."""
+    if text and frame:
+        _log("executed", known_by(text), frame)
+    elif _telling(text) and "_pytest" not in sys.modules:
+        _log("alone", known_by(text), _digest("\0".join(sys.orig_argv).encode("utf-8", "replace")))
 
 
-def _judge(candidate: bytes, executed: bytes, frame: str) -> None:
-    """A candidate within a longer text; that both are the same shows in the logs."""
-    if len(candidate) >= TELLING and candidate in executed:
-        _log("within", _digest(candidate), frame)
+def known_by(text: bytes) -> str:
+    """The digests of a text's statements, one after another; of the text as it is where that is short, no
+    candidate's, or nothing that Python reads."""
+    if _telling(text):
+        _busy.parsing = True
+        try:
+            dumps = [ast.dump(statement).encode("utf-8", "replace") for statement in ast.parse(text).body]
+            if dumps:
+                return "".join(map(_digest, dumps))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            pass  # it never runs
+        finally:
+            _busy.parsing = False
+    return _digest(text)
+
+
+def _telling(text: bytes) -> bool:
+    return len(text) >= TELLING and any(word in text for word in WORDS)
+
+
+def _started(command: Any) -> None:
+    """A process of the project's: what it runs, without a frame of ours, is ours too."""
+    frame = _beneath()
+    if frame and isinstance(command, list | tuple):
+        words = "\0".join(map(os.fsdecode, command))
+        _log("started", _digest(words.encode("utf-8", "replace")), frame)
 
 
 def _pass_on(command: Any, environment: Any) -> None:
@@ -111,34 +143,45 @@ def _pass_on(command: Any, environment: Any) -> None:
     environment.setdefault(DIRECTORY, os.environ[DIRECTORY])
 
 
-def _beneath() -> str:
-    """The nearest frame of the verifier's or the agent's, as file:line; empty if a test's is nearer."""
+def _beneath() -> str | None:
+    """The nearest frame of the project's, as file:line, or that a thread has no other; empty if there is none
+    in a main thread. None if a test's is nearer than the verifier's and the agent's, or confinement is."""
     frame: FrameType | None = sys._getframe()
+    found, pool = "", threading.current_thread() is not threading.main_thread()
     while frame:
         path = frame.f_code.co_filename
         if path.startswith(TESTS) and not path.startswith(HERE):
-            return ""
+            return None
         spec = frame.f_globals.get("__spec__")  # of python -m, whose name is __main__
-        name = getattr(spec, "name", None) or frame.f_globals.get("__name__")
-        if str(name).partition(".")[0] in PACKAGES:
-            return f"{path}:{frame.f_lineno}"
+        name = str(getattr(spec, "name", None) or frame.f_globals.get("__name__"))
+        if (name, frame.f_code.co_name) == CONFINED:
+            return None
+        if name != TRACER and name.partition(".")[0] in PACKAGES:
+            found = found or f"{path}:{frame.f_lineno}"
+            if not name.startswith("primitives"):  # which tests use themselves
+                return found
+        pool = pool and name in POOLS
         frame = frame.f_back
-    return ""
+    return "a thread that does nothing else" if pool else found
 
 
 def _bytes(text: str | bytes) -> bytes:
-    return (text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text).strip()
+    """Without the ends of lines that a system has, as Python reads it."""
+    found = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return found.replace(b"\r\n", b"\n").replace(b"\r", b"\n").strip()
 
 
 def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
+    return hashlib.sha256(text).hexdigest()[:DIGEST]
 
 
 def _log(*words: str) -> None:
+    if DIRECTORY not in os.environ:
+        return  # confinement has given up what it had
     path = os.path.join(os.environ[DIRECTORY], f"{os.getpid()}.log")
     line = "\t".join(words).replace("\n", " ") + "\n"
-    if (path, line) not in _logged:
-        _logged.add((path, line))
+    if (logged := hash((path, line))) not in _logged:
+        _logged.add(logged)
         with suppress(FileNotFoundError):  # the session is over
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             os.write(descriptor, line.encode("utf-8", "replace"))
@@ -157,9 +200,24 @@ def account(directory: Path) -> Account:
     """Read all logs."""
     lines = [line.split("\t") for path in sorted(directory.glob("*.log")) for line in _read(path)]
     candidates = frozenset(words[1] for words in lines if words[0] == "candidate")
-    ran = {(w[1], w[2]) for w in lines if w[0] == "within" or w[0] == "executed" and w[1] in candidates}
-    said = tuple(f"candidate {digest[:12]} ran beneath {frame}" for digest, frame in sorted(ran))
+    starts = {words[1]: words[2] for words in lines if words[0] == "started"}
+    executed = {(words[1], words[2]) for words in lines if words[0] == "executed"}
+    alone = ((words[1], words[2]) for words in lines if words[0] == "alone")
+    executed |= {
+        (text, f"{starts[command]}, which started it") for text, command in alone if command in starts
+    }
+    said = tuple(f"candidate {text[:12]} ran beneath {frame}" for text, frame in _both(candidates, executed))
     return Account(sum(words[0] == "watched" for words in lines), candidates, said)
+
+
+def _both(candidates: Iterable[str], executed: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The candidates that were executed, whole or within a longer text, and beneath what."""
+    holding = defaultdict(set)  # a statement: the texts that hold it
+    for text, frame in executed:
+        for place in range(0, len(text), DIGEST):
+            holding[text[place : place + DIGEST]].add((text, frame))
+    ran = {(c, frame) for c in candidates for text, frame in holding[c[-DIGEST:]] if c in text}
+    return sorted(ran)
 
 
 def _read(path: Path) -> Iterable[str]:

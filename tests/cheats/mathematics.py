@@ -82,6 +82,26 @@ PARTS_LEFT_OUT = (
         {"gelu(z)": "where(z.rows * (z * 0 + 1) > 5000, z * 0, gelu(z))"},
         wrong("act"),
     ),
+    RMSNORM.cheat(
+        "nothing between the cases' widths",
+        "Right at every case's columns and below 2048; zero at all that lie between.",
+        {
+            '    return {"h": h': "    n = h.columns\n"
+            "    zero = where(n > 4096, where(n < 8192, 0, 1), where(n > 2048, where(n < 4096, 0, 1), 1))\n"
+            '    h = h * zero\n    return {"h": h'
+        },
+        wrong("h"),
+    ),
+    RMSNORM.cheat(
+        "an rstd of its own between two cases' widths",
+        "Off by the root of two from 2049 columns to 4095, right at 2048 and 4096.",
+        {
+            "rsqrt(mean + eps)": "rsqrt(mean * twice + eps)",
+            "    return": "    n = h.columns\n"
+            "    twice = where(n > 2048, where(n < 4096, 2, 1), 1)\n    return",
+        },
+        wrong("rstd"),
+    ),
     CROSS_ENTROPY.cheat(
         "a large vocabulary's end left out",
         "Logits past the first 32768 count for nothing, which no smaller vocabulary shows.",

@@ -145,13 +145,25 @@ LETTERS = (
         "a name that NFKC makes",
         "Python reads a mathematical e as eval's.",
         "a = \U0001d452val('1')",
-        language("nothing is named 'eval'"),
+        language("letters beyond ASCII"),
+    ),
+    RMSNORM.cheat(
+        "a primitive that NFKC makes",
+        "Fullwidth letters: no reader's search for gemm finds it, and Python calls gemm.",
+        {"gemm(y, w.mT)": "\uff47\uff45\uff4d\uff4d(y, w.mT)"},
+        language("name 'gemm' is written with letters beyond ASCII"),
+    ),
+    RMSNORM.cheat(
+        "a parameter that NFKC makes",
+        "A bold x is the x of the signature.",
+        {"x, gamma, eps):": "\U0001d431, gamma, eps):"},
+        language("name 'x' is written with letters beyond ASCII"),
     ),
     inside(
         "an attribute that NFKC makes",
         "Python reads a small Roman hundred as a c.",
         "a = y.__\u217dlass__",
-        language("no .__class__"),
+        language("letters beyond ASCII"),
     ),
     inside(
         "text that runs backwards",
