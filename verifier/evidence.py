@@ -16,7 +16,7 @@ from primitives.ir import Program
 from primitives.lower import Lowered, lower
 from verifier import jail
 from verifier.claims import of_samples, unfounded
-from verifier.decision import KEPT
+from verifier.decision import CANDIDATE, KEPT, no_slower
 from verifier.report import GATES, RAW_GATES, Accepted, Rejected
 from verifier.spec import Spec
 from verifier.spec_file import SpecError, load
@@ -128,8 +128,9 @@ def _beaten(name: str, report: Accepted) -> list[str]:
     if missing:
         return [f"{name}: case {', '.join(missing)} has no samples of {KEPT}: measure again"]
     found = [r for r in ratios.values() if r is not None]
-    if any(r.high < 1 for r in found) or not any(r.low > 1 for r in found):
-        return [f"{name}: by its samples it is faster than {KEPT} in no case, or slower in one"]
+    held = [no_slower(t.samples[KEPT], t.samples[CANDIDATE]) for t in report.timings]
+    if not all(held) or not any(r.low > 1 for r in found):
+        return [f"{name}: by its samples it is faster than {KEPT} in no case, or may be slower in one"]
     if not report.rival or not all(t.kept_schedules for t in report.timings):
         return [f"{name}: {UNTOLD}: measure again"]
     return []
