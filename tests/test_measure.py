@@ -6,6 +6,7 @@ The workers are stood in for, and give figures: test_gpu_worker.py has real ones
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from primitives.schedule import Schedule
 from verifier import measure as measuring
 from verifier.gates import Failed, Gates, Progress, silent
 from verifier.gpu import Lost
+from verifier.inputs import FAMILIES
 from verifier.kept import Kept
 from verifier.measure import Options, _Session, measure
 from verifier.proof import Job, clean, numerics, stability, tune
@@ -28,7 +30,7 @@ from verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured
 from verifier.scoring import PREPARES, RACES, Race, faults, score
 from verifier.spec import Spec
 from verifier.spec_file import load
-from verifier.statistics import ratio
+from verifier.statistics import Interval, ratio
 
 SCHEDULE = {"tile_m": 128, "tile_n": 192, "pingpong": True}
 TUNED = {"schedules": {"0": SCHEDULE}, "finalists": {}, "seconds": 1.0, "seeds": {"tuning": 1}}
@@ -464,6 +466,23 @@ def test_slow_is_rejected_and_too_few_processes_accept_nothing(spec: Spec, worke
     workers.speedup = 1.0
     slow = run(spec, Options(processes=1))
     assert isinstance(slow, Rejected) and slow.code == "slow"
+
+
+def test_a_planted_delay_that_could_be_none_is_not_found() -> None:
+    same = Interval(1.0, 0.999, 1.001, 0.95, (0.999, 1.001), (0.999, 1.001))
+    planted = Interval(1.02, 0.999, 1.04, 0.95, (0.999, 1.04), (1.0, 1.03))
+    assert len(faults(same, planted)) == 1
+
+
+def test_where_the_oracle_is_fast_a_case_meets_every_family(
+    spec: Spec, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for few, families in ((math.inf, tuple(FAMILIES)), (0, measuring.ROUTINE)):
+        monkeypatch.setattr(measuring, "FEW_FLOPS", few)
+        workers.jobs.clear()
+        run(spec)
+        met = {job.families for job in workers.jobs if job.case in ("large", "wide") and job.schedules}
+        assert met == {families}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from verifier.fingerprint import Fingerprints, overwrite, words
 from verifier.gates import Failed
 from verifier.inputs import draw
 from verifier.proof import Job, poisoned_run
-from verifier.scoring import _kept, _Sets
+from verifier.scoring import MOST_SETS, _kept, _Sets, sets_wanted
 from verifier.spec import Spec
 
 DTYPES = (
@@ -298,3 +298,12 @@ def test_an_update_keeps_its_buffer_and_is_compared_on_inputs_drawn_again() -> N
     plan.kernel = lambda inputs: updated(inputs) | {"picked": inputs["x"][:, 1].float()}
     with pytest.raises(Failed, match=r"output\(s\) picked"):
         sets.compare()
+
+
+def test_sets_are_two_at_least_and_together_larger_than_the_l2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=50 * 1024)
+    )
+    wanted = {n: sets_wanted({"x": torch.empty(n * 1024, dtype=torch.uint8)}) for n in (1, 20, 25, 50, 100)}
+    assert wanted == {1: MOST_SETS, 20: 3, 25: 2, 50: 2, 100: 2}

@@ -1,4 +1,5 @@
-"""Ratios through an arm that two measurements have in common. Ratios of one are in test_timing.py."""
+"""Ratios over processes, and through an arm that two measurements have in common. Ratios of one are in
+test_timing.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import random
 
 import pytest
 
-from verifier.statistics import Interval, ratio, through
+from verifier.statistics import Interval, across, detectable, ratio, through
 
 ROUNDS, TRIALS = 24, 40
 
@@ -52,3 +53,15 @@ def test_intervals_cover_the_truth_whichever_step_is_the_noisy_one(noise: tuple[
     assert covered >= 0.9 * TRIALS
     # Twice 2.0 standard errors, by rounds and arms; medians and the wider of two methods make it larger.
     assert sum(widths) / TRIALS < 2 * (4 * math.hypot(*noise) * math.sqrt(2 / ROUNDS))
+
+
+def test_processes_that_differ_widen_both_intervals_though_their_rounds_agree() -> None:
+    steady = [([r] * 12, [1.0] * 12) for r in (0.98, 1.0, 1.02)]
+    found = across(steady)
+    assert found.bootstrap == pytest.approx((0.98, 1.02))
+    assert found.low == found.student[0] < 0.98 and found.high == found.student[1] > 1.02
+    # The quantiles of t with two degrees of freedom for 95 % of two sides and 80 % of one, by tables.
+    spread = math.log(1.02 / 0.98) / 2
+    assert detectable(steady) == pytest.approx(
+        math.expm1((4.3027 + 1.0607) * spread / math.sqrt(3)), rel=2e-3
+    )
