@@ -69,6 +69,7 @@ def toy(a, b, v):
 UNSCALED = TOY_KERNEL.replace(" * per_row(v)", "")
 BROKEN = TOY_KERNEL.replace("gemm(a, b)", "gemm(a)")
 TWICE = TOY_KERNEL.replace("gemm(a, b)", "2 * gemm(a, b)")
+TURNED = TOY_KERNEL.replace("gemm(a, b) * per_row(v)", "per_row(v) * gemm(a, b)")  # another program, as right
 
 # Honest kernels of shipped specs: three in other words than any that was generated, with slips to make in
 # them (tests/test_verify.py), and those that other tests work out by hand.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import worker_tasks
-from authoring import BROKEN, TOY_KERNEL, USAGE, Notes, Scripted, fenced, measured, slow, write_toy
+from authoring import BROKEN, TOY_KERNEL, TURNED, USAGE, Notes, Scripted, fenced, measured, slow, write_toy
 from filelock import FileLock
 
 from agent import runs, session
@@ -345,7 +345,7 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
         assert isinstance(outcome.report, Checked) and not measurements  # it awaits measurement elsewhere
         stopped = run.journal.events()[-1]
         assert stopped.key == "stopped/1" and "of 0 gpu seconds" in stopped.payload["reason"]
-        going = loop(run, Scripted([GOOD, GOOD]), measure=measure, limits=Limits(gpu_seconds=60.0))
+        going = loop(run, Scripted([GOOD, fenced(TURNED)]), measure=measure, limits=Limits(gpu_seconds=60.0))
         outcome = going.run()
         assert len(measurements) == 2 and outcome.report.status == "accepted"
         assert 0 <= spent(run.journal.events()).gpu_seconds < 60

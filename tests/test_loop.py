@@ -10,6 +10,7 @@ import pytest
 from authoring import (
     BROKEN,
     TOY_KERNEL,
+    TURNED,
     TWICE,
     UNSCALED,
     USAGE,
@@ -30,7 +31,6 @@ from verifier.report import Accepted, Checked, Measured, Rejected, joined
 from verifier.spec import Spec
 
 GOOD, BAD, WRONG = fenced(TOY_KERNEL), fenced(BROKEN), fenced(UNSCALED)
-ANOTHER = GOOD.replace("gemm(a, b) * per_row(v)", "per_row(v) * gemm(a, b)")  # another program, as right
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_a_slow_kernel_is_fed_back_and_measured_again_only_when_it_is_another(
         step = next(found)
         return step(spec) if step is slow else fast(spec, program)
 
-    run, provider = begin(), Scripted([GOOD, GOOD, ANOTHER])
+    run, provider = begin(), Scripted([GOOD, GOOD, fenced(TURNED)])
     with run.journal:
         outcome = author(run, provider, attempts=3, measure=measure)
         events = {event.key: event.payload for event in run.journal.events()}
@@ -191,7 +191,7 @@ def test_a_recorded_measurement_carries_the_run_on(begin: Callable[..., runs.Run
 
 
 def test_a_recorded_rejection_is_fed_back(begin: Callable[..., runs.Run]) -> None:
-    run, provider = begin(), Scripted(["unused", ANOTHER])
+    run, provider = begin(), Scripted(["unused", fenced(TURNED)])
     with run.journal:
         awaiting(run)
         record(run, slow(run.spec))
