@@ -28,7 +28,7 @@ from verifier.report import (
     Ratio,
     Timing,
 )
-from verifier.scoring import faults
+from verifier.scoring import FEWEST_SETS, faults
 from verifier.sizes import TILE, hidden
 from verifier.spec import Spec
 from verifier.statistics import MIN_ROUNDS, Interval
@@ -36,7 +36,6 @@ from verifier.timing import FEWEST
 
 GPU = "H100"  # in the name of the device that kernels are written for
 ROUNDED = 1e-4  # figures of numerics are kept to so much, and of the kernel against itself agree to it
-FEWEST_SETS = 2  # of inputs, that take turns: no call finds in the L2 what the one before it read
 
 # By protocol: whether each process's controls were arms of a case that was scored.
 AMONG = {SEPARATE_CONTROLS: False, CONTROLS_AMONG_ARMS: True, PROTOCOL: True}

@@ -22,6 +22,7 @@ MAY_LOSE = 0.01  # of the kernel before's speed, in any case, at the lower end o
 PROCESSES = 3  # for an acceptance: fewer tell nothing of the spread between processes
 
 Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
+Pairs = Sequence[tuple[Sequence[float], Sequence[float]]]  # of two arms, by process
 
 
 class Void(Exception):
@@ -35,7 +36,8 @@ class Void(Exception):
 def compared(arm: Rows, candidate: Rows) -> Ratio:
     """Of an arm to the candidate, over processes; of a single one over its rounds, no ground to accept on.
     Void for a sample that is no duration; ValueError for too few, or unpaired ones."""
-    pairs, found = _interval(arm, candidate)
+    pairs = _paired(arm, candidate)
+    found = _over(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
     fields = (found.estimate, found.low, found.high)
     estimate, low, high = (round(value, 5) for value in fields)
@@ -46,16 +48,17 @@ def no_slower(kept: Rows, change: Rows) -> bool:
     """Whether a change keeps the kernel before's speed: Student's interval is not below 1 (the bootstrap's
     is too narrow for that over three processes), and what it may lose lies below both. Without the latter a
     slower one would pass for noise."""
-    _, found = _interval(kept, change)
+    found = _over(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
 
-def _interval(
-    arm: Rows, candidate: Rows
-) -> tuple[list[tuple[Sequence[float], Sequence[float]]], statistics.Interval]:
+def _paired(arm: Rows, candidate: Rows) -> Pairs:
     _durations((*arm, *candidate))
-    pairs = list(zip(arm, candidate, strict=True))
-    return pairs, statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])
+    return list(zip(arm, candidate, strict=True))
+
+
+def _over(pairs: Pairs) -> statistics.Interval:
+    return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])
 
 
 def central(rows: Rows) -> float:

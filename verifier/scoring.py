@@ -33,6 +33,7 @@ LONGEST = 1.5  # seconds of rounds: clocks at the power limit swing within one
 HOST_CALLS = 21  # each waits for the device, which a 70B model's kernel keeps for 17 ms
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
+FEWEST_SETS = 2  # of inputs, that take turns: no call finds in the L2 what the one before it read
 MOST_SETS = 8  # each is proved by the fp64 oracle
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
 PREPARES, RACES = "prepares ", "races"  # what a worker says that it does, of a rival or of all arms
@@ -313,7 +314,7 @@ def sets_wanted(inputs: Tensors) -> int:
     import torch
 
     l2 = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-    return min(MOST_SETS, max(2, -(-l2 // sum(t.numel() * t.itemsize for t in inputs.values()))))
+    return min(MOST_SETS, max(FEWEST_SETS, -(-l2 // sum(t.numel() * t.itemsize for t in inputs.values()))))
 
 
 def _spin(cycles: int) -> None:

@@ -94,15 +94,13 @@ def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
     """Sizes with a dim in a span; static dims are a case's, of any with which there are such sizes."""
-    for case in random.sample(spec.cases, len(spec.cases)):
+    for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
         kept = {d: case.sizes[d] for d in spec.static}
         if choices := _extents_within(spec, dim, span, even, kept):
             kept[dim] = random.choice(random.choice(choices))
             short = SHORT if _reach(spec, dim, kept) > LARGEST_ON_CPU else MEDIUM
             if drawn := _beside(spec, kept, random, short):
                 return drawn
-        if not spec.static:
-            break
     return None
 
 
