@@ -302,7 +302,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, controls that do not say their process": (
         lambda k: edit(k, lambda r: r["controls"][2].pop("process")),
-        "toy: the controls do not all say their process: measure again",
+        "toy: the controls are none: 2.process: Field required: measure again",
     ),
     "report, a control's interval beside its estimate": (
         lambda k: edit(k, lambda r: r["controls"][2]["planted"].update(low=1.03)),
@@ -445,9 +445,13 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda k: edit(k, lambda r: figures(r, "numerics")["wide"]["outputs"]["c"].update(rms_ratio=None)),
         "gate numerics has no figures for case wide: outputs.c.rms_ratio: Input should be a valid number",
     ),
+    "report, no protocol": (
+        lambda k: edit(k, lambda r: r.update(protocol=0)),
+        f"the report says no protocol; known is {PROTOCOL}: measure again, or update",
+    ),
     "report, a protocol to come": (
         lambda k: edit(k, lambda r: r.update(protocol=PROTOCOL + 1)),
-        f"the report is of protocol {PROTOCOL + 1}; known are 2, 3, 4: measure again, or update",
+        f"the report is of protocol {PROTOCOL + 1}; known is {PROTOCOL}: measure again, or update",
     ),
     "report, no samples": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"].clear()),

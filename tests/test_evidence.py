@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from authoring import (
     program_of,
     write_toy,
 )
-from tampering import TAMPERED, edit, faster, found, replace, replaced, resample
+from tampering import TAMPERED, edit, found, replace, replaced
 
 from agent import runs, session
 from agent.accept import accept, files, superseded
@@ -27,9 +26,8 @@ from agent.providers.replay import Replay
 from agent.table import edited
 from primitives.ir import Program
 from primitives.lower import lower
-from verifier.claims import AMONG, protocol
 from verifier.evidence import UNTOLD, problems
-from verifier.report import CONTROLS_AMONG_ARMS, PROTOCOL, SEPARATE_CONTROLS, Accepted, Checked
+from verifier.report import Accepted, Checked
 from verifier.spec_file import load
 
 COMMITTED = sorted(
@@ -37,21 +35,7 @@ COMMITTED = sorted(
 )
 EDITED = sorted(p.name.removesuffix(".raw.report.json") for p in KERNELS.glob("*.raw.report.json"))
 
-# Kernels that await to be measured as kernels are now, by the protocol of their reports (verifier/report.py).
-# Whoever measures one takes it off; none is ever put on.
-OLDER = {
-    SEPARATE_CONTROLS: {
-        "gemm_cross_entropy_bwd",
-        "gemm_softcap_cross_entropy",
-    },
-    CONTROLS_AMONG_ARMS: {
-        "gemm_bias_gelu",
-        "gemm_geglu",
-        "gemm_partial_cross_entropy",
-        "gemm_rmsnorm_partial_cross_entropy",
-    },
-}
-
+# Edits whose programs were measured again since.
 SUPERSEDED: set[str] = set()
 
 
@@ -134,46 +118,12 @@ def test_committed_edits_evidence_stands() -> None:
     found = {name: problems(name, KERNELS, SPECS, raw=True) for name in EDITED}
     assert all(UNTOLD in problem for name in SUPERSEDED for problem in found.pop(name))
     assert [problem for told in found.values() for problem in told] == []
-    assert [name for name in EDITED if protocol(report_of(f"{name}.raw")) not in (*OLDER, PROTOCOL)] == []
 
 
 def test_edits_whose_programs_were_measured_again_are_listed() -> None:
     """Whether they are still the faster ones has yet to be measured."""
     found = {n for n in EDITED if superseded(report_of(f"{n}.raw"), report_of(n))}
     assert found == SUPERSEDED
-
-
-def test_what_an_older_protocol_measured_is_listed() -> None:
-    """A protocol promises less the older it is: nothing new may go by an older one, and what was measured
-    again leaves its list."""
-    reports = {name: report_of(name) for name in COMMITTED}
-    assert AMONG.keys() == {*OLDER, PROTOCOL}
-    for number, listed in OLDER.items():
-        assert {name for name, report in reports.items() if protocol(report) == number} == listed
-
-
-def test_an_older_protocols_promises_are_kept_too(tmp_path: Path) -> None:
-    """Of a report from before they said their protocol: what it lacks makes it an older one's, no better."""
-    name = "gemm_geglu"
-    for path in files(name):
-        if path.parent == KERNELS:
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    path = tmp_path / f"{name}.report.json"
-    report = json.loads(path.read_text())
-    report["conditions"]["during"] = {
-        piece.partition("/controlled.")[0]: seen for piece, seen in report["conditions"]["during"].items()
-    }
-    report["controls"].pop()
-    resample(report, faster)
-    path.write_text(json.dumps(report))
-    assert protocol(Accepted.model_validate(report)) == SEPARATE_CONTROLS
-    said = problems(name, tmp_path, SPECS)
-    assert len(said) == 2 and "it is void: case 1B" in said[0] and "not those of 3 processes" in said[1]
-    del report["conditions"]["during"]
-    path.write_text(json.dumps(report))
-    assert protocol(Accepted.model_validate(report)) is None
-    (alone,) = problems(name, tmp_path, SPECS)
-    assert alone.endswith("says no protocol, and shows none; known are 2, 3, 4: measure again, or update")
 
 
 def test_committed_recordings_replay_to_their_kernels(runs_home: Path, no_compiler: None) -> None:

@@ -1,7 +1,7 @@
-"""Do a report's own figures amount to what it claims? Decided again, on its samples, by its protocol's rules.
+"""Do a report's own figures amount to what it claims? Decided again, on its samples, by the gates' rules.
 
 A report is a file that anyone can edit: whatever follows from other figures of it is worked out anew, and
-what its protocol promises (``verifier.report``) must be there, within the limits. Times are milliseconds.
+what the protocol promises must be there, within the limits. Times are milliseconds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ from verifier.gates import Failed
 from verifier.measure import DEFAULT_ARMS, FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGLE_ROW
 from verifier.proof import REPEATS
 from verifier.quack_baseline import admitted
-from verifier.report import (
-    CONTROLS_AMONG_ARMS,
-    PROTOCOL,
-    SEPARATE_CONTROLS,
-    Accepted,
-    Ratio,
-    Timing,
-)
+from verifier.report import PROTOCOL, Accepted, Ratio, Timing
 from verifier.scoring import FEWEST_SETS, faults
 from verifier.sizes import TILE, hidden
 from verifier.spec import Spec
@@ -36,9 +29,6 @@ from verifier.timing import FEWEST
 
 GPU = "H100"  # in the name of the device that kernels are written for
 ROUNDED = 1e-4  # figures of numerics are kept to so much, and of the kernel against itself agree to it
-
-# By protocol: whether each process's controls were arms of a case that was scored.
-AMONG = {SEPARATE_CONTROLS: False, CONTROLS_AMONG_ARMS: True, PROTOCOL: True}
 
 _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -67,9 +57,9 @@ class _Steady(BaseModel):
 
 
 class _Control(BaseModel):
-    """How a process did that was put to the test; reports of before ``process`` have one a process."""
+    """How a process did that was put to the test."""
 
-    process: int | None = None
+    process: int
     case: str
     same: Interval
     planted: Interval
@@ -80,32 +70,18 @@ _Read = TypeVar("_Read", bound=BaseModel)
 _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 
-def protocol(report: Accepted) -> int | None:
-    """How it was measured, by what the report says; by what it holds, where it is from before they said;
-    None where it holds no such thing."""
-    if report.protocol:
-        return report.protocol
-    during = report.conditions.get("during")
-    if not isinstance(during, dict):
-        return None
-    controlled = any("/controlled." in piece for piece in during)
-    return CONTROLS_AMONG_ARMS if controlled else SEPARATE_CONTROLS
-
-
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Every claim that the report's figures do not bear out, or that its protocol demands and it lacks."""
-    number = protocol(report)
-    if number not in AMONG:
-        known = ", ".join(map(str, AMONG))
-        said = f"is of protocol {number}" if number else "says no protocol, and shows none"
-        return [f"{name}: the report {said}; known are {known}: measure again, or update"]
+    """Every claim that the report's figures do not bear out, or that the protocol demands and it lacks."""
+    if report.protocol != PROTOCOL:
+        said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
+        return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
     timings = _timings(name, spec, program, report)
     return [
         *_device(name, report),
         *timings,
         *_scheduled(name, program, report),
         *(() if timings else _decided(name, spec, program, report)),
-        *_controls(name, spec, report, number),
+        *_controls(name, spec, report),
         *_proofs(name, spec, program, report),
     ]
 
@@ -232,30 +208,22 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 # Controls
 
 
-def _controls(name: str, spec: Spec, report: Accepted, number: int) -> list[str]:
-    """Each process scored every case, and found the planted delay and nothing where there was nothing.
-    ``number``: of the protocol."""
+def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
+    """Each process scored every case, and found the planted delay and nothing where there was nothing."""
     processes = max((t.processes for t in report.timings), default=PROCESSES)
     try:
         controls = _CONTROLS.validate_python(report.controls)
     except ValidationError as error:
         return [f"{name}: the controls are none: {_first(error)}: measure again"]
-    if number == PROTOCOL and any(c.process is None for c in controls):
-        return [f"{name}: the controls do not all say their process: measure again"]
-    numbered = [(n if c.process is None else c.process, c) for n, c in enumerate(controls)]
-    tried = [[c for number, c in numbered if number == process] for process in range(processes)]
+    tried = [[c for c in controls if c.process == process] for process in range(processes)]
     if not all(tried) or sum(map(len, tried)) != len(controls):
         return [f"{name}: the controls are not those of {processes} processes: measure again"]
     words = [
         each
         for process, attempts in enumerate(tried)
-        for each in (
-            *_tested(process, attempts),
-            *_scored(process, attempts[-1].case, spec, report, among=AMONG[number]),
-        )
+        for each in (*_tested(process, attempts), *_scored(process, attempts[-1].case, spec, report))
     ]
-    if number == PROTOCOL:
-        words += _against_itself(report, [attempts[-1] for attempts in tried])
+    words += _against_itself(report, [attempts[-1] for attempts in tried])
     return [f"{name}: {each}: measure again" for each in words]
 
 
@@ -276,7 +244,7 @@ def _encloses(i: Interval) -> bool:
     return min(lows) == i.low <= i.estimate <= i.high == max(highs)
 
 
-def _scored(process: int, control: str, spec: Spec, report: Accepted, *, among: bool) -> list[str]:
+def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[str]:
     """Each case has a piece of the measurement, that of the controls under their name, and in each the clocks
     and the power were read in every round."""
     during = report.conditions.get("during")
@@ -285,8 +253,8 @@ def _scored(process: int, control: str, spec: Spec, report: Accepted, *, among: 
     found = [] if control in cases else [f"process {process}'s controls are of no measured case"]
     for case in cases:
         score = f"score/{process}/{case}"
-        controlled = among and case == control
-        named = [p for p in pieces if (p.startswith(f"{score}/controlled.") if controlled else p == score)]
+        controlled = f"{score}/controlled."
+        named = [p for p in pieces if (p.startswith(controlled) if case == control else p == score)]
         if not named:
             found.append(f"nothing says how the GPU fared during {score}")
         elif why := _unread(pieces[max(named)], _rounds(report, case, process)):  # the last attempt

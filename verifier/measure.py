@@ -46,7 +46,9 @@ CONTROL_SECONDS = 1e-3  # the case nearest to it has the controls: a launch is l
 RETRIES = 2  # processes whose controls may fail before the measurement is void
 # Seconds without a word after which a worker counts as hung: tuning compiles, max-autotune searches.
 PATIENCE = 300.0
-AHEAD = ("verifier.scoring", "torch._inductor.compile_fx", "quack.gemm_sm90")  # while another works
+# What workers import while another works; those that prove have no use for torch.compile's compiler.
+PROVES = ("verifier.proof", "quack.gemm_sm90")
+SCORES = ("verifier.scoring", "torch._inductor.compile_fx", "quack.gemm_sm90")
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def measure(
 def started() -> list[Worker]:
     """Workers for a measurement that comes later, to do their imports meanwhile: one that proves, and the
     first of those that score."""
-    return [Worker(ahead=AHEAD) for _ in range(2)]
+    return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
 
 
 @dataclass
@@ -224,7 +226,8 @@ class _Session:
         """The worker that proves, or that of a scoring process; the next one does its imports meanwhile."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
-                self.workers[wanted] = self.ahead.pop(0) if self.ahead else Worker(ahead=AHEAD)
+                modules = PROVES if wanted is None else SCORES
+                self.workers[wanted] = self.ahead.pop(0) if self.ahead else Worker(ahead=modules)
         return self.workers[process]
 
     def _retire(self, process: int | None) -> None:

@@ -14,13 +14,7 @@ GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "
 RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
 PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")  # of a primitive's functions
 
-# How a kernel was measured, each way stricter than the one before (the first, of one process, has no report):
-# 2026-11-21, 10:24 UTC: workers; three processes, ten families, hidden sizes, 20 repeats; each process is put
-# to the test by controls, in a race of their own
-SEPARATE_CONTROLS = 2
-CONTROLS_AMONG_ARMS = 3  # 2026-11-21, 15:02 UTC: the controls race among the arms that they speak for
-# 2026-11-22: outputs are overwritten ahead of every timed call, and inputs looked at after the last; a report
-# tells of every process that was tried, those that were replaced too, and says its protocol
+# How kernels are measured, since 2026-11-22. Whoever makes it stricter takes the next number.
 PROTOCOL = 4
 
 
@@ -142,8 +136,8 @@ class Checked(_Record):
 
 class _Measurement(_Record):
     """What gates on a GPU found: of what, on what, with which inputs, when. ``protocol``: how (``PROTOCOL``);
-    0 in reports from before they said so. ``rival``: the hash of the lowered text of the kernel before, where
-    one was to be beaten."""
+    0 in recorded ones from before they said so. ``rival``: the hash of the lowered text of the kernel
+    before, where one was to be beaten."""
 
     protocol: int = 0
     identity: Identity

@@ -31,7 +31,7 @@ from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
 from verifier.contest import PREPARING, TIMING, Contender, compiled, gpu, machine
 from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Worker, WorkerError
-from verifier.measure import AHEAD, PATIENCE
+from verifier.measure import PATIENCE, SCORES
 from verifier.proof import clean
 
 BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
@@ -105,7 +105,7 @@ class _Workers:
 
 
 def _started(python: str | None) -> Worker:
-    return Worker(python=python, ahead=APART_AHEAD) if python else Worker(ahead=AHEAD)
+    return Worker(python=python, ahead=APART_AHEAD) if python else Worker(ahead=SCORES)
 
 
 @dataclass
