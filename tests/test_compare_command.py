@@ -16,7 +16,8 @@ from gpu_taken import gpu_taken
 
 from agent import cli
 from agent.accept import ROOT
-from agent.compare.options import QUICK_ROUNDS
+from agent.compare import rows
+from agent.compare.options import QUICK_ROUNDS, Choice
 from agent.compare.results import read, write
 from agent.ending import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
 from verifier.columns import (
@@ -83,6 +84,16 @@ def test_what_is_drawn_may_be_chosen(command: Callable[..., Any], tmp_path: Path
         assert LIGER not in drawn.split("claims")[0] and LIGER not in drawn.split("Milliseconds")[1]
     status, _, told = command(*words, "--cases", "70B")
     assert status == USAGE and "no row is left: these results have gemm_rope 7B, gemm_rope 1B" in told
+
+
+def test_layer_is_both_of_a_layer_to_draw_and_to_measure(command: Callable[..., Any], tmp_path: Path) -> None:
+    named = ["layer, forward", "layer, forward and backward"]
+    write(tmp_path / "results.json", made_up((("gemm_rope", "7B"), *((name, "1B") for name in named))))
+    _, said, _ = command("--from", tmp_path, "--out", tmp_path / "drawn", "--only", "layer", "--json")
+    assert [row["operator"] for row in json.loads(said)["rows"]] == named
+    asked = Choice(only=["gemm_rope", "layer"]).operators
+    found = rows.chosen(asked, ("1B",), everything=False, quick=False)
+    assert [row.operator for row in found] == ["gemm_rope", *named]
 
 
 def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., Any], tmp_path: Path) -> None:

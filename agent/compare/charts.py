@@ -269,8 +269,8 @@ def _canvas(
     axes.tick_params(axis="x", top=True, labeltop=True, length=3)
     for operator, first, last in names:
         _operator(axes, operator, (first + last) / 2)
-        if last < extent - 1:
-            axes.axhline(last + (1 + GAP) / 2, color="#bbbbbb", linewidth=0.7, xmin=-0.9, clip_on=False)
+    for _, _, last in names[:-1]:
+        axes.axhline(last + (1 + GAP) / 2, color="#bbbbbb", linewidth=0.7, xmin=-0.9, clip_on=False)
     figure.text(0.15 / WIDE, 1 - 0.32 / total, TITLES[name], fontsize=13, fontweight="bold", va="center")
     for place, line in enumerate(over):
         figure.text(0.15 / WIDE, 1 - (0.52 + STEP * place) / total, line, fontsize=SMALL, va="top")

@@ -63,7 +63,7 @@ def _redraw(path: Path, choice: Choice, drawing: Drawing) -> None:
     named = [column.name for column in _columns(choice.columns or ())]
     _check(drawing)
     found = results.read(path / RESULTS if path.is_dir() else path)
-    _shown(View(found.chosen(choice.only or (), choice.cases or ()), (*named, MATMUL)), drawing)
+    _shown(View(found.chosen(choice.operators, choice.cases or ()), (*named, MATMUL)), drawing)
 
 
 def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
@@ -97,7 +97,7 @@ def _asked(choice: Choice, effort: Effort) -> Asked:
         typed.refuse_unused("--quick has three rows; leave one of the two out", "--all")
     processes, rounds, seconds = effort.sitting
     wanted = rows.chosen(
-        choice.only or (), choice.cases or (), everything=choice.everything, quick=effort.quick
+        choice.operators, choice.cases or (), everything=choice.everything, quick=effort.quick
     )
     return measuring.Asked(
         rows=tuple(wanted),

@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from agent.compare.results import LAYER_BOTH, LAYER_FORWARD
+
+LAYER = "layer"  # both of a whole layer, as they are asked for
 PROCESSES, ROUNDS = 3, 40
 QUICK_ROUNDS, QUICK_SECONDS = 15, 120.0
 
@@ -21,13 +24,19 @@ class Choice:
 
     only: Annotated[
         Names,
-        typer.Option(metavar="OPERATOR", help="Only this operator, or layer. May be repeated."),
+        typer.Option(metavar="OPERATOR", help="Only this operator, or 'layer'. May be repeated."),
     ] = None
     columns: Annotated[
         Names, typer.Option(metavar="COLUMN", help="Only this column (and matmul). May be repeated.")
     ] = None
     cases: Annotated[Names, typer.Option(metavar="CASE", help="Only this case. May be repeated.")] = None
     everything: Annotated[bool, typer.Option("--all", help="Every spec and case, not CODA's ten.")] = False
+
+    @property
+    def operators(self) -> list[str]:
+        """As results name them."""
+        both = [LAYER_FORWARD, LAYER_BOTH]
+        return [name for given in self.only or () for name in (both if given == LAYER else [given])]
 
 
 @dataclass(frozen=True)

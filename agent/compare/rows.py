@@ -199,7 +199,9 @@ def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, q
     there = sorted(path.stem for path in SPECS.glob("*.yaml"))
     unknown = sorted(set(only) - {*there, FORWARD, BOTH})
     if unknown:
-        raise ResultsError(f"there is no {', '.join(unknown)}; --only takes {FORWARD!r}, {BOTH!r}, or a spec")
+        raise ResultsError(
+            f"there is no {', '.join(unknown)}; --only takes a spec, 'layer', {FORWARD!r} or {BOTH!r}"
+        )
     specs = [load(SPECS / f"{name}.yaml", check=False) for name in (only or names) if name in there]
     every: list[Row] = [row for spec in specs for row in _rows(spec)]
     wanted = [BOTH in only, FORWARD in only] if only else [not quick] * 2
