@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from agent.blocks import last
 from primitives.errors import ProgramError
 from primitives.ir import Program
 from primitives.roofline import roofline
-from primitives.schedule import CLUSTERS, SWIZZLES, TILES, Schedule
+from primitives.schedule import CLUSTERS, SWIZZLES, TILES, Schedule, by_step
 from verifier.decision import BASELINE, CANDIDATE
 from verifier.report import Accepted, Timing
 from verifier.spec import Spec
@@ -64,17 +64,17 @@ def schedules(text: str) -> dict[int, Schedule]:
         return {}
     try:
         found = json.loads(block)
-        return {int(step): Schedule.from_json(fields) for step, fields in _items(found)}
+        return by_step(_objects(found))
     except (ValueError, RecursionError) as error:
         raise ProgramError(
             "schedule", f"the ```json block maps steps to a schedule's fields: {error}"
         ) from None
 
 
-def _items(found: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
+def _objects(found: Any) -> Mapping[str, Mapping[str, Any]]:
     if not isinstance(found, dict) or not all(isinstance(fields, dict) for fields in found.values()):
         raise ValueError('it is no object of objects, such as {"0": {"swizzle": 16}}')
-    return found.items()
+    return found
 
 
 def case_words(t: Timing) -> str:

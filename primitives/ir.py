@@ -18,7 +18,7 @@ from primitives.cutedsl import Reduction, Spread, Statistic
 from primitives.dims import NAME as DIM_NAME
 from primitives.dims import Dim
 from primitives.errors import ProgramError
-from primitives.schedule import Schedule
+from primitives.schedule import Schedule, by_step
 
 DTYPES = ("bf16", "fp16", "fp32")
 OPERANDS = ("fp8_e4m3",)  # read by gemm alone
@@ -435,4 +435,4 @@ def _schedules(raw: Any) -> dict[int, Schedule]:
         not STEP.fullmatch(k) or not isinstance(v, dict) for k, v in raw.items()
     ):
         raise ProgramError("json", "schedule must map step numbers to fields")
-    return {int(k): Schedule.from_json(v) for k, v in raw.items()}
+    return by_step(raw)

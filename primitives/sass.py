@@ -32,7 +32,7 @@ from primitives.jit import compile_kernel, load_module
 from primitives.lower import GemmKernel, Lowered, VectorKernel, lower
 from primitives.probes import probes
 from primitives.refusal import CompileError, refusal
-from primitives.schedule import Schedule
+from primitives.schedule import Schedule, by_step
 
 FORMAT = 2  # of the file that keeps a listing, and of how it is found
 LOWERED = ""  # the file of the lowered text itself
@@ -165,7 +165,7 @@ def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
     program = Program.from_json(request["program"])
     lowered = lower(program, request["raw"])
     sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None, int]]()
-    given = {int(step): Schedule.from_json(raw) for step, raw in request["schedules"].items()}
+    given = by_step(request["schedules"])
     for gemm in lowered.gemms:
         schedule = given.get(gemm.step) or probes(program, gemm, sizes)[0]
         wanted += [(gemm, schedule, launch) for launch in range(len(schedule.launches))]

@@ -63,6 +63,11 @@ class Schedule(NamedTuple):
         return schedule
 
 
+def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
+    """Schedules by the steps they are of, whose numbers are JSON's names. Raises ProgramError."""
+    return {int(step): Schedule.from_json(fields) for step, fields in data.items()}
+
+
 # What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.
 LARGE_TILES = frozenset(
     [(256, n, False) for n in (128, 160, 192, 208)]

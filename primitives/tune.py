@@ -33,7 +33,7 @@ from primitives.lower import GemmKernel, Lowered, lower
 from primitives.plan import Plan
 from primitives.probes import candidates, probes
 from primitives.refusal import CompileError
-from primitives.schedule import SMALL_TILES, SWIZZLES, Schedule
+from primitives.schedule import SMALL_TILES, SWIZZLES, Schedule, by_step
 
 if TYPE_CHECKING:
     import torch
@@ -204,7 +204,7 @@ def tuned(
     """
     path = cache_path(program, sizes, raw)
     if not afresh and (kept := read_json(path)):
-        return {int(k): Schedule.from_json(v) for k, v in kept["schedules"].items()}
+        return by_step(kept["schedules"])
     start = time.monotonic()
     lowered = lower(program)
     first = {g.step: _fitting(g, sizes) for g in lowered.gemms}

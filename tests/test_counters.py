@@ -27,7 +27,7 @@ from primitives.ir import Program
 from primitives.lower import editable, lower
 from primitives.raw import Wanted
 from primitives.sass import Listing
-from primitives.schedule import Schedule
+from primitives.schedule import Schedule, by_step
 from verifier.spec_file import load
 
 PROGRAM = of_spec("gemm_swiglu_bwd")
@@ -249,7 +249,7 @@ def test_the_command_takes_the_export_beside_the_kernel(path: Path, monkeypatch:
 def tuned_there(case: str) -> dict[int, Schedule]:
     timings = json.loads(KEPT.with_name("gemm_swiglu_bwd.report.json").read_text())["timings"]
     (found,) = (t["schedules"] for t in timings if t["case"] == case)
-    return {int(step): Schedule.from_json(fields) for step, fields in found.items()}
+    return by_step(found)
 
 
 # ── Schedules ─────────────────────────────────────────────────────────────────────────────────────────────

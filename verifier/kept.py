@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from primitives.ir import Program
-from primitives.schedule import Schedule
+from primitives.schedule import Schedule, by_step
 from verifier.proof import Job
 from verifier.report import Timing
 from verifier.spec import Spec
@@ -42,10 +42,7 @@ class Kept:
         raw: str = "",
     ) -> Kept:
         """Of schedules in JSON's terms. Raises ProgramError."""
-        tuned = {
-            case: {int(step): Schedule.from_json(s) for step, s in steps.items()}
-            for case, steps in schedules.items()
-        }
+        tuned = {case: by_step(steps) for case, steps in schedules.items()}
         return cls(program, tuned, raced(finalists), raw)
 
     def job(self, spec: Spec, case: Case) -> Job:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from primitives.ir import Program
 from primitives.lower import lower
 from primitives.roofline import roofline
-from primitives.schedule import Schedule
+from primitives.schedule import by_step
 from verifier.baselines import CUBLAS
 from verifier.conditions import findings
 from verifier.decision import BASELINE, CANDIDATE, KEPT, PROCESSES, Void, central, compared, decide
@@ -392,7 +392,8 @@ class _Session:
 
         flops = roofline(self.program, case.sizes).flops
         families = tuple(FAMILIES) if flops <= FEW_FLOPS else ROUTINE
-        return self._of(case.name, case.sizes, schedules=(_schedules(self._tuned(case)),), families=families)
+        tuned = by_step(self._tuned(case)["schedules"])
+        return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
         # Beside a kernel before neither has what an earlier day found, on other clocks or another card.
@@ -405,13 +406,14 @@ class _Session:
         if not (self.raw and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
-        return worth_racing(_schedules(rival), raced({case.name: rival["finalists"]})[case.name])
+        return worth_racing(by_step(rival["schedules"]), raced({case.name: rival["finalists"]})[case.name])
 
     def _rival(self, case: Case) -> Job | None:
         """The kernel before, tuned by the same clock."""
         if self.kept is None:
             return None
-        return replace(self.kept.job(self.spec, case), schedules=(_schedules(self._rival_tuned(case)),))
+        tuned = by_step(self._rival_tuned(case)["schedules"])
+        return replace(self.kept.job(self.spec, case), schedules=(tuned,))
 
     def _rival_tuned(self, case: Case) -> dict[str, Any]:
         """Void where it does not run here, which says nothing of the candidate."""
@@ -448,10 +450,6 @@ class _Session:
         """What tuning chose for the measured cases, each once."""
         every = [self._job(case).schedules[0] for case in self._measured_cases()]
         return [s for i, s in enumerate(every) if s not in every[:i]]
-
-
-def _schedules(tuned: Mapping[str, Any]) -> dict[int, Schedule]:
-    return {int(step): Schedule.from_json(fields) for step, fields in tuned["schedules"].items()}
 
 
 def _hidden(spec: Spec) -> dict[str, Any]:

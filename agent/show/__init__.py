@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agent.words import StepText, steps
 from primitives.ir import Program
 from primitives.roofline import H100, Machine, Roofline, StepFloor, roofline
-from primitives.schedule import Schedule
+from primitives.schedule import Schedule, by_step
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -53,7 +53,7 @@ def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     if report.identity.program_hash != program.hash:
         return {}
     found = [t.schedules for t in report.timings if t.case == case]
-    return {int(step): Schedule.from_json(fields) for step, fields in found[0].items()} if found else {}
+    return by_step(found[0]) if found else {}
 
 
 @dataclass(frozen=True)
