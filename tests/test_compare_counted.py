@@ -14,9 +14,9 @@ from rich.console import Console
 from agent.compare import charts, rows
 from agent.compare.cells import Cell, Empty, Line, lines
 from agent.compare.charts import draw
-from agent.compare.markdown import brief, markdown, sheets
+from agent.compare.markdown import brief, markdown, sheets, summed
 from agent.compare.page import page
-from agent.compare.results import LAYER_BOTH, Arm, Failure, Loss, Results, Sitting
+from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
 from agent.compare.summary import CLAIMS, Row, against, findings, measured
 from agent.compare.terminal import NAME, WIDTH, table
 from verifier.columns import (
@@ -140,9 +140,10 @@ def test_what_rests_on_one_process_is_undecided() -> None:
         ],
         COMPILE,
     )
-    assert [row.outcome for row in told.whole.rows] == ["undecided", "undecided", "win"]
+    (every,) = told.totals
+    assert [row.outcome for row in every.rows] == ["undecided", "undecided", "win"]
     assert "1 win, 0 ties, 0 losses and 2 undecided in 3 rows of 1 operator" in str(told)
-    assert str(told).endswith("; undecided where it is of one process.")
+    assert "; undecided where it is of one process, and a mean" in str(told)
     assert Row.of("1B", line("1B").cells[LLM]) is None  # type: ignore[arg-type]
     made = [line("7B", "gemm_swiglu_bwd", ratios={COMPILE: loss}, processes=n) for n in (1, 2)]
     verdicts = [f.verdict for one in made for f in findings([one]) if f.claim.what == "SwiGLU backward"]
@@ -162,6 +163,41 @@ def test_a_ratio_of_one_process_is_marked_wherever_it_is_shown(processes: int) -
     assert ("1.30‡" in words) is alone and any(word.startswith("‡: it rests") for word in words) is alone
     assert ("1.300 [1.300, 1.300], of one process" in page(results, {})) is alone
     assert "undecided" in text.split("LLM against torch.compile")[1].split("\n")[4]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_mean_with_a_row_of_one_process_is_marked_and_has_no_interval(processes: int) -> None:
+    alone = processes == 1
+    sat = [
+        sitting({PROGRAM: arm(2.0), COMPILE: arm(2.6)}, case=case, process=process)
+        for case, several in (("1B", 2), ("7B", processes))
+        for process in range(several)
+    ]
+    results = Results(sittings=tuple(sat))
+    mean = "1.300 ‡" if alone else "1.300 [1.300, 1.300]"
+    for text in (brief(results), markdown(results)):
+        under = text.split("**LLM against torch.compile**")[1].split("**The paper")[0]
+        assert f"(geometric mean {mean})" in under and ("(‡)" in under) is alone
+        assert f"| `gemm_rope` | {mean} | 2 |" in under and f"| all operators | {mean} | 2 |" in under
+    shown = page(results, {}).split("claims")[0]
+    assert shown.count(mean) == 3 and f"(geometric mean {mean})" in shown
+
+
+def test_whole_layers_are_summed_apart_from_operators() -> None:
+    made = [
+        line("1B", "gemm_rope", ratios={COMPILE: (2.0, 1.9, 2.1), HUMAN: (2.0, 1.9, 2.1)}),
+        line("1B", LAYER_FORWARD, ratios={COMPILE: (0.5, 0.4, 0.6), HUMAN: (0.5, 0.4, 0.6)}),
+        line("7B", LAYER_BOTH, ratios={COMPILE: (0.5, 0.4, 0.6)}),
+    ]
+    told = against(made, COMPILE)
+    assert "1 win, 0 ties and 0 losses in 1 row of 1 operator (geometric mean 2.000 [" in str(told)
+    assert " and 0 wins, 0 ties and 2 losses in 2 rows of whole layers (geometric mean 0.500 [" in str(told)
+    names = ["gemm_rope", "all operators", LAYER_FORWARD, LAYER_BOTH, "all layers"]
+    assert [name for name, *_ in summed(told)] == names
+    people = against(made, HUMAN)
+    assert [tally.name for tally in people.kinds] == ["QuACK's own kernels"]
+    assert str(people).count("1 row of") == 2 and "in 1 row of whole layers" in str(people)
+    assert [tally.name for tally in against(made[1:], COMPILE).totals] == ["all layers"]
 
 
 # ── Whose kernels ─────────────────────────────────────────────────────────────────────────────────────────

@@ -15,11 +15,15 @@ from agent.compare import summary
 from agent.compare.cells import NAMES, Cell, Empty, Line, lines
 from agent.compare.results import Results, ResultsError
 from agent.compare.summary import (
+    ALONE,
     COMPOSED,
+    LAYERS,
     NOTHING,
+    OPERATORS,
     OUTCOMES,
     OWN,
     RIVALS,
+    WHOLE,
     Finding,
     Row,
     Summary,
@@ -33,7 +37,7 @@ from agent.page.markup import visible
 from primitives.files import write_atomic
 from verifier.columns import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE
 
-ABSENT, ANCHORED, ALONE = "–", "†", "‡"
+ABSENT, ANCHORED = "–", "†"
 BESIDE = {ANCHOR: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # anchors
 FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
 MEAN = f"geometric mean of time over {LLM}'s [95%]"
@@ -206,12 +210,12 @@ def fastest(line: Line) -> str | None:
 
 
 def summed(found: Summary) -> list[tuple[str, ...]]:
-    """The summary's rows, under SUMMARY: an operator each, and together, by whose the kernels are too."""
-    if not found.operators:
-        return []
+    """The summary's rows, under SUMMARY: an operator each, and together, by whose the kernels are too; whole
+    layers below them."""
+    tallies = (*found.operators, *found.kinds, *found.totals)
     return [
-        (tally.name, shown(tally.mean), f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))
-        for tally in (*found.operators, *found.kinds, found.whole)
+        (tally.name, tally.average, f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))
+        for tally in sorted(tallies, key=lambda tally: tally.name in (*WHOLE, LAYERS))
     ]
 
 
@@ -331,7 +335,7 @@ def _summary(found: Summary) -> str:
     return f"{told}\n{_table(SUMMARY, rows)}" if rows else told
 
 
-_TOGETHER = ("all", OWN, COMPOSED)
+_TOGETHER = (OPERATORS, LAYERS, OWN, COMPOSED)
 
 
 def _claims(found: Sequence[Finding]) -> str:

@@ -12,17 +12,20 @@ from statistics import fmean
 from typing import Any, Literal
 
 from agent.compare.cells import Cell, Line, standing
-from agent.compare.results import LAYER_FORWARD, Results
+from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
 from agent.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from verifier.columns import COMPILE, HUMAN, composed
 from verifier.statistics import Interval
 
 TEN = GROUPS["CODA's ten"]
 SWIGLU_BACKWARD = "gemm_swiglu_bwd"
+WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # layers, which are told apart from operators
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
 RIVALS = (HUMAN, COMPILE)  # whom the summary is against, in its order
 OWN, COMPOSED = "QuACK's own kernels", "composed by us from QuACK's operators"  # who made the human column's
+OPERATORS, LAYERS = "all operators", "all layers"
 FEWEST = 2  # processes that decide: one tells nothing of how processes differ
+ALONE = "‡"  # behind what rests on one process
 NOTHING = "Nothing has been measured yet."
 _PLACES = {name: place for place, name in enumerate(name for names in GROUPS.values() for name in names)}
 
@@ -72,14 +75,21 @@ class Tally:
             for outcome in OUTCOMES
             if (count := self.count(outcome)) or outcome != "undecided"
         ]
+        of = "whole layers" if self.name == LAYERS else _count(len(self.operators), "operator")
         return (
-            f"{', '.join(told)} and {last} in {_count(len(self.rows), 'row')} of "
-            f"{_count(len(self.operators), 'operator')} (geometric mean {shown(self.mean)})"
+            f"{', '.join(told)} and {last} in {_count(len(self.rows), 'row')} of {of} "
+            f"(geometric mean {self.average})"
         )
 
     @property
     def mean(self) -> Interval:
         return together([row.ratio for row in self.rows])
+
+    @property
+    def average(self) -> str:
+        """The mean as it is shown: without an interval where a row's says nothing of how processes differ."""
+        alone = any(row.undecided for row in self.rows)
+        return f"{self.mean.estimate:.3f} {ALONE}" if alone else shown(self.mean)
 
     def count(self, outcome: str) -> int:
         return sum(row.outcome == outcome for row in self.rows)
@@ -93,27 +103,33 @@ class Summary:
     operators: tuple[Tally, ...]
 
     @property
-    def whole(self) -> Tally:
-        return _all("all", self.operators)
+    def totals(self) -> tuple[Tally, ...]:
+        """All operators, and apart from them all whole layers; each only where there are such."""
+        return self._together({OPERATORS: lambda name: name not in WHOLE, LAYERS: lambda name: name in WHOLE})
 
     @property
     def kinds(self) -> tuple[Tally, ...]:
         """Against people: what is QuACK's own, and what we composed; each only where there is such."""
         if self.column != HUMAN:
             return ()
-        every = {
-            kind: [tally for tally in self.operators if composed(tally.name) is (kind == COMPOSED)]
-            for kind in (OWN, COMPOSED)
-        }
+        return self._together(
+            {OWN: lambda name: name not in WHOLE and not composed(name), COMPOSED: composed}
+        )
+
+    def _together(self, kinds: Mapping[str, Callable[[str], bool]]) -> tuple[Tally, ...]:
+        every = {kind: [t for t in self.operators if which(t.name)] for kind, which in kinds.items()}
         return tuple(_all(kind, tallies) for kind, tallies in every.items() if tallies)
 
     def __str__(self) -> str:
         if not self.operators:
             return f"Against {self.column}: no row has both."
-        told = " and ".join(map(_of_kind, self.kinds)) or f"{self.whole}"
+        kinds, totals = self.kinds, self.totals
+        apart = [total for total in totals if total.name == LAYERS] if kinds else totals
+        told = " and ".join([*map(_of_kind, kinds), *map(str, apart)])
         rule = "A win or a loss only where the whole interval is on one side of 1"
-        alone = "; undecided where it is of one process" if self.whole.count("undecided") else ""
-        return f"Against {self.column} the LLM's kernels have {told}. {rule}{alone}."
+        if any(total.count("undecided") for total in totals):
+            rule += f"; undecided where it is of one process, and a mean over such a row has none ({ALONE})"
+        return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
 
 @dataclass(frozen=True)
