@@ -61,7 +61,7 @@ class Machine:
         self.broken: dict[str, str] = {}
         self.gone = False  # the GPU is of no more use
         self.interrupted_at = -1
-        self.name = "a GPU"
+        self.name, self.torch = "a GPU", "2.0+cu130"
         self.ceilings = 0  # how often they were measured
         self.seconds, self.now = 0.0, 0.0  # what a sitting takes, and the time
         self.prepared = 0.0  # what an arm took of it
@@ -79,7 +79,7 @@ class Machine:
 
     def ask(self, python: str | None, task: Any, asked: Any, *, progress: Any = None, **_: Any) -> Any:
         if task is gpu_task:
-            return {"gpu": self.name}
+            return {"gpu": self.name, "torch": self.torch, "cuda": "13.0"}
         if task is clean:
             if self.gone:
                 raise Lost("device_error", "uncorrectable ECC error")

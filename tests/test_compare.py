@@ -16,8 +16,8 @@ from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_n
 
 from agent import rivals
 from agent.compare import environment, kernels, measuring, rows
-from agent.compare.cells import Cell, Empty, lines
-from agent.compare.measuring import measure
+from agent.compare.cells import CHANGED, Cell, Empty, lines
+from agent.compare.measuring import OutOfTime, measure
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results, ResultsError, read, write
 from primitives.schedule import Schedule
 from verifier.baselines import MAX_AUTOTUNE
@@ -99,6 +99,65 @@ def test_another_version_of_a_library_is_another_column(
     monkeypatch.setattr(measuring, "version", lambda name: "0.9" if name == "liger-kernel" else "1.0")
     measure(asked(), first, lambda made: None)
     assert gpu.sat == [(None, (ANCHOR, LIGER))]
+
+
+def test_what_was_another_for_a_while_is_measured_again(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the table shows and what counts as measured are the same: of a library, a torch, a question."""
+    versions = {"liger-kernel": "0.8.5", "torch": "1.0"}
+    monkeypatch.setattr(measuring, "version", lambda name: versions.get(name, "1.0"))
+    found = measure(asked(), Results(), kept_nowhere)
+    for name, other in (("liger-kernel", "0.9"), ("torch", "2.0")):
+        before = versions[name]
+        for number in (other, before):
+            versions[name] = number
+            gpu.sat.clear()
+            found = measure(asked(), found, kept_nowhere)
+            assert LIGER in gpu.sat[0][1]
+            cell, newest = cells(found)[LIGER], [s for s in found.sittings if LIGER in s.arms][-1]
+            assert isinstance(cell, Cell) and f"{name} {number}" in newest.arms[LIGER].key
+    assert measure(asked(), found, never) == found
+    for revision in (2, 1):
+        monkeypatch.setitem(measuring.REVISIONS, ANCHOR, revision)
+        gpu.sat.clear()
+        found = measure(asked(), found, kept_nowhere)
+        assert LIGER in gpu.sat[0][1] and isinstance(cells(found)[LIGER], Cell)
+    question = rows.OperatorRow.question
+    for text in ("another", ""):
+        monkeypatch.setattr(rows.OperatorRow, "question", text or question)
+        gpu.sat.clear()
+        found = measure(asked(), found, kept_nowhere)
+        assert LIGER in gpu.sat[0][1] and isinstance(cells(found)[LIGER], Cell)
+
+
+def test_what_is_another_since_has_no_figures_until_it_is_measured(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.seconds = 100.0
+    first = measure(asked("gemm_swiglu", "gemm_rope"), Results(), kept_nowhere)
+    versions = {"liger-kernel": "0.9"}
+    monkeypatch.setattr(measuring, "version", lambda name: versions.get(name, "1.0"))
+    kept: list[Results] = []
+    with pytest.raises(OutOfTime):
+        measure(asked("gemm_swiglu", "gemm_rope", seconds=150.0), first, kept.append)
+    done, waits = lines(kept[-1])
+    assert isinstance(done.cells[LIGER], Cell) and waits.cells[LIGER] == Empty(f"{LIGER}: {CHANGED}")
+    assert isinstance(waits.cells[LLM], Cell)
+    versions["torch"] = "2.0"
+    with pytest.raises(OutOfTime):
+        measure(asked("gemm_swiglu", "gemm_rope", seconds=1.0), kept[-1], kept.append)
+    waits = lines(kept[-1])[-1]  # what all are compared through is another, too
+    assert waits.cells[LLM] == Empty(f"{PROGRAM}: {CHANGED}") and isinstance(waits.cells[MATMUL], Cell)
+
+
+def test_another_build_of_torch_makes_all_stale(gpu: Machine) -> None:
+    first = measure(asked(), Results(), kept_nowhere)
+    gpu.sat.clear()
+    gpu.torch = "2.0+cu126"
+    found = measure(asked(), first, kept_nowhere)
+    assert len(gpu.sat) == 2 and gpu.sat[0][1][:2] == (ANCHOR, PROGRAM)
+    assert "2.0+cu126" in found.sittings[-1].arms[ANCHOR].key
 
 
 def test_another_way_to_call_a_library_is_another_column(

@@ -140,23 +140,28 @@ def test_a_worker_that_cannot_begin_is_no_arms_fault(
     assert not kept[-1].sittings
 
 
-def test_what_is_lost_on_the_clock_is_tried_with_the_models_kernels_alone(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("arm", "column"), [(LIGER, LIGER), (PROGRAM, LLM), (OWN_TUNER, HUMAN)])
+def test_what_is_lost_on_the_clock_is_found_by_halves(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, arm: str, column: str
 ) -> None:
+    """Whoever it is, the model's kernel or a rival: others keep their figures, and nobody is tried again."""
     usual = gpu.ask
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
         found = usual(python, task, asked, **more)
-        if LIGER in getattr(asked, "arms", ()):
+        if arm in getattr(asked, "arms", ()):
             more["progress"]("compare", TIMING)
             raise Lost("illegal_address", "somebody wrote astray")
         return found
 
     monkeypatch.setattr(gpu, "ask", ask)
-    found = cells(measure(asked(), Results(), kept_nowhere))
-    assert gpu.sat[1] == (None, (ANCHOR, PROGRAM)) and isinstance(found[LLM], Cell)
-    words = "on the clock, beside others: illegal_address: somebody wrote astray"
-    assert found[LIGER] == Empty(f"{LIGER}: {words}") and found[HUMAN] == Empty(f"{OWN_TUNER}: {words}")
+    made = measure(asked(processes=2), Results(), kept_nowhere)
+    found = cells(made)
+    assert found[column] == Empty(f"{arm}: on the clock: illegal_address: somebody wrote astray")
+    assert all(isinstance(found[name], Cell) for name in (LLM, HUMAN, LIGER, TORCH) if name != column)
+    assert sum(set(arms) == {ANCHOR, arm} for _, arms in gpu.sat) == 1
+    gpu.sat.clear()
+    assert measure(asked(processes=2), made, never) == made and not gpu.sat
 
 
 def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(

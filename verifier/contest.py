@@ -222,10 +222,10 @@ def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
 
 
 def gpu(_: object) -> dict[str, Any]:
-    """``gpu``: what this machine's is called."""
+    """``gpu``: what this machine's is called; ``torch`` and ``cuda``: the build that drives it."""
     from verifier.conditions import device
 
-    return {"gpu": device()["gpu"]}
+    return {name: device()[name] for name in ("gpu", "torch", "cuda")}
 
 
 def machine(_: object) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def machine(_: object) -> dict[str, Any]:
     arms = [timing.Arm(name, call) for name, call in calls.items()]
     samples = timing.measure(arms, rounds=20, warmup_seconds=WARM)
     ceilings = {name: work[name] / min(found.seconds) for name, found in samples.items()}
-    return gpu(None) | {"ceilings": ceilings}
+    return {"gpu": gpu(None)["gpu"], "ceilings": ceilings}
 
 
 def _peak(call: Callable[[], object], before: int) -> int:

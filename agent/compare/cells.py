@@ -10,13 +10,14 @@ from operator import truediv
 from statistics import fmean, median
 from typing import NamedTuple
 
-from agent.compare.results import Loss, Results, Sitting
+from agent.compare.results import Loss, Present, Results, Sitting
 from verifier import statistics
 from verifier.columns import COLUMNS, LLM
 from verifier.decision import central
 from verifier.statistics import Interval
 
 NAMES = tuple(column.name for column in COLUMNS)
+CHANGED = "is another since it was measured: coda-agent compare measures it again"
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ def lines(results: Results, columns: Collection[str] = NAMES) -> list[Line]:
 
 def standing(results: Results) -> list[Sitting]:
     """The sittings that cells are made of: not those of which only arms that are others since are left."""
-    return [sitting for name in results.rows() for sitting in _Row(results.of(*name)).standing()]
+    return [sitting for name in results.rows() for sitting in _row(results, *name).standing()]
 
 
 def _line(results: Results, operator: str, case: str, columns: Collection[str]) -> Line:
-    row = _Row(results.of(operator, case))
+    row = _row(results, operator, case)
     absent = results.absent.get(operator, {})
     best = {
         column.name: min((arm for arm in column.arms if arm in row.keys), key=row.slowness, default=None)
@@ -88,6 +89,10 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
     return Line(operator, case, row.last.sizes, row.last.roofline, row.anchor, cells)
 
 
+def _row(results: Results, operator: str, case: str) -> _Row:
+    return _Row(results.of(operator, case), results.present.get(operator, {}).get(case))
+
+
 class _Ratio(NamedTuple):
     """``processes``: those that it rests on; where it is ``anchored``, those of the step that has fewer."""
 
@@ -97,9 +102,10 @@ class _Ratio(NamedTuple):
 
 
 class _Row:
-    """The sittings of one row, without those of a question, an arm or an anchor that is another since."""
+    """The sittings of one row, without those of a question, an arm or an anchor that is another since: in a
+    later sitting, or as it was asked for last (``present``)."""
 
-    def __init__(self, sittings: list[Sitting]):
+    def __init__(self, sittings: list[Sitting], present: Present | None):
         self.last = sittings[-1]
         sittings = [s for s in sittings if s.question == self.last.question]
         self.anchor = self.last.anchor
@@ -119,6 +125,18 @@ class _Row:
             for arm, found in sitting.arms.items() if sitting in timed else ():
                 self.keys[arm] = found.key
                 self.failed.pop(arm, None)
+        for arm in self._outdated(present) if present else ():
+            self.keys.pop(arm)
+            self.failed[arm] = CHANGED
+
+    def _outdated(self, present: Present) -> list[str]:
+        """Without the anchor, which other arms' ratios go through."""
+        others = {arm: key for arm, key in self.keys.items() if arm != self.anchor}
+        if others:
+            anchored = self.keys[self.anchor]
+            if present.question != self.last.question or present.keys.get(self.anchor, anchored) != anchored:
+                return [*others]
+        return [arm for arm, key in others.items() if present.keys.get(arm, key) != key]
 
     def standing(self) -> list[Sitting]:
         """Those that have an arm as it is now besides the anchor, or nobody but the anchor."""

@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from agent.compare import environment
-from agent.compare.results import Arm, Failure, Machine, Results, ResultsError, Sitting
+from agent.compare.results import Arm, Failure, Machine, Present, Results, ResultsError, Sitting
 from agent.compare.rows import Row
 from primitives import deadline
 from primitives.deadline import Late
@@ -122,13 +122,17 @@ class _Measuring:
 
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
-        self.told = self.results.absent
         self.upstream = environment.python()
         self.heeded = len(self.results.sittings) if self.asked.again else 0  # failures since this one
 
     def run(self) -> None:
         self.machine = self._known_machine()
         rows, processes = self.asked.rows, range(self.asked.processes)
+        before = self.results
+        for row in rows:  # ahead of the first sitting: tables are to tell what is another since
+            self._keys(row)
+        if self.results != before:
+            self.keep(self.results)
         turns = [Turn(*turn) for turn in itertools.product(rows, processes, (False, True))]
         self._compile([turn for turn in turns if not turn.apart])
         for place, turn in enumerate(turns, 1):
@@ -136,8 +140,6 @@ class _Measuring:
                 self._expect_time(turn)
                 self.workers.coming = self._coming(turns[place:])
                 self._seat(turn, arms)
-        if self.results.absent != self.told:
-            self._keep()
         if self.bug:
             raise self.bug
 
@@ -150,10 +152,6 @@ class _Measuring:
                 found[python] = None
         return [*found]
 
-    def _keep(self) -> None:
-        self.keep(self.results)
-        self.told = self.results.absent
-
     def _known_machine(self) -> Machine:
         """As the results have it, or measured. Their GPU must be this one."""
         new = self.results.machine is None
@@ -161,7 +159,8 @@ class _Measuring:
         # To say a name takes none of the imports that a sitting does.
         with closing(self.workers.take(None) if new else Worker()) as worker:
             self.workers.begin()
-            name = worker.ask(gpu, None, patience=PATIENCE)["gpu"]
+            told = worker.ask(gpu, None, patience=PATIENCE)
+            name, self.build = told["gpu"], "{gpu}, PyTorch {torch}, CUDA {cuda}".format_map(told)
             if others := self.results.gpus() - {name}:
                 raise ResultsError(
                     f"these results were measured on {' and '.join(sorted(others))}, and here is {name}: "
@@ -171,7 +170,7 @@ class _Measuring:
                 self.progress(name, "the ceilings of its memory and tensor cores")
                 found = Machine.model_validate(worker.ask(machine, None, patience=PATIENCE))
                 self.results = self.results.model_copy(update={"machine": found})
-                self._keep()
+                self.keep(self.results)
         assert self.results.machine is not None
         return self.results.machine
 
@@ -229,17 +228,22 @@ class _Measuring:
         return sorted(lacking, key=lambda arm: arm not in MODELS)
 
     def _answered(self, turn: Turn, arm: str) -> bool:
-        """By figures of this process, or by a failure in any: what failed as it is now does so again."""
-        row, keys = turn.row, self._keys(turn.row)
+        """By figures of this process, or by a failure in any: what failed as it is now does so again. Not by
+        those from before it was another for a while, which tables do not show."""
+        row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sittings):
-            if s.row != (row.operator, row.case) or s.question != row.question:
+            if s.row != (row.operator, row.case):
                 continue
-            if place >= self.heeded and arm in s.failed and s.failed[arm].key == keys[arm]:
-                return True
-            there = all(a in s.arms and s.arms[a].key == keys[a] for a in (arm, row.anchor))
-            if there and s.process == turn.process:
-                return True
-        return False
+            told = s.arms.get(arm) or s.failed.get(arm)
+            anchor = s.arms.get(row.anchor)
+            as_now = s.question == row.question and (not anchor or anchor.key == keys[row.anchor])
+            if not as_now or (told and told.key != keys[arm]):
+                found = False
+            elif arm in s.failed:
+                found = found or place >= self.heeded
+            elif told:
+                found = found or s.process == turn.process
+        return found
 
     def _outdone(self, turn: Turn, arm: str) -> bool:
         """Whether another arm of its column was clearly faster in an earlier process: no cell shows it."""
@@ -273,14 +277,14 @@ class _Measuring:
             self.versions[arm] = versions
             parts = [f"{name} {number}" for name, number in versions.items()]
             parts += [f"revision {REVISIONS[arm]}"] if REVISIONS[arm] > 1 else []
-            keys[arm] = ", ".join([*parts, *map(_text, row.made_of(arm)), self.machine.gpu])
-        known = {a: why for a, why in self.results.absent.get(row.operator, {}).items() if a not in keys}
-        absent = self.results.absent | {row.operator: known | reasons}
-        self.results = self.results.model_copy(update={"absent": absent})
+            keys[arm] = ", ".join([*parts, *map(_text, row.made_of(arm)), self.build])
+        now = Present(question=row.question, keys=keys)
+        self.results = self.results.asked(row.operator, row.case, now, reasons)
         return keys
 
     def _seat(self, turn: Turn, arms: list[str]) -> None:
-        """One sitting, kept; of an anchor beside whom nobody was left, only why."""
+        """One sitting, kept; of an anchor beside whom nobody was left, only why. Where the worker was lost
+        while several took turns, two of as many halves: any may have done it."""
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._sat(turn, arms)
         self.seated.add(_place(turn))
@@ -302,8 +306,11 @@ class _Measuring:
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(monotonic() - begun, 1),
         )
-        self.results = self.results.plus([sitting])
-        self._keep()
+        if sitting.arms or sitting.failed:
+            self.results = self.results.plus([sitting])
+            self.keep(self.results)
+        for half in found.get("halves", ()):
+            self._seat(turn, half)
 
     def _sat(self, turn: Turn, arms: list[str]) -> dict[str, Any]:
         """What a worker says of it; again without an arm that takes the worker along, as long as there is
@@ -328,6 +335,9 @@ class _Measuring:
                     self._expect_clean_gpu()
                 if isinstance(error, WorkerError) and not heard.last and not turn.apart:
                     raise
+                if isinstance(error, Failed) and heard.last == TIMING and len(beside) > 1:
+                    halves = beside[: len(beside) // 2], beside[len(beside) // 2 :]
+                    return {"arms": {}, "failed": failed, "conditions": {}, "halves": halves}
                 failed |= self._blamed(error, heard.last, left, turn)
                 left = [arm for arm in left if arm not in failed]
             else:
@@ -350,7 +360,7 @@ class _Measuring:
 
     def _blamed(self, error: Failed | WorkerError, last: str, left: list[str], turn: Turn) -> dict[str, str]:
         """Why those have no figures who were at work when a worker was lost: one arm, or all of them where it
-        happened before the first or on the clock."""
+        happened before the first."""
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
             if not last:
@@ -365,8 +375,7 @@ class _Measuring:
         if last in ("", PREPARING, turn.row.anchor):
             place = f"{last or PREPARING}: " if isinstance(error, Lost) else ""
             return dict.fromkeys([*left, *own], f"{place}{why}")
-        beside = [arm for arm in left if arm not in MODELS]  # whose kernels have run on the clock before
-        return dict.fromkeys(beside or left, f"on the clock, beside others: {why}")
+        return dict.fromkeys(left, f"on the clock: {why}")
 
 
 @dataclass

@@ -98,14 +98,23 @@ class Machine(_Record):
     ceilings: dict[str, float]
 
 
+class Present(_Record):
+    """What was asked of a row when it was asked for last, and the ``keys`` that its arms had then, measured
+    or not yet."""
+
+    question: str
+    keys: dict[str, str]
+
+
 class Results(_Record):
-    """``absent``: by operator and arm, why it cannot have a cell: known without trying. ``machine``: measured
-    once, by the first that measured anything."""
+    """``absent``: by operator and arm, why it cannot have a cell: known without trying. ``present``: by
+    operator and case. ``machine``: measured once, by the first that measured anything."""
 
     schema_version: int = SCHEMA
     machine: Machine | None = None
     sittings: tuple[Sitting, ...] = ()
     absent: dict[str, dict[str, str]] = Field(default_factory=dict)
+    present: dict[str, dict[str, Present]] = Field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str]]:
         """(operator, case), in the order in which they were first measured."""
@@ -122,6 +131,19 @@ class Results(_Record):
 
     def failed(self) -> bool:
         return any(s.failed for s in self.sittings)
+
+    def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
+        """With what a row is now, and which arms cannot be tried; of other arms as before."""
+        cases = self.present.get(operator, {})
+        before = cases[case].keys if case in cases and cases[case].question == now.question else {}
+        row = Present(question=now.question, keys=before | now.keys)
+        known = {a: why for a, why in self.absent.get(operator, {}).items() if a not in now.keys}
+        return self.model_copy(
+            update={
+                "present": self.present | {operator: cases | {case: row}},
+                "absent": self.absent | {operator: known | absent},
+            }
+        )
 
     def plus(self, sittings: Iterable[Sitting]) -> Results:
         return self.model_copy(update={"sittings": (*self.sittings, *sittings)})
