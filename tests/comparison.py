@@ -75,6 +75,7 @@ def line(
     processes: int = 3,
     anchored: bool = False,
     anchor: str = ANCHOR,
+    roofline: float = 0.1,
 ) -> Line:
     """A row whose LLM kernel takes 1 ms, beside columns of these ratios."""
 
@@ -84,7 +85,7 @@ def line(
     cells: dict[str, Cell | Empty] = {column.name: Empty("not measured") for column in COLUMNS}
     cells[LLM] = cell(PROGRAM, 1.0, None)
     cells |= {name: cell(name, given[0], interval(*given)) for name, given in (ratios or {}).items()}
-    return Line(operator, case, {"M": 1}, 0.8, anchor, cells)
+    return Line(operator, case, {"M": 1}, roofline, anchor, cells)
 
 
 def results(rows: Sequence[tuple[str, str]] = ROWS) -> Results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import comparison
 import pytest
@@ -143,8 +144,8 @@ def test_what_rests_on_one_process_is_undecided() -> None:
     (every,) = told.totals
     assert [row.outcome for row in every.rows] == ["undecided", "undecided", "win"]
     assert "1 win, 0 ties, 0 losses and 2 undecided in 3 rows of 1 operator" in str(told)
-    assert "; undecided where it is of one process, and a mean" in str(told)
-    assert Row.of("1B", line("1B").cells[LLM]) is None  # type: ignore[arg-type]
+    assert "; undecided where it is of one process (‡), and a mean" in str(told)
+    assert Row.of(line("1B"), line("1B").cells[LLM]) is None  # type: ignore[arg-type]
     made = [line("7B", "gemm_swiglu_bwd", ratios={COMPILE: loss}, processes=n) for n in (1, 2)]
     verdicts = [f.verdict for one in made for f in findings([one]) if f.claim.what == "SwiGLU backward"]
     assert verdicts == ["undecided", "below"]
@@ -198,6 +199,46 @@ def test_whole_layers_are_summed_apart_from_operators() -> None:
     assert [tally.name for tally in people.kinds] == ["QuACK's own kernels"]
     assert str(people).count("1 row of") == 2 and "in 1 row of whole layers" in str(people)
     assert [tally.name for tally in against(made[1:], COMPILE).totals] == ["all layers"]
+
+
+# ── A time that cannot be ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("percent", [4, 6])
+def test_a_time_below_the_roofline_is_noted_and_decides_nothing(percent: int) -> None:
+    doubted = percent > 5
+    arms = {PROGRAM: arm(2.0), COMPILE: arm(1 - percent / 100), LIGER: arm(1.5), ANCHOR: arm(0.5)}
+    sat = [sitting(arms, roofline=1.0, process=process) for process in TWO]
+    results = Results(sittings=tuple(sat))
+    found, note = lines(results), "its time lies over 5% below the roofline, more than measured ceilings"
+    (times, ratios, errors, _), notes = sheets(found)
+    bold = [name for name, entry in zip(times.columns, times.rows[0][2], strict=True) if entry.best]
+    assert bold == [LIGER if doubted else COMPILE]
+    place = times.columns.index(COMPILE)
+    for sheet in (times, errors):
+        noted = [dict(notes)[number] for number in sheet.rows[0][2][place].notes]
+        assert any(text.startswith(note) for text in noted) is doubted
+    assert sum(text.startswith(note) for _, text in notes) == doubted  # no bare matmul is among them
+    told = against(found, COMPILE)
+    (every,) = told.totals
+    assert every.rows[0].outcome == ("undecided" if doubted else "loss")
+    assert every.average.endswith(" §") is ("below the roofline (§), and a mean" in str(told)) is doubted
+    assert ("§" in ratios.says) is ("§: one of the two times lies over 5% below" in ratios.says) is doubted
+    mean = f"0.{50 - percent // 2}"
+    assert (f" {mean}§" in printed(results)) is (f"{mean}§" in drawn_words(found)) is doubted
+    assert ("of a time that cannot be" in page(results, {})) is doubted
+
+
+def test_where_the_llms_own_time_cannot_be_no_ratio_decides() -> None:
+    ratios = {HUMAN: (1.5, 1.4, 1.6)}
+    for own, outcome in ((1.04, "win"), (1.07, "undecided")):  # its kernel takes 1 ms
+        made = line("7B", ratios=ratios, roofline=own)
+        hidden = replace(made, cells={HUMAN: made.cells[HUMAN]})
+        for shown in (made, hidden):
+            (every,) = against([shown], HUMAN).totals
+            assert [row.outcome for row in every.rows] == [outcome]
+    slow = line("7B", "gemm_swiglu_bwd", ratios={COMPILE: (1.4, 1.35, 1.45)}, roofline=1.07)
+    assert [f.verdict for f in findings([slow]) if f.rows] == ["undecided"]
 
 
 # ── Whose kernels ─────────────────────────────────────────────────────────────────────────────────────────

@@ -266,6 +266,23 @@ def test_without_the_llms_kernel_the_fastest_is_by_time() -> None:
     assert "Against human: no row has both." in text
 
 
+def test_the_error_table_has_notes_and_says_that_outputs_may_be_fewer() -> None:
+    text = markdown(hand())
+    assert column(rows(text, "Error against fp64"), HUMAN) == ["1.01 <sup>4, 5</sup>"]
+    assert column(rows(text, "Peak memory, MiB"), HUMAN) == ["5.0"]
+    under = text.split("**Error against fp64**")[1].split("|")[0]
+    assert "Of the outputs that a column gives, which are fewer where its note says so." in under
+
+
+def test_bold_is_said_to_be_the_fastest_of_the_columns_shown() -> None:
+    """Which the LLM's kernel may be faster than, where it is not shown."""
+    results = Results(sittings=(sitting({PROGRAM: arm(1.5), OWN_TUNER: arm(2.0)}),))
+    text = markdown(results, (HUMAN, MATMUL))
+    assert column(rows(text, "Milliseconds"), HUMAN) == ["**2.000**"]
+    for told in (text, page(results, {}, (HUMAN, MATMUL))):
+        assert re.search("Bold: of the columns shown, a row(&#x27;|')s fastest", told)
+
+
 @pytest.mark.parametrize("show", [markdown, lambda found: page(found, {}), printed])
 def test_nothing_measured_is_a_sentence(show: object) -> None:
     assert callable(show) and NOTHING in show(Results())

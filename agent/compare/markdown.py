@@ -16,7 +16,9 @@ from agent.compare.cells import NAMES, Cell, Empty, Line, lines
 from agent.compare.results import Results, ResultsError
 from agent.compare.summary import (
     ALONE,
+    BELOW,
     COMPOSED,
+    DOUBTED,
     LAYERS,
     NOTHING,
     OPERATORS,
@@ -28,6 +30,8 @@ from agent.compare.summary import (
     Row,
     Summary,
     against,
+    below,
+    doubts,
     findings,
     measured,
     shown,
@@ -38,6 +42,7 @@ from primitives.files import write_atomic
 from verifier.columns import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE
 
 ABSENT, ANCHORED = "–", "†"
+IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"
 BESIDE = {ANCHOR: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # anchors
 FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
 MEAN = f"geometric mean of time over {LLM}'s [95%]"
@@ -132,7 +137,8 @@ def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
     return [
         _filled(
             "Milliseconds",
-            f"Bold: a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, which do less.",
+            "Bold: of the columns shown, a row's fastest by the ratios below, but for "
+            f"{MATMUL} and {ROOFLINE}, which do less.",
             found,
             names,
             notes,
@@ -143,7 +149,8 @@ def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
         _filled(
             "Error against fp64",
             "Of the worst output, its RMS error in multiples of the least that any kernel must lose; of a "
-            "layer, of the worst output or gradient, against fp32 in multiples of what eager PyTorch loses.",
+            "layer, of the worst output or gradient, against fp32 in multiples of what eager PyTorch loses. "
+            "Of the outputs that a column gives, which are fewer where its note says so.",
             found,
             tuple(name for name in names if name != MATMUL),
             notes,
@@ -176,7 +183,7 @@ def _ratios(found: Sequence[Line], notes: Notes) -> Sheet:
 
 def mark(row: Row) -> str:
     """What stands behind a row's ratio."""
-    return (ANCHORED if row.anchored else "") + (ALONE if row.undecided else "")
+    return (ANCHORED if row.anchored else "") + doubts([row])
 
 
 def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
@@ -185,7 +192,7 @@ def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
         (line, row)
         for line in found
         for name in columns
-        if (cell := line.cell(name)) and (row := Row.of(line.case, cell))
+        if (cell := line.cell(name)) and (row := Row.of(line, cell))
     ]
     beside = dict.fromkeys(BESIDE.get(line.anchor, "the row's anchor") for line, row in rows if row.anchored)
     told = {
@@ -193,20 +200,25 @@ def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
         f"{' or '.join(beside)}, which both had beside them, and its interval holds the uncertainty of both "
         "steps.": bool(beside),
         f"{ALONE}: it rests on one process, which tells nothing of how processes differ: neither a win nor "
-        "a loss.": any(row.undecided for _, row in rows),
+        "a loss.": any(row.alone for _, row in rows),
+        f"{DOUBTED}: one of the two times {IMPOSSIBLE}: neither a win nor a loss.": any(
+            row.doubted for _, row in rows
+        ),
     }
     return [sentence for sentence, needed in told.items() if needed]
 
 
 def fastest(line: Line) -> str | None:
-    """The column that a row's ratios make the fastest; of those that compute all of it."""
+    """The column that a row's ratios make the fastest; of those that compute all of it, in a time that the
+    hardware allows."""
 
     def slowness(name: str) -> float:
         cell = line.cell(name)
         assert cell is not None
         return cell.against.estimate if cell.against else 1.0 if line.cell(LLM) else cell.milliseconds
 
-    return min((name for name in NAMES if name != MATMUL and line.cell(name)), key=slowness, default=None)
+    able = [name for name in NAMES if name != MATMUL and (cell := line.cell(name)) and not below(line, cell)]
+    return min(able, key=slowness, default=None)
 
 
 def summed(found: Summary) -> list[tuple[str, ...]]:
@@ -226,9 +238,11 @@ def claimed(finding: Finding) -> tuple[str, ...]:
     return claim.what, claim.column, span, finding.measured, finding.verdict, claim.source
 
 
-def noted(column: str, cell: Cell) -> tuple[str, str]:
-    """The cell's arm where it is not the column's first, and its note."""
-    return (cell.arm if cell.arm != FIRST_ARMS[column] else ""), cell.note
+def noted(line: Line, column: str, cell: Cell) -> tuple[str, ...]:
+    """The cell's arm where it is not the column's first, its note, and whether its time cannot be."""
+    impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
+    arm = cell.arm if cell.arm != FIRST_ARMS[column] else ""
+    return arm, cell.note, impossible if below(line, cell) else ""
 
 
 def plain(text: str) -> str:
@@ -251,9 +265,9 @@ def _filled(
         cell = line.cells.get(column, Empty("not measured"))
         if isinstance(cell, Empty):
             return Entry(ABSENT, notes=notes.of(cell.reason))
-        if text is not _milliseconds:
-            return Entry(text(line, cell))
-        return Entry(text(line, cell), column == fastest(line), notes.of(*noted(column, cell)))
+        timed = text is _milliseconds
+        numbers = notes.of(*noted(line, column, cell)) if timed or text is _error else ()
+        return Entry(text(line, cell), timed and column == fastest(line), numbers)
 
     rows = tuple(
         (
@@ -271,7 +285,7 @@ def _milliseconds(line: Line, cell: Cell) -> str:
 
 
 def _ratio(line: Line, cell: Cell) -> str:
-    row = Row.of(line.case, cell)
+    row = Row.of(line, cell)
     return f"{shown(row.ratio)} {mark(row)}".rstrip() if row else ABSENT
 
 
@@ -345,7 +359,7 @@ def _claims(found: Sequence[Finding]) -> str:
 
 VERDICT = (
     f"Ratios as above, time over {LLM}'s. A row lies below or above what is claimed where its whole interval "
-    "does, and within it otherwise; of one process it is undecided."
+    f"does, and within it otherwise; of one process, or marked {DOUBTED}, it is undecided."
 )
 
 

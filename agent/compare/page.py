@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from agent.compare import charts
-from agent.compare.cells import NAMES, Cell, Empty, Line, lines
+from agent.compare.cells import NAMES, Empty, Line, lines
 from agent.compare.markdown import (
     ABSENT,
     BOUND,
@@ -134,21 +134,26 @@ def _row(line: Line, results: Results) -> Html:
     )
     return details(
         f"{line.operator} {line.case}: {sizes}; roofline {number(line.roofline)} ms",
-        table("Columns", headings, [_column(name, line.cells[name]) for name in line.cells]),
+        table("Columns", headings, [_column(line, name) for name in line.cells]),
         details("Samples", _sittings(line, results)),
     )
 
 
-def _column(name: str, cell: Cell | Empty) -> tuple[str, ...]:
+def _column(line: Line, name: str) -> tuple[str, ...]:
     """``processes``: behind the ratio, or behind the time where there is none."""
+    cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)
     ratio = ""
-    if row := Row.of("", cell):
-        parts = {"through the anchor": row.anchored, "of one process": row.undecided}
+    if row := Row.of(line, cell):
+        parts = {
+            "through the anchor": row.anchored,
+            "of one process": row.alone,
+            "of a time that cannot be": row.doubted,
+        }
         ratio = ", ".join([shown(row.ratio), *(words for words, needed in parts.items() if needed)])
     losses = "\n".join(f"{output}: {_loss(loss)}" for output, loss in cell.losses.items())
-    memory, notes = f"{cell.bytes / MIB:,.1f}", "; ".join(filter(None, noted(name, cell)))
+    memory, notes = f"{cell.bytes / MIB:,.1f}", "; ".join(filter(None, noted(line, name, cell)))
     return name, cell.arm, number(cell.milliseconds), ratio, losses, memory, str(cell.processes), notes
 
 

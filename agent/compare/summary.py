@@ -14,6 +14,7 @@ from typing import Any, Literal
 from agent.compare.cells import Cell, Line, standing
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
 from agent.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
+from verifier.baselines import CUBLAS
 from verifier.columns import COMPILE, HUMAN, composed
 from verifier.statistics import Interval
 
@@ -25,7 +26,8 @@ RIVALS = (HUMAN, COMPILE)  # whom the summary is against, in its order
 OWN, COMPOSED = "QuACK's own kernels", "composed by us from QuACK's operators"  # who made the human column's
 OPERATORS, LAYERS = "all operators", "all layers"
 FEWEST = 2  # processes that decide: one tells nothing of how processes differ
-ALONE = "‡"  # behind what rests on one process
+ALONE, DOUBTED = "‡", "§"  # behind what rests on one process, and on a time that cannot be
+BELOW = 0.05  # of the roofline: what ceilings that were measured may leave
 NOTHING = "Nothing has been measured yet."
 _PLACES = {name: place for place, name in enumerate(name for names in GROUPS.values() for name in names)}
 
@@ -37,21 +39,30 @@ OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
 
 @dataclass(frozen=True)
 class Row:
-    """One row's ratio, and how many ``processes`` it rests on."""
+    """One row's ratio, and how many ``processes`` it rests on; ``doubted`` where either time cannot be."""
 
     case: str
     ratio: Interval
     anchored: bool
     processes: int
+    doubted: bool
 
     @classmethod
-    def of(cls, case: str, cell: Cell) -> Row | None:
+    def of(cls, line: Line, cell: Cell) -> Row | None:
         """None where the cell has no ratio."""
-        return cls(case, cell.against, cell.anchored, cell.processes) if cell.against else None
+        if cell.against is None:
+            return None
+        own = cell.milliseconds / cell.against.estimate  # the LLM's, whose column may not be shown
+        doubted = below(line, cell) or own < line.roofline * (1 - BELOW)
+        return cls(line.case, cell.against, cell.anchored, cell.processes, doubted)
+
+    @property
+    def alone(self) -> bool:
+        return self.processes < FEWEST
 
     @property
     def undecided(self) -> bool:
-        return self.processes < FEWEST
+        return self.alone or self.doubted
 
     @property
     def outcome(self) -> Outcome:
@@ -87,9 +98,9 @@ class Tally:
 
     @property
     def average(self) -> str:
-        """The mean as it is shown: without an interval where a row's says nothing of how processes differ."""
-        alone = any(row.undecided for row in self.rows)
-        return f"{self.mean.estimate:.3f} {ALONE}" if alone else shown(self.mean)
+        """The mean as it is shown: without an interval where a row's would claim more than it may."""
+        marks = doubts(self.rows)
+        return f"{self.mean.estimate:.3f} {marks}" if marks else shown(self.mean)
 
     def count(self, outcome: str) -> int:
         return sum(row.outcome == outcome for row in self.rows)
@@ -127,8 +138,9 @@ class Summary:
         apart = [total for total in totals if total.name == LAYERS] if kinds else totals
         told = " and ".join([*map(_of_kind, kinds), *map(str, apart)])
         rule = "A win or a loss only where the whole interval is on one side of 1"
-        if any(total.count("undecided") for total in totals):
-            rule += f"; undecided where it is of one process, and a mean over such a row has none ({ALONE})"
+        if marks := doubts(row for total in totals for row in total.rows):
+            why = " or ".join(_WHY[mark] for mark in marks)
+            rule += f"; undecided where {why}, and a mean over such a row has none"
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
 
@@ -207,7 +219,7 @@ def against(lines: Sequence[Line], column: str) -> Summary:
     found: dict[str, list[Row]] = {}
     for line in ordered(lines):
         cell = line.cell(column)
-        if cell and (row := Row.of(line.case, cell)):
+        if cell and (row := Row.of(line, cell)):
             found.setdefault(line.operator, []).append(row)
     return Summary(column, tuple(Tally(name, tuple(rows), (name,)) for name, rows in found.items()))
 
@@ -230,6 +242,24 @@ def findings(lines: Sequence[Line]) -> list[Finding]:
         )
         for claim in CLAIMS
     ]
+
+
+def below(line: Line, cell: Cell) -> bool:
+    """Whether a time is less than the hardware allows. A bare matmul does less than the roofline is of."""
+    return cell.arm != CUBLAS and cell.milliseconds < line.roofline * (1 - BELOW)
+
+
+def doubts(rows: Iterable[Row]) -> str:
+    """The marks of what leaves any of these undecided."""
+    rows = list(rows)
+    told = {ALONE: any(row.alone for row in rows), DOUBTED: any(row.doubted for row in rows)}
+    return "".join(mark for mark, needed in told.items() if needed)
+
+
+_WHY = {
+    ALONE: f"it is of one process ({ALONE})",
+    DOUBTED: f"a time of it lies over {BELOW:.0%} below the roofline ({DOUBTED})",
+}
 
 
 def shown(ratio: Interval) -> str:

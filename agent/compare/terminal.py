@@ -26,9 +26,9 @@ UNMEASURED = "not measured"
 
 
 def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
-    """Milliseconds and, but for the LLM's own, the time over its kernel's: green where that is faster, red
-    where it is slower. Empty cells number their reasons, which stand below; ``doing``: what is measured now,
-    above the table, of which a screen may show the begin alone.
+    """Milliseconds, bold for the fastest of the columns shown, and, but for the LLM's own, the time over its
+    kernel's: green where that is faster, red where it is slower. Empty cells number their reasons, which
+    stand below; ``doing``: what is measured now, above the table, of which a screen may show the begin alone.
     """
     found, reasons = ordered(lines(results, columns)), Notes()
     shown = _rows(found)
@@ -86,7 +86,7 @@ def _cell(name: str, line: Line, reasons: Notes) -> Text:
         known = "" if cell.reason == UNMEASURED else f" {reasons.of(cell.reason)[0]}"
         return Text(f"{ABSENT}{known}", "dim")
     return Text.assemble(
-        (_short(cell.milliseconds), "bold" if name == fastest(line) else ""), *_ratio(line.case, cell)
+        (_short(cell.milliseconds), "bold" if name == fastest(line) else ""), *_ratio(line, cell)
     )
 
 
@@ -94,8 +94,8 @@ def _short(milliseconds: float) -> str:
     return f"{milliseconds:.3f}" if milliseconds < 10 else number(milliseconds)
 
 
-def _ratio(case: str, cell: Cell) -> list[tuple[str, str]]:
-    row = Row.of(case, cell)
+def _ratio(line: Line, cell: Cell) -> list[tuple[str, str]]:
+    row = Row.of(line, cell)
     return [(f" {row.ratio.estimate:.2f}{mark(row)}", STYLES[row.outcome])] if row else []
 
 
