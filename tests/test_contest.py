@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +109,32 @@ def test_a_stage_seats_who_can_and_says_why_others_cannot() -> None:
         "milliseconds": [1.0] * 12,
     }
     assert stage.called.count("two 1") > 6 < stage.called.count("two")  # both sets of inputs had their turns
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (0.0999, ""),
+        (0.1001, "output 'z' is off by 0.1 of the truth's RMS (limit 0.1)"),
+        (7.0, "output 'z' is off by 7 of the truth's RMS (limit 0.1)"),
+        (float("nan"), "output 'z' is NaN or infinite where the truth is not, or the other way round"),
+        (float("inf"), "output 'z' is NaN or infinite where the truth is not, or the other way round"),
+    ],
+)
+def test_an_arm_that_answers_something_else_fails_unless_it_is_the_anchor(error: float, reason: str) -> None:
+    class Stage(Toy):
+        def enter(self, arm: str) -> Entrant:
+            right = {"y": {"relative": 0.0043, "yardsticks": 2000.0}}  # rounded twice, in fp32's place
+            wrong = {"z": {"relative": error, "yardsticks": 1.0}} if arm == "wrong" else {}
+            return super().enter(arm)._replace(losses=right | wrong)
+
+    found = contests.contest(Stage, ("one", "wrong", "two"), "one", 12)
+    assert found["failed"] == ({"wrong": reason} if reason else {})
+    assert "two" in found["arms"]
+    if reason:
+        with pytest.raises(Failed, match=re.escape(f"wrong did not run: {reason}")):
+            contests.contest(Stage, ("wrong", "one"), "wrong", 12)
 
 
 @pytest.mark.usefixtures("device")
@@ -278,6 +306,31 @@ def test_an_arm_that_breaks_the_device_in_words_of_its_own_is_the_last_that_is_h
     with pytest.raises(RuntimeError, match="CUDA error"):
         contests.contest(Toy, ("one", "breaks", "next"), "one", 12)
     assert heard[-1] == "breaks"
+
+
+def test_a_ceiling_is_the_fastest_of_its_calls_and_a_copy_reads_and_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On meta tensors: nothing is computed, and nothing has a size in memory."""
+    asked: list[str] = []
+
+    def measured(arms: Any, **given: Any) -> Any:
+        asked.extend(arm.name for arm in arms)
+        return {arm.name: SimpleNamespace(seconds=(3e-3, 1e-3, 2e-3)) for arm in arms}
+
+    for name in ("randn", "ones", "empty"):
+        usual = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *size, usual=usual, **given: usual(*size, **given | {"device": "meta"})
+        )
+    monkeypatch.setattr(timing, "measure", measured)
+    monkeypatch.setattr(contests, "gpu", lambda _: {"gpu": "H100"})
+    found = contests.machine(None)
+    assert found["gpu"] == "H100" and asked == list(found["ceilings"])
+    products, copied = 2 * 8192**3 / 1e-3, 2 * 2**30 / 1e-3
+    assert found["ceilings"] == pytest.approx(
+        {"tensor": products, "tensor_fp8": products, "memory": copied}, rel=1e-12
+    )
 
 
 def tried(number: int) -> bool:

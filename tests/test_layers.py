@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,16 +19,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from agent.compare.rows import LayerRow
 from primitives.interpret import torch_dtype
 from primitives.launchable import ALIGNMENT, LaunchError, check_sizes
-from verifier import layers
+from verifier import contest, layers
 from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import COMPILE, EAGER, PROGRAM
+from verifier.columns import COMPILE, EAGER, LIGER, LIGER_APART, PROGRAM
+from verifier.layers import liger as liger_layer
 from verifier.layers.errors import relative, results, truth
 from verifier.layers.fused import Fused, packed, table, unpacked, unrotated
-from verifier.layers.layer import Layer
-from verifier.layers.plain import Plain, rmsnorm
+from verifier.layers.layer import Gradients, Layer
+from verifier.layers.plain import Differentiated, Plain, rmsnorm, rotated
 from verifier.layers.runners import Call, Interpreted, Launched, Tensors, accepted, calls
 from verifier.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
-from verifier.layers.sitting import LayerSeats, _Stage
+from verifier.layers.sitting import LayerSeats, _Stage, sit
 
 KERNELS = Path(__file__).parent.parent / "generated_kernels"
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
@@ -174,6 +177,118 @@ def test_a_sitting_runs_of_every_variant_what_it_will_time_and_no_more(
     assert all(loss["yardsticks"] == 1 and loss["relative"] < 0.01 for loss in entrant.losses.values())
     entrant.call()
     assert len(trained) == 3 * backward
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a contest asks of CUDA, a clock that says nothing, and no compiler."""
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    untimed = SimpleNamespace(seconds=())
+    monkeypatch.setattr(contest, "timed", lambda arms, rounds: ({arm.name: untimed for arm in arms}, {}))
+    monkeypatch.setattr(layers, "under_compile", lambda function, mode: function)
+    drawn = draw(SMALL, 15, "cpu")
+    monkeypatch.setattr("verifier.layers.shape.draw", lambda shape, seed: drawn)
+    monkeypatch.setattr("verifier.layers.runners.Launched", lambda made: Interpreted(PROGRAMS))
+
+
+NOT_FINITE = "output 'd ffn_norm' is NaN or infinite where the truth is not, or the other way round"
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (9.0, r"output 'd ffn_norm' is off by \d.* of the truth's RMS \(limit 0\.1\)"),
+        (torch.nan, NOT_FINITE),
+        (torch.inf, NOT_FINITE),
+    ],
+)
+def test_a_variant_with_a_wrong_gradient_fails_and_the_others_are_timed(
+    value: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Fused.gradients
+
+    def wrong(layer: Fused, found: Tensors) -> Gradients:
+        gradients = usual(layer, found)
+        ffn_norm = gradients["ffn_norm"].clone()
+        ffn_norm[:9] = value * ffn_norm.norm()
+        return gradients | {"ffn_norm": ffn_norm}
+
+    seats = LayerSeats(SMALL, (EAGER, PROGRAM, COMPILE), {}, 12, backward=True)
+    assert set(sit(seats)["arms"]) == {EAGER, PROGRAM, COMPILE}
+    monkeypatch.setattr(Fused, "gradients", wrong)
+    found = sit(seats)
+    assert set(found["arms"]) == {EAGER, COMPILE} and found["failed"].keys() == {PROGRAM}
+    assert re.fullmatch(reason, found["failed"][PROGRAM])
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_variants_yardstick_is_what_the_eager_layer_loses() -> None:
+    """Below 1 it is nearer to the truth than eager PyTorch."""
+    stage = _Stage(LayerSeats(SMALL, (EAGER, PROGRAM), {}, 12, backward=True))
+    usual, found = stage.enter(EAGER).losses, stage.enter(PROGRAM).losses
+    by_hand = {name: told["relative"] / usual[name]["relative"] for name, told in found.items()}
+    assert {name: told["yardsticks"] for name, told in found.items()} == pytest.approx(by_hand)
+    assert min(by_hand.values()) < 0.9  # a ratio that is upside down would show
+
+
+# Liger's operators, played by PyTorch -------------------------------------------------------------
+
+
+class Played:
+    """``liger_kernel.ops``, as far as a layer calls them. Remembers each norm's eps."""
+
+    def __init__(self) -> None:
+        self.eps: list[float] = []
+        for name in ("RMSNorm", "Rope", "FusedAddRMSNorm", "FusedGateUpSiLUMul"):
+            setattr(self, f"Liger{name}Function", SimpleNamespace(apply=getattr(self, name)))
+
+    def RMSNorm(self, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+        self.eps.append(eps)
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).type_as(x) * gamma
+
+    def FusedAddRMSNorm(
+        self, x: Tensor, residual: Tensor, gamma: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        h = x + residual
+        return self.RMSNorm(h, gamma, eps), h
+
+    def Rope(self, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+        assert cosine.shape == sine.shape == (1, *q.shape[2:])
+        return rotated(q, (cosine[0], sine[0])), rotated(k, (cosine[0], sine[0]))
+
+    def FusedGateUpSiLUMul(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize(
+    ("name", "projections"), [(LIGER, ["qkv"]), (LIGER_APART, ["q", "k", "v"])], ids=["joint", "apart"]
+)
+def test_a_layer_of_ligers_operators_is_the_layer_by_as_many_products_as_its_name_says(
+    name: str, projections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played, products, usual = Played(), list[Tensor](), torch.nn.functional.linear
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", cast(ModuleType, played))
+
+    def linear(x: Tensor, w: Tensor) -> Tensor:
+        products.append(w)
+        return usual(x, w)
+
+    monkeypatch.setattr(liger_layer, "linear", linear)
+    drawn = draw(SMALL, 16, "cpu")
+    layer = layers.variant(name, SMALL, drawn, Interpreted(PROGRAMS))
+    exact = truth(SMALL, drawn)
+    plain = relative(results(Plain(SMALL, drawn.weights, drawn.next_norm), drawn), exact)
+    found = relative(results(layer, drawn), exact)
+    assert found.keys() == NAMES and max(found[n] / plain[n] for n in exact) < WORSE, found
+    parameters = cast(Differentiated, layer).parameters
+    assert [id(w) for w in products] == [id(parameters[n]) for n in (*projections, "out", "gate_up", "down")]
+    assert played.eps == [EPS, EPS]
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -5,6 +5,7 @@ PyTorch on a CPU stands in for the GPU and its kernels; specs, inputs, truth and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_every_arm_of_every_turn_gives_what_is_true_of_its_inputs(name: str) -> 
         entrant.call()
         assert entrant.losses.keys() == asked.spec.outputs.keys()
         for found in entrant.losses.values():
-            assert found["relative"] < 0.005
+            assert found["relative"] < 0.01  # eager PyTorch, of 384 values: 0.006 in one draw of 150
             assert arm == EAGER or found["yardsticks"] < 1.5  # PyTorch rounds products on the way
         stage.again(arm, 1)()
     for inputs, drawn in zip(stage.sets, before, strict=True):
@@ -164,7 +165,7 @@ def test_an_arm_tells_how_far_each_output_is_from_the_truth() -> None:
     """Computed by hand: the RMS of the error over the truth's, and over the yardstick's error."""
 
     def off(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return outputs | {"act": outputs["act"] * 1.25}
+        return outputs | {"act": outputs["act"] * 1.09}
 
     asked, kernel = seats("gemm_swiglu", ANCHOR, EAGER, PROGRAM, change=off)
     found = sit(asked)["arms"]
@@ -181,8 +182,34 @@ def test_an_arm_tells_how_far_each_output_is_from_the_truth() -> None:
         }
         assert found[PROGRAM]["losses"][n] == pytest.approx(by_hand, rel=1e-4)
     told = found[PROGRAM]["losses"]
-    assert told["act"]["relative"] == pytest.approx(0.25, abs=0.01) and told["act"]["yardsticks"] > 20
+    assert told["act"]["relative"] == pytest.approx(0.09, abs=0.01) and told["act"]["yardsticks"] > 20
     assert told["preact"]["relative"] < 0.01 and found[EAGER]["losses"]["act"]["relative"] < 0.01
+
+
+def beyond(outputs: dict[str, Tensor], value: float) -> dict[str, Tensor]:
+    outputs["act"][-1, 3:] = value
+    return outputs
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_output_that_is_not_finite_is_no_perfect_one(value: float) -> None:
+    """Whoever it is: here a model's kernel, of whose output a part of one row is never written."""
+    found = sit(seats("gemm_swiglu", ANCHOR, EAGER, PROGRAM, change=lambda o: beyond(o, value))[0])
+    assert set(found["arms"]) == {ANCHOR, EAGER}
+    why = "output 'act' is NaN or infinite where the truth is not, or the other way round"
+    assert found["failed"] == {PROGRAM: why}
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_output_of_another_computation_fails_and_says_how_far_off_it_is() -> None:
+    def swapped(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return outputs | {"preact": outputs["preact"].flip(1)}
+
+    found = sit(seats("gemm_swiglu", ANCHOR, PROGRAM, change=swapped)[0])
+    assert set(found["arms"]) == {ANCHOR}
+    said = r"output 'preact' is off by 1\.\d+ of the truth's RMS \(limit 0\.1\)"
+    assert re.fullmatch(said, found["failed"][PROGRAM])
 
 
 def test_the_truth_of_few_bits_is_kept_in_fp32_and_let_go_of() -> None:

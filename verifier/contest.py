@@ -7,6 +7,7 @@ refuses or fails at is that arm's answer, and stops no other.
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import threading
 import time
@@ -34,6 +35,10 @@ PREPARING, TIMING = "inputs and truth", "timing"  # what is at work where no arm
 BEAT, LONGEST = 60.0, 1800.0  # seconds
 WARM = 4.0  # seconds: a cool GPU is faster than any that has worked for a while
 OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's, by its name
+# Of the truth's RMS, what an output may be off by. To round to bf16 costs 0.0017; as often as eager PyTorch
+# does on its way, 0.0043 at worst of all specs, and 0.010 of a layer's gradients. Another computation (a norm
+# or rotation left out, operands exchanged) is off by about 1. Smaller mistakes stand in the table of errors.
+WORST = 0.1
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,14 @@ class Seated(Protocol):
         """By arm, what fills the caches with objects that it will load."""
 
 
+class Wrong(Exception):
+    """An arm's output is not what was asked for. Says which, and how far off it is."""
+
+
 class Entrant(NamedTuple):
-    """An arm that is ready on the first of the stage's inputs, and how far its outputs are from the truth.
-    ``arranged``: bytes of what was prepared in an input's place, which no call is charged with."""
+    """An arm that is ready on the first of the stage's inputs, and how far its outputs are from the truth,
+    relatively and in yardsticks: NaN or infinite where values are that should not be. ``arranged``: bytes of
+    what was prepared in an input's place, which no call is charged with."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
@@ -141,6 +151,7 @@ def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timi
 
     begun, before = time.monotonic(), torch.cuda.memory_allocated()
     entrant = stage.enter(name)
+    _expect_right(entrant.losses)
     peak = _peak(entrant.call, before)
     calls = [entrant.call, *(stage.again(name, turn) for turn in range(1, stage.turns))]
     for each in calls:  # what fails must fail here
@@ -152,6 +163,18 @@ def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timi
         "seconds": round(time.monotonic() - begun, 1),
     }
     return timing.Arm(name, rotating(calls))
+
+
+def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
+    """Raises Wrong: figures of another computation are no figures of this one."""
+    for output, found in losses.items():
+        error = found["relative"]
+        if not math.isfinite(error):
+            raise Wrong(
+                f"output {output!r} is NaN or infinite where the truth is not, or the other way round"
+            )
+        if error > WORST:
+            raise Wrong(f"output {output!r} is off by {error:.3g} of the truth's RMS (limit {WORST})")
 
 
 def _raced(
@@ -264,5 +287,7 @@ def _peak(call: Callable[[], object], before: int) -> int:
 
 
 def _words(error: Exception) -> str:
+    if isinstance(error, Wrong):
+        return str(error)
     first = (str(error).strip() or "it said nothing").splitlines()[0]
     return f"{type(error).__name__}: {first}"[:SAID]

@@ -90,8 +90,11 @@ def compare(
 
 def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
     """RMS error over the truth's RMS, and over the yardstick's error: how far an output is from fp64, of
-    whatever dtype it is. What is not finite in any of the three is left out."""
+    whatever dtype it is. NaN where ``compare`` finds values that are not finite, or wrongly finite; what it
+    excuses of them is left out."""
     stats, _ = _measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
+    if stats.wrong:
+        return math.nan, math.nan
     error, lost = math.sqrt(stats.e2 / stats.count), math.sqrt(stats.r2 / stats.count)
     return math.sqrt(stats.e2 / stats.t2) if stats.t2 else error, stats.ratio(error, lost)
 

@@ -33,7 +33,8 @@ def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Ten
 
 
 def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
-    """The RMS of each error over the RMS of the exact values. ValueError where names or shapes differ."""
+    """The RMS of each error over the RMS of the exact values: NaN or infinite where any value found is.
+    ValueError where names or shapes differ."""
     shapes = {name: tuple(t.shape) for name, t in found.items()}
     wanted = {name: tuple(t.shape) for name, t in exact.items()}
     if shapes != wanted:
