@@ -28,6 +28,7 @@ from verifier.columns import (
     HUMAN,
     LIGER,
     MATMUL,
+    PROGRAM,
     UPSTREAM,
 )
 from verifier.gpu import Lost
@@ -101,6 +102,40 @@ def test_results_that_are_not_there_say_how_to_get_them(command: Callable[..., A
     assert status == USAGE and "there is no such file" in said and "coda-agent compare --out" in said
     status, _, said = command("--from", tmp_path / "none")
     assert status == USAGE and f"coda-agent compare --out {tmp_path / 'none'} makes it" in said
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (("roofline",), 0.0, "sittings.0.roofline: Input should be greater than 0"),
+        (
+            ("arms", PROGRAM, "milliseconds", 3),
+            0.0,
+            f"{PROGRAM}.milliseconds.3: Input should be greater than 0",
+        ),
+        (
+            ("arms", PROGRAM, "milliseconds", 3),
+            None,
+            f"{PROGRAM}.milliseconds.3: Input should be a valid number",
+        ),
+        (("arms", PROGRAM, "milliseconds"), [1.0] * 7, "at least 8 items after validation, not 7"),
+        (("arms", PROGRAM, "milliseconds"), [1.0] * 9, "for as many rounds"),
+        (("arms", PROGRAM, "losses", "y", "relative"), -0.1, "should be greater than or equal to 0"),
+        (("anchor",), "nobody", "who sits does so with the anchor"),
+    ],
+)
+def test_figures_that_are_none_are_refused(
+    command: Callable[..., Any], tmp_path: Path, place: tuple[str | int, ...], value: object, why: str
+) -> None:
+    write(tmp_path / "results.json", made_up((("gemm_rope", "7B"),)))
+    told = json.loads((tmp_path / "results.json").read_text())
+    inner = told["sittings"][0]
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    (tmp_path / "results.json").write_text(json.dumps(told))
+    status, _, said = command("--from", tmp_path)
+    assert status == USAGE and why in " ".join(said.split()) and "measure again into another" in said
 
 
 def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from primitives.files import write_atomic
+from verifier.statistics import MIN_ROUNDS
 
 SCHEMA = 1
 LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators of whole layers
@@ -23,15 +24,15 @@ class ResultsError(Exception):
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Loss(_Record):
     """How far one output is from fp64: its RMS error over the truth's RMS, and over what any kernel must
     lose (the error gate's yardstick)."""
 
-    relative: float
-    yardsticks: float
+    relative: float = Field(ge=0)
+    yardsticks: float = Field(ge=0)
 
 
 class Arm(_Record):
@@ -43,11 +44,11 @@ class Arm(_Record):
     """
 
     key: str
-    milliseconds: tuple[float, ...]
+    milliseconds: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=MIN_ROUNDS)
     losses: dict[str, Loss] = Field(default_factory=dict)
-    bytes: int
+    bytes: int = Field(ge=0)
     note: str = ""
-    seconds: float = 0.0
+    seconds: float = Field(default=0.0, ge=0)
 
 
 class Failure(_Record):
@@ -71,12 +72,12 @@ class Sitting(_Record):
     question: str
     process: int
     anchor: str
-    roofline: float
+    roofline: float = Field(gt=0)
     arms: dict[str, Arm]
     failed: dict[str, Failure] = Field(default_factory=dict)
     conditions: dict[str, Any] = Field(default_factory=dict)
     date: str
-    seconds: float = 0.0
+    seconds: float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")
     def _anchored(self) -> Sitting:
