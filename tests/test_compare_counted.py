@@ -20,6 +20,7 @@ from agent.compare.page import page
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
 from agent.compare.summary import CLAIMS, Row, against, findings, measured
 from agent.compare.terminal import NAME, WIDTH, table
+from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
     ANCHOR,
     COMPILE,
@@ -112,6 +113,14 @@ def test_a_cell_has_the_worst_error_and_peak_of_all_processes_and_the_time_betwe
     made = cell(LLM, *sat)
     assert made.losses["y"] == Loss(relative=3e-3, yardsticks=3.0) and made.bytes == 9
     assert made.milliseconds == pytest.approx(4.0)  # the geometric mean
+
+
+def test_the_fastest_arm_is_so_beside_the_anchor_and_not_by_the_clock() -> None:
+    """Arms that sat in different processes, of which the first was twice as slow."""
+    slow = sitting({ANCHOR: arm(2.0), COMPILE: arm(3.8), PROGRAM: arm(4.0)})
+    fast = sitting({MAX_AUTOTUNE: arm(2.0), PROGRAM: arm(2.0)}, process=1)
+    assert cell(COMPILE, slow, fast).arm == COMPILE
+    assert cell(COMPILE, sitting({COMPILE: arm(2.1)}), fast).arm == MAX_AUTOTUNE
 
 
 def test_a_ratio_says_how_many_processes_it_rests_on() -> None:

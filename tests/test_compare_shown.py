@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import comparison
 import pytest
 from comparison import arm, interval, line, sitting
 from rich.console import Console
 
-from agent.compare import charts, summary
+from agent.compare import summary
 from agent.compare.cells import Line, lines
 from agent.compare.charts import draw
 from agent.compare.markdown import markdown, plain, sheets
@@ -385,60 +382,6 @@ def test_the_page_escapes_hostile_text() -> None:
     text = page(hostile(), draw(lines(hostile())))
     assert_alone(text)
     assert "&lt;/td&gt;&lt;script" in text and "a|b&lt;i&gt;" in text
-
-
-# ── Charts ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_charts_are_valid_and_the_same_when_drawn_again(found: list[Line]) -> None:
-    drawn = draw(found)
-    assert list(drawn) == ["speedup.svg", "speedup.png", "roofline.svg", "roofline.png"]
-    assert draw(found) == drawn
-    for name, file in drawn.items():
-        if name.endswith(".svg"):
-            assert ElementTree.fromstring(file).tag == "{http://www.w3.org/2000/svg}svg"
-            assert b"dc:date" not in file
-        else:
-            assert file.startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def drawn_words(made: Sequence[Line], name: str) -> list[str]:
-    """The texts of a chart, which matplotlib draws as outlines and names in comments."""
-    return re.findall(r"<!-- (.*?) -->", draw(made)[name].decode(), re.DOTALL)
-
-
-def test_speedups_have_a_bar_for_each_rival_and_a_dash_for_each_that_lacks() -> None:
-    made = [
-        line("1B", ratios={COMPILE: (1.5, 1.4, 1.6), HUMAN: (0.9, 0.8, 1.0), LIGER: (2.0, 1.9, 2.1)}),
-        line("7B", ratios={COMPILE: (1.25, 1.2, 1.3), HUMAN: (1.0, 0.9, 1.1)}),
-    ]
-    words = drawn_words(made, "speedup.svg")
-    assert {"1.50", "0.90", "2.00", "1.25", "1.00", "1B", "7B", "rope", "over human"} <= set(words)
-    assert words.count("–") == 1
-
-
-def test_only_what_was_measured_is_drawn() -> None:
-    assert draw([]) == {}
-    assert list(draw([line("1B")])) == ["roofline.svg", "roofline.png"]
-    assert {"LLM"} == set(drawn_words([line("1B")], "roofline.svg")) & {c.name for c in COLUMNS}
-
-
-def test_a_chart_takes_any_name() -> None:
-    odd = "a$b$ <x> -- \x00 " + "wide" * 20
-    drawn = draw([line(odd, odd, ratios={COMPILE: (1.5, 1.4, 1.6)})])
-    for name in ("speedup.svg", "roofline.svg"):
-        ElementTree.fromstring(drawn[name])
-
-
-def test_every_column_has_its_own_colour_and_shape() -> None:
-    names = {column.name for column in COLUMNS}
-    assert names == charts.COLOURS.keys() == charts.SHAPES.keys()
-    assert len(set(charts.COLOURS.values())) == len(set(charts.SHAPES.values())) == len(names)
-
-
-def test_matplotlib_is_imported_only_to_draw() -> None:
-    code = "import agent.compare.page, agent.compare.terminal, sys; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ── The terminal ──────────────────────────────────────────────────────────────────────────────────────────

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RIVALS = (COMPILE, HUMAN, LIGER)
+RIVALS = (COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM)  # in the columns' order
 # Okabe and Ito's colours, which those who confuse red and green tell apart; a shape each for who sees none.
 COLOURS = {
     COMPILE: "#E69F00",
@@ -44,7 +44,8 @@ COLOURS = {
     LLM: "#D55E00",
     MATMUL: "#000000",
 }
-SHAPES = dict(zip((TORCH, COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM, LLM, MATMUL), "s^vPDXo|", strict=True))
+SHAPES = dict(zip((TORCH, COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM, LLM, MATMUL), "s^v+DXo|", strict=True))
+ABOVE = {FLASHINFER: 3.5, LLM: 4}  # where dots coincide: a cross is seen on a diamond, and a ring around it
 TITLES = {
     "speedup": "Speedup of the LLM's kernels over other columns, with 95% intervals",
     "roofline": "Time over the roofline, by column",
@@ -88,6 +89,7 @@ STYLE: dict[Any, Any] = {
 ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
 SMALL, STEP, MOST = 7, 0.14, 165  # of small print: points, inches from line to line, characters in one
+BAR = 0.105  # inches, of a bar and what it has of the space between rows: its ratio is as high
 LABEL = 0.5  # inches, of a bar's ratio and its marks
 GAP = 0.55  # of a row, between operators
 
@@ -129,7 +131,7 @@ def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
     if not lines:
         return None
     print_under = _footnotes(lines, rivals)
-    figure, axes, places = _canvas(lines, "speedup", 0.12 * len(rivals) + 0.07, measured, print_under)
+    figure, axes, places = _canvas(lines, "speedup", BAR * len(rivals) + 0.06, measured, print_under)
     ratios = [row.ratio for name in rivals for row in found[name].values()]
     low, high = min(*(r.low for r in ratios), 0.97) * 0.98, max(*(r.high for r in ratios), 1.05)
     _scale(axes, low, high * (high / low) ** (LABEL / (WIDE - LEFT - RIGHT - LABEL)))
@@ -220,7 +222,7 @@ def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
     for place in places:
         axes.axhline(place, color="#e4e4e4", linewidth=0.7, zorder=0)
     for name, found in dots.items():
-        axes.plot(*zip(*found, strict=True), zorder=4 if name == LLM else 3, **_dot(name))
+        axes.plot(*zip(*found, strict=True), zorder=ABOVE.get(name, 3), **_dot(name))
     axes.axvline(1, color="#222222", linewidth=1.1, zorder=2)
     axes.set_xlabel("time over the roofline: 1 is the least that the hardware allows (log scale)")
     _legend(figure, axes, [_marker(name) for name in columns])
@@ -228,8 +230,8 @@ def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
 
 
 def _dot(name: str) -> dict[str, Any]:
-    """LLM's is a ring, matmul's a stroke, so that what they coincide with is still seen."""
-    thin = SHAPES[name] in "o|"
+    """LLM's is a ring, FlashInfer's a cross, matmul's a stroke: what they coincide with is still seen."""
+    thin = SHAPES[name] in "o+|"
     return {
         "linestyle": "none",
         "marker": SHAPES[name],

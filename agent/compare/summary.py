@@ -140,7 +140,7 @@ class Summary:
         rule = "A win or a loss only where the whole interval is on one side of 1"
         if marks := doubts(row for total in totals for row in total.rows):
             why = " or ".join(_WHY[mark] for mark in marks)
-            rule += f"; undecided where {why}, and a mean over such a row has none"
+            rule += f"; undecided where {why}, and a mean over such a row has no interval"
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
 
