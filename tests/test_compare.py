@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comparison import arm, sitting
 from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_nowhere, never, stood_in
 
 from agent import rivals
@@ -26,6 +27,7 @@ from verifier.columns import (
     ANCHOR,
     COMPILE,
     EAGER,
+    EDITED,
     FLASHINFER,
     HUMAN,
     LIGER,
@@ -327,6 +329,14 @@ def test_what_cannot_be_tried_has_its_reason(gpu: Machine, monkeypatch: pytest.M
     assert found[LLM] == Empty("no accepted kernel")
     human = found[HUMAN]
     assert isinstance(human, Cell) and human.against is None
+
+
+def test_of_a_models_two_kernels_the_slower_one_is_told_beside_the_other() -> None:
+    sat = sitting({PROGRAM: arm(1.25), EDITED: arm(1.2), COMPILE: arm(2.0), MAX_AUTOTUNE: arm(1.9)})
+    (line,) = lines(Results(sittings=(sat,)))
+    cell, rival = line.cells[LLM], line.cells["torch.compile"]
+    assert isinstance(cell, Cell) and (cell.arm, cell.note) == (EDITED, f"beside it {PROGRAM}: 1.25 ms")
+    assert isinstance(rival, Cell) and rival.note == ""
 
 
 def test_a_layer_is_a_row_too(gpu: Machine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import truediv
 from statistics import fmean, median
@@ -71,6 +71,11 @@ def standing(results: Results) -> list[Sitting]:
     return [sitting for name in results.rows() for sitting in _row(results, *name).standing()]
 
 
+def timed(results: Results) -> set[str]:
+    """The arms that have figures in any row, as they are now."""
+    return {arm for name in results.rows() for arm in _row(results, *name).keys}
+
+
 def _line(results: Results, operator: str, case: str, columns: Collection[str]) -> Line:
     row = _row(results, operator, case)
     absent = results.absent.get(operator, {})
@@ -81,12 +86,20 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
     cells: dict[str, Cell | Empty] = {}
     for column in (c for c in COLUMNS if c.name in columns):
         if arm := best[column.name]:
-            cells[column.name] = row.cell(arm, None if column.name == LLM else best[LLM])
+            cell = row.cell(arm, None if column.name == LLM else best[LLM])
+            cells[column.name] = _beside(cell, row, column.arms) if column.name == LLM else cell
         else:
             failed = [f"{a}: {row.failed[a]}" for a in column.arms if a in row.failed]
             known = [absent[a] for a in column.arms if a in absent]
             cells[column.name] = Empty("; ".join(failed or dict.fromkeys(known)) or "not measured")
     return Line(operator, case, row.last.sizes, row.last.roofline, row.anchor, cells)
+
+
+def _beside(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
+    """With the time of the model's other kernel, program or edited text, for its readers want both."""
+    others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]
+    times = [f"beside it {other.arm}: {other.milliseconds:.4g} ms" for other in others]
+    return replace(cell, note="; ".join(filter(None, (cell.note, *times))))
 
 
 def _row(results: Results, operator: str, case: str) -> _Row:
