@@ -17,12 +17,13 @@ from agent.compare.cells import Line, lines
 from agent.compare.charts import draw
 from agent.compare.markdown import markdown, plain, sheets
 from agent.compare.page import page
-from agent.compare.results import Failure, Loss, Results
+from agent.compare.results import Failure, Loss, Present, Results
 from agent.compare.summary import CLAIMS, NOTHING, against, findings, measured, ordered, together
 from agent.compare.terminal import WIDTH, table
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
     ANCHOR,
+    APART,
     COLUMNS,
     COMPILE,
     FLASHINFER,
@@ -254,6 +255,23 @@ def test_a_note_names_the_arm_where_it_is_not_the_first(found: list[Line]) -> No
     assert {frozenset(names) for names in told.values()} <= {frozenset(), frozenset({MAX_AUTOTUNE})}
     assert any(told.values()) and not all(told.values())
     assert len(texts) == len(set(texts.values()))
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_the_legend_names_the_arms_that_have_figures(tuned: bool) -> None:
+    arms = {PROGRAM: arm(2.0), COMPILE: arm(2.6), APART: arm(2.5)} | (
+        {MAX_AUTOTUNE: arm(2.4)} if tuned else {}
+    )
+    results = Results(sittings=(sitting(arms),))
+    for text in (markdown(results), page(results, {})):
+        told = text.split("Milliseconds")[0]
+        assert (MAX_AUTOTUNE in told) is ("max-autotune" in told) is tuned and APART in told
+        assert f"{APART} ({COMPILE} where no note names another)" in told
+        assert "(LLM where no note" not in told and "flashinfer-python" in told
+    stale = results.model_copy(
+        update={"present": {"gemm_rope": {"7B": Present(question="0", keys={MAX_AUTOTUNE: "2"})}}}
+    )
+    assert "max-autotune" not in markdown(stale).split("Milliseconds")[0]
 
 
 def test_without_the_llms_kernel_the_fastest_is_by_time() -> None:

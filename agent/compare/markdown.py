@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent.compare import summary
-from agent.compare.cells import NAMES, Cell, Empty, Line, lines
+from agent.compare.cells import NAMES, Cell, Empty, Line, lines, timed
 from agent.compare.results import Results, ResultsError
 from agent.compare.summary import (
     ALONE,
@@ -39,7 +39,7 @@ from agent.compare.summary import (
 from agent.page.charts import number
 from agent.page.markup import visible
 from primitives.files import write_atomic
-from verifier.columns import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE
+from verifier.columns import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE, Column
 
 ABSENT, ANCHORED = "–", "†"
 IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"
@@ -92,7 +92,7 @@ def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
     if not found:
         return f"{NOTHING}\n"
     tables, notes = sheets(found)
-    parts = [f"{plain(measured(results))}\n", _legend(columns_of(found)), *map(_sheet, tables)]
+    parts = [f"{plain(measured(results))}\n", _legend(results, columns_of(found)), *map(_sheet, tables)]
     return "\n".join([*parts, *_notes(notes), *_told(found)])
 
 
@@ -301,10 +301,8 @@ def _error(line: Line, cell: Cell) -> str:
 # ── As Markdown ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _legend(names: Sequence[str]) -> str:
-    return "".join(f"- **{name}**: {plain(explained(name))}\n" for name in names) + (
-        f"- **{ROOFLINE}**: {BOUND}\n"
-    )
+def _legend(results: Results, names: Sequence[str]) -> str:
+    return "".join(f"- **{name}**: {plain(told)}\n" for name, told in legend(results, names))
 
 
 def _notes(notes: Notes) -> list[str]:
@@ -315,11 +313,17 @@ def _notes(notes: Notes) -> list[str]:
 BOUND = "the least time that bytes and FLOPs allow at this machine's measured ceilings"
 
 
-def explained(name: str) -> str:
-    """What a column is, and which of its arms stands in a cell without a note."""
-    column = next(column for column in COLUMNS if column.name == name)
-    several = f"; {column.arms[0]} where no note names another arm"
-    return column.what + (several if len(column.arms) > 1 else "")
+def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
+    """Each column's name, and what it is."""
+    have = timed(results)
+    return [(c.name, _explained(c, have)) for c in COLUMNS if c.name in names] + [(ROOFLINE, BOUND)]
+
+
+def _explained(column: Column, have: Collection[str]) -> str:
+    """What a column is; where several of its arms have figures, which, and whose is without a note."""
+    arms = [arm for arm in column.arms if arm in have]
+    which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} where no note names another)"
+    return column.what + (which if len(arms) > 1 else "")
 
 
 def _sheet(sheet: Sheet) -> str:

@@ -11,7 +11,6 @@ from agent.compare import charts
 from agent.compare.cells import NAMES, Empty, Line, lines
 from agent.compare.markdown import (
     ABSENT,
-    BOUND,
     CLAIMED,
     MIB,
     SUMMARY,
@@ -21,7 +20,7 @@ from agent.compare.markdown import (
     Sheet,
     claimed,
     columns_of,
-    explained,
+    legend,
     noted,
     rivals,
     sheets,
@@ -31,7 +30,7 @@ from agent.compare.results import Loss, Results
 from agent.compare.summary import NOTHING, Row, Summary, against, findings, measured, ordered, shown
 from agent.page.charts import number
 from agent.page.markup import Html, details, document, element, facts, table
-from verifier.columns import COLUMNS, LLM, ROOFLINE
+from verifier.columns import COLUMNS, LLM
 
 TITLE = "CODA's operators: kernels by an LLM, by people, and what is used today"
 _ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # without the XML header and its DTD
@@ -47,7 +46,7 @@ def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] 
     return document(
         TITLE,
         element("header", element("h1", TITLE), element("p", measured(results))),
-        _legend(columns_of(found)),
+        _legend(results, columns_of(found)),
         *(_summary(against(found, column)) for column in rivals(found)),
         _claims(found),
         _charts(drawn),
@@ -57,9 +56,8 @@ def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] 
     )
 
 
-def _legend(names: Sequence[str]) -> Html:
-    pairs = [(name, explained(name)) for name in names]
-    return element("section", element("h2", "Columns"), facts([*pairs, (ROOFLINE, BOUND)]))
+def _legend(results: Results, names: Sequence[str]) -> Html:
+    return element("section", element("h2", "Columns"), facts(legend(results, names)))
 
 
 def _summary(found: Summary) -> Html:

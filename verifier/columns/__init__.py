@@ -39,7 +39,7 @@ COLUMNS = (
     Column(TORCH, "eager PyTorch on cuBLAS", (EAGER,), ("torch",)),
     Column(
         COMPILE,
-        "torch.compile, default or max-autotune, the faster",
+        "the spec's formulation, compiled by PyTorch",
         (COMPILE, MAX_AUTOTUNE, APART, APART_AUTOTUNE),
         ("torch", "triton"),
     ),
