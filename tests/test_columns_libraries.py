@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from verifier import reference
-from verifier.columns import apart, flashinfer, liger, upstream
+from verifier.columns import APART, APART_AUTOTUNE, EAGER_APART, apart, entries, flashinfer, liger, upstream
 from verifier.columns.entry import Entry, Given
 from verifier.inputs import draw
 from verifier.spec import Spec
@@ -128,9 +128,10 @@ def test_what_differs_from_the_spec_stands_in_the_note(library: str) -> None:
 
 
 @pytest.mark.parametrize("name", apart.FORMULATIONS)
-def test_halves_apart_give_the_spec_in_its_layout_and_dtypes(name: str) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_halves_apart_give_the_spec_in_its_layout_and_dtypes(name: str, compiled: bool) -> None:
     spec, given = case(name)
-    entry = apart.entry("default", backend="eager")[name]
+    entry = (apart.entry("default", backend="eager") if compiled else entries(EAGER_APART))[name]
     check("apart", name, losses(name, entry))
     prepared = entry.build(given)
     found = prepared.read(prepared.call())
@@ -146,6 +147,34 @@ def test_halves_apart_are_compiled_once_for_all_sets_of_inputs_of_a_case() -> No
     assert isinstance(first, partial) and isinstance(second, partial) and isinstance(third, partial)
     assert first.func is second.func
     assert first.func is not third.func
+
+
+@pytest.mark.parametrize(
+    ("arm", "modes"), [(EAGER_APART, []), (APART, ["default"]), (APART_AUTOTUNE, ["max-autotune"])]
+)
+def test_an_arm_with_halves_apart_is_compiled_as_its_name_says(
+    arm: str, modes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def under_compile(step: Any, mode: str, backend: str) -> Any:
+        asked.append(mode)
+        assert backend == "inductor"
+        return step
+
+    monkeypatch.setattr(apart, "under_compile", under_compile)
+    apart._compiled.cache_clear()
+    check("apart", "gemm_swiglu", losses("gemm_swiglu", entries(arm)["gemm_swiglu"]))
+    apart._compiled.cache_clear()
+    assert asked == modes
+
+
+def test_every_spec_that_a_library_gets_with_halves_apart_pytorch_gets_so_too() -> None:
+    """Else a library would be compared with PyTorch on a layout that nobody keeps for it."""
+    assert {name for name, entry in liger.ENTRIES.items() if "apart" in entry.note} <= set(apart.FORMULATIONS)
+    assert all("outside the clock" in formulation.note for formulation in apart.FORMULATIONS.values())
+    for arm in (EAGER_APART, APART, APART_AUTOTUNE):
+        assert entries(arm).keys() == apart.FORMULATIONS.keys()
 
 
 def test_halves_apart_lie_contiguous() -> None:

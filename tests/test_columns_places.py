@@ -9,18 +9,50 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from test_columns_libraries import case
 
+from agent.compare.options import Effort
 from verifier import quack_epilogue
-from verifier.columns import apart, flashinfer, toolkit, tuner, upstream
+from verifier.baselines import MAX_AUTOTUNE
+from verifier.columns import (
+    APART_AUTOTUNE,
+    AUTOTUNED,
+    COLUMNS,
+    UPSTREAM,
+    apart,
+    flashinfer,
+    toolkit,
+    tuner,
+    upstream,
+)
 from verifier.columns.entry import Prepared
+from verifier.quack_baseline import OUR_SEARCH
 from verifier.quack_epilogue import fused
 
 ITEM = 2  # bytes of bf16
+
+
+# ── What a quick look leaves out, and what upstream's figures are of ──────────────────────────────────────
+
+
+def test_what_a_quick_look_leaves_out_stands_in_its_help_and_in_the_docs() -> None:
+    words = {MAX_AUTOTUNE: "max-autotune", APART_AUTOTUNE: "max-autotune", OUR_SEARCH: "QuACK on our search"}
+    assert set(AUTOTUNED) == set(words)
+    (option,) = get_type_hints(Effort, include_extras=True)["quick"].__metadata__
+    docs = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text(encoding="utf-8")
+    (line,) = (line for line in docs.splitlines() if line.startswith("coda-agent compare --quick"))
+    for said in (option.help, line):
+        assert all(word in said for word in words.values()) and "CODA's own package" in said
+
+
+def test_figures_of_upstreams_are_of_the_versions_that_it_pins() -> None:
+    """Another QuACK or CuTeDSL in its environment makes them stale."""
+    (column,) = (column for column in COLUMNS if column.name == UPSTREAM)
+    assert set(column.packages) == {"coda-kernels", *tuner.PINNED}
 
 
 # ── Upstream CODA's process ───────────────────────────────────────────────────────────────────────────────

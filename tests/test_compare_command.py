@@ -25,6 +25,7 @@ from verifier.columns import (
     AUTOTUNED,
     COMPILE,
     EAGER,
+    EAGER_APART,
     HUMAN,
     LIGER,
     MATMUL,
@@ -222,7 +223,7 @@ def test_the_command_measures_keeps_and_draws(
     words = ("--out", tmp_path, "--only", "gemm_swiglu", "--cases", "1B", "--quick", "--columns", "tor")
     status, said, told = command(*words)
     assert status == 0 and "gemm_swiglu 1B, process 1: torch.compile" in told, told
-    assert gpu.sat[0][1][:3] == (ANCHOR, EAGER, COMPILE) and LIGER not in gpu.sat[0][1]
+    assert gpu.sat[0][1][:4] == (ANCHOR, EAGER, EAGER_APART, COMPILE) and LIGER not in gpu.sat[0][1]
     assert "Against torch.compile: no row has both" in said
     assert read(tmp_path / "results.json").sittings
 
@@ -234,7 +235,7 @@ def test_a_columns_whole_name_is_that_column_alone(
     words = ("--only", "gemm_swiglu", "--cases", "1B", "--processes", 1, "--columns")
     for name in ("torch", "Torch"):
         assert command("--out", tmp_path / name, *words, name)[0] == 0
-    assert gpu.sat == [(None, (ANCHOR, EAGER))] * 2
+    assert gpu.sat == [(None, (ANCHOR, EAGER, EAGER_APART))] * 2
     assert command("--out", tmp_path / "begun", *words, "torch.")[0] == 0
     assert COMPILE in gpu.sat[-1][1] and EAGER not in gpu.sat[-1][1]
 

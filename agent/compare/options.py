@@ -47,8 +47,8 @@ class Effort:
         bool,
         typer.Option(
             "--quick",
-            help="Three rows in one process, without max-autotune and CODA's own package. Begins nothing "
-            "that may end after two minutes.",
+            help="Three rows in one process, without max-autotune, QuACK on our search and CODA's own "
+            "package. Begins nothing that may end after two minutes.",
         ),
     ] = False
     processes: Annotated[

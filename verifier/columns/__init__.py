@@ -15,7 +15,7 @@ from verifier.quack_baseline import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER, admitte
 from verifier.quack_library import LIBRARY
 from verifier.spec import Spec
 
-TORCH, COMPILE, EAGER = "torch", "torch.compile", "eager"
+TORCH, COMPILE, EAGER, EAGER_APART = "torch", "torch.compile", "eager", "eager, halves apart"
 APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotune, halves apart"
 LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second of layers only
 FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
@@ -36,7 +36,7 @@ class Column:
 
 
 COLUMNS = (
-    Column(TORCH, "eager PyTorch on cuBLAS", (EAGER,), ("torch",)),
+    Column(TORCH, "eager PyTorch on cuBLAS", (EAGER, EAGER_APART), ("torch",)),
     Column(
         COMPILE,
         "the spec's formulation, compiled by PyTorch",
@@ -72,13 +72,15 @@ COLUMNS = (
 ANCHOR = CUBLAS  # in every sitting
 AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # what --quick leaves out
 COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"
-LIBRARIES = (APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
+LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
 
 
 def entries(arm: str) -> Mapping[str, Entry]:
     """What one of ``LIBRARIES`` has, by spec."""
     from verifier.columns import apart, flashinfer, liger, upstream
 
+    if arm == EAGER_APART:
+        return apart.eager()
     if arm in (APART, APART_AUTOTUNE):
         return apart.entry("default" if arm == APART else "max-autotune")
     return {LIGER: liger.ENTRIES, FLASHINFER: flashinfer.ENTRIES, UPSTREAM: upstream.ENTRIES}[arm]

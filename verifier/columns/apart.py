@@ -1,7 +1,7 @@
-"""torch.compile at its best layout: formulations whose halves (gate and up, the two sides of a rotation) lie
-apart, each contiguous, where the specs interleave them.
+"""PyTorch, compiled and eager, at its best layout: formulations whose halves (gate and up, the two sides of a
+rotation) lie apart, each contiguous, where the specs interleave them.
 
-A user of torch.compile has no reason to interleave them, so this is the layout to compare with.
+A user of PyTorch has no reason to interleave them, so this is the layout to compare with.
 Importing this module imports nothing heavy.
 """
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Several = tuple["Tensor", ...]
+Sizes = tuple[tuple[str, int], ...]
 
 
 # ── Layouts and operands, which the libraries' columns share ──────────────────────────────────────────────
@@ -140,6 +141,19 @@ def _rmsnorm_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) 
     return (_rotated((x @ w.mT) * rstd[:, None], cos, sin).type_as(x),)
 
 
+def _rope_positions(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Several:
+    return (_rotated(x @ w.mT, cos, sin).type_as(x),)
+
+
+def _qk_norm_rope(x: Tensor, w: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Several:
+    import torch
+
+    heads = (x @ w.mT).unflatten(1, (-1, gamma.shape[0])).float()
+    rstd = torch.rsqrt(heads.square().mean(-1) + eps)
+    normed = heads * rstd[:, :, None] * gamma
+    return _rotated(normed.flatten(1), cos, sin).type_as(x), rstd
+
+
 # ── What they are given, and how their outputs are read ───────────────────────────────────────────────────
 
 
@@ -163,6 +177,12 @@ def _rope_inputs(g: Given) -> Several:
     return x, heads_apart(w, g.sizes["P"]), cos, sin, *more
 
 
+def _positions_inputs(g: Given) -> Several:
+    pairs = g.sizes["P"]
+    gamma = [heads_apart(g.inputs["gamma"], pairs)] if "gamma" in g.inputs else []
+    return g.inputs["x"], heads_apart(g.inputs["w"], pairs), *gamma, *tables(g)
+
+
 def _read_gated(g: Given, found: Several) -> dict[str, Tensor]:
     preact, act, *out = found
     return {"preact": columns_together(preact), "act": act} | dict(zip(("out",), out, strict=False))
@@ -174,21 +194,25 @@ def _read_bwd(g: Given, found: Several) -> dict[str, Tensor]:
 
 
 def _read_rope(g: Given, found: Several) -> dict[str, Tensor]:
-    return {"q": heads_together(found[0], g.sizes["P"])}
+    q, *rstd = found
+    return {"q": heads_together(q, g.sizes["P"])} | dict(zip(("rstd",), rstd, strict=False))
 
 
 @dataclass(frozen=True)
 class Formulation:
-    """``step`` takes the tensors that ``arrange`` makes outside the clock, and gives what ``read`` names."""
+    """``step`` takes the tensors that ``arrange`` makes outside the clock, and the spec's ``constants`` by
+    name; it gives what ``read`` names."""
 
     step: Callable[..., Several]
     arrange: Callable[[Given], Several]
     read: Callable[[Given, Several], dict[str, Tensor]]
     note: str
+    constants: tuple[str, ...] = ()
 
 
 WEIGHT = "the weight's gate rows before its up rows, outside the clock; preact is stored so"
 TURNED = "each head's weight rows and the table with halves apart, outside the clock; q is stored so"
+TABLES = "with halves apart and fp32 tables of the positions, outside the clock; q is stored so"
 
 FORMULATIONS = {
     "gemm_swiglu": Formulation(_swiglu, _gated_inputs, _read_gated, WEIGHT),
@@ -201,6 +225,12 @@ FORMULATIONS = {
     ),
     "gemm_rope": Formulation(_rope, _rope_inputs, _read_rope, TURNED),
     "gemm_rmsnorm_rope": Formulation(_rmsnorm_rope, _rope_inputs, _read_rope, TURNED),
+    "gemm_rope_positions": Formulation(
+        _rope_positions, _positions_inputs, _read_rope, f"each head's weight rows {TABLES}"
+    ),
+    "gemm_qk_norm_rope": Formulation(
+        _qk_norm_rope, _positions_inputs, _read_rope, f"each head's weight rows and gamma {TABLES}", ("eps",)
+    ),
 }
 
 
@@ -211,21 +241,30 @@ def entry(mode: str, backend: str = "inductor") -> dict[str, Entry]:
     """
     if mode not in MODES:
         raise ValueError(f"torch.compile mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-    return {name: Entry(partial(_build, name, mode, backend), f.note) for name, f in FORMULATIONS.items()}
+    return _entries(partial(_compiled, mode, backend))
 
 
-def _build(name: str, mode: str, backend: str, g: Given) -> Prepared:
+def eager() -> dict[str, Entry]:
+    """The formulations as PyTorch runs them without a compiler, by spec."""
+    return _entries(lambda name, sizes: FORMULATIONS[name].step)
+
+
+def _entries(made: Callable[[str, Sizes], Callable[..., Several]]) -> dict[str, Entry]:
+    """``made``: of a formulation's name and a case's sizes, what is to be called."""
+    return {name: Entry(partial(_build, made, name), f.note) for name, f in FORMULATIONS.items()}
+
+
+def _build(made: Callable[[str, Sizes], Callable[..., Several]], name: str, g: Given) -> Prepared:
     chosen = FORMULATIONS[name]
-    step = _compiled(name, mode, backend, tuple(sorted(g.sizes.items())))
+    step = made(name, tuple(sorted(g.sizes.items())))
     given = chosen.arrange(g)
+    constants = {constant: g.constants[constant] for constant in chosen.constants}
     own = tuple(t for t in given if not any(t is each for each in g.inputs.values()))
-    return Prepared(partial(step, *given), partial(chosen.read, g), own)
+    return Prepared(partial(step, *given, **constants), partial(chosen.read, g), own)
 
 
 @cache
-def _compiled(
-    name: str, mode: str, backend: str, sizes: tuple[tuple[str, int], ...]
-) -> Callable[..., Several]:
+def _compiled(mode: str, backend: str, name: str, sizes: Sizes) -> Callable[..., Several]:
     """One for all sets of inputs of a case."""
     compiled: Callable[..., Several] = under_compile(FORMULATIONS[name].step, mode, backend)
     return compiled
