@@ -285,6 +285,7 @@ def test_the_error_table_has_notes_and_says_that_outputs_may_be_fewer() -> None:
     text = markdown(hand())
     assert column(rows(text, "Error against fp64"), HUMAN) == ["1.01 <sup>4, 5</sup>"]
     assert column(rows(text, "Peak memory, MiB"), HUMAN) == ["5.0"]
+    assert page(hand(), {}).count(">4</a>, <a") == 2  # of the times, and of the errors: not 45
     under = text.split("**Error against fp64**")[1].split("|")[0]
     assert "Of the outputs that a column gives, which are fewer where its note says so." in under
 
