@@ -110,7 +110,8 @@ def _entry(entry: Entry, texts: dict[int, str]) -> Html:
         element("a", str(place), href=f"#note-{place}", title=texts[place], style="color: inherit")
         for place in entry.notes
     ]
-    return Html(text + element("sup", Html(", ".join(links)), class_="dim", style="line-height: 0")) if links else text
+    numbers = element("sup", Html(", ".join(links)), class_="dim", style="line-height: 0")
+    return Html(text + numbers) if links else text
 
 
 def _notes(notes: Notes) -> Html:
