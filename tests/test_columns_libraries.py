@@ -1,8 +1,7 @@
 """The libraries' columns without a GPU: each entry against its spec's reference, at tiny sizes.
 
 Halves apart run as they are, without the compiler. Liger's own kernels run in Triton's interpreter, in a
-process of its own. FlashInfer and upstream CODA do not run without a GPU: PyTorch plays their functions
-here, so that what is tested is what they are given and how their outputs are read.
+process of its own. FlashInfer and upstream CODA, which do not run without a GPU, are in another file.
 """
 
 from __future__ import annotations
@@ -11,17 +10,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from verifier import reference
+from verifier.baselines import eager
 from verifier.columns import APART, APART_AUTOTUNE, EAGER_APART, apart, entries, flashinfer, liger, upstream
 from verifier.columns.entry import Entry, Given
 from verifier.inputs import draw
@@ -41,6 +41,7 @@ TEN = {
     "gemm_residual_rmsnorm_bwd",
     "gemm_swiglu_bwd",
 }
+Told = dict[str, dict[str, dict[str, float]]]  # of each spec: losses, extra and counted
 LIBRARIES = {"Liger": liger, "FlashInfer": flashinfer, "upstream CODA": upstream}
 GIVEN = {  # of the outputs: what a library does not give, or gives another number for
     ("Liger", "gemm_residual_partial_rmsnorm"): {"h", "rstd"},
@@ -94,6 +95,19 @@ def wanted(library: str, name: str) -> set[str]:
 def check(library: str, name: str, found: Mapping[str, float]) -> None:
     assert found.keys() == wanted(library, name)
     assert all(loss < 0.01 for loss in found.values()), found  # bf16 rounds at 0.002, a few times
+
+
+def flops(call: Callable[[], object]) -> int:
+    """Of the products that it makes."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+def flops_wanted(name: str) -> int:
+    """Of the products that the spec's own formulation makes."""
+    spec, given = case(name)
+    return flops(eager(spec, given.inputs, given.sizes))
 
 
 # ── What there is ─────────────────────────────────────────────────────────────────────────────────────────
@@ -212,7 +226,7 @@ def test_rows_are_scaled_by_one_compiled_pass(
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, dict[str, float]]:
+def interpreted() -> Told:
     """What ``main`` prints, in a process where Triton interprets and nothing is compiled."""
     root = str(Path(__file__).parent.parent)
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -221,16 +235,48 @@ def interpreted() -> dict[str, dict[str, float]]:
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, float]] = json.loads(done.stdout)
+    found: Told = json.loads(done.stdout)
     return found
 
 
 @pytest.mark.parametrize("name", liger.ENTRIES)
-def test_ligers_kernels_give_the_spec(name: str, interpreted: dict[str, dict[str, float]]) -> None:
-    found = interpreted[name]
-    extra = {key: found.pop(key) for key in ("loss",) if key in found}
-    check("Liger", name, found)
-    assert all(loss < 0.01 for loss in extra.values()), extra
+def test_ligers_kernels_give_the_spec(name: str, interpreted: Told) -> None:
+    told = interpreted[name]
+    check("Liger", name, told["losses"])
+    assert all(loss < 0.01 for loss in told["extra"].values()), told
+
+
+@pytest.mark.parametrize("name", liger.ENTRIES)
+def test_ligers_calls_make_the_specs_products_and_no_more(name: str, interpreted: Told) -> None:
+    assert interpreted[name]["counted"]["flops"] == flops_wanted(name) > 0
+
+
+WEIGHT, TURNED = ("w",), ("w", "tables")
+ARRANGED = {  # inputs of which Liger has a copy in its own layout; of layer norm a beta, as long as gamma
+    "gemm_swiglu": WEIGHT,
+    "gemm_rmsnorm_swiglu": WEIGHT,
+    "gemm_rmsnorm_swiglu_fp16": WEIGHT,
+    "gemm_swiglu_mlp": ("w_gate_up",),
+    "gemm_geglu": WEIGHT,
+    "gemm_swiglu_bwd": ("z",),
+    "gemm_residual_partial_layernorm": ("gamma",),
+    "gemm_rope": TURNED,
+    "gemm_rope_positions": TURNED,
+    "gemm_rmsnorm_rope": TURNED,
+    "gemm_qk_norm_rope": ("w", "gamma", "tables"),
+    "gemm_partial_cross_entropy": ("target",),
+    "gemm_rmsnorm_partial_cross_entropy": ("target",),
+}
+
+
+@pytest.mark.parametrize("name", liger.ENTRIES)
+def test_what_liger_keeps_in_its_own_layout_is_told_apart_from_what_a_call_holds(
+    name: str, interpreted: Told
+) -> None:
+    _, given = case(name)
+    sizes = {key: t.numel() * t.element_size() for key, t in given.inputs.items()}
+    sizes["tables"] = 2 * given.sizes["M"] * given.sizes.get("P", 0) * torch.float32.itemsize
+    assert interpreted[name]["counted"]["arranged"] == sum(sizes[key] for key in ARRANGED.get(name, ()))
 
 
 def _as_compiled() -> None:
@@ -258,189 +304,22 @@ def _as_compiled() -> None:
 
 
 def main() -> None:
-    """Every entry of Liger's, and the loss that it gives in place of a log-sum-exp. In fp16, because the
-    interpreter multiplies two numbers in bf16 wrongly."""
+    """Every entry of Liger's: its losses, what it gives in place of a log-sum-exp, and what was counted. In
+    fp16, because the interpreter multiplies two numbers in bf16 wrongly."""
     _as_compiled()
-    found = {name: losses(name, entry, half=True) for name, entry in liger.ENTRIES.items()}
+    found: Told = {}
+    for name, entry in liger.ENTRIES.items():
+        prepared = entry.build(in_half(case(name)[1]))
+        counted: dict[str, float] = {"arranged": prepared.arranged_bytes, "flops": flops(prepared.call)}
+        found[name] = {"losses": losses(name, entry, half=True), "extra": {}, "counted": counted}
     for name in ("gemm_partial_cross_entropy", "gemm_rmsnorm_partial_cross_entropy"):
         spec, given = case(name)
         given = in_half(given)
         truth = reference.oracle(spec, given.inputs, given.sizes)
         rows = given.inputs["target"] >= 0
         _, loss = liger.ENTRIES[name].build(given).call()
-        found[name]["loss"] = _loss(loss[rows], (truth["lse"] - truth["target_logit"])[rows])
+        found[name]["extra"]["loss"] = _loss(loss[rows], (truth["lse"] - truth["target_logit"])[rows])
     print(json.dumps(found))
-
-
-# ── FlashInfer and upstream CODA, played by PyTorch ───────────────────────────────────────────────────────
-
-
-def _act_and_mul(input: Tensor, out: Tensor, **act: str) -> Tensor:
-    gate, up = input.float().chunk(2, -1)
-    acted = torch.nn.functional.gelu(gate, **act) if act else torch.nn.functional.silu(gate)
-    return out.copy_(acted * up)
-
-
-def _rmsnorm(input: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    wide = input.float()
-    return out.copy_(wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight)
-
-
-def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    residual.copy_(input.float() + residual)
-    _rmsnorm(residual, weight, eps, input)
-
-
-def _apply_rope(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
-) -> None:
-    assert cos_sin_cache.dtype == torch.float32 and not is_neox
-    cos, sin = cos_sin_cache[positions].chunk(2, -1)
-    for part in (query, key):
-        _turn(part.view(part.shape[0], -1, head_size), cos[:, None], sin[:, None])
-
-
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    even, odd = heads[..., 0::2].float(), heads[..., 1::2].float()
-    heads[..., 0::2], heads[..., 1::2] = even * cos - odd * sin, even * sin + odd * cos
-
-
-def _gemm(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
-    return torch.mm(A, B, out=out)
-
-
-def _gemm_swiglu(A: Tensor, B: Tensor, pre_act: Tensor, post_act: Tensor) -> tuple[Tensor, Tensor]:
-    torch.mm(A, B, out=pre_act)
-    gate, up = pre_act[:, 0::2].float(), pre_act[:, 1::2]
-    return pre_act, post_act.copy_(torch.nn.functional.silu(gate) * up)
-
-
-def _dswiglu_backward(pre_act: Tensor, grad_out: Tensor, grad_pre: Tensor) -> Tensor:
-    leaf = pre_act.float().requires_grad_()
-    act = torch.nn.functional.silu(leaf[:, 0::2]) * leaf[:, 1::2]
-    return grad_pre.copy_(torch.autograd.grad(act, leaf, grad_out.float())[0])
-
-
-def _gemm_rope(A: Tensor, B: Tensor, pos: Tensor, freq: Tensor, out: Tensor) -> Tensor:
-    """The package turns by the negative of the angle; an even column's frequency is its pair's."""
-    torch.mm(A, B, out=out)
-    angle = pos[:, None] * freq[0::2]
-    _turn(out, angle.cos(), -angle.sin())
-    return out
-
-
-def _gemm_qkv_sqsum(
-    A: Tensor, B: Tensor, head_dim: int, num_segments: int, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    heads = torch.mm(A, B, out=out).float().unflatten(1, (-1, head_dim))
-    squares = torch.zeros(*heads.shape[:2], num_segments)
-    squares[..., 0] = heads.square().sum(-1)
-    return out, squares.flatten(1)
-
-
-def _qknorm_rope_fwd(
-    x: Tensor, ssq: Tensor, gamma: Tensor, pos: Tensor, freq: Tensor, head_dim: int, num_heads_qk: int,
-    num_segments: int, eps: float, y: Tensor,
-) -> Tensor:  # fmt: skip
-    squares = ssq.view(-1, num_heads_qk, num_segments).sum(-1, keepdim=True)
-    heads = x.float().unflatten(1, (-1, head_dim)) * (squares / head_dim + eps).rsqrt() * gamma
-    angle = (pos[:, None] * freq).unflatten(1, (num_heads_qk, -1))
-    _turn(heads, angle.cos(), -angle.sin())
-    return y.copy_(heads.flatten(1))
-
-
-def _gemm_lse(A: Tensor, B: Tensor, logits: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    torch.mm(A, B, out=logits)
-    return logits, lses.copy_(logits.float().logsumexp(-1))
-
-
-def _gemm_lse_select_logits(
-    A: Tensor, B: Tensor, target: Tensor, ignore_index: int, return_lse: bool, losses: Tensor,
-    target_logits: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    assert target.dtype == torch.int32 and return_lse
-    logits, kept = (A @ B).float(), target != ignore_index
-    target_logits[kept] = logits[kept].gather(1, target[kept].long()[:, None])[:, 0]
-    lse = logits.logsumexp(-1)
-    return losses.copy_((lse - target_logits) * kept), lse, target_logits
-
-
-PLAYED: dict[str, dict[str, Any]] = {
-    "flashinfer.activation": {
-        "silu_and_mul": _act_and_mul,
-        "gelu_tanh_and_mul": lambda input, out: _act_and_mul(input, out, approximate="tanh"),
-    },
-    "flashinfer.norm": {"rmsnorm": _rmsnorm, "fused_add_rmsnorm": _fused_add_rmsnorm},
-    "flashinfer.rope": {"apply_rope_with_cos_sin_cache_inplace": _apply_rope},
-    "coda.core.gemm.functional": {
-        "gemm": _gemm,
-        "gemm_swiglu": _gemm_swiglu,
-        "gemm_rope": _gemm_rope,
-        "gemm_qkv_sqsum": _gemm_qkv_sqsum,
-        "_sqsum_num_segments": lambda head_dim: 2,
-        "gemm_lse": _gemm_lse,
-        "gemm_lse_select_logits": _gemm_lse_select_logits,
-    },
-    "coda.core.elementwise.functional": {
-        "dswiglu_backward": _dswiglu_backward,
-        "qknorm_rope_fwd": _qknorm_rope_fwd,
-    },
-}
-
-
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    modules: dict[str, ModuleType] = {}
-    for name, functions in PLAYED.items():
-        parts = name.split(".")
-        for depth in range(len(parts)):
-            path = ".".join(parts[: depth + 1])
-            module = modules.setdefault(path, ModuleType(path))
-            module.__path__ = []
-            if depth:
-                setattr(modules[".".join(parts[:depth])], parts[depth], module)
-        vars(modules[name]).update(functions)
-    for path, module in modules.items():
-        monkeypatch.setitem(sys.modules, path, module)
-    for module in (upstream, flashinfer):
-        monkeypatch.setattr(module, "prepare", lambda: None)
-    for module in (upstream, apart):
-        monkeypatch.setattr(module, "fused", lambda function: function)
-    yield
-
-
-@pytest.mark.parametrize("name", flashinfer.ENTRIES)
-def test_flashinfer_is_given_and_read_as_the_spec_says(name: str, played: None) -> None:
-    check("FlashInfer", name, losses(name, flashinfer.ENTRIES[name]))
-
-
-@pytest.mark.parametrize("name", ["gemm_residual_partial_rmsnorm", "gemm_residual_rmsnorm_gemm"])
-def test_flashinfer_adds_and_norms_in_its_one_kernel(
-    name: str, played: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not after PyTorch has added, in a pass more: that is how it is used, and what its stream is for."""
-    called: list[str] = []
-    norms = sys.modules["flashinfer.norm"]
-    for kernel in ("rmsnorm", "fused_add_rmsnorm"):
-        monkeypatch.setattr(norms, kernel, lambda *given, kernel=kernel, **named: called.append(kernel))
-    monkeypatch.setattr(torch, "addmm", lambda *given, **named: called.append("addmm"))
-    flashinfer.ENTRIES[name].build(case(name)[1])
-    assert called == ["fused_add_rmsnorm"]
-
-
-@pytest.mark.parametrize("name", upstream.ENTRIES)
-def test_upstream_is_given_and_read_as_the_spec_says(name: str, played: None) -> None:
-    check("upstream CODA", name, losses(name, upstream.ENTRIES[name]))
-
-
-def test_no_input_and_no_output_counts_as_arranged(played: None) -> None:
-    for library in (flashinfer, upstream):
-        for name, entry in library.ENTRIES.items():
-            _, given = case(name)
-            prepared = entry.build(given)
-            outputs = prepared.read(prepared.call()).values()
-            theirs = {t.data_ptr() for t in (*given.inputs.values(), *outputs)}
-            assert not theirs & {t.data_ptr() for t in prepared.arranged}, name
 
 
 if __name__ == "__main__":
