@@ -278,7 +278,12 @@ def test_without_the_llms_kernel_the_fastest_is_by_time() -> None:
     text = markdown(Results(sittings=(sitting({COMPILE: arm(2.0), "eager": arm(3.0)}),)))
     assert column(rows(text, "Milliseconds"), COMPILE) == ["**2.000**"]
     assert column(rows(text, "Time over LLM's"), COMPILE) == ["–"]
-    assert "Against human: no row has both." in text
+    assert "Against human: no row has both." in text and f"Against {UPSTREAM}" not in text
+
+
+def test_codas_own_package_is_summed_up_where_it_has_figures() -> None:
+    text = markdown(Results(sittings=(sitting({PROGRAM: arm(2.0), UPSTREAM: arm(3.0)}),)))
+    assert "**LLM against upstream CODA**" in text and "geometric mean 1.500" in text
 
 
 def test_the_error_table_has_notes_and_says_that_outputs_may_be_fewer() -> None:

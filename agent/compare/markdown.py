@@ -39,7 +39,7 @@ from agent.compare.summary import (
 from agent.page.charts import number
 from agent.page.markup import visible
 from primitives.files import write_atomic
-from verifier.columns import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE, Column
+from verifier.columns import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE, UPSTREAM, Column
 
 ABSENT, ANCHORED = "–", "†"
 IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"
@@ -127,8 +127,10 @@ def columns_of(found: Sequence[Line]) -> tuple[str, ...]:
 
 
 def rivals(found: Sequence[Line]) -> tuple[str, ...]:
-    """Of whom the summary is against, those that lines have cells of."""
-    return tuple(name for name in RIVALS if name in columns_of(found))
+    """Of whom the summary is against, those that lines have cells of; CODA's own package, which not every
+    machine has, where it has figures."""
+    there = [name for name in RIVALS if name in columns_of(found)]
+    return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
 
 
 def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:

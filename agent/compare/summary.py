@@ -15,14 +15,14 @@ from agent.compare.cells import Cell, Line, standing
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
 from agent.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from verifier.baselines import CUBLAS
-from verifier.columns import COMPILE, HUMAN, composed
+from verifier.columns import COMPILE, HUMAN, UPSTREAM, composed
 from verifier.statistics import Interval
 
 TEN = GROUPS["CODA's ten"]
 SWIGLU_BACKWARD = "gemm_swiglu_bwd"
 WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # layers, which are told apart from operators
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
-RIVALS = (HUMAN, COMPILE)  # whom the summary is against, in its order
+RIVALS = (HUMAN, COMPILE, UPSTREAM)  # whom the summary is against, in its order
 OWN, COMPOSED = "QuACK's own kernels", "composed by us from QuACK's operators"  # who made the human column's
 OPERATORS, LAYERS = "all operators", "all layers"
 FEWEST = 2  # processes that decide: one tells nothing of how processes differ
