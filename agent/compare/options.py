@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from agent.compare.results import LAYER_BOTH, LAYER_FORWARD
-
 LAYER = "layer"  # both of a whole layer, as they are asked for
 PROCESSES, ROUNDS = 3, 40
 QUICK_ROUNDS, QUICK_SECONDS = 15, 120.0
@@ -35,6 +33,8 @@ class Choice:
     @property
     def operators(self) -> list[str]:
         """As results name them."""
+        from agent.compare.results import LAYER_BOTH, LAYER_FORWARD  # which loads pydantic
+
         both = [LAYER_FORWARD, LAYER_BOTH]
         return [name for given in self.only or () for name in (both if given == LAYER else [given])]
 
