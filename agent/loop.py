@@ -6,8 +6,10 @@ up where it was: an answer that was received is never asked for again.
 
 from __future__ import annotations
 
+import io
 import itertools
 import time
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -283,9 +285,20 @@ def _rejected_before(payloads: Mapping[str, Any], number: int) -> dict[str, Any]
         if found.get("status") == "measured":  # since then that is what there is to beat
             return None
         mine, other = (payloads.get(f"report/{each}", {}) for each in (number, earlier))
-        if found and all(mine.get(text) == other.get(text) for text in ("program", "raw")):
+        if found and mine.get("program") == other.get("program") and _same(mine.get("raw"), other.get("raw")):
             return found
     return None
+
+
+def _same(text: str | None, other: str | None) -> bool:
+    """Whether two edited texts that were checked are one but for comments and space."""
+    return text == other or bool(text and other and _tokens(text) == _tokens(other))
+
+
+def _tokens(text: str) -> list[str]:
+    """Read, not compiled: a model wrote it."""
+    passed = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT)
+    return [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in passed]
 
 
 def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:

@@ -449,6 +449,26 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda k: edit(k, lambda r: r.update(protocol=0)),
         f"the report says no protocol; known is {PROTOCOL}: measure again, or update",
     ),
+    "report, a step without a schedule": (
+        lambda k: edit(k, lambda r: r["timings"][1]["schedules"].clear()),
+        "case wide: its schedules are not one of each step: measure again",
+    ),
+    "report, a schedule that is none": (
+        lambda k: edit(k, lambda r: r["timings"][1]["schedules"].update({"0": {"tile_m": 64}})),
+        "case wide: its schedules are not one of each step: measure again",
+    ),
+    "report, a kernel before on a schedule that is none": (
+        lambda k: edit(k, lambda r: r["timings"][1].update(kept_schedules={"0": {"foo": 1}})),
+        "case wide: its schedules are not one of each step: measure again",
+    ),
+    "report, a day that is none": (
+        lambda k: edit(k, lambda r: r.update(date="yesterday")),
+        "date: Value error, 'yesterday' is no moment with its zone, such as 2026-11-22T03:05:37+00:00",
+    ),
+    "report, a day without its zone": (
+        lambda k: edit(k, lambda r: r.update(date="1970-01-01")),
+        "date: Value error, '1970-01-01' is no moment with its zone, such as 2026-11-22T03:05:37+00:00",
+    ),
     "report, a protocol to come": (
         lambda k: edit(k, lambda r: r.update(protocol=PROTOCOL + 1)),
         f"the report is of protocol {PROTOCOL + 1}; known is {PROTOCOL}: measure again, or update",

@@ -24,7 +24,7 @@ from authoring import (
 )
 
 from agent import runs, session
-from agent.loop import Loop, Outcome, extract, standing
+from agent.loop import Loop, Outcome, _same, extract, standing
 from agent.providers import ProviderError, Usage
 from primitives.ir import Program
 from verifier.report import Accepted, Checked, Measured, Rejected, joined
@@ -165,6 +165,21 @@ def test_a_slow_kernel_is_fed_back_and_measured_again_only_when_it_is_another(
     words = provider.asked[1][1][-1].text
     assert "gate `decision`, reason `slow`" in words and "0.900x torch.compile" in words
     assert "passed before: trace, contract, interpret, compile" in words
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ("def f(x):\n\n    # once more\n    return x+1\n", True),
+        ("def f(x):\n  return x + 1\n", True),
+        ("def f(x):\n    return x + 2  # one\n", False),
+        ("def f(x):\n    pass\nreturn x + 1\n", False),
+        ("", False),
+    ],
+)
+def test_an_edited_text_is_the_same_but_for_comments_and_space(other: str, same: bool) -> None:
+    """So that a comment does not have a rejected one measured until it is lucky."""
+    assert _same("def f(x):\n    return x + 1  # one\n", other) is same
 
 
 # what awaits measurement elsewhere

@@ -454,6 +454,18 @@ def test_a_measurement_that_goes_on_elsewhere_is_void(spec: Spec, workers: Worke
     assert found.reason == elsewhere
 
 
+def test_pieces_of_another_protocol_are_no_part_of_a_measurement(
+    spec: Spec, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = Memory()
+    monkeypatch.setattr(measuring, "PROTOCOL", PROTOCOL - 1)
+    assert isinstance(run(spec, keep=keep), Measured)
+    monkeypatch.setattr(measuring, "PROTOCOL", PROTOCOL)
+    asked = len(workers.jobs)
+    assert isinstance(run(spec, keep=keep), Measured)
+    assert len(workers.jobs) == 2 * asked  # each of its proofs, tunings and scores
+
+
 def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:
     session = _Session(spec, program_of(spec, TOY_KERNEL), Options(), Gates(silent), None, {}, None, "")
     session.seconds |= {"tune": 1.0, "score": 3.0, "score: race": 2.0}

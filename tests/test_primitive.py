@@ -68,7 +68,9 @@ def test_a_measured_one_is_accepted(begun: runs.Run) -> None:
     def measure(spec: Spec, program: Any, keep: object, kept: object, raw: str) -> Measured:
         assert raw == GOOD
         found = checked_identity(begun, raw)
-        return Measured(identity=found, gates=(), timings=(), conditions={}, seeds={}, date="today")
+        return Measured(
+            identity=found, gates=(), timings=(), conditions={}, seeds={}, date="2026-11-22T12:00:00+00:00"
+        )
 
     outcome, _ = author(begun, GOOD, measure=measure)
     assert outcome.report.status == "accepted"

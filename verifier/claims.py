@@ -7,13 +7,16 @@ what the protocol promises must be there, within the limits. Times are milliseco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from primitives.errors import ProgramError
 from primitives.ir import Program
+from primitives.lower import lower
 from primitives.roofline import roofline
+from primitives.schedule import by_step
 from verifier.conditions import unread
 from verifier.decision import CANDIDATE, PROCESSES, Rows, Void, central, compared, decide
 from verifier.gates import Failed
@@ -28,6 +31,7 @@ from verifier.statistics import MIN_ROUNDS, Interval
 from verifier.timing import FEWEST
 
 GPU = "H100"  # in the name of the device that kernels are written for
+TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}  # of a schedule; what came later has defaults in older reports
 ROUNDED = 1e-4  # figures of numerics are kept to so much, and of the kernel against itself agree to it
 
 _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -132,13 +136,27 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
-    """What the program says of a step's schedule is what was timed."""
+    """Each step's schedule is told and is one; what the program says of it is what was timed."""
+    steps = {gemm.step for gemm in lower(program).gemms}
+    told = [(t.case, s) for t in report.timings for s in (t.schedules, t.kept_schedules or t.schedules)]
+    wrong = dict.fromkeys(case for case, each in told if not _schedules(each, steps))
     return [
-        f"{name}: case {t.case}: step {step} ran on another schedule than the program's: measure again"
-        for t in report.timings
-        for step, schedule in program.schedule.items()
-        if t.schedules.get(str(step)) != schedule.to_json()
+        *(f"{name}: case {case}: its schedules are not one of each step: measure again" for case in wrong),
+        *(
+            f"{name}: case {t.case}: step {step} ran on another schedule than the program's: measure again"
+            for t in report.timings
+            for step, schedule in program.schedule.items()
+            if t.schedules.get(str(step)) != schedule.to_json()
+        ),
     ]
+
+
+def _schedules(told: Mapping[str, Any], steps: Collection[int]) -> bool:
+    try:
+        found = by_step(told)
+    except (ProgramError, ValueError):
+        return False
+    return found.keys() == steps and all(fields.keys() >= TILE_FIELDS for fields in told.values())
 
 
 def _raced(t: Timing, arms: Sequence[str]) -> list[str]:

@@ -205,7 +205,7 @@ class _Session:
     ) -> dict[str, Any]:
         """Found before, by this measurement or (under ``place``) by one that was cut off; or made now."""
         if name not in self.found:
-            place = place or name
+            place = f"{place or name} by protocol {PROTOCOL}"  # another's pieces are no part of this one
             kept = self.keep.load(place) if self.keep else None
             if kept is None:
                 kept = make()
@@ -218,8 +218,8 @@ class _Session:
         return identity(self.spec, self.kept.program, self.kept.raw).lowered_hash if self.kept else ""
 
     def _asked(self) -> str:
-        """What a score is of: other arms or rounds, or another protocol's, are another one."""
-        what = json.dumps([PROTOCOL, self._arms(), self.options.rounds, self.options.cold, self._beaten()])
+        """What a score is of: other arms or rounds are another one."""
+        what = json.dumps([self._arms(), self.options.rounds, self.options.cold, self._beaten()])
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:

@@ -6,9 +6,11 @@ candidate (above 1: the candidate is faster), intervals are at the stated confid
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
 RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
@@ -134,6 +136,13 @@ class Checked(_Record):
     unmeasured: str
 
 
+def _moment(text: str) -> str:
+    with suppress(ValueError):
+        if datetime.fromisoformat(text).tzinfo:
+            return text
+    raise ValueError(f"{text!r} is no moment with its zone, such as 2026-11-22T03:05:37+00:00")
+
+
 class _Measurement(_Record):
     """What gates on a GPU found: of what, on what, with which inputs, when. ``protocol``: how (``PROTOCOL``);
     0 in recorded ones from before they said so. ``rival``: the hash of the lowered text of the kernel
@@ -148,7 +157,7 @@ class _Measurement(_Record):
     controls: tuple[dict[str, Any], ...] = ()
     seconds: dict[str, float] = Field(default_factory=dict)  # by stage of the measurement
     seeds: dict[str, int]
-    date: str
+    date: Annotated[str, AfterValidator(_moment)]
 
     def quack(self) -> dict[str, QuackTuned]:
         """By case, what QuACK's arms were tuned to; nothing of those that do not say so."""
