@@ -17,9 +17,9 @@ from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_n
 
 from agent import rivals
 from agent.compare import environment, kernels, measuring, rows
-from agent.compare.cells import CHANGED, Cell, Empty, lines
+from agent.compare.cells import CHANGED, Cell, Empty, lines, standing
 from agent.compare.measuring import OutOfTime, measure
-from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results, ResultsError, read, write
+from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Present, Results, ResultsError, read, write
 from primitives.roofline import roofline
 from primitives.schedule import Schedule
 from verifier.baselines import MAX_AUTOTUNE
@@ -329,6 +329,14 @@ def test_what_cannot_be_tried_has_its_reason(gpu: Machine, monkeypatch: pytest.M
     assert found[LLM] == Empty("no accepted kernel")
     human = found[HUMAN]
     assert isinstance(human, Cell) and human.against is None
+
+
+def test_where_only_the_anchor_is_as_it_was_its_sittings_are_told() -> None:
+    sat, now = sitting({PROGRAM: arm(1.25)}), Present(question="another", keys={})
+    found = Results(sittings=(sat,), present={sat.operator: {sat.case: now}})
+    (line,) = lines(found)
+    assert line.cells[LLM] == Empty(f"{PROGRAM}: {CHANGED}") and isinstance(line.cells[MATMUL], Cell)
+    assert standing(found) == [sat]
 
 
 def test_of_a_models_two_kernels_the_slower_one_is_told_beside_the_other() -> None:

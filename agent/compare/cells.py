@@ -142,23 +142,24 @@ class _Row:
             self.keys.pop(arm)
             self.failed[arm] = CHANGED
 
-    def _outdated(self, present: Present) -> list[str]:
-        """Without the anchor, which other arms' ratios go through."""
-        others = {arm: key for arm, key in self.keys.items() if arm != self.anchor}
-        if others:
-            anchored = self.keys[self.anchor]
-            if present.question != self.last.question or present.keys.get(self.anchor, anchored) != anchored:
-                return [*others]
-        return [arm for arm, key in others.items() if present.keys.get(arm, key) != key]
+    def _outdated(self, present: Present) -> set[str]:
+        """All of them where the question or the anchor is another; but for the anchor, which ratios go
+        through."""
+        found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
+        if present.question != self.last.question or self.anchor in found:
+            found = set(self.keys)
+        return found - {self.anchor}
 
     def standing(self) -> list[Sitting]:
-        """Those that have an arm as it is now besides the anchor, or nobody but the anchor."""
-        return [
+        """Those that have an arm as it is now besides the anchor, or nobody but the anchor; all, where its
+        figures are the only ones left."""
+        found = [
             s
             for s in self.timed
             if len(s.arms) == 1
             or any(self.keys.get(name) == arm.key for name, arm in s.arms.items() if name != self.anchor)
         ]
+        return found or self.timed
 
     def slowness(self, arm: str) -> float:
         """Of its time over the anchor's, the logarithm."""
