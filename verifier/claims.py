@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from primitives.cut import cut
 from primitives.errors import ProgramError
 from primitives.ir import Program
-from primitives.lower import lower
 from primitives.roofline import roofline
 from primitives.schedule import by_step
 from verifier.conditions import unread
@@ -137,7 +137,7 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
     """Each step's schedule is told and is one; what the program says of it is what was timed."""
-    steps = {gemm.step for gemm in lower(program).gemms}
+    steps = {step.index for step in cut(program).gemms}
     told = [(t.case, s) for t in report.timings for s in (t.schedules, t.kept_schedules or t.schedules)]
     wrong = dict.fromkeys(case for case, each in told if not _schedules(each, steps))
     return [
