@@ -15,6 +15,8 @@ import torch
 
 from agent import accept
 from primitives.ir import Program
+from primitives.lower import lower
+from primitives.probes import candidates
 from primitives.schedule import Schedule
 from primitives.workers import Job
 from verifier import contest as contests
@@ -368,6 +370,9 @@ def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: p
     program, sizes = Program.from_json(text), {"M": 128, "K": 256, "H": 2, "P": 64}
     one, other, never = Schedule(128, 128), Schedule(128, 256, False), Schedule(128, 160)
     Contender(program, "text", {0: one}, {0: [other]}).to_compile(sizes)
-    Contender(program, known={0: [one, never, other]}).to_compile(sizes)
-    wanted = [(program, sizes, [(0, one)], "text"), (program, sizes, [(0, one), (0, other)], "")]
+    Contender(program, "text", known={0: [one, never, other]}).to_compile(sizes)
+    wanted = [(program, sizes, [(0, one)], "text"), (program, sizes, [(0, one), (0, other)], "text")]
     assert asked == wanted
+    Contender(program).to_compile(sizes)
+    (gemm,) = lower(program).gemms
+    assert asked[2][2] == [(0, schedule) for schedule in candidates(gemm, sizes)] != []

@@ -128,6 +128,17 @@ def test_no_kernel_is_blamed_for_a_worker_that_died_before_it_was_asked(worker: 
             late.ask(tasks.double, 1, patience=PATIENCE)
 
 
+def test_a_library_that_does_not_load_ahead_costs_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is its arm that says so."""
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("raise RuntimeError('no driver')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    with Worker(ahead=("verifier.columns.ahead",)) as broken:
+        assert broken.ask(tasks.double, 4, patience=PATIENCE)["twice"] == 8
+
+
 def test_a_worker_ends_with_its_asker() -> None:
     code = (
         "import worker_tasks as tasks, os; from verifier.gpu import Worker; w = Worker();"

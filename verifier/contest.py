@@ -44,7 +44,7 @@ WORST = 0.1
 @dataclass(frozen=True)
 class Contender:
     """An accepted kernel: its program, or an edited text of it. ``schedules`` as it was tuned at these
-    sizes; where there are none, it is tuned over those that were good elsewhere."""
+    sizes; where there are none, it is tuned here, an edited text over those ``known`` to be right."""
 
     program: Program
     raw: str = ""
@@ -58,15 +58,17 @@ class Contender:
         return Kernel(self.program, self.schedules, self.known, self.raw)
 
     def to_compile(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """On all schedules that it may run on there."""
+        """On the schedules that it runs on there, or is raced on first."""
         from primitives import tune
         from primitives.lower import lower
+        from primitives.probes import candidates
 
-        kernels = {kernel.step: kernel for kernel in lower(self.program).gemms}
-        wanted = [*(self.schedules or {}).items(), *self.program.schedule.items()]
-        if not self.schedules:
-            wanted += [(step, s) for step, every in (self.known or {}).items() for s in every]
-        fitting = [(step, s) for step, s in wanted if kernels[step].admits(s, sizes)]
+        fixed, known = {**(self.schedules or {}), **self.program.schedule}, self.known or {}
+        fitting = []
+        for kernel in lower(self.program).gemms:
+            step = kernel.step
+            raced = [fixed[step]] if step in fixed else known.get(step) or candidates(kernel, sizes)
+            fitting += [(step, schedule) for schedule in raced if kernel.admits(schedule, sizes)]
         return tune.to_compile(self.program, sizes, fitting, self.raw)
 
 

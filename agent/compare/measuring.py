@@ -37,6 +37,7 @@ from verifier.proof import clean
 BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
 SITTING = 30.0  # seconds that one takes about at least
 CACHED = 0.5  # of the seconds that arms took to prepare: what the next process finds in caches, at least
+AHEAD = (*SCORES, "verifier.columns.ahead")
 APART_AHEAD = ("torch", "verifier.sitting")  # what is in the environment of CODA's own package, too
 MODELS = (PROGRAM, EDITED)
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
@@ -105,7 +106,7 @@ class _Workers:
 
 
 def _started(python: str | None) -> Worker:
-    return Worker(python=python, ahead=APART_AHEAD) if python else Worker(ahead=SCORES)
+    return Worker(python=python, ahead=APART_AHEAD) if python else Worker(ahead=AHEAD)
 
 
 @dataclass
