@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -156,7 +157,19 @@ def test_a_readme_gets_the_ratios_at_its_mark(command: Callable[..., Any], tmp_p
     )
     assert "| `gemm_rope` | 7B |" in once and "Against human" in once and "nothing\n" not in once
     assert command(*words)[0] == 0 and readme.read_text() == once
-    assert (ROOT / "README.md").read_text(encoding="utf-8").count("<!-- table: comparison -->") == 1
+
+
+def test_what_is_committed_is_drawn_from_its_results(command: Callable[..., Any], tmp_path: Path) -> None:
+    """Table and README cannot drift from the samples, and charts and page are drawn from them."""
+    there, readme = ROOT / "docs" / "comparison", tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    assert command("--from", there, "--out", tmp_path, "--write", readme)[0] == 0
+    for drawn, kept in ((readme, ROOT / "README.md"), (tmp_path / "table.md", there / "table.md")):
+        again = "run: coda-agent compare --from docs/comparison --out docs/comparison --write README.md"
+        assert drawn.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8"), again
+    for chart in ("speedup.svg", "roofline.svg"):
+        names = [set(re.findall(r"<!-- (.*?) -->", (at / chart).read_text())) for at in (tmp_path, there)]
+        assert names[0] == names[1] and names[0]
 
 
 @pytest.mark.parametrize(
