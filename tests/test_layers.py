@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -86,6 +87,39 @@ def test_a_gradient_that_is_a_fiftieth_off_is_caught(field: str) -> None:
     limit = relative(results(Plain(SMALL, drawn.weights, drawn.next_norm), drawn), exact)[f"d {field}"]
     off = {**found, f"d {field}": found[f"d {field}"].float() * 1.02}
     assert relative(off, exact)[f"d {field}"] > WORSE * limit
+
+
+class Watched(Interpreted):
+    """Notes what memory of which earlier outputs is still held when a kernel is called."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(PROGRAMS)
+        self.places = {call: place for place, call in calls(shape).items()}
+        self.made: dict[str, StorageWeakRef] = {}
+        self.held: dict[str, set[str]] = {}
+
+    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+        place = self.places[call]
+        self.held[place] = {name for name, storage in self.made.items() if not storage.expired()}
+        found = super().run(call, inputs)
+        self.made |= {f"{place} {name}": StorageWeakRef(t.untyped_storage()) for name, t in found.items()}
+        return found
+
+
+def test_what_nobody_reads_any_more_is_let_go_of() -> None:
+    """A layer's peak memory is in its figures."""
+    drawn, runner = draw(ODD, 5, "cpu"), Watched(ODD)
+    layer = Fused(ODD, drawn.weights, drawn.next_norm, runner, unrotated)
+    stream = layer.start(drawn.x)
+    layer.forward(stream)
+    h1 = {"out h", "out hg", "out rstd"}
+    assert runner.held["gate_up"] == h1 and runner.held["down"] == {*h1, "gate_up act"}
+    runner.made.clear()
+    layer.step(stream, drawn.dout)
+    kept = {"qk q", "v y", "out h", "out rstd", "gate_up preact"}
+    assert runner.held["down_backward"] == kept
+    assert runner.held["gate_up_backward"] == {*kept, "down_backward dz", "down_backward s"}
+    assert runner.held["qkv_backward"] == {*kept, "gate_up_backward dx"}
 
 
 def chained(one: Layer[Any, Any], two: Layer[Any, Any], drawn: Drawn, last: Tensor) -> dict[str, Tensor]:

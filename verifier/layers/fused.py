@@ -28,8 +28,9 @@ D is the model's width, F the FFN's; dz is the gradient of a projection's produc
 | dx, dgamma, hn, of dqkv @ Wqkv, dres = dh1 | gemm_residual_rmsnorm_bwd |
 | dWqkv = dqkv' @ hn | torch.mm |
 
-Neither hg nor act is kept for the backward: hn and act are made again on the way. Weights' gradients are in
-bf16, as the plain layer's. Inference stores z too, which only the backward reads: the kernel has no choice.
+Neither hg nor act is kept for the backward: hn and act are made again on the way, and go with the gradient
+that wants them. Weights' gradients are in bf16, as the plain layer's. Inference stores z too, which only the
+backward reads, for the kernel has no choice, and keeps none of it.
 """
 
 from __future__ import annotations
@@ -97,18 +98,15 @@ class Fused(Layer[Stream, Saved]):
         return Stream(x, x * self.weights.attention_norm, rstd)
 
     def forward(self, stream: Stream) -> Stream:
-        return self._run(stream, training=False)[0]
+        h1 = self._project(self._attend(stream, training=False).a, stream)
+        return self._reduce(self._expand(h1)["act"], h1)
 
     def train(self, stream: Stream) -> tuple[Stream, Saved]:
-        return self._run(stream, training=True)
-
-    def _run(self, x: Stream, training: bool) -> tuple[Stream, Saved]:
-        weights = self.weights
-        attended = self._attend(x, training)
-        h1 = self._add("out", attended.a, weights.out, x.h, weights.ffn_norm)
-        ffn = self._kernel("gate_up", x=h1.hg, w=weights.gate_up, rstd=h1.rstd)
-        y = self._add("down", ffn["act"], weights.down, h1.h, self.next_norm)
-        return y, Saved(x.h, x.rstd, attended, h1.h, h1.rstd, ffn["preact"])
+        attended = self._attend(stream, training=True)
+        h1 = self._project(attended.a, stream)
+        ffn = self._expand(h1)
+        saved = Saved(stream.h, stream.rstd, attended, h1.h, h1.rstd, ffn["preact"])
+        return self._reduce(ffn["act"], h1), saved
 
     def _attend(self, x: Stream, training: bool) -> Attended:
         shape = self.shape
@@ -120,23 +118,33 @@ class Fused(Layer[Stream, Saved]):
             mixed = scaled_dot_product_attention(q, k, values, is_causal=True)
         return Attended((q, k, values), mixed, qk, v, shape.together(mixed.detach()))
 
+    def _project(self, a: Tensor, x: Stream) -> Stream:
+        return self._add("out", a, self.weights.out, x.h, self.weights.ffn_norm)
+
+    def _expand(self, h1: Stream) -> dict[str, Tensor]:
+        return self._kernel("gate_up", x=h1.hg, w=self.weights.gate_up, rstd=h1.rstd)
+
+    def _reduce(self, act: Tensor, h1: Stream) -> Stream:
+        return self._add("down", act, self.weights.down, h1.h, self.next_norm)
+
     def backward(self, saved: Saved, dout: Tensor) -> Gradients:
-        weights, attended = self.weights, saved.attended
-        ffn = self._kernel("down_backward", dy=dout, w_down=weights.down, z=saved.z)
-        dh1, dffn_norm, hn1 = self._norm_backward(
-            "gate_up", ffn["dz"], saved.h1, saved.rstd1, ffn["s"] / self.shape.width, dout
+        dh1, ffn = self._ffn_backward(saved, dout)
+        return ffn | self._mixing_backward(saved, dh1)
+
+    def _ffn_backward(self, saved: Saved, dout: Tensor) -> tuple[Tensor, Gradients]:
+        """dh1, and the gradients of what stands behind it."""
+        found = self._kernel("down_backward", dy=dout, w_down=self.weights.down, z=saved.z)
+        down = dout.mT @ found.pop("act")
+        dh1, norm, hn1 = self._norm_backward(
+            "gate_up", found["dz"], saved.h1, saved.rstd1, found["s"] / self.shape.width, dout
         )
-        dqkv, s = self._attention_backward(attended, dh1 @ weights.out)
-        dx, dattention_norm, hn = self._norm_backward("qkv", dqkv, saved.x, saved.rstd, s, dh1)
-        return {
-            "x": dx,
-            "attention_norm": dattention_norm,
-            "qkv": dqkv.mT @ hn,
-            "out": dh1.mT @ attended.a,
-            "ffn_norm": dffn_norm,
-            "gate_up": ffn["dz"].mT @ hn1,
-            "down": dout.mT @ ffn["act"],
-        }
+        return dh1, {"ffn_norm": norm, "gate_up": found["dz"].mT @ hn1, "down": down}
+
+    def _mixing_backward(self, saved: Saved, dh1: Tensor) -> Gradients:
+        out = dh1.mT @ saved.attended.a
+        dqkv, s = self._attention_backward(saved.attended, dh1 @ self.weights.out)
+        dx, norm, hn = self._norm_backward("qkv", dqkv, saved.x, saved.rstd, s, dh1)
+        return {"x": dx, "attention_norm": norm, "qkv": dqkv.mT @ hn, "out": out}
 
     def _attention_backward(self, attended: Attended, da: Tensor) -> tuple[Tensor, Tensor]:
         dq, dk, dv = torch.autograd.grad(attended.mixed, attended.heads, self.shape.apart(da))
