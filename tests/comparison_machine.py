@@ -20,8 +20,8 @@ from verifier.columns import (
     PROGRAM,
     UPSTREAM,
 )
-from verifier.contest import compiled, machine
 from verifier.contest import gpu as gpu_task
+from verifier.contest import machine, prepared
 from verifier.gpu import Lost
 from verifier.proof import clean
 from verifier.quack_baseline import OWN_TUNER
@@ -87,7 +87,7 @@ class Machine:
         if task is machine:
             self.ceilings += 1
             return {"gpu": self.name, "ceilings": H100}
-        if task is compiled:
+        if task is prepared:
             self.compiled.append([seats.arms for seats in asked])
             if self.compiler_dies:
                 raise Lost("crashed", "the compiler died")

@@ -30,7 +30,7 @@ from verifier.columns import (
     TORCH,
     UPSTREAM,
 )
-from verifier.contest import PREPARING, TIMING, compiled
+from verifier.contest import PREPARING, TIMING, prepared
 from verifier.contest import gpu as gpu_task
 from verifier.gpu import Lost, WorkerError
 from verifier.quack_baseline import OWN_TUNER
@@ -199,9 +199,9 @@ def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pyte
     usual = gpu.ask
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
-        if task is compiled or hasattr(asked, "arms"):
-            left.append((task is compiled, deadline.within(math.inf) - time.monotonic()))
-        if task is compiled:
+        if task is prepared or hasattr(asked, "arms"):
+            left.append((task is prepared, deadline.within(math.inf) - time.monotonic()))
+        if task is prepared:
             raise Late
         return usual(python, task, asked, **more)
 

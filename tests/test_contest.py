@@ -339,6 +339,16 @@ def tried(number: int) -> bool:
     return number > 1
 
 
+class Untuned:
+    """Seats that ask for nothing ahead."""
+
+    def compiles(self) -> Iterator[Callable[[], list[Job]]]:
+        yield from ()
+
+    def tunes(self) -> Iterator[Callable[[], object]]:
+        yield from ()
+
+
 def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What two rows want once; an arm that cannot say what it wants stops nothing: it will tell."""
     said, asked = list[str](), list[list[bool]]()
@@ -350,17 +360,45 @@ def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
     def refused() -> list[Job]:
         raise ValueError("refused")
 
-    class Asked:
+    class Asked(Untuned):
         def compiles(self) -> Iterator[Callable[[], list[Job]]]:
             yield refused
             yield lambda: [(tried, 1), (tried, 2)]
 
-    class Other:
+    class Other(Untuned):
         def compiles(self) -> Iterator[Callable[[], list[Job]]]:
             yield lambda: [(tried, 2), (tried, 3)]
 
-    assert contests.compiled([Asked(), Other()]) == {} and asked == [[False, True, True]]
-    assert said == ["compiling what 2 row(s) run", "not compiled ahead: ValueError: refused"]
+    assert contests.prepared([Asked(), Other()]) == {} and asked == [[False, True, True]]
+    assert said == ["compiling what 2 row(s) run", "not ahead: ValueError: refused"]
+
+
+@pytest.mark.usefixtures("device")
+def test_what_sittings_run_is_tuned_ahead_once_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, in one process; what cannot be tuned stops nothing, but a device that is gone."""
+    said, done = list[str](), list[str]()
+    monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
+    monkeypatch.setattr("primitives.workers.run_jobs", lambda jobs: done.append("compiled"))
+
+    def fails(words: str) -> None:
+        raise RuntimeError(words)
+
+    class Asked(Untuned):
+        def tunes(self) -> Iterator[Callable[[], object]]:
+            yield lambda: fails("no schedule runs")
+            yield lambda: done.append("tuned")
+
+    class Deadly(Untuned):
+        def tunes(self) -> Iterator[Callable[[], object]]:
+            yield lambda: fails("CUDA error: an illegal memory access was encountered")
+
+    contests.prepared([Untuned(), Asked()])
+    assert done == ["compiled", "tuned"]
+    row = "tuning for row 2 of 2"
+    assert said[1:] == [row, "not ahead: RuntimeError: no schedule runs", row]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        contests.prepared([Deadly(), Asked()])
+    assert done == ["compiled", "tuned", "compiled"]
 
 
 def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:

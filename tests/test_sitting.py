@@ -26,9 +26,11 @@ from primitives.interpret import interpret
 from primitives.ir import Program
 from primitives.lower import editable
 from primitives.schedule import Schedule
-from verifier import reference, scoring, timing
-from verifier.columns import ANCHOR, EAGER, PROGRAM
+from verifier import reference, scoring, sitting, timing
+from verifier.columns import ANCHOR, EAGER, EDITED, LIGER, PROGRAM
 from verifier.contest import Contender
+from verifier.quack_baseline import LIBRARY_ARMS
+from verifier.report import QuackTuned
 from verifier.sitting import Seats, _Operator, sit
 from verifier.spec_file import load
 
@@ -236,6 +238,37 @@ def test_what_is_timed_finds_a_cold_l2_where_it_is_asked_for(clock: SimulatedClo
 def test_a_sitting_is_timed_cold(clock: SimulatedClock) -> None:
     sit(seats("gemm_swiglu", ANCHOR, PROGRAM)[0])
     assert clock.log.count("flush") == clock.log.count("start") > 24
+
+
+# Ahead of it --------------------------------------------------------------------------------------
+
+
+def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At these sizes: by a report, or on disk."""
+    asked, tuned = list[tuple[str, ...]](), QuackTuned(gpu="a GPU", version="1", arms={})
+    monkeypatch.setattr(
+        "primitives.tune.cache_path", lambda program, sizes, raw: tmp_path / f"{len(raw)} {sizes['D']}"
+    )
+    monkeypatch.setattr(sitting, "prepare", lambda arm, seats, inputs: asked.append((arm, *inputs)))
+    spec, base = load(SPECS / "gemm_swiglu.yaml", check=False), contender()
+    sizes = SIZES["gemm_swiglu"]
+    both = {PROGRAM: base, EDITED: replace(base, raw="text", known={0: [ONE]})}
+    arms = (ANCHOR, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS)
+    new = Seats(spec, sizes, arms, both, 12)
+    for each in new.tunes():
+        each()
+    assert asked == [(arm, *spec.inputs) for arm in (PROGRAM, EDITED, *LIBRARY_ARMS)]
+    (tmp_path / f"4 {sizes['D']}").touch()
+    asked.clear()
+    for each in replace(new, quack=tuned).tunes():
+        each()
+    assert [arm for arm, *_ in asked] == [PROGRAM]
+    monkeypatch.setattr("verifier.inputs.draw", None)  # nor is anything drawn
+    reported = {PROGRAM: replace(base, schedules={0: ONE}), EDITED: both[EDITED]}
+    assert not [*replace(new, quack=tuned, kernels=reported).tunes()]
+    assert not [*replace(new, arms=(ANCHOR, LIGER)).tunes()]
 
 
 # What an arm is known by --------------------------------------------------------------------------

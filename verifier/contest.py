@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from primitives import workers
 from primitives.ir import Program
@@ -39,6 +39,8 @@ OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's, by its name
 # does on its way, 0.0043 at worst of all specs, and 0.010 of a layer's gradients. Another computation (a norm
 # or rotation left out, operands exchanged) is off by about 1. Smaller mistakes stand in the table of errors.
 WORST = 0.1
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,21 @@ class Contender:
             fitting += [(step, schedule) for schedule in raced if kernel.admits(schedule, sizes)]
         return tune.to_compile(self.program, sizes, fitting, self.raw)
 
+    def tuned(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it is known what it runs on there. Asks for the GPU's name."""
+        from primitives import tune
+
+        return bool(self.schedules) or tune.cache_path(self.program, sizes, self.raw).exists()
+
 
 class Seated(Protocol):
     """Whom a sitting is asked for."""
 
     def compiles(self) -> Iterable[Callable[[], list[workers.Job]]]:
         """By arm, what fills the caches with objects that it will load."""
+
+    def tunes(self) -> Iterable[Callable[[], object]]:
+        """What keeps a tuning on disk, of arms of which nothing is known at these sizes."""
 
 
 class Wrong(Exception):
@@ -230,20 +241,35 @@ def _release() -> None:
     torch.cuda.empty_cache()
 
 
-def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
-    """What these will load, compiled in parallel before the first one sits. What is refused here will be
-    again, and is for its arm to tell."""
+def prepared(sittings: Sequence[Seated]) -> dict[str, Any]:
+    """What these will load, compiled in parallel before the first one sits, and then tuned, by one process,
+    whose compilers are warm. What is refused here will be again, and is for its arm to tell."""
     words = f"compiling what {len(sittings)} row(s) run"
     report(GATE, words)
     jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same
     with _heard(words):
         for arm in (arm for each in sittings for arm in each.compiles()):
-            try:
-                jobs |= {pickle.dumps(job): job for job in arm()}
-            except Exception as error:  # a library may raise anything
-                report(GATE, f"not compiled ahead: {_words(error)}")
+            jobs |= {pickle.dumps(job): job for job in _tried(arm) or ()}
         workers.run_jobs(jobs.values())
+    for place, each in enumerate(sittings, 1):
+        words = f"tuning for row {place} of {len(sittings)}"
+        with _heard(words):
+            for tuning in each.tunes():
+                report(GATE, words)
+                _tried(tuning)
+                _release()
     return {}
+
+
+def _tried(ahead: Callable[[], Made]) -> Made | None:
+    """None where it does not work. Raises what the device has to tell: this process is of no more use."""
+    try:
+        return ahead()
+    except Exception as error:  # a library may raise anything
+        if cuda_error(str(error)):
+            raise
+        report(GATE, f"not ahead: {_words(error)}")
+        return None
 
 
 def gpu(_: object) -> dict[str, Any]:

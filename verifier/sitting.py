@@ -43,6 +43,16 @@ class Seats:
             elif arm in ARMS:
                 yield partial(to_compile, arm, self.spec, self.sizes, self.quack)
 
+    def tunes(self) -> Iterator[Callable[[], object]]:
+        from verifier.inputs import draw
+        from verifier.quack_baseline import ARMS
+
+        own = [arm for arm in self.arms if arm in self.kernels and not self.kernels[arm].tuned(self.sizes)]
+        rivals = [arm for arm in self.arms if arm in ARMS and not self.quack]
+        if own or rivals:
+            inputs = draw(self.spec, self.sizes, secrets.randbits(48), device="cuda")
+            yield from (partial(prepare, arm, self, inputs) for arm in (*own, *rivals))
+
 
 def sit(seats: Seats) -> dict[str, Any]:
     """An operator at one case's sizes, every arm on the same inputs: see ``contest``."""

@@ -28,7 +28,7 @@ from primitives import deadline
 from primitives.deadline import Late
 from primitives.lower import lower
 from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
-from verifier.contest import PREPARING, TIMING, Contender, compiled, gpu, machine
+from verifier.contest import PREPARING, TIMING, Contender, gpu, machine, prepared
 from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Worker, WorkerError
 from verifier.measure import PATIENCE, SCORES
@@ -135,7 +135,7 @@ class _Measuring:
         if self.results != before:
             self.keep(self.results)
         turns = [Turn(*turn) for turn in itertools.product(rows, processes, (False, True))]
-        self._compile([turn for turn in turns if not turn.apart])
+        self._prepare([turn for turn in turns if not turn.apart])
         for place, turn in enumerate(turns, 1):
             if arms := self._lacking(turn):
                 self._expect_time(turn)
@@ -175,9 +175,9 @@ class _Measuring:
         assert self.results.machine is not None
         return self.results.machine
 
-    def _compile(self, turns: Sequence[Turn]) -> None:
-        """What they will run, in parallel, while nobody is on the clock: of as many rows as there may be
-        seconds for, in half of them. Where that goes wrong each arm says so itself."""
+    def _prepare(self, turns: Sequence[Turn]) -> None:
+        """What they will run, compiled and tuned while nobody is on the clock: of as many rows as there may
+        be seconds for, in half of them. Where that goes wrong each arm says so itself."""
         seats: list[Any] = []
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(seats) * self.asked.processes * SITTING >= self.asked.seconds:
@@ -189,7 +189,7 @@ class _Measuring:
         self.workers.coming = [None]
         try:
             with self._within(self._left() / 2), closing(self.workers.take(None)) as worker:
-                worker.ask(compiled, seats, patience=PATIENCE, progress=self.progress)
+                worker.ask(prepared, seats, patience=PATIENCE, progress=self.progress)
         except (Failed, Late):  # its worker was lost, or had enough time
             return
         except WorkerError as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from verifier.layers.layer import Layer
-    from verifier.layers.runners import Call
+    from verifier.layers.runners import Call, Runner
     from verifier.layers.shape import Shape
 
 
@@ -40,6 +40,25 @@ class LayerSeats:
             for call, kernel in self.kernels.items():
                 yield partial(kernel.to_compile, dict(call.sizes))
 
+    def tunes(self) -> Iterator[Callable[[], object]]:
+        tuned = all(kernel.tuned(dict(call.sizes)) for call, kernel in self.kernels.items())
+        if PROGRAM in self.arms and not tuned:
+            yield self._run
+
+    def _run(self) -> None:
+        """The kernels once, in their places: what tunes them."""
+        from verifier.layers.shape import draw
+
+        drawn = draw(self.shape, secrets.randbits(48))
+        layer = variant(PROGRAM, self.shape, drawn, self.runner())
+        stream = layer.start(drawn.x)
+        layer.step(stream, drawn.dout) if self.backward else layer.forward(stream)
+
+    def runner(self) -> Runner:
+        from verifier.layers.runners import Launched
+
+        return Launched({call: kernel.made() for call, kernel in self.kernels.items()})
+
 
 def sit(seats: LayerSeats) -> dict[str, Any]:
     """As ``verifier.contest``, of whole layers. A loss is over the truth's RMS, and over what the plain
@@ -50,14 +69,13 @@ def sit(seats: LayerSeats) -> dict[str, Any]:
 class _Stage(Stage):
     def __init__(self, seats: LayerSeats):
         from verifier.layers.errors import truth
-        from verifier.layers.runners import Launched
         from verifier.layers.shape import draw
 
         self.seats = seats
         self.drawn = draw(seats.shape, secrets.randbits(48))
         self.truth: Mapping[str, Tensor] = truth(seats.shape, self.drawn, backward=seats.backward)
         self.usual: dict[str, float] = {}  # what eager PyTorch loses
-        self.runner = Launched({call: kernel.made() for call, kernel in seats.kernels.items()})
+        self.runner = seats.runner()
 
     def enter(self, arm: str) -> Entrant:
         layer = variant(arm, self.seats.shape, self.drawn, self.runner)
