@@ -17,7 +17,7 @@ from primitives.ir import Program
 from primitives.launchable import LaunchError, check_sizes, check_tensors, dense
 from primitives.lower import lower
 from primitives.plan import Plan
-from primitives.schedule import Schedule
+from primitives.schedule import Schedule, all_by_step, by_step
 from primitives.tune import tuned
 
 if TYPE_CHECKING:
@@ -100,10 +100,7 @@ def _proved(program: Program, text: str, path: Path) -> dict[int, list[Schedule]
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != lower(program, text).hash:
         return {}
-    found: dict[int, dict[Schedule, None]] = {}
-    for step, fields in (pair for timing in report["timings"] for pair in timing["schedules"].items()):
-        found.setdefault(int(step), {})[Schedule.from_json(fields)] = None
-    return {step: [*schedules] for step, schedules in found.items()}
+    return all_by_step(by_step(timing["schedules"]) for timing in report["timings"])
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from primitives.errors import ProgramError
@@ -66,6 +66,14 @@ class Schedule(NamedTuple):
 def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
     """Schedules by the steps they are of, whose numbers are JSON's names. Raises ProgramError."""
     return {int(step): Schedule.from_json(fields) for step, fields in data.items()}
+
+
+def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Schedule]]:
+    """By step, what each of these chose, once."""
+    found: dict[int, dict[Schedule, None]] = {}
+    for step, schedule in (pair for tuned in tunings for pair in tuned.items()):
+        found.setdefault(step, {})[schedule] = None
+    return {step: [*schedules] for step, schedules in found.items()}
 
 
 # What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.

@@ -387,7 +387,7 @@ def test_the_usual_rows() -> None:
 
 
 def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> None:
-    """Nothing is known of other sizes; but of an edited text where it is right, at the nearest of them."""
+    """Nothing is known of other sizes; but of an edited text, on which schedules it is right."""
     spec = load(rows.SPECS / "gemm_residual_partial_rmsnorm.yaml")
     program, edited = (kernels.tuned(spec, raw=raw) for raw in (False, True))
     assert program and edited
@@ -396,8 +396,10 @@ def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> No
     assert at_7b[EDITED].schedules == edited.schedules["7B"]
     elsewhere = kernels.contenders(spec, rows.square(spec.name, 4096))
     assert elsewhere[PROGRAM].schedules is None and not elsewhere[PROGRAM].known
-    assert elsewhere[EDITED].schedules is None
-    assert elsewhere[EDITED].known == edited.finalists["1B"]  # of as many FLOPs
+    known = elsewhere[EDITED].known
+    assert elsewhere[EDITED].schedules is None and known
+    assert set(known[0]) == {tuned[0] for tuned in edited.schedules.values()}
+    assert len(set(known[0])) == len(known[0]) > 1
 
 
 def test_quacks_arms_come_with_what_they_were_tuned_to(monkeypatch: pytest.MonkeyPatch) -> None:

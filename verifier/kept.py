@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from primitives.ir import Program
-from primitives.schedule import Schedule, by_step
+from primitives.schedule import Schedule, all_by_step, by_step
 from verifier.proof import Job
 from verifier.report import Timing
 from verifier.spec import Spec
@@ -44,6 +44,11 @@ class Kept:
         """Of schedules in JSON's terms. Raises ProgramError."""
         tuned = {case: by_step(steps) for case, steps in schedules.items()}
         return cls(program, tuned, raced(finalists), raw)
+
+    @property
+    def proved(self) -> Known:
+        """What it was tuned to in all cases, on which it was seen to be right."""
+        return all_by_step(self.schedules.values())
 
     def job(self, spec: Spec, case: Case) -> Job:
         """To be tuned again, over what was good before: that may have been on another GPU."""

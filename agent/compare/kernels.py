@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -10,7 +9,7 @@ from importlib.metadata import version
 from agent import accept
 from primitives.ir import Program
 from primitives.lower import PACKAGES, lower
-from primitives.roofline import H100, Machine, roofline
+from primitives.roofline import H100, Machine
 from verifier.columns import EDITED, PROGRAM
 from verifier.contest import Contender
 from verifier.kept import Kept
@@ -18,8 +17,8 @@ from verifier.spec import Spec
 
 
 def contenders(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Contender]:
-    """An operator's accepted kernels by arm: as they were tuned at these sizes, or else to be tuned there, of
-    an edited text over what was good at the nearest: on others nobody saw that it is right."""
+    """An operator's accepted kernels by arm: as they were tuned at these sizes, or else to be tuned there, an
+    edited text over the schedules of its report: on others nobody saw that it is right."""
     found = {PROGRAM: tuned(spec, raw=False), EDITED: tuned(spec, raw=True)}
     return {arm: _contender(spec, kept, sizes) for arm, kept in found.items() if kept}
 
@@ -67,12 +66,7 @@ def _as_measured(kernel: accept.Kernel) -> bool:
 
 
 def _contender(spec: Spec, kept: Kept, sizes: Mapping[str, int]) -> Contender:
-    cases = [case for case in spec.cases if case.name in kept.schedules]
-    for case in cases:
-        if dict(case.sizes) == dict(sizes):
+    for case in spec.cases:
+        if case.name in kept.schedules and dict(case.sizes) == dict(sizes):
             return Contender(kept.program, kept.raw, kept.schedules[case.name])
-    if not kept.raw:
-        return Contender(kept.program)
-    work = roofline(kept.program, sizes).flops
-    nearest = min(cases, key=lambda c: abs(math.log(roofline(kept.program, c.sizes).flops / work)))
-    return Contender(kept.program, kept.raw, known=kept.finalists[nearest.name])
+    return Contender(kept.program, kept.raw, known=kept.proved if kept.raw else None)
