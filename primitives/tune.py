@@ -202,9 +202,8 @@ def tuned(
     itself is not searched for. LaunchError where no tile holds a whole head, NoSchedule if none runs.
     ``raw``: as for ``lower``.
     """
-    path = cache_path(program, sizes, raw)
-    if not afresh and (kept := read_json(path)):
-        return by_step(kept["schedules"])
+    if not afresh and (found := kept(program, sizes, known, raw)):
+        return found
     start = time.monotonic()
     lowered = lower(program)
     first = {g.step: _fitting(g, sizes) for g in lowered.gemms}
@@ -226,7 +225,20 @@ def tuned(
         "milliseconds": evidence,
         "seconds": round(time.monotonic() - start, 1),
     }
-    write_atomic(path, json.dumps(record, indent=1))
+    write_atomic(cache_path(program, sizes, raw), json.dumps(record, indent=1))
+    return chosen
+
+
+def kept(
+    program: Program, sizes: Mapping[str, int], known: Known | None = None, raw: str = ""
+) -> dict[int, Schedule] | None:
+    """What ``tuned`` chose before; of an edited text nothing but what is ``known`` of it, where anything is:
+    it may have been tuned over more."""
+    record = read_json(cache_path(program, sizes, raw))
+    chosen = by_step(record["schedules"]) if record else None
+    if chosen and raw and known:
+        tried = chosen.keys() - program.schedule.keys()
+        return chosen if all(chosen[step] in known.get(step, ()) for step in tried) else None
     return chosen
 
 

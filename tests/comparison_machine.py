@@ -20,8 +20,8 @@ from verifier.columns import (
     PROGRAM,
     UPSTREAM,
 )
+from verifier.contest import compiled, machine, tuned
 from verifier.contest import gpu as gpu_task
-from verifier.contest import machine, prepared
 from verifier.gpu import Lost
 from verifier.proof import clean
 from verifier.quack_baseline import OWN_TUNER
@@ -55,7 +55,9 @@ class Machine:
     def __init__(self) -> None:
         self.sat: list[tuple[str | None, tuple[str, ...]]] = []
         self.compiled: list[list[tuple[str, ...]]] = []  # the arms of rows, ahead of all sittings
+        self.tuned: list[tuple[str, ...]] = []  # and a row at a time
         self.compiler_dies = False
+        self.tuning_kills: set[str] = set()
         self.deadly: set[str] = set()
         self.crowded: set[str | None] = set()  # interpreters that lack memory before the first arm
         self.broken: dict[str, str] = {}
@@ -87,10 +89,16 @@ class Machine:
         if task is machine:
             self.ceilings += 1
             return {"gpu": self.name, "ceilings": H100}
-        if task is prepared:
+        if task is compiled:
             self.compiled.append([seats.arms for seats in asked])
             if self.compiler_dies:
                 raise Lost("crashed", "the compiler died")
+            return {}
+        if task is tuned:
+            self.tuned.append(asked.arms)
+            progress("compare", "tuning")
+            if self.tuning_kills & set(asked.arms):
+                raise Lost("crashed", "a schedule wrote astray")
             return {}
         if len(self.sat) == self.interrupted_at:
             raise KeyboardInterrupt

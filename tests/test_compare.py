@@ -36,6 +36,7 @@ from verifier.columns import (
     PROGRAM,
     UPSTREAM,
 )
+from verifier.gpu import Lost
 from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
 from verifier.report import QuackTuned
 from verifier.spec import Spec
@@ -273,12 +274,29 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     wanted = asked("gemm_swiglu", "gemm_rope", processes=2)
     found = measure(wanted, Results(), kept_nowhere)
     ours = (PROGRAM, EAGER, COMPILE, LIGER, OWN_TUNER)
-    assert (
-        gpu.compiled == [[ours, ours]] and gpu.ready[0] == 5
-    )  # ceilings', compiler's, its own, the next two
+    assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
+    assert gpu.ready[0] == 5  # the ceilings' worker, the compilers', its own, the next two
+    assert all(seat.ahead == measuring.AHEAD for seat in gpu.opened if seat.python is None)
+    assert "verifier.columns.ahead" in measuring.AHEAD
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
     gpu.compiler_dies = True  # each arm tells of what it cannot compile
     assert len(measure(wanted, Results(), kept_nowhere).sittings) == len(found.sittings)
+
+
+def test_who_is_lost_ahead_of_its_sitting_keeps_no_other_row_from_being_tuned(gpu: Machine) -> None:
+    said: list[tuple[str, str]] = []
+    gpu.tuning_kills = {OWN_TUNER}
+    wanted = asked("gemm_swiglu", "gemm_rope", arms=(PROGRAM, OWN_TUNER))
+    made = measure(wanted, Results(), kept_nowhere, lambda *words: said.append(words))
+    ours = (PROGRAM, OWN_TUNER)
+    assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
+    for row in ("gemm_swiglu 1B", "gemm_rope 1B"):
+        assert (row, "not ahead: a schedule wrote astray") in said
+    assert all(isinstance(line.cells[HUMAN], Cell) for line in lines(made))  # who tunes when it sits
+    gpu.gone = True  # nobody is blamed for a GPU that is
+    with pytest.raises(Lost, match="ECC"):
+        measure(wanted, Results(), kept_nowhere)
+    assert len(gpu.tuned) == 3
 
 
 def test_one_file_is_of_one_gpu(gpu: Machine) -> None:

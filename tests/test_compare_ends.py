@@ -30,7 +30,7 @@ from verifier.columns import (
     TORCH,
     UPSTREAM,
 )
-from verifier.contest import PREPARING, TIMING, prepared
+from verifier.contest import PREPARING, TIMING, compiled, tuned
 from verifier.contest import gpu as gpu_task
 from verifier.gpu import Lost, WorkerError
 from verifier.quack_baseline import OWN_TUNER
@@ -149,7 +149,7 @@ def test_what_is_lost_on_the_clock_is_found_by_halves(
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
         found = usual(python, task, asked, **more)
-        if arm in getattr(asked, "arms", ()):
+        if task is not tuned and arm in getattr(asked, "arms", ()):
             more["progress"]("compare", TIMING)
             raise Lost("illegal_address", "somebody wrote astray")
         return found
@@ -174,7 +174,7 @@ def test_what_takes_longer_than_all_seconds_says_so_and_is_not_begun_again(
         found = usual(python, task, asked, **more)
         if task is gpu_task:
             gpu.now += 1.0
-        if LIGER in getattr(asked, "arms", ()) and asked.spec.name in slow:
+        if task is not tuned and LIGER in getattr(asked, "arms", ()) and asked.spec.name in slow:
             more["progress"]("compare", LIGER)
             gpu.now += 499.5
             raise Late
@@ -199,9 +199,9 @@ def test_nobody_is_waited_for_beyond_the_seconds(gpu: Machine, monkeypatch: pyte
     usual = gpu.ask
 
     def ask(python: str | None, task: Any, asked: Any, **more: Any) -> Any:
-        if task is prepared or hasattr(asked, "arms"):
-            left.append((task is prepared, deadline.within(math.inf) - time.monotonic()))
-        if task is prepared:
+        if task is compiled or hasattr(asked, "arms"):
+            left.append((task is compiled, deadline.within(math.inf) - time.monotonic()))
+        if task is compiled:
             raise Late
         return usual(python, task, asked, **more)
 

@@ -7,6 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -369,16 +370,24 @@ def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
         def compiles(self) -> Iterator[Callable[[], list[Job]]]:
             yield lambda: [(tried, 2), (tried, 3)]
 
-    assert contests.prepared([Asked(), Other()]) == {} and asked == [[False, True, True]]
+    assert contests.compiled([Asked(), Other()]) == {} and asked == [[False, True, True]]
     assert said == ["compiling what 2 row(s) run", "not ahead: ValueError: refused"]
 
 
-@pytest.mark.usefixtures("device")
-def test_what_sittings_run_is_tuned_ahead_once_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, in one process; what cannot be tuned stops nothing, but a device that is gone."""
+def test_what_a_sitting_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, each in all the room; what cannot be tuned stops nothing, but a device that is
+    gone."""
     said, done = list[str](), list[str]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
-    monkeypatch.setattr("primitives.workers.run_jobs", lambda jobs: done.append("compiled"))
+    monkeypatch.setattr(contests, "_release", lambda: done.append("room"))
+
+    @contextmanager
+    def heard(words: str) -> Iterator[None]:
+        done.append("heard")
+        yield
+        done.append("silent")
+
+    monkeypatch.setattr(contests, "_heard", heard)
 
     def fails(words: str) -> None:
         raise RuntimeError(words)
@@ -388,17 +397,21 @@ def test_what_sittings_run_is_tuned_ahead_once_it_is_compiled(monkeypatch: pytes
             yield lambda: fails("no schedule runs")
             yield lambda: done.append("tuned")
 
+    class Wide(Untuned):
+        def tunes(self) -> Iterator[Callable[[], object]]:
+            fails("inputs have no room")
+            yield lambda: done.append("tuned")
+
     class Deadly(Untuned):
         def tunes(self) -> Iterator[Callable[[], object]]:
             yield lambda: fails("CUDA error: an illegal memory access was encountered")
 
-    contests.prepared([Untuned(), Asked()])
-    assert done == ["compiled", "tuned"]
-    row = "tuning for row 2 of 2"
-    assert said[1:] == [row, "not ahead: RuntimeError: no schedule runs", row]
+    assert contests.tuned(Asked()) == {}
+    assert done == ["heard", "room", "tuned", "room", "silent"]
+    assert said[1:] == ["not ahead: RuntimeError: no schedule runs"]
+    assert contests.tuned(Wide()) == {} and said[-1] == "not ahead: RuntimeError: inputs have no room"
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        contests.prepared([Deadly(), Asked()])
-    assert done == ["compiled", "tuned", "compiled"]
+        contests.tuned(Deadly())
 
 
 def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +424,8 @@ def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: p
     Contender(program, "text", known={0: [one, never, other]}).to_compile(sizes)
     wanted = [(program, sizes, [(0, one)], "text"), (program, sizes, [(0, one), (0, other)], "text")]
     assert asked == wanted
+    Contender(program._replace(schedule={0: other}), known={0: [one]}).to_compile(sizes)
+    assert asked.pop()[2] == [(0, other)]
     Contender(program).to_compile(sizes)
     (gemm,) = lower(program).gemms
     assert asked[2][2] == [(0, schedule) for schedule in candidates(gemm, sizes)] != []

@@ -234,12 +234,12 @@ def test_a_layers_kernels_are_tuned_in_their_places_ahead(
     backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that it calls, unless it is known what they run on."""
-    runner, tuned = Watched(SMALL), SimpleNamespace(tuned=lambda sizes: True, made=lambda: None)
+    runner, tuned = Watched(SMALL), SimpleNamespace(is_tuned=lambda sizes: True, made=lambda: None)
     monkeypatch.setattr("verifier.layers.runners.Launched", lambda made: runner)
     wanted: Any = dict.fromkeys(calls(SMALL, backward=backward).values(), tuned)
     seats = LayerSeats(SMALL, (EAGER, PROGRAM), wanted, 12, backward)
     assert not [*seats.tunes()]
-    wanted[next(iter(wanted))] = SimpleNamespace(tuned=lambda sizes: False, made=lambda: None)
+    wanted[next(iter(wanted))] = SimpleNamespace(is_tuned=lambda sizes: False, made=lambda: None)
     (run,) = seats.tunes()
     run()
     assert {call for call, place in runner.places.items() if place in runner.held} == set(wanted)

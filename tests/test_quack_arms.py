@@ -437,9 +437,7 @@ def test_every_row_of_a_comparison_says_what_it_will_run(
     monkeypatch.setattr("primitives.workers.run_jobs", asked.extend)
     chosen = rows.chosen((), ("1B",), everything=False, quick=False)
     seats = [row.task((PROGRAM, *LIBRARY_ARMS), 12)[1] for row in chosen]
-    for seated in {type(each) for each in seats}:  # which takes a GPU
-        monkeypatch.setattr(seated, "tunes", lambda each: iter(()))
-    contest.prepared(seats)
+    contest.compiled(seats)
     assert said == [f"compiling what {len(chosen)} row(s) run"]
     per_task = Counter(task.__module__ for task, _ in asked)
     assert per_task["primitives.tune"] >= 10 and per_task["verifier.quack_baseline"] > 300

@@ -5,9 +5,10 @@ PyTorch on a CPU stands in for the GPU and its kernels; specs, inputs, truth and
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,14 +23,16 @@ import verifier.inputs
 from agent.compare import kernels, rows
 from agent.compare.measuring import Asked, _text, measure
 from agent.compare.results import Results
+from primitives import tune
+from primitives.files import write_atomic
 from primitives.interpret import interpret
 from primitives.ir import Program
 from primitives.lower import editable
 from primitives.schedule import Schedule
-from verifier import reference, scoring, sitting, timing
+from verifier import quack_baseline, reference, scoring, sitting, timing
 from verifier.columns import ANCHOR, EAGER, EDITED, LIGER, PROGRAM
 from verifier.contest import Contender
-from verifier.quack_baseline import LIBRARY_ARMS
+from verifier.quack_baseline import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER
 from verifier.report import QuackTuned
 from verifier.sitting import Seats, _Operator, sit
 from verifier.spec_file import load
@@ -247,28 +250,40 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """At these sizes: by a report, or on disk."""
-    asked, tuned = list[tuple[str, ...]](), QuackTuned(gpu="a GPU", version="1", arms={})
-    monkeypatch.setattr(
-        "primitives.tune.cache_path", lambda program, sizes, raw: tmp_path / f"{len(raw)} {sizes['D']}"
-    )
+    spec, base, sizes = load(SPECS / "gemm_swiglu.yaml", check=False), contender(), SIZES["gemm_swiglu"]
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(quack_baseline, "_here", lambda: ["a GPU", "1"])
+    asked = list[tuple[str, ...]]()
     monkeypatch.setattr(sitting, "prepare", lambda arm, seats, inputs: asked.append((arm, *inputs)))
-    spec, base = load(SPECS / "gemm_swiglu.yaml", check=False), contender()
-    sizes = SIZES["gemm_swiglu"]
-    both = {PROGRAM: base, EDITED: replace(base, raw="text", known={0: [ONE]})}
-    arms = (ANCHOR, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS)
-    new = Seats(spec, sizes, arms, both, 12)
-    for each in new.tunes():
-        each()
-    assert asked == [(arm, *spec.inputs) for arm in (PROGRAM, EDITED, *LIBRARY_ARMS)]
-    (tmp_path / f"4 {sizes['D']}").touch()
-    asked.clear()
-    for each in replace(new, quack=tuned).tunes():
-        each()
-    assert [arm for arm, *_ in asked] == [PROGRAM]
-    monkeypatch.setattr("verifier.inputs.draw", None)  # nor is anything drawn
-    reported = {PROGRAM: replace(base, schedules={0: ONE}), EDITED: both[EDITED]}
-    assert not [*replace(new, quack=tuned, kernels=reported).tunes()]
-    assert not [*replace(new, arms=(ANCHOR, LIGER)).tunes()]
+
+    def tuned(seats: Seats) -> list[str]:
+        asked.clear()
+        for each in seats.tunes():
+            each()
+        assert all(names == [*spec.inputs] for _, *names in asked)
+        return [arm for arm, *_ in asked]
+
+    def kept(kernel: Contender, schedule: Schedule) -> None:
+        place = tune.cache_path(kernel.program, sizes, kernel.raw)
+        write_atomic(place, json.dumps({"schedules": {"0": schedule.to_json()}}))
+
+    both = {PROGRAM: base, EDITED: replace(base, raw=editable(base.program), known={0: [ONE]})}
+    new = Seats(spec, sizes, (ANCHOR, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS), both, 12)
+    assert tuned(new) == [PROGRAM, EDITED, *LIBRARY_ARMS]
+    kept(both[PROGRAM], OTHER)
+    kept(both[EDITED], OTHER)  # on which nobody saw that it is right
+    there = quack_baseline._stages(spec, verifier.inputs.draw(spec, sizes, 0, device="cuda"), sizes, "")
+    write_atomic(quack_baseline._kept(spec, sizes, OUR_SEARCH, there), "[]")
+    assert tuned(new) == [EDITED, OWN_TUNER]
+    kept(both[EDITED], ONE)
+    raced = asdict(quack_baseline.config(128, 128, True))
+    told = QuackTuned(gpu="a GPU", version="1", arms={OWN_TUNER: ((raced,),)})
+    assert tuned(replace(new, quack=told.model_copy(update={"gpu": "another"}))) == [OWN_TUNER]
+    assert tuned(replace(new, quack=told)) == []
+    fixed = base.program._replace(schedule={0: ONE})
+    for known in (replace(base, schedules={0: ONE}), replace(base, program=fixed)):
+        assert known.is_tuned({"M": 7, "D": 7, "F": 7})
 
 
 # What an arm is known by --------------------------------------------------------------------------

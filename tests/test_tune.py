@@ -11,7 +11,7 @@ import kernels
 import pytest
 
 from primitives import tune
-from primitives.lower import GemmKernel, lower
+from primitives.lower import GemmKernel, editable, lower
 from primitives.probes import candidates
 from primitives.roofline import H100
 from primitives.schedule import SMALL_TILES, TILES, Schedule
@@ -166,6 +166,22 @@ def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
     found.write_text(json.dumps(kept))
     assert tune.tuned(said, {}, SIZES) == {0: chosen}
     assert tune.tuned(plain, {}, SIZES) == {0: Schedule()}
+
+
+def test_of_an_edited_text_a_tuning_over_more_than_is_known_of_it_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was raced there, and nobody saw that it is right."""
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(tune, "_race", lambda *given: [(schedule, 1.0) for schedule in given[-2]])
+    program, right, other = kernels.BACKWARD.program, Schedule(128, 160), Schedule(128, 192)
+    text = editable(program)
+    assert tune.tuned(program, {}, SIZES, {0: [other]}, text) == {0: other}
+    assert tune.kept(program, SIZES, raw=text) == tune.kept(program, SIZES, {0: [right, other]}, text)
+    assert tune.kept(program, SIZES, {0: [right]}, text) is None
+    assert tune.tuned(program, {}, SIZES, {0: [right]}, text) == {0: right}
+    assert tune.kept(program, SIZES, {0: [right]}, text) == {0: right}
 
 
 def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(

@@ -73,11 +73,14 @@ class Contender:
             fitting += [(step, schedule) for schedule in raced if kernel.admits(schedule, sizes)]
         return tune.to_compile(self.program, sizes, fitting, self.raw)
 
-    def tuned(self, sizes: Mapping[str, int]) -> bool:
+    def is_tuned(self, sizes: Mapping[str, int]) -> bool:
         """Whether it is known what it runs on there. Asks for the GPU's name."""
         from primitives import tune
+        from primitives.cut import cut
 
-        return bool(self.schedules) or tune.cache_path(self.program, sizes, self.raw).exists()
+        fixed = {**(self.schedules or {}), **self.program.schedule}
+        steps = range(len(cut(self.program).gemms))
+        return all(n in fixed for n in steps) or bool(tune.kept(self.program, sizes, self.known, self.raw))
 
 
 class Seated(Protocol):
@@ -87,7 +90,7 @@ class Seated(Protocol):
         """By arm, what fills the caches with objects that it will load."""
 
     def tunes(self) -> Iterable[Callable[[], object]]:
-        """What keeps a tuning on disk, of arms of which nothing is known at these sizes."""
+        """By arm of which nothing is known at these sizes, what keeps a tuning of it on disk."""
 
 
 class Wrong(Exception):
@@ -241,9 +244,9 @@ def _release() -> None:
     torch.cuda.empty_cache()
 
 
-def prepared(sittings: Sequence[Seated]) -> dict[str, Any]:
-    """What these will load, compiled in parallel before the first one sits, and then tuned, by one process,
-    whose compilers are warm. What is refused here will be again, and is for its arm to tell."""
+def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
+    """What these will load, compiled in parallel before the first one sits. What is refused here will be
+    again, and is for its arm to tell."""
     words = f"compiling what {len(sittings)} row(s) run"
     report(GATE, words)
     jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same
@@ -251,18 +254,25 @@ def prepared(sittings: Sequence[Seated]) -> dict[str, Any]:
         for arm in (arm for each in sittings for arm in each.compiles()):
             jobs |= {pickle.dumps(job): job for job in _tried(arm) or ()}
         workers.run_jobs(jobs.values())
-    for place, each in enumerate(sittings, 1):
-        words = f"tuning for row {place} of {len(sittings)}"
-        with _heard(words):
-            for tuning in each.tunes():
-                report(GATE, words)
-                _tried(tuning)
-                _release()
+    return {}
+
+
+def tuned(sitting: Seated) -> dict[str, Any]:
+    """Schedules for what it runs and no report has any of, kept on disk: by a process that has compiled
+    before, whose compilers are warm. What is refused here will be again, as above."""
+    words = "tuning ahead of its first sitting"
+    report(GATE, words)
+    with _heard(words):
+        new: list[Callable[[], object]] | None = _tried(partial(list, sitting.tunes()))
+        for arm in new or ():
+            _tried(arm)
+            _release()
     return {}
 
 
 def _tried(ahead: Callable[[], Made]) -> Made | None:
-    """None where it does not work. Raises what the device has to tell: this process is of no more use."""
+    """What it gives; None where it does not work. Raises what the device has to tell, for this process is of
+    no more use then."""
     try:
         return ahead()
     except Exception as error:  # a library may raise anything

@@ -150,6 +150,18 @@ def tuned(
     return Tuned(calls, _to_json(ranked))
 
 
+def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
+    """Whether ``tuned`` need not search: its choice is on disk, or it was ``known`` before. Takes small
+    inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
+    from verifier.inputs import draw
+
+    if _again(arm, known):
+        return True
+    small = dict(_small(spec, sizes))
+    stages = _stages(spec, draw(spec, small, 0, device="cuda"), small, arm)
+    return _kept(spec, sizes, arm, stages).exists()
+
+
 def parsed(arms: Mapping[str, Finalists]) -> dict[str, list[Configs]]:
     """By arm and stage. ValueError for an arm that is none of QuACK's, or a field that no schedule has."""
     if unknown := sorted(arms.keys() - {*ARMS}):

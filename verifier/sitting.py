@@ -45,13 +45,18 @@ class Seats:
 
     def tunes(self) -> Iterator[Callable[[], object]]:
         from verifier.inputs import draw
-        from verifier.quack_baseline import ARMS
 
-        own = [arm for arm in self.arms if arm in self.kernels and not self.kernels[arm].tuned(self.sizes)]
-        rivals = [arm for arm in self.arms if arm in ARMS and not self.quack]
-        if own or rivals:
+        if new := [arm for arm in self.arms if not self._is_tuned(arm)]:
             inputs = draw(self.spec, self.sizes, secrets.randbits(48), device="cuda")
-            yield from (partial(prepare, arm, self, inputs) for arm in (*own, *rivals))
+            yield from (partial(prepare, arm, self, inputs) for arm in new)
+
+    def _is_tuned(self, arm: str) -> bool:
+        from verifier import quack_baseline
+
+        if arm in self.kernels:
+            return self.kernels[arm].is_tuned(self.sizes)
+        rival = arm in quack_baseline.ARMS
+        return not rival or quack_baseline.is_tuned(arm, self.spec, self.sizes, self.quack)
 
 
 def sit(seats: Seats) -> dict[str, Any]:

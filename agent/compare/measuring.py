@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from time import monotonic
@@ -27,10 +28,11 @@ from agent.compare.rows import Row
 from primitives import deadline
 from primitives.deadline import Late
 from primitives.lower import lower
+from primitives.tune import FORMAT as SEARCHED
 from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
-from verifier.contest import PREPARING, TIMING, Contender, gpu, machine, prepared
+from verifier.contest import PREPARING, TIMING, Contender, compiled, gpu, machine, tuned
 from verifier.gates import Failed, Progress, silent
-from verifier.gpu import Lost, Worker, WorkerError
+from verifier.gpu import Lost, Task, Worker, WorkerError
 from verifier.measure import PATIENCE, SCORES
 from verifier.proof import clean
 
@@ -44,6 +46,7 @@ PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
 REVISIONS = {arm: column.revision for column in COLUMNS for arm in column.arms}
 
 Keep = Callable[[Results], object]
+Ahead = tuple[str, Task, Any]  # of which row, what to do ahead of its sittings, and with what
 
 
 class OutOfTime(Exception):
@@ -178,22 +181,43 @@ class _Measuring:
     def _prepare(self, turns: Sequence[Turn]) -> None:
         """What they will run, compiled and tuned while nobody is on the clock: of as many rows as there may
         be seconds for, in half of them. Where that goes wrong each arm says so itself."""
-        seats: list[Any] = []
+        seats: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(seats) * self.asked.processes * SITTING >= self.asked.seconds:
                 break
             if arms := dict.fromkeys(arm for turn in own for arm in self._lacking(turn)):
-                seats.append(row.task(tuple(arms), self.asked.rounds)[1])
-        if not any(list(each.compiles()) for each in seats):
+                seats[f"{row.operator} {row.case}"] = row.task(tuple(arms), self.asked.rounds)[1]
+        if not any(list(each.compiles()) for each in seats.values()):
             return
-        self.workers.coming = [None]
+        tasks: Sequence[Ahead] = [("compare", compiled, [*seats.values()])]
+        tasks = [*tasks, *((place, tuned, each) for place, each in seats.items())]
         try:
-            with self._within(self._left() / 2), closing(self.workers.take(None)) as worker:
-                worker.ask(prepared, seats, patience=PATIENCE, progress=self.progress)
-        except (Failed, Late):  # its worker was lost, or had enough time
+            with self._within(self._left() / 2):
+                while tasks:
+                    tasks = self._ahead(tasks)
+        except (Failed, Late):  # the GPU is of no more use, or they had enough time
             return
         except WorkerError as error:
             self.bug = error
+
+    def _ahead(self, tasks: Sequence[Ahead]) -> Sequence[Ahead]:
+        """Ask one worker after the other of them, until it is lost: those that are left then."""
+        self.workers.coming, left = [None], iter(tasks)
+        with closing(self.workers.take(None)) as worker:
+            for place, task, argument in left:
+                heard = partial(self._said, place)
+                try:
+                    worker.ask(task, argument, patience=PATIENCE, progress=heard)
+                except Failed as failed:
+                    heard("", f"not ahead: {failed.message}")
+                    break
+            else:
+                return []
+        self._expect_clean_gpu()
+        return [*left]
+
+    def _said(self, place: str, gate: str, words: str) -> None:
+        self.progress(place, words)
 
     def _expect_time(self, turn: Turn) -> None:
         """OutOfTime where less is left than the row's longest sitting took in this environment; where it had
@@ -417,6 +441,10 @@ def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
 
 
 def _text(kernel: Contender) -> str:
-    chosen = json.dumps(sorted((kernel.schedules or kernel.known or {}).items()))
-    schedules = hashlib.sha256(chosen.encode()).hexdigest()[:8]
+    chosen: list[Any] = sorted(
+        {**(kernel.schedules or kernel.known or {}), **kernel.program.schedule}.items()
+    )
+    if not kernel.schedules:
+        chosen.append(SEARCHED)
+    schedules = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:8]
     return f"text {lower(kernel.program, kernel.raw).hash[:16]} on schedules {schedules}"

@@ -26,7 +26,7 @@ SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in columns.COLUMNS for arm in column.arms)
 PAIRS = 64  # of a head that is 128 wide
-LAYERS = 1  # raised with what a layer computes (verifier/layers): its sittings so far answer another question
+LAYERS = 1  # raised with how a variant computes a layer, or what it holds meanwhile (verifier/layers)
 SQUARES = (2048, 4096, 8192)  # the paper's: M = N = K
 QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
 

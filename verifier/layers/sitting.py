@@ -41,9 +41,9 @@ class LayerSeats:
                 yield partial(kernel.to_compile, dict(call.sizes))
 
     def tunes(self) -> Iterator[Callable[[], object]]:
-        tuned = all(kernel.tuned(dict(call.sizes)) for call, kernel in self.kernels.items())
-        if PROGRAM in self.arms and not tuned:
-            yield self._run
+        if PROGRAM in self.arms:
+            tuned = [kernel.is_tuned(dict(call.sizes)) for call, kernel in self.kernels.items()]
+            yield from () if all(tuned) else (self._run,)
 
     def _run(self) -> None:
         """The kernels once, in their places: what tunes them."""
@@ -55,6 +55,7 @@ class LayerSeats:
         layer.step(stream, drawn.dout) if self.backward else layer.forward(stream)
 
     def runner(self) -> Runner:
+        """Where the LLM's variant runs its kernels: each is planned when it is first called."""
         from verifier.layers.runners import Launched
 
         return Launched({call: kernel.made() for call, kernel in self.kernels.items()})
