@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent.compare import environment, measuring, rows
+from agent.compare import environment, keys, measuring, rows
 from agent.compare.cells import Cell, Empty, lines
 from agent.compare.measuring import Asked
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
@@ -158,6 +158,6 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(measuring, "monotonic", lambda: found.now)
     monkeypatch.setattr(environment, "python", lambda: "/other/python")
     monkeypatch.setattr(environment, "versions", lambda python, packages: dict.fromkeys(packages, "0.2"))
-    monkeypatch.setattr(measuring, "version", lambda name: "1.0" if name != "liger-kernel" else "0.8.5")
+    monkeypatch.setattr(keys, "version", lambda name: "1.0" if name != "liger-kernel" else "0.8.5")
     yield found
     assert all(seat.closed for seat in found.opened)  # whatever happened

@@ -16,7 +16,7 @@ from comparison import arm, sitting
 from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_nowhere, never, stood_in
 
 from agent import rivals
-from agent.compare import environment, kernels, measuring, rows
+from agent.compare import environment, kernels, keys, measuring, rows
 from agent.compare.cells import CHANGED, Cell, Empty, lines, standing
 from agent.compare.measuring import OutOfTime, measure
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Present, Results, ResultsError, read, write
@@ -100,7 +100,7 @@ def test_another_version_of_a_library_is_another_column(
 ) -> None:
     first = measure(asked(), Results(), lambda made: None)
     gpu.sat.clear()
-    monkeypatch.setattr(measuring, "version", lambda name: "0.9" if name == "liger-kernel" else "1.0")
+    monkeypatch.setattr(keys, "version", lambda name: "0.9" if name == "liger-kernel" else "1.0")
     measure(asked(), first, lambda made: None)
     assert gpu.sat == [(None, (ANCHOR, LIGER))]
 
@@ -110,7 +110,7 @@ def test_what_was_another_for_a_while_is_measured_again(
 ) -> None:
     """What the table shows and what counts as measured are the same: of a library, a torch, a question."""
     versions = {"liger-kernel": "0.8.5", "torch": "1.0"}
-    monkeypatch.setattr(measuring, "version", lambda name: versions.get(name, "1.0"))
+    monkeypatch.setattr(keys, "version", lambda name: versions.get(name, "1.0"))
     found = measure(asked(), Results(), kept_nowhere)
     for name, other in (("liger-kernel", "0.9"), ("torch", "2.0")):
         before = versions[name]
@@ -123,7 +123,7 @@ def test_what_was_another_for_a_while_is_measured_again(
             assert isinstance(cell, Cell) and f"{name} {number}" in newest.arms[LIGER].key
     assert measure(asked(), found, never) == found
     for revision in (2, 1):
-        monkeypatch.setitem(measuring.REVISIONS, ANCHOR, revision)
+        monkeypatch.setitem(keys.REVISIONS, ANCHOR, revision)
         gpu.sat.clear()
         found = measure(asked(), found, kept_nowhere)
         assert LIGER in gpu.sat[0][1] and isinstance(cells(found)[LIGER], Cell)
@@ -141,7 +141,7 @@ def test_what_is_another_since_has_no_figures_until_it_is_measured(
     gpu.seconds = 100.0
     first = measure(asked("gemm_swiglu", "gemm_rope"), Results(), kept_nowhere)
     versions = {"liger-kernel": "0.9"}
-    monkeypatch.setattr(measuring, "version", lambda name: versions.get(name, "1.0"))
+    monkeypatch.setattr(keys, "version", lambda name: versions.get(name, "1.0"))
     kept: list[Results] = []
     with pytest.raises(OutOfTime):
         measure(asked("gemm_swiglu", "gemm_rope", seconds=150.0), first, kept.append)
@@ -169,7 +169,7 @@ def test_another_way_to_call_a_library_is_another_column(
 ) -> None:
     first = measure(asked(), Results(), kept_nowhere)
     gpu.sat.clear()
-    monkeypatch.setitem(measuring.REVISIONS, LIGER, 2)
+    monkeypatch.setitem(keys.REVISIONS, LIGER, 2)
     measure(asked(), first, kept_nowhere)
     assert gpu.sat == [(None, (ANCHOR, LIGER))]
 
@@ -265,7 +265,7 @@ def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
     cell = cells(found)["torch.compile"]
     assert isinstance(cell, Cell) and (cell.arm, cell.processes) == (COMPILE, 2)
     assert measure(wanted, found, never) == found
-    monkeypatch.setitem(measuring.PACKAGES, COMPILE, ("torch",))  # not triton's any more
+    monkeypatch.setitem(keys.PACKAGES, COMPILE, ("torch",))  # not triton's any more
     measure(wanted, found, kept_nowhere)
     assert [arms for _, arms in gpu.sat[2:]] == [(ANCHOR, COMPILE), (ANCHOR, COMPILE, MAX_AUTOTUNE)]
 
@@ -338,7 +338,7 @@ def test_what_cannot_be_tried_has_its_reason(gpu: Machine, monkeypatch: pytest.M
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(measuring, "version", missing)
+    monkeypatch.setattr(keys, "version", missing)
     monkeypatch.setattr(environment, "python", lambda: None)
     monkeypatch.setattr(kernels, "contenders", lambda *given: {})
     found = cells(measure(asked(arms=(*ARMS, FLASHINFER)), Results(), lambda made: None))

@@ -21,7 +21,8 @@ from torch import Tensor
 
 import verifier.inputs
 from agent.compare import kernels, rows
-from agent.compare.measuring import Asked, _text, measure
+from agent.compare.keys import text
+from agent.compare.measuring import Asked, measure
 from agent.compare.results import Results
 from primitives import tune
 from primitives.files import write_atomic
@@ -308,9 +309,9 @@ def test_a_kernel_is_known_by_its_text_and_its_schedules() -> None:
         replace(base, schedules=None, known={0: [ONE]}),
         replace(base, schedules=None, known={0: [ONE, OTHER]}),
     ]
-    known = [_text(each) for each in different]
+    known = [text(each) for each in different]
     assert len(set(known)) == len(known)
-    assert _text(contender(schedules={0: ONE})) == known[0]
+    assert text(contender(schedules={0: ONE})) == known[0]
 
 
 def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.MonkeyPatch) -> None:

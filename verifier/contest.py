@@ -59,14 +59,18 @@ class Contender:
 
         return Kernel(self.program, self.schedules, self.known, self.raw)
 
+    @property
+    def fixed(self) -> dict[int, Schedule]:
+        """By step, the schedules that it runs on whatever is raced."""
+        return {**(self.schedules or {}), **self.program.schedule}
+
     def to_compile(self, sizes: Mapping[str, int]) -> list[workers.Job]:
         """On the schedules that it runs on there, or is raced on first."""
         from primitives import tune
         from primitives.lower import lower
         from primitives.probes import candidates
 
-        fixed, known = {**(self.schedules or {}), **self.program.schedule}, self.known or {}
-        fitting = []
+        fixed, known, fitting = self.fixed, self.known or {}, []
         for kernel in lower(self.program).gemms:
             step = kernel.step
             raced = [fixed[step]] if step in fixed else known.get(step) or candidates(kernel, sizes)
@@ -78,9 +82,8 @@ class Contender:
         from primitives import tune
         from primitives.cut import cut
 
-        fixed = {**(self.schedules or {}), **self.program.schedule}
-        steps = range(len(cut(self.program).gemms))
-        return all(n in fixed for n in steps) or bool(tune.kept(self.program, sizes, self.known, self.raw))
+        steps = {step.index for step in cut(self.program).gemms}
+        return steps <= self.fixed.keys() or bool(tune.kept(self.program, sizes, self.known, self.raw))
 
 
 class Seated(Protocol):

@@ -7,30 +7,25 @@ anchor that do not fit, the row is given up, and the run goes on. What cannot ru
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple
 
 from agent.compare import environment
+from agent.compare.keys import keyed
 from agent.compare.results import Arm, Failure, Machine, Present, Results, ResultsError, Sitting
 from agent.compare.rows import Row
 from primitives import deadline
 from primitives.deadline import Late
-from primitives.lower import lower
-from primitives.tune import FORMAT as SEARCHED
 from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
-from verifier.contest import PREPARING, TIMING, Contender, compiled, gpu, machine, tuned
+from verifier.contest import PREPARING, TIMING, compiled, gpu, machine, tuned
 from verifier.gates import Failed, Progress, silent
 from verifier.gpu import Lost, Task, Worker, WorkerError
 from verifier.measure import PATIENCE, SCORES
@@ -42,8 +37,6 @@ CACHED = 0.5  # of the seconds that arms took to prepare: what the next process 
 AHEAD = (*SCORES, "verifier.columns.ahead")
 APART_AHEAD = ("torch", "verifier.sitting")  # what is in the environment of CODA's own package, too
 MODELS = (PROGRAM, EDITED)
-PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
-REVISIONS = {arm: column.revision for column in COLUMNS for arm in column.arms}
 
 Keep = Callable[[Results], object]
 Ahead = tuple[str, Task, Any]  # of which row, what to do ahead of its sittings, and with what
@@ -205,7 +198,7 @@ class _Measuring:
         self.workers.coming, left = [None], iter(tasks)
         with closing(self.workers.take(None)) as worker:
             for place, task, argument in left:
-                heard = partial(self._said, place)
+                heard = _Heard(self.progress, place)
                 try:
                     worker.ask(task, argument, patience=PATIENCE, progress=heard)
                 except Failed as failed:
@@ -215,9 +208,6 @@ class _Measuring:
                 return []
         self._expect_clean_gpu()
         return [*left]
-
-    def _said(self, place: str, gate: str, words: str) -> None:
-        self.progress(place, words)
 
     def _expect_time(self, turn: Turn) -> None:
         """OutOfTime where less is left than the row's longest sitting took in this environment; where it had
@@ -292,17 +282,11 @@ class _Measuring:
         """What each arm is that can be tried, the anchor among them; the results get why others cannot be."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.anchor):
-            if why := row.absent(arm):
-                reasons[arm] = why
-                continue
-            versions = _versions(arm, self.upstream)
-            if isinstance(versions, str):
-                reasons[arm] = versions
-                continue
-            self.versions[arm] = versions
-            parts = [f"{name} {number}" for name, number in versions.items()]
-            parts += [f"revision {REVISIONS[arm]}"] if REVISIONS[arm] > 1 else []
-            keys[arm] = ", ".join([*parts, *map(_text, row.made_of(arm)), self.build])
+            found = keyed(row, arm, self.upstream, self.build)
+            if isinstance(found, str):
+                reasons[arm] = found
+            else:
+                keys[arm], self.versions[arm] = found
         now = Present(question=row.question, keys=keys)
         self.results = self.results.asked(row.operator, row.case, now, reasons)
         return keys
@@ -409,7 +393,7 @@ class _Heard:
 
     progress: Progress
     place: str
-    stations: tuple[str, ...]  # what else is said, an arm says of itself
+    stations: tuple[str, ...] = ()  # what else is said, an arm says of itself
     last: str = ""
 
     def __call__(self, gate: str, words: str) -> None:
@@ -425,26 +409,3 @@ def _seconds(sitting: Sitting, *, warm: bool) -> float:
     """What such a sitting may take; ``warm``: where this machine has compiled and tuned for one before."""
     prepared = sum(arm.seconds for arm in sitting.arms.values())
     return sitting.seconds - (CACHED * prepared if warm else 0.0)
-
-
-def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
-    """Of the packages that an arm is; or what to do about one that is missing."""
-    packages = PACKAGES[arm]
-    if arm == UPSTREAM:
-        if upstream is None:
-            return "it has no environment of its own: coda-agent compare --install"
-        return environment.versions(upstream, packages)
-    try:
-        return {name: version(name) for name in packages}
-    except PackageNotFoundError as error:
-        return f"{error.name} is not installed: pip install {error.name}"
-
-
-def _text(kernel: Contender) -> str:
-    chosen: list[Any] = sorted(
-        {**(kernel.schedules or kernel.known or {}), **kernel.program.schedule}.items()
-    )
-    if not kernel.schedules:
-        chosen.append(SEARCHED)
-    schedules = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:8]
-    return f"text {lower(kernel.program, kernel.raw).hash[:16]} on schedules {schedules}"
