@@ -237,7 +237,7 @@ def test_each_environment_imports_while_the_other_sits(gpu: Machine) -> None:
     measure(asked(processes=2), Results(), kept_nowhere)
     opened = [(seat.python, seat.ahead) for seat in gpu.opened]
     assert opened.count(("/other/python", measuring.APART_AHEAD)) == 2
-    assert gpu.ready[0] == len(opened) - 1  # all but what begins as that environment's first one sits
+    assert gpu.ready[0] == len(opened)  # both of each environment, and the ceilings' and the compilers'
 
 
 def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
@@ -249,7 +249,12 @@ def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
         ("gemm_rope", 1),
     ]
     assert len(gpu.opened) == 5 and all(seat.asked for seat in gpu.opened)  # the ceilings', one a sitting
-    assert gpu.ready == [3, 4, 5, 5]  # each begins with the next at its imports
+    assert gpu.ready == [5, 5, 5, 5]  # the next three are at their imports then
+
+
+def test_not_all_of_a_comparison_imports_at_once(gpu: Machine) -> None:
+    measure(asked(processes=6, arms=(EAGER,)), Results(), kept_nowhere)
+    assert gpu.ready == [5, 6, 7, 7, 7, 7]  # the ceilings', its own and three
 
 
 def test_an_arm_that_another_of_its_column_outdoes_is_timed_once(
@@ -275,7 +280,7 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     found = measure(wanted, Results(), kept_nowhere)
     ours = (PROGRAM, EAGER, COMPILE, LIGER, OWN_TUNER)
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
-    assert gpu.ready[0] == 5  # the ceilings' worker, the compilers', its own, the next two
+    assert gpu.ready[0] == 8  # the ceilings' worker, the compilers', its own, the next three, the others' two
     assert all(seat.ahead == measuring.AHEAD for seat in gpu.opened if seat.python is None)
     assert "verifier.columns.ahead" in measuring.AHEAD
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,7 +33,8 @@ from verifier.measure import PATIENCE, SCORES
 from verifier.proof import clean
 
 BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
-SITTING = 30.0  # seconds that one takes about at least
+SITTING = 10.0  # seconds that one takes about, where it finds caches
+READY = 3  # workers of an environment at their imports: these take longer than a sitting that finds caches
 CACHED = 0.5  # of the seconds that arms took to prepare: what the next process finds in caches, at least
 AHEAD = (*SCORES, "verifier.columns.ahead")
 APART_AHEAD = ("torch", "verifier.sitting")  # what is in the environment of CODA's own package, too
@@ -81,23 +83,25 @@ def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = sil
 
 @dataclass
 class _Workers:
-    """A fresh one for each sitting: another's memory would be missed. While one sits, the next of each
-    environment that is ``coming`` (None is this one) does its imports."""
+    """A fresh one for each sitting: another's memory would be missed. While one sits, those that are
+    ``coming``, each by its environment (None is this one), do their imports."""
 
-    coming: Collection[str | None] = ()
-    ahead: dict[str | None, Worker] = field(default_factory=dict)
+    coming: Sequence[str | None] = ()
+    ahead: dict[str | None, list[Worker]] = field(default_factory=dict)
 
     def take(self, python: str | None) -> Worker:
-        taken = self.ahead.pop(python, None) or _started(python)
+        ready = self.ahead.get(python)
+        taken = ready.pop(0) if ready else _started(python)
         self.begin()
         return taken
 
     def begin(self) -> None:
-        for python in self.coming:
-            self.ahead[python] = self.ahead.get(python) or _started(python)
+        for python, wanted in Counter(self.coming).items():
+            ready = self.ahead.setdefault(python, [])
+            ready += [_started(python) for _ in range(wanted - len(ready))]
 
     def close(self) -> None:
-        for worker in self.ahead.values():
+        for worker in itertools.chain(*self.ahead.values()):
             worker.close()
 
 
@@ -141,13 +145,13 @@ class _Measuring:
             raise self.bug
 
     def _coming(self, turns: Sequence[Turn]) -> list[str | None]:
-        """The environments of those turns that lack something."""
-        found = dict[str | None, None]()
+        """The environments of the next of those turns that lack something."""
+        found = list[str | None]()
         for turn in turns:
             python = self.upstream if turn.apart else None
-            if python not in found and self._lacking(turn):
-                found[python] = None
-        return [*found]
+            if found.count(python) < READY and self._lacking(turn):
+                found.append(python)
+        return found
 
     def _known_machine(self) -> Machine:
         """As the results have it, or measured. Their GPU must be this one."""
