@@ -235,8 +235,9 @@ def test_an_empty_cell_gives_its_reason_in_a_note_named_once() -> None:
 
 
 def test_a_ratio_through_the_anchor_is_marked_and_explained(found: list[Line]) -> None:
-    (_, ratios, *_), _ = sheets(found)
+    (times, ratios, *_), _ = sheets(found)
     place = ratios.columns.index(UPSTREAM)
+    assert "has †, the two times are of different sittings" in times.says
     cells = {operator: entries[place].text for operator, _, entries in ratios.rows}
     assert cells["gemm_swiglu_bwd"].endswith(" †‡") and cells["gemm_rmsnorm_partial_cross_entropy"] == "–"
     assert "†: the two were never" in ratios.says and "cuBLAS's bare matmul, which" in ratios.says

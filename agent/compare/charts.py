@@ -11,7 +11,7 @@ from itertools import groupby
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from agent.compare.cells import Line
+from agent.compare.cells import Cell, Line
 from agent.compare.markdown import ABSENT, mark, marks
 from agent.compare.summary import Row, against, ordered
 from agent.page.markup import visible
@@ -27,6 +27,7 @@ from verifier.columns import (
     UPSTREAM,
     composed,
 )
+from verifier.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -208,10 +209,12 @@ def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
     columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
     if not lines or not columns:
         return None
-    figure, axes, places = _canvas(lines, "roofline", 0.27, measured)
+    apart = [name for name in columns if any(_through_anchor(line.cell(name)) for line in lines)]
+    words = f"{', '.join(apart)}: where they never sat with {LLM}, at {LLM}'s time by the ratio of the two."
+    figure, axes, places = _canvas(lines, "roofline", 0.27, measured, [words] if apart else [])
     dots = {
         name: [
-            (cell.milliseconds / line.roofline, place)
+            (_time(line, cell) / line.roofline, place)
             for line, place in zip(lines, places, strict=True)
             if (cell := line.cell(name))
         ]
@@ -227,6 +230,17 @@ def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
     axes.set_xlabel("time over the roofline: 1 is the least that the hardware allows (log scale)")
     _legend(figure, axes, [_marker(name) for name in columns])
     return figure
+
+
+def _time(line: Line, cell: Cell) -> float:
+    """Milliseconds, of what was timed in other sittings than LLM's at the clock that the GPU had in LLM's."""
+    own, ratio = line.cell(LLM), _through_anchor(cell)
+    return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
+
+
+def _through_anchor(cell: Cell | None) -> Interval | None:
+    """A cell's ratio where that is one."""
+    return cell.against if cell and cell.anchored else None
 
 
 def _dot(name: str) -> dict[str, Any]:

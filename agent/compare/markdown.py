@@ -52,6 +52,14 @@ MIB = 2**20
 START, END = "<!-- table: comparison -->", "<!-- /table -->"
 _PLACE = re.compile(f"({START}\n).*?({END})", re.DOTALL)
 _MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # what Markdown reads as its own anywhere in a line
+BOLD = (
+    f"Bold: of the columns shown, a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, "
+    "which do less."
+)
+CLOCKS = (
+    f"Where a ratio below has {ANCHORED}, the two times are of different sittings, in which the GPU's clock "
+    "need not have been the same."
+)
 
 
 @dataclass(frozen=True)
@@ -139,8 +147,7 @@ def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
     return [
         _filled(
             "Milliseconds",
-            "Bold: of the columns shown, a row's fastest by the ratios below, but for "
-            f"{MATMUL} and {ROOFLINE}, which do less.",
+            " ".join([BOLD, *([CLOCKS] if any(row.anchored for _, row in _raced(found, names)) else [])]),
             found,
             names,
             notes,
@@ -190,12 +197,7 @@ def mark(row: Row) -> str:
 
 def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
     """What the marks mean that these columns' ratios have, a sentence each."""
-    rows = [
-        (line, row)
-        for line in found
-        for name in columns
-        if (cell := line.cell(name)) and (row := Row.of(line, cell))
-    ]
+    rows = _raced(found, columns)
     beside = dict.fromkeys(BESIDE.get(line.anchor, "the row's anchor") for line, row in rows if row.anchored)
     told = {
         f"{ANCHORED}: the two were never measured in one sitting, so the ratio goes through "
@@ -208,6 +210,16 @@ def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
         ),
     }
     return [sentence for sentence, needed in told.items() if needed]
+
+
+def _raced(found: Sequence[Line], columns: Collection[str]) -> list[tuple[Line, Row]]:
+    """The ratios that these columns have."""
+    return [
+        (line, row)
+        for line in found
+        for name in columns
+        if (cell := line.cell(name)) and (row := Row.of(line, cell))
+    ]
 
 
 def fastest(line: Line) -> str | None:
