@@ -172,11 +172,11 @@ def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest
 
     usual, raced = scoring.timed, []
 
-    def crowded(arms: Any, rounds: int) -> Any:
+    def crowded(arms: Any, rounds: int, **more: Any) -> Any:
         raced.append([arm.name for arm in arms])
         if len(arms) > 2:
             raise OutOfMemoryError("Tried to allocate 2.1 GiB")
-        return usual(arms, rounds)
+        return usual(arms, rounds, **more)
 
     monkeypatch.setattr(contests, "timed", crowded)
     held = iter([900, 100, 300, 200])
@@ -189,6 +189,21 @@ def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest
     ]
     assert list(found["arms"]) == ["anchor", "small"]
     assert set(found["failed"]) == {"large", "middle"} and "out of memory" in found["failed"]["large"]
+
+
+@pytest.mark.usefixtures("device")
+def test_slow_arms_have_rounds_enough_for_swinging_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dozen of 17 ms take 0.2 s a round."""
+    usual, done = Clock.turn, []
+
+    def turn(self: Clock) -> tuple[float, ...]:
+        done.append(0.2)
+        return usual(self)
+
+    monkeypatch.setattr(Clock, "turn", turn)
+    monkeypatch.setattr(Clock, "now", lambda self: sum(done))
+    found = contests.contest(Toy, ("anchor", "one"), "anchor", 40)
+    assert len(found["arms"]["one"]["milliseconds"]) in (30, 31)
 
 
 class Large:
@@ -212,11 +227,11 @@ def test_who_leaves_the_clock_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
             held = kept[arm]()
             return lambda: held
 
-    def crowded(arms: Any, rounds: int) -> Any:
+    def crowded(arms: Any, rounds: int, **more: Any) -> Any:
         raced.append({name for name, held in kept.items() if held() is not None})
         if len(raced) < 3:
             raise OutOfMemoryError("Tried to allocate 2.1 GiB")
-        return usual(arms, rounds)
+        return usual(arms, rounds, **more)
 
     monkeypatch.setattr(contests, "timed", crowded)
     monkeypatch.setattr(contests, "_peak", lambda call, before: len(kept))  # the last one holds the most

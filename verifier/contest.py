@@ -33,6 +33,7 @@ SAID = 300  # characters of what an arm failed with
 GATE = "compare"
 PREPARING, TIMING = "inputs and truth", "timing"  # what is at work where no arm is
 BEAT, LONGEST = 60.0, 1800.0  # seconds
+ROUNDS_SECONDS = 6.0  # at most: at the power limit rounds spread by some 4 %, and 12 arms are long rounds
 WARM = 4.0  # seconds: a cool GPU is faster than any that has worked for a while
 OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's, by its name
 # Of the truth's RMS, what an output may be off by. To round to bf16 costs 0.0017; as often as eager PyTorch
@@ -204,7 +205,7 @@ def _raced(
     anchor is left."""
     while True:
         try:
-            return timed(arms, rounds)
+            return timed(arms, rounds, longest=ROUNDS_SECONDS)
         except Exception as error:
             rivals = [name for name in seated if name != anchor]
             if type(error).__name__ != OUT_OF_MEMORY or not rivals:

@@ -104,16 +104,16 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
 
 
 def timed(
-    arms: Sequence[timing.Arm], rounds: int, *, cold: bool = True
+    arms: Sequence[timing.Arm], rounds: int, *, cold: bool = True, longest: float = LONGEST
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """What each arm took, and how the GPU fared meanwhile."""
+    """What each arm took in rounds of at most ``longest`` seconds, and how the GPU fared meanwhile."""
     from verifier.conditions import Monitor, device
 
     with Monitor() as monitor:
         samples = timing.measure(
             arms,
             rounds=rounds,
-            longest=LONGEST,
+            longest=longest,
             cold=cold,
             seed=secrets.randbits(32),
             on_round=lambda done: monitor.sample(),
