@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,11 +44,12 @@ def installed(index: Path) -> str:
     return environment.install()
 
 
-def publish(folder: Path) -> None:
-    info = f"{NAME}-{VERSION}.dist-info"
-    with zipfile.ZipFile(folder / f"{NAME}-{VERSION}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{NAME}.py", f"own = {VERSION!r}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n")
+def publish(folder: Path, name: str = NAME, version: str = VERSION, needs: Sequence[str] = ()) -> None:
+    info = f"{name}-{version}.dist-info"
+    told = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in needs)]
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"own = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *told, ""]))
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
@@ -104,7 +105,8 @@ def test_one_that_lacks_its_package_says_so_and_is_mended(
     assert versions(carried, (NAME, "torch", "pip")) == (
         f"{carried} finds no {NAME} and no torch and no pip: coda-agent compare --install mends it"
     )
-    with pytest.raises(ResultsError, match=rf"{NAME}=={VERSION} could not be installed: .*\n.*No matching"):
+    why = rf"{NAME}=={VERSION} could not be installed: .*\n.*\n.*No matching"
+    with pytest.raises(ResultsError, match=why):
         environment.install()
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     assert versions(environment.install(), (NAME, "pip", "torch"))
@@ -141,6 +143,20 @@ def test_a_broken_environment_is_its_columns_cell_and_stops_no_other(
             empty = line.cells[UPSTREAM]
             assert isinstance(empty, Empty) and why in empty.reason and "compare --install" in empty.reason
             assert isinstance(line.cells[TORCH], Cell) and len(gpu.sat) == 1
+
+
+def test_what_goes_ill_with_what_is_borrowed_is_named(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path, NAME, "0.0.2", ("torch", "old_kernels"))
+    publish(tmp_path, "old_kernels", "1.0", ("torch<2",))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(environment, "PACKAGE", f"{NAME}==0.0.2")
+    with pytest.raises(ResultsError) as error:
+        environment.install()
+    assert "old-kernels 1.0 depends on torch<2" in str(error.value)
+    assert environment.python() is None
 
 
 def test_where_there_is_no_room_for_it_that_is_said(

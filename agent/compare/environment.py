@@ -19,6 +19,7 @@ from agent.compare.results import ResultsError
 from primitives.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
+SAID = 1000  # characters of what pip said last
 # Of this environment, which needs no bootstrap in the other: Debian's Python has none to give.
 _OWN_PIP = importlib.util.find_spec("pip") is not None
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -52,11 +53,13 @@ def install() -> str:
         borrowed = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         (Path(_said(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)  # after its own
         pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
-        _said(*pip, "install", "--quiet", "--disable-pip-version-check", "--no-input", PACKAGE)
+        # Of packages that go ill together pip says which and why on its standard output, unless it is quiet.
+        filled = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar=off", PACKAGE]
+        _said(*filled, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:
-        words = getattr(error, "stderr", None) or str(error)
+        words = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
         raise ResultsError(
-            f"{place}: {PACKAGE} could not be installed: {words.strip()[-500:]}; without it "
+            f"{place}: {PACKAGE} could not be installed: {words.strip()[-SAID:]}; without it "
             "coda-agent compare measures every other column"
         ) from None
     (place / "ready").touch()
@@ -83,6 +86,5 @@ def _interpreter() -> str:
     return str(folder() / "bin" / "python")
 
 
-def _said(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout
+def _said(*command: str, stderr: int = subprocess.PIPE) -> str:
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True).stdout
