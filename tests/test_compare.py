@@ -252,6 +252,13 @@ def test_rows_are_whole_before_the_next_begins(gpu: Machine) -> None:
     assert gpu.ready == [5, 5, 5, 5]  # the next three are at their imports then
 
 
+def test_whoever_waits_hears_how_many_sittings_are_left(gpu: Machine) -> None:
+    said: list[str] = []
+    measure(asked(processes=2), Results(), kept_nowhere, lambda place, words: said.append(place))
+    sat = [place for place in dict.fromkeys(said) if "process" in place]
+    assert sat == [f"gemm_swiglu 1B, process {1 + i // 2}, {3 - i} to come" for i in range(4)]
+
+
 def test_not_all_of_a_comparison_imports_at_once(gpu: Machine) -> None:
     measure(asked(processes=6, arms=(EAGER,)), Results(), kept_nowhere)
     assert gpu.ready == [5, 6, 7, 7, 7, 7]  # the ceilings', its own and three

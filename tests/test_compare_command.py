@@ -237,7 +237,7 @@ def test_the_command_measures_keeps_and_draws(
     monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
     words = ("--out", tmp_path, "--only", "gemm_swiglu", "--cases", "1B", "--quick", "--columns", "tor")
     status, said, told = command(*words)
-    assert status == 0 and "gemm_swiglu 1B, process 1: torch.compile" in told, told
+    assert status == 0 and "gemm_swiglu 1B, process 1, 0 to come: torch.compile" in told, told
     assert gpu.sat[0][1][:4] == (ANCHOR, EAGER, EAGER_APART, COMPILE) and LIGER not in gpu.sat[0][1]
     assert "Against torch.compile: no row has both" in said
     assert read(tmp_path / "results.json").sittings

@@ -119,6 +119,7 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
+    later: int = 0  # sittings after this one
     seated: set[tuple[str, str, bool]] = field(default_factory=set)  # in this run: row, and whether apart
 
     def __post_init__(self) -> None:
@@ -136,20 +137,21 @@ class _Measuring:
             self.keep(self.results)
         turns = [Turn(*turn) for turn in itertools.product(rows, processes, (False, True))]
         self._prepare([turn for turn in turns if not turn.apart])
-        for place, turn in enumerate(turns, 1):
+        for place, turn in enumerate(turns):
             if arms := self._lacking(turn):
                 self._expect_time(turn)
-                self.workers.coming = self._coming(turns[place:])
+                later = [other for other in turns[place + 1 :] if self._lacking(other)]
+                self.later, self.workers.coming = len(later), self._coming(later)
                 self._seat(turn, arms)
         if self.bug:
             raise self.bug
 
     def _coming(self, turns: Sequence[Turn]) -> list[str | None]:
-        """The environments of the next of those turns that lack something."""
+        """The environments of the next of those turns."""
         found = list[str | None]()
         for turn in turns:
             python = self.upstream if turn.apart else None
-            if found.count(python) < READY and self._lacking(turn):
+            if found.count(python) < READY:
                 found.append(python)
         return found
 
@@ -333,7 +335,7 @@ class _Measuring:
         while left:
             beside = [arm for arm in left if arm != row.anchor]
             task, seats = row.task((row.anchor, *beside), self.asked.rounds)
-            place = f"{row.operator} {row.case}, process {turn.process + 1}"
+            place = f"{row.operator} {row.case}, process {turn.process + 1}, {self.later} to come"
             heard = _Heard(self.progress, place, (PREPARING, row.anchor, *beside, TIMING))
             try:
                 with (
