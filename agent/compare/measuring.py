@@ -37,7 +37,9 @@ SITTING = 10.0  # seconds that one takes about, where it finds caches
 READY = 3  # workers of an environment at their imports: these take longer than a sitting that finds caches
 CACHED = 0.5  # of the seconds that arms took to prepare: what the next process finds in caches, at least
 AHEAD = (*SCORES, "verifier.columns.ahead")
-APART_AHEAD = ("torch", "verifier.sitting")  # what is in the environment of CODA's own package, too
+# Of what is in the environment of CODA's own package, too: the oracle needs dynamo. Not QuACK, which reads
+# where its caches are when it is imported.
+APART_AHEAD = ("verifier.sitting", "torch._inductor.compile_fx", "cutlass")
 MODELS = (PROGRAM, EDITED)
 
 Keep = Callable[[Results], object]
