@@ -396,7 +396,8 @@ def test_the_filter_takes_the_names_of_kernels_as_they_are_compiled() -> None:
     report(program, sizes, (probe,), text)
     lowered = lower(program, text)
     wanted = Wanted(lowered, lowered.gemms[0], probe, sizes)
-    names = set(re.findall(rb"kernel_cutlass_\w+", wanted.path().read_bytes()))
+    # Of sections: elsewhere the host's compiler may cut a name into vectors as wide as this processor's.
+    names = set(re.findall(rb"\.text\.(kernel_cutlass_\w+)", wanted.path().read_bytes()))
     assert names and all(re.search(command.OURS.removeprefix("regex:").encode(), name) for name in names)
     export = Export(Path("x"), None, None, tuple((name.decode(), {"a__b": 1.0}) for name in names))
     assert [c.kernel for c in counters.counters(program, export, sizes, text)] == ["Step0"]

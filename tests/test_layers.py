@@ -221,7 +221,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     untimed = SimpleNamespace(seconds=())
-    monkeypatch.setattr(contest, "timed", lambda arms, rounds: ({arm.name: untimed for arm in arms}, {}))
+    monkeypatch.setattr(contest, "timed", lambda arms, *_, **__: ({arm.name: untimed for arm in arms}, {}))
     monkeypatch.setattr(layers, "under_compile", lambda function, mode: function)
     drawn = draw(SMALL, 15, "cpu")
     monkeypatch.setattr("verifier.layers.shape.draw", lambda shape, seed: drawn)
