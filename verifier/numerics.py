@@ -227,16 +227,16 @@ def _accumulate(
     """Add one block of rows to ``stats``; its tiles' sums of e^2 and r^2, and their element counts."""
     t = truth.double()
     holds = t.to(dtype).isfinite()  # what overflows the dtype may do so in a kernel too
-    ok = got.isfinite()
+    ok, known = got.isfinite(), yard.isfinite()
     same_infinity = (got == t) | (got.isnan() & t.isnan())
-    lost, excused = holds & ~ok, holds & ~yard.isfinite()
+    lost, excused = holds & ~ok, holds & ~known
     wrong = ~t.isfinite() & ~same_infinity | lost & (lost.sum(1) > excused.sum(1))[:, None]
     if count := int(wrong.sum()):
         if not stats.wrong:
             row, column = divmod(int(wrong.flatten().int().argmax()), truth.shape[1])
             stats.first_wrong = (start + row, column)
         stats.wrong += count
-    usable = holds & ok & yard.isfinite()
+    usable = holds & ok & known
     t = t.where(usable, 0.0)
     g = got.double().where(usable, 0.0)
     stats.zeros += int(((g == 0) & (t != 0)).sum())
@@ -252,7 +252,7 @@ def _accumulate(
     stats.e2 += float(e2.sum())
     stats.r2 += float(r2.sum())
     stats.t2 += float(t2.sum())
-    tiles = _tile_sums(e2), _tile_sums(r2), _tile_sums(torch.ones_like(usable, dtype=torch.float32))
+    tiles = _tile_sums(e2), _tile_sums(r2), _tile_counts(e2)
     stats.r2t2 += float(r2.mul_(t2).sum())
     return tiles
 
@@ -280,9 +280,22 @@ def _off_by_themselves(got: Tensor, truth: Tensor, yard: Tensor, limit: float, l
 
 def _tile_sums(values: Tensor) -> Tensor:
     """[R, C] -> sums over 128x128 tiles, the ragged ones at the edges included."""
-    rows, columns = values.shape
-    down = torch.nn.functional.pad(values, (0, 0, 0, -rows % TILE)).unflatten(0, (-1, TILE)).sum(1)
-    return torch.nn.functional.pad(down, (0, -columns % TILE)).unflatten(1, (-1, TILE)).sum(2).double()
+    return _strip_sums(_strip_sums(values).mT).mT.double()
+
+
+def _strip_sums(values: Tensor) -> Tensor:
+    """[R, C] -> [ceil(R / 128), C]: sums of 128 rows each, and of what is left of them."""
+    whole, rest = values.tensor_split([len(values) // TILE * TILE])
+    sums = whole.unflatten(0, (-1, TILE)).sum(1)
+    return torch.cat((sums, rest.sum(0, keepdim=True))) if len(rest) else sums
+
+
+def _tile_counts(values: Tensor) -> Tensor:
+    """The number of elements in each tile of ``_tile_sums``, fp64."""
+    rows, columns = (
+        torch.tensor([min(TILE, n - i) for i in range(0, n, TILE)], dtype=torch.float64) for n in values.shape
+    )
+    return torch.outer(rows, columns).to(values.device)
 
 
 def _worst_tile(stats: _Stats, tiles: _Tiles, deviations: float) -> tuple[float, float, tuple[int, int]]:
