@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 KERNELS = {f"{path.parent.name}: {path.stem}": path for path in sorted((HERE / "honest").glob("*/*.py"))}
 
 
+@pytest.mark.usefixtures("one_probe")
 @pytest.mark.parametrize("path", KERNELS.values(), ids=KERNELS)
 def test_an_honest_kernel_is_checked(path: Path) -> None:
     spec = load(HERE.parent / "specs" / f"{path.parent.name}.yaml", check=False)
