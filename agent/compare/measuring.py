@@ -85,8 +85,8 @@ def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = sil
 
 @dataclass
 class _Workers:
-    """A fresh one for each sitting: another's memory would be missed. While one sits, those that are
-    ``coming``, each by its environment (None is this one), do their imports."""
+    """A fresh one for each sitting: another's memory would be missed. While one sits, the first READY of each
+    environment that are ``coming`` (sittings by environment; None is this one) do their imports."""
 
     coming: Sequence[str | None] = ()
     ahead: dict[str | None, list[Worker]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class _Workers:
     def begin(self) -> None:
         for python, wanted in Counter(self.coming).items():
             ready = self.ahead.setdefault(python, [])
-            ready += [_started(python) for _ in range(wanted - len(ready))]
+            ready += [_started(python) for _ in range(min(wanted, READY) - len(ready))]
 
     def close(self) -> None:
         for worker in itertools.chain(*self.ahead.values()):
@@ -121,7 +121,6 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
-    later: int = 0  # sittings after this one
     seated: set[tuple[str, str, bool]] = field(default_factory=set)  # in this run: row, and whether apart
 
     def __post_init__(self) -> None:
@@ -142,20 +141,15 @@ class _Measuring:
         for place, turn in enumerate(turns):
             if arms := self._lacking(turn):
                 self._expect_time(turn)
-                later = [other for other in turns[place + 1 :] if self._lacking(other)]
-                self.later, self.workers.coming = len(later), self._coming(later)
+                later = filter(self._lacking, turns[place + 1 :])
+                self.workers.coming = [self._python(other) for other in later]
                 self._seat(turn, arms)
         if self.bug:
             raise self.bug
 
-    def _coming(self, turns: Sequence[Turn]) -> list[str | None]:
-        """The environments of the next of those turns."""
-        found = list[str | None]()
-        for turn in turns:
-            python = self.upstream if turn.apart else None
-            if found.count(python) < READY:
-                found.append(python)
-        return found
+    def _python(self, turn: Turn) -> str | None:
+        """The environment that it sits in."""
+        return self.upstream if turn.apart else None
 
     def _known_machine(self) -> Machine:
         """As the results have it, or measured. Their GPU must be this one."""
@@ -337,12 +331,14 @@ class _Measuring:
         while left:
             beside = [arm for arm in left if arm != row.anchor]
             task, seats = row.task((row.anchor, *beside), self.asked.rounds)
-            place = f"{row.operator} {row.case}, process {turn.process + 1}, {self.later} to come"
+            place = (
+                f"{row.operator} {row.case}, process {turn.process + 1}, {len(self.workers.coming)} to come"
+            )
             heard = _Heard(self.progress, place, (PREPARING, row.anchor, *beside, TIMING))
             try:
                 with (
                     self._within(self._left()),
-                    closing(self.workers.take(self.upstream if turn.apart else None)) as worker,
+                    closing(self.workers.take(self._python(turn))) as worker,
                 ):
                     found = worker.ask(task, seats, patience=PATIENCE, progress=heard)
             except Late:
