@@ -18,15 +18,16 @@ from primitives.compile import PROBES
 from primitives.ir import Program
 from primitives.lower import lower
 from primitives.plan import Plan
-from verifier import numerics
+from verifier import strength
 from verifier.conditions import device
 from verifier.inputs import FAMILIES
 from verifier.limits import Limits
 from verifier.mutants import mutants
-from verifier.numerics import OutputError, Sample
+from verifier.numerics import OutputError
 from verifier.sizes import hidden, small_sizes
 from verifier.spec import Spec
 from verifier.spec_file import load
+from verifier.strength import Sample
 
 ROOT = Path(__file__).resolve().parents[1]
 CLEAR = 100.0  # times a limit: a mutant that is so far beyond one is not looked at again
@@ -67,7 +68,7 @@ def separation(name: str) -> dict[str, Any]:
                 if wrong[mutant.name] < CLEAR:
                     share = _excess(trial, trial.made(mutant), mutant.spoken)
                     wrong[mutant.name] = max(wrong[mutant.name], share)
-    names = [m.name for m in made if wrong[m.name] > 1 or numerics.differs(spec, m, small)]
+    names = [m.name for m in made if wrong[m.name] > 1 or strength.differs(spec, m, small)]
     return {"honest": honest, "mutants": {name: wrong[name] for name in names}}
 
 

@@ -9,8 +9,9 @@ import torch
 
 from verifier import reference
 from verifier.inputs import FAMILIES, ON_CPU, draw
-from verifier.numerics import compare, weak_spots
+from verifier.numerics import compare
 from verifier.spec import Spec
+from verifier.strength import weak_spots
 
 SPEC: dict[str, Any] = {
     "name": "wide",

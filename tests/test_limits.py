@@ -12,15 +12,15 @@ from unittest import mock
 import pytest
 from authoring import KERNELS, program_of
 
-from verifier import numerics, reference
+from verifier import numerics, reference, strength
 from verifier.inputs import FAMILIES, ON_CPU
 from verifier.interpreted import Run, judged
 from verifier.limits import EXTREME, FEW, SPIKES, USUAL, VALUES, Limits, of_stored, of_unrounded
 from verifier.mutants import Mutant
-from verifier.numerics import Sample
 from verifier.proof import Job, Trial
 from verifier.spec import Spec
 from verifier.spec_file import load
+from verifier.strength import Sample
 
 NAME = "gemm_rmsnorm_swiglu"
 SIZES = {"M": 40, "D": 24, "F": 32}
@@ -86,8 +86,8 @@ def test_what_no_program_could_say_is_left_to_the_families_of_a_gpu(spec: Spec) 
         return honest(trial, mutant) and trial.family not in ON_CPU
 
     with (
-        mock.patch.object(numerics, "mutants", lambda _: iter((spoilt, said))),
+        mock.patch.object(strength, "mutants", lambda _: iter((spoilt, said))),
         mock.patch.object(Sample, "passes", shown_on_a_cpu),
     ):
-        assert numerics.weak_spots(spec, SIZES) == ["spoilt"]
+        assert strength.weak_spots(spec, SIZES) == ["spoilt"]
     assert set(families) == set(FAMILIES)

@@ -12,9 +12,9 @@ from verifier import mutants as made
 from verifier import reference
 from verifier.inputs import FAMILIES, ON_CPU, draw
 from verifier.mutants import Mutant, mutants
-from verifier.numerics import Sample, weak_spots
 from verifier.spec import Spec
 from verifier.spec_file import load
+from verifier.strength import Sample, weak_spots
 
 SPECS = Path(__file__).parent.parent / "specs"
 

@@ -13,10 +13,11 @@ from torch.nn.functional import silu
 
 from verifier import exactness, limits, numerics, reference
 from verifier.inputs import FAMILIES, draw
-from verifier.numerics import compare, weak_spots
+from verifier.numerics import compare
 from verifier.spec import Spec
 from verifier.spec_file import load
 from verifier.spec_parts import Tolerance
+from verifier.strength import weak_spots
 
 ROOT = Path(__file__).parent.parent
 NORM, SWIGLU, BACKWARD = "gemm_residual_partial_rmsnorm", "gemm_rmsnorm_swiglu", "gemm_swiglu_bwd"

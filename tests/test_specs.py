@@ -18,9 +18,10 @@ from torch import Tensor
 from verifier import reference
 from verifier.baselines import formulation
 from verifier.inputs import DTYPES, draw
-from verifier.numerics import compare, weak_spots
+from verifier.numerics import compare
 from verifier.spec import Spec
 from verifier.spec_file import load
+from verifier.strength import weak_spots
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))

@@ -1,7 +1,7 @@
 """What the error gate allows, by the family of inputs: one place for all who judge by it.
 
 That is the GPU's numerics and scoring (``verifier.proof``), the interpret gate (``verifier.interpreted``) and
-the search for mutants that both would let through (``verifier.numerics.weak_spots``).
+the search for mutants that both would let through (``verifier.strength.weak_spots``).
 """
 
 from __future__ import annotations

@@ -1,26 +1,20 @@
-"""The error gate, and whether a spec is strong enough to judge by.
-
-The gate compares a candidate's error with the yardstick's, which is what any kernel must lose; see
-``compare``. Of a strong spec it passes no mutant; see ``weak_spots``.
-"""
+"""The error gate: a candidate's error beside the yardstick's, which is what any kernel must lose."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from verifier import reference
 from verifier.exactness import exact_outputs as exact_outputs
 from verifier.exactness import matrix, rows_at_once, unequal
-from verifier.inputs import DTYPES, FAMILIES, ON_CPU, Sizes, draw
-from verifier.limits import USUAL, of_stored, of_unrounded
+from verifier.inputs import DTYPES
+from verifier.limits import USUAL
 from verifier.limits import Limits as Limits
-from verifier.mutants import Mutant, mutants
 from verifier.reference import Tensors
 from verifier.sizes import TILE
 from verifier.spec import Spec
@@ -30,7 +24,6 @@ OCTAVES = (-150, 128)  # exponents of all that fp32 holds
 FLOOR = 2.0**-24  # half an fp32 ulp: as a share of the RMS truth, the least a yardstick may be said to lose
 CANCELLED = 56  # such halves: what a value may keep of larger ones that cancel, as in g - g * sigmoid(-g)
 SHARE = 2.0**-5  # of itself: what any value left in fp32 may be off by
-SAME = 1e-12  # of itself: what a value in fp64 may be off by that is computed in another way
 COARSE = 2.0**-14  # of the truth's RMS: a loss of 16-bit roundings, not of fp32 arithmetic
 
 
@@ -337,77 +330,3 @@ def unrounded(spec: Spec) -> Spec:
     """The spec with its outputs in fp32: what ``limits.of_unrounded`` is for."""
     wide = {name: output.model_copy(update={"dtype": "fp32"}) for name, output in spec.outputs.items()}
     return spec.model_copy(update={"outputs": wide})
-
-
-def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
-    """Names of the mutants (``verifier.mutants``) that the gates let through at these sizes, whatever the
-    family of inputs: those that a program may say the interpret gate, the others a GPU's, each by its own
-    families and their limits.
-
-    Empty for a spec that is fit to judge by. Small sizes on a CPU will do. A text that is in fp64 what the
-    reference is, for every family and but for the order of its roundings, is no mutant.
-    """
-    left = list(mutants(spec))
-    for family in (*FAMILIES, *ON_CPU):
-        trial = Sample.of(spec, sizes, seed, family)
-        left = [m for m in left if family in ON_CPU and not m.spoken or trial.passes(m)]
-    return [mutant.name for mutant in left if differs(spec, mutant, sizes, seed)]
-
-
-def differs(spec: Spec, mutant: Mutant, sizes: Sizes, seed: int = 0) -> bool:
-    """Whether a mutant is another function than the reference, in some family of inputs."""
-    return any(Sample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU))
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Mutants on one draw of inputs."""
-
-    spec: Spec
-    sizes: Sizes
-    family: str
-    inputs: Tensors
-    truth: Tensors
-    values: Tensors
-    exact: frozenset[str]
-
-    @classmethod
-    def of(cls, spec: Spec, sizes: Sizes, seed: int, family: str, device: str = "cpu") -> Sample:
-        inputs = draw(spec, sizes, seed, device=device, family=family)
-        truth, values = reference.oracle(spec, inputs, sizes), reference.fp32(spec, inputs, sizes)
-        exact = exact_outputs(values, truth) if family == "integers" else frozenset()
-        return cls(spec, sizes, family, inputs, truth, values, exact)
-
-    def passes(self, mutant: Mutant) -> bool:
-        """Whether the gates pass it."""
-        got = self.made(mutant)
-        return got is not None and all(e.passed for e, _, _ in self.errors(got, mutant.spoken))
-
-    def made(self, mutant: Mutant) -> Tensors | None:
-        """Its outputs; None where kinds or shapes no longer fit, which no kernel could hide."""
-        try:
-            got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
-        except reference.MISTAKES:
-            return None
-        got = mutant.after(got)
-        return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
-
-    def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, Limits]]:
-        """Each output's error with its dtype and limits: the error gate's, of outputs as stored, and, where a
-        program could say (``spoken``) what made them, the interpreter's, of unrounded ones."""
-        judged = [(self.spec, of_stored(self.family))]
-        if spoken:
-            judged.append((unrounded(self.spec), of_unrounded(self.family)))
-        for spec, limits in judged:
-            stored, yard = (
-                {name: tensors[name].to(DTYPES[o.dtype]) for name, o in spec.outputs.items()}
-                for tensors in (got, self.values)
-            )
-            for error in compare(spec, stored, self.truth, yard, limits, self.exact):
-                yield error, spec.outputs[error.name].dtype, limits
-
-    def differs(self, mutant: Mutant) -> bool:
-        """Whether it is another function: a spoilt execution is."""
-        other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
-        same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())
-        return not same or not mutant.spoken
