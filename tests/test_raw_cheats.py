@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 from cheats.corpus import Cheat, Contained
-from cheats.raw import BOMBS, FINISH_KERNEL, GAMES, HONEST, LIMIT, STALE, THEMES, TWIN, changed
-from cheats.raw_compiler import SMALL
+from cheats.raw import THEMES
+from cheats.raw.compiler import SMALL
+from cheats.raw.games import FINISH_KERNEL, GAMES, HONEST, STALE, changed
+from cheats.raw.language import BOMBS, LIMIT
+from cheats.raw.twin import TWIN
 
 from primitives import raw
 from primitives.compile import _child, _environment
@@ -40,7 +43,7 @@ def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
         "CUTE_DSL_DUMP_DIR": str(scratch),
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
     }
-    command = [sys.executable, "-W", "ignore", "-m", "cheats.raw_compiler", str(scratch)]
+    command = [sys.executable, "-W", "ignore", "-m", "cheats.raw.compiler", str(scratch)]
     process = subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -218,36 +218,46 @@ def _accumulate(
     stats: _Stats, start: int, got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add one block of rows to ``stats``; its tiles' sums of e^2 and r^2, and their element counts."""
-    t = truth.double()
-    holds = t.to(dtype).isfinite()  # what overflows the dtype may do so in a kernel too
-    ok, known = got.isfinite(), yard.isfinite()
-    same_infinity = (got == t) | (got.isnan() & t.isnan())
-    lost, excused = holds & ~ok, holds & ~known
-    wrong = ~t.isfinite() & ~same_infinity | lost & (lost.sum(1) > excused.sum(1))[:, None]
-    if count := int(wrong.sum()):
-        if not stats.wrong:
-            row, column = divmod(int(wrong.flatten().int().argmax()), truth.shape[1])
-            stats.first_wrong = (start + row, column)
-        stats.wrong += count
-    usable = holds & ok & known
-    t = t.where(usable, 0.0)
-    g = got.double().where(usable, 0.0)
+    t, g, r = (values.double() for values in (truth, got, yard))
+    rounded = truth.to(dtype)
+    if not _finite(rounded, got, yard):
+        usable = _usable(stats, start, rounded.isfinite(), got, t, yard)
+        t, g, r = (values.where(usable, 0.0) for values in (t, g, r))
     stats.zeros += int(((g == 0) & (t != 0)).sum())
     stats.g2 += float(g.square().sum())
     stats.gt += float((g * t).sum())
-    e = g.sub_(t)
+    e, r = g - t, r - t
     stats.e_max = max(stats.e_max, float(e.abs().max()))
-    e2 = e.square_()
-    r = yard.double().where(usable, 0.0).sub_(t)
     stats.r_max = max(stats.r_max, float(r.abs().max()))
     stats.rt += float((r * t).sum())
-    r2, t2 = r.square_(), t.square_()
+    e2, r2, t2 = e.square_(), r.square_(), t.square()
     stats.e2 += float(e2.sum())
     stats.r2 += float(r2.sum())
     stats.t2 += float(t2.sum())
     tiles = _tile_sums(e2), _tile_sums(r2), _tile_counts(e2)
     stats.r2t2 += float(r2.mul_(t2).sum())
     return tiles
+
+
+def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
+    """Where values can be compared; those that are wrong are added to ``stats``. ``holds``: where the dtype
+    holds the truth, for what overflows it may do so in a kernel too."""
+    ok, known = got.isfinite(), yard.isfinite()
+    same_infinity = (got == t) | (got.isnan() & t.isnan())
+    lost, excused = holds & ~ok, holds & ~known
+    wrong = ~t.isfinite() & ~same_infinity | lost & (lost.sum(1) > excused.sum(1))[:, None]
+    if count := int(wrong.sum()):
+        if not stats.wrong:
+            row, column = divmod(int(wrong.flatten().int().argmax()), t.shape[1])
+            stats.first_wrong = (start + row, column)
+        stats.wrong += count
+    return holds & ok & known
+
+
+def _finite(*tensors: Tensor) -> bool:
+    """Whether all values are, as their sums tell: to ask each value takes as long as the rest of the gate. No
+    where a sum overflows, too: then each is asked."""
+    return all(math.isfinite(values.sum(dtype=torch.float64)) for values in tensors)
 
 
 def _off_by_themselves(got: Tensor, truth: Tensor, yard: Tensor, limit: float, least: float) -> list[str]:
@@ -257,9 +267,10 @@ def _off_by_themselves(got: Tensor, truth: Tensor, yard: Tensor, limit: float, l
     makes at values no larger than twice this one.
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
-    usable = truth.isfinite() & got.isfinite() & yard.isfinite()
-    size = truth.abs().where(usable, 0.0)
-    e, r = ((values - truth).abs().where(usable, 0.0) for values in (got, yard))
+    size, e, r = truth.abs(), (got - truth).abs(), (yard - truth).abs()
+    if not _finite(truth, got, yard):
+        usable = truth.isfinite() & got.isfinite() & yard.isfinite()
+        size, e, r = (values.where(usable, 0.0) for values in (size, e, r))
     octave = (torch.frexp(size).exponent.clamp(*OCTAVES) - OCTAVES[0]).long()
     worst = r.new_zeros(OCTAVES[1] - OCTAVES[0] + 1)
     worst = worst.scatter_reduce(0, octave.flatten(), r.flatten(), "amax").cummax(0).values

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from cheats.corpus import Cheat, Contained
-from cheats.raw import GAMES, TWIN
+from cheats.raw.games import GAMES
+from cheats.raw.twin import TWIN
 
 from primitives.compile import PROBES
 from verifier.gates import Failed

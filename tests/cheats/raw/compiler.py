@@ -1,4 +1,4 @@
-"""``python -m cheats.raw_compiler SCRATCH``: compiles edited texts as a compile worker does, one a line, if
+"""``python -m cheats.raw.compiler SCRATCH``: compiles edited texts as a compile worker does, one a line, if
 need be with no check of the language before it, and says what came of each and what it left."""
 
 from __future__ import annotations

@@ -1,0 +1,60 @@
+"""The text that is edited, and ways to put lines into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cheats.corpus import Cheat, Rejection, Twin
+from cheats.twins import RMSNORM
+from primitives.ir import Program
+from primitives.lower import editable
+
+VISITOR = '        place = resources["place"]\n'
+METHOD = "    @cute.jit\n    def epi_visit"
+STEP = "class Step0(FusedGemm):\n"
+BASES = f"\n\n{STEP}"
+LAUNCH = "        launched = self.kernel("
+FINISH = "        n11 = s11\n"
+
+
+@dataclass(frozen=True)
+class Edited(Twin):
+    """A lowered text as an author gets it, or an honest edit of it: Checked as it stands."""
+
+    kernel: Twin
+
+    @property
+    def program(self) -> Program:
+        return self.kernel.program
+
+
+TWIN = Edited(RMSNORM.name, editable(RMSNORM.program), RMSNORM)
+
+
+def indented(lines: str, spaces: int) -> str:
+    return "".join(" " * spaces + line + "\n" for line in lines.splitlines())
+
+
+def above(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
+    """Lines of the module's own level."""
+    return TWIN.cheat(name, tries, {BASES: f"\n{lines}{BASES}"}, ends)
+
+
+def inside(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
+    """Lines of the visitor, which is traced for the device."""
+    return TWIN.cheat(name, tries, {VISITOR: VISITOR + indented(lines, 8)}, ends)
+
+
+def method(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
+    """Lines of the class of a step."""
+    return TWIN.cheat(name, tries, {METHOD: f"{indented(lines, 4)}\n{METHOD}"}, ends)
+
+
+def launch(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
+    """Lines before the launch, which run on the host."""
+    return TWIN.cheat(name, tries, {LAUNCH: indented(lines, 8) + LAUNCH}, ends)
+
+
+def finish(name: str, tries: str, lines: str, ends: Rejection) -> Cheat:
+    """Lines of the kernel between steps."""
+    return TWIN.cheat(name, tries, {FINISH: indented(lines, 8) + FINISH}, ends)
