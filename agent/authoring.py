@@ -18,6 +18,7 @@ from agent.options import (
     Json,
     Measuring,
     SpecPath,
+    WeakJail,
     flags,
     grouped,
     spelled,
@@ -45,6 +46,7 @@ def generate(
     candidates: Annotated[
         int, typer.Option(min=1, max=9, help="Independent runs at once, which share the budget equally.")
     ] = 1,
+    weak_jail: WeakJail = False,
     as_json: Json = False,
 ) -> None:
     """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
@@ -54,7 +56,8 @@ def generate(
     spec = typed.spec_file(spec)
     name = load(spec, check=False).name  # a spec that cannot be read says so first
     limits = budget.limits().shared(candidates)
-    header = session.new_header(name, authoring, limits, directory) | {"improve": improve}
+    header = session.new_header(name, authoring, limits, directory)
+    header |= {"improve": improve, "weak_jail": weak_jail}
     session.need_gpu(gpu, *spelled(measuring))
     if candidates > 1:
         _attend(begun(spec, header, candidates), flags(gpu, measuring), as_json)

@@ -1,7 +1,8 @@
 """Two machines: pack checked kernels for an H100 elsewhere, measure there, carry the runs on here.
 
 A bundle is one JSON file of programs, specs, expected hashes and known tunings; a result is another.
-Candidate source does not travel: the measuring machine only ever sees programs.
+An author's Python does not travel: the measuring machine sees programs, and edited texts, which it compiles
+in confinement.
 """
 
 from __future__ import annotations

@@ -116,7 +116,6 @@ class Authoring:
     author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author"
     max_tokens: Annotated[int, MAX_TOKENS] = 32000
     time_limit: Annotated[float, TIME_LIMIT] = 3600.0
-    weak_jail: WeakJail = False
 
     def header(self) -> dict[str, Any]:
         """Of the run's journal."""

@@ -41,7 +41,9 @@ def show(
     ] = None,
     case: Annotated[
         str | None,
-        typer.Option(help="Whose schedules --sass, and whose bytes --counters takes. Default: the first."),
+        typer.Option(
+            help="Whose schedules --sass, whose bytes --counters takes. Default: the first; the export's."
+        ),
     ] = None,
     weak_jail: WeakJail = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,

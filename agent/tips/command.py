@@ -13,7 +13,7 @@ import typer
 
 from agent import tips as log
 from agent import typed
-from agent.options import Authoring, Budget, grouped, spelled
+from agent.options import Authoring, Budget, WeakJail, grouped, spelled
 from agent.tips import Added, Lesson, Tip, TipsError
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def measure(
     runs: Annotated[
         int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and as many without.")
     ] = 5,
+    weak_jail: WeakJail = False,
     gpu: Annotated[
         bool, typer.Option("--gpu/--no-gpu", help="To pass takes the GPU gates too. Default: those without.")
     ] = False,
@@ -143,7 +144,7 @@ def measure(
     session.refuse_idle(provider, *spelled(authoring))
     session.refuse_uncounted(provider, budget.limits(), authoring.model)
     part = trials.part(budget.limits(), each * len(tried))
-    options = authoring.header() | {"provider": provider, "limits": part.to_json()}
+    options = authoring.header() | {"provider": provider, "limits": part.to_json(), "weak_jail": weak_jail}
     typer.echo(_plan(tried, specs, runs, part))
     for tip in tried:
         known = log.read_tips(log.TIPS)

@@ -16,7 +16,7 @@ from agent.budget import Limits, OutOfBudget
 from agent.journal import JournalError, glance
 from agent.loop import Listener, Loop
 from agent.proportions import Difference, difference
-from agent.tips import ACCEPTED, Tip, TipsError, in_prompts
+from agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_prompts
 from agent.work import Authoring, Measure
 from verifier.spec_file import load
 
@@ -98,6 +98,10 @@ def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:
 def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path]) -> None:
     """Raises TipsError for a spec whose prompt would be the same with the tip and without."""
     with_tip, without = _arms(tip, known)
+    if tip.level != VOCABULARY:
+        raise TipsError(
+            f"{tip.id}: it is for those who edit CuTeDSL, and no kernel's prompt has it; choose another"
+        )
     if not specs:
         raise TipsError(f"{tip.id}: no spec to measure it on; give some by --specs")
     for path in specs:
