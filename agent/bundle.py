@@ -225,6 +225,11 @@ def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
     return FilePieces.of(_partial(out), entry.identity, options, rival)
 
 
+def expect(path: Path) -> None:
+    """Raises BundleError for a file that is no bundle, or one of other versions."""
+    _read(path, Bundle)
+
+
 def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str], Progress]) -> Results:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Pieces finished
     before, in ``out``.partial, are not measured again. BundleError for a bundle of other versions."""

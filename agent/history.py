@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 UNDECIDED = "authoring"  # no attempt has been verified yet
+NONE = "–"  # of a figure
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,18 @@ def as_table(found: list[Past]) -> Table:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, overflow="fold")  # to be copied whole
-    for heading in ("status", "author"):
-        table.add_column(heading)
-    for heading in ("attempts", "tokens", "dollars", "GPU s"):
-        table.add_column(heading, justify="right")
-    for run in found:
-        table.add_row(Text(run.run), _state(run), Text(run.author), *_figures(run.attempts, run.spent))
+    table.add_column("status", min_width=12, overflow="fold")
+    table.add_column("author", overflow="fold")
     attempts, whole = _total(found)
+    total = _figures(attempts, whole)
+    told = [n for n, figure in enumerate(total) if figure != NONE]  # what no run has takes no room
+    for place in told:
+        table.add_column(("attempts", "tokens", "dollars", "GPU s")[place], justify="right")
+    for run in found:
+        figures = _figures(run.attempts, run.spent)
+        table.add_row(Text(run.run), _state(run), Text(run.author), *(figures[n] for n in told))
     table.add_section()
-    table.add_row(f"{len(found)} run(s)", "", "", *_figures(attempts, whole), style="bold")
+    table.add_row(f"{len(found)} run(s)", "", "", *(total[n] for n in told), style="bold")
     if whole.uncertain_tokens:
         uncertain = f"{whole.uncertain_tokens:,} tokens, ${whole.uncertain_dollars:.2f}"
         table.caption = f"~ reserved for requests whose end nobody saw, {uncertain} in all"
@@ -86,7 +90,11 @@ def _state(run: Past) -> Text:
 
     from agent.render import STYLE
 
-    state = "running" if run.running else f"stopped: {run.stopped.partition('; ')[0]}" if run.stopped else ""
+    state = "running" if run.running else ""
+    if run.stopped:
+        state = f"stopped: {run.stopped.partition('; ')[0].removeprefix('stopped ')}"
+    elif run.status == UNDECIDED and not run.running:
+        state = "cut off: resume it"  # whoever was at it said nothing more
     if state and run.status == UNDECIDED:
         return Text(state, style="dim")
     standing = Text(run.status, style=STYLE.get(run.status, "dim"))
@@ -101,14 +109,14 @@ def _total(found: list[Past]) -> tuple[int, Spent]:
 
 
 def _figures(attempts: int, spent: Spent) -> tuple[str, ...]:
-    tokens = f"{'~' if spent.uncertain_tokens else ''}{spent.tokens:,}" if spent.tokens else "–"
-    seconds = f"{spent.gpu_seconds:,.0f}" if spent.gpu_seconds else "–"
+    tokens = f"{'~' if spent.uncertain_tokens else ''}{spent.tokens:,}" if spent.tokens else NONE
+    seconds = f"{spent.gpu_seconds:,.0f}" if spent.gpu_seconds else NONE
     return str(attempts), tokens, dollars(spent), seconds
 
 
 def dollars(spent: Spent) -> str:
     """What was spent; ~ where part of it is uncertain."""
-    return f"{'~' if spent.uncertain_tokens else ''}{spent.dollars:.2f}" if spent.dollars else "–"
+    return f"{'~' if spent.uncertain_tokens else ''}{spent.dollars:.2f}" if spent.dollars else NONE
 
 
 @dataclass

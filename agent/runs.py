@@ -109,10 +109,12 @@ def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:
 
 
 def names() -> list[str]:
-    """All runs, oldest first."""
-    if not runs_dir().is_dir():
+    """All runs, oldest first; none where there is no folder of them yet. OSError where it cannot be read."""
+    try:
+        found = [*runs_dir().iterdir()]
+    except FileNotFoundError:
         return []
-    return sorted((p.name for p in runs_dir().iterdir() if (p / JOURNAL).is_file()), key=_age)
+    return sorted((p.name for p in found if (p / JOURNAL).is_file()), key=_age)
 
 
 def _age(name: str) -> tuple[str, int, str]:

@@ -47,18 +47,18 @@ def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:
     from agent.accept import recording
 
     path = recording(spec, raw=raw)
-    recorded = path.is_file()
+    recorded, edited = path.is_file(), "'s CuTeDSL" if raw else ""
     if provider == "auto":
         if os.environ.get("ANTHROPIC_API_KEY"):
             return "anthropic"
         if recorded:
             return "replay"
         raise Absent(
-            f"no ANTHROPIC_API_KEY, and no recorded run of {spec} to replay; set the key, or answer "
+            f"no ANTHROPIC_API_KEY, and no recorded run of {spec}{edited} to replay; set the key, or answer "
             "yourself with --provider handoff"
         )
     if provider == "replay" and not recorded:
-        raise Absent(f"{path}: no recorded run of {spec}; author one first")
+        raise Absent(f"{path}: no recorded run of {spec}{edited}; author one first")
     return provider
 
 

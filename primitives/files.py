@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -57,8 +58,11 @@ def kept(kind: str, key: str, make: Callable[[], str]) -> Any:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file (text: UTF-8) that others see whole or not at all, and that survives a power cut.
 
-    Makes the directory where it is missing. Raises OSError, leaving what was there before.
+    Makes the directory where it is missing. Raises OSError, leaving what was there before: a device or a pipe
+    too, which a file would take the place of.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "is a device or a pipe, and would be replaced by a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

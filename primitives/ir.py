@@ -337,10 +337,11 @@ class Program(NamedTuple):
         if signature is None:
             signature = Signature.from_json(data["signature"])
         elif data["signature"] != signature.to_json():
-            raise ProgramError(
-                "signature",
-                f"the program was made for another version of spec {signature.name!r}: trace it again",
-            )
+            name = data["signature"].get("name") if isinstance(data["signature"], dict) else None
+            other = f"another version of spec {signature.name!r}: trace it again"
+            if isinstance(name, str) and name != signature.name:
+                other = f"spec {name[:80]!r}, not {signature.name!r}"
+            raise ProgramError("signature", f"the program was made for {other}")
         if not isinstance(data["nodes"], list) or len(data["nodes"]) > MAX_NODES:
             raise ProgramError("size", f"a program is a list of at most {MAX_NODES} nodes")
         nodes = tuple(_node(i, raw) for i, raw in enumerate(data["nodes"]))

@@ -13,6 +13,7 @@ from authoring import BROKEN, TOY_KERNEL, UNSCALED, Notes, Scripted, fenced, mak
 from commanding import Command, Done
 
 from agent import runs, session, tips
+from agent.bundle import Bundle
 from agent.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
@@ -170,6 +171,8 @@ def test_a_bundle_is_looked_for_before_a_gpu(command: Command, tmp_path: Path) -
     )
     path = tmp_path / "b.json"
     path.write_text("{}")
+    wrong(command("measure", path), "b.json: this is no bundle")
+    path.write_text(Bundle(entries=()).model_dump_json())
     done = command("measure", path)
     assert done.status == 3 and f"copy {path} to a machine with an H100" in done.said()
     assert "--gpu" not in done.err

@@ -88,7 +88,10 @@ def test_what_is_drawn_may_be_chosen(command: Callable[..., Any], tmp_path: Path
         assert OWN_TUNER in drawn and "gemm_swiglu" not in drawn.split("claims")[0]
         assert LIGER not in drawn.split("claims")[0] and LIGER not in drawn.split("Milliseconds")[1]
     status, _, told = command(*words, "--cases", "70B")
-    assert status == USAGE and "no row is left: these results have gemm_rope 7B, gemm_rope 1B" in told
+    assert (
+        status == USAGE
+        and "--cases 70B: no row is left: these results have gemm_rope 7B, gemm_rope 1B" in told
+    )
 
 
 def test_layer_is_both_of_a_layer_to_draw_and_to_measure(command: Callable[..., Any], tmp_path: Path) -> None:

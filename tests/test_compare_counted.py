@@ -19,7 +19,7 @@ from agent.compare.markdown import brief, markdown, sheets, summed
 from agent.compare.page import page
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
 from agent.compare.summary import CLAIMS, Row, against, findings, measured
-from agent.compare.terminal import NAME, WIDTH, table
+from agent.compare.terminal import NAME, table
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
     ANCHOR,
@@ -69,7 +69,7 @@ def layer(arms: dict[str, Arm], process: int = 0) -> Sitting:
 
 
 def printed(results: Results) -> str:
-    console = Console(width=WIDTH, color_system=None)
+    console = Console(width=120, color_system=None)
     with console.capture() as capture:
         console.print(table(results))
     return capture.get()

@@ -19,7 +19,7 @@ from agent.compare.markdown import markdown, plain, sheets
 from agent.compare.page import page
 from agent.compare.results import Failure, Loss, Present, Results
 from agent.compare.summary import CLAIMS, NOTHING, against, findings, measured, ordered, together
-from agent.compare.terminal import WIDTH, table
+from agent.compare.terminal import table
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
     ANCHOR,
@@ -36,6 +36,7 @@ from verifier.columns import (
 )
 from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
 
+WIDTH = 120  # of a terminal that has room for all columns
 HOSTILE = (
     '| </td><script src="https://evil.example/x">alert(1)</script>\n'
     "# `x` *b* [l](https://evil.example) \x1b[31m \u202e $x$"
@@ -90,8 +91,8 @@ def column(table_rows: Sequence[Sequence[str]], name: str) -> list[str]:
     return [row[place] for row in table_rows[1:]]
 
 
-def printed(results: Results, doing: str = "") -> str:
-    console = Console(width=WIDTH, color_system=None)
+def printed(results: Results, doing: str = "", width: int = WIDTH) -> str:
+    console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(table(results, doing))
     return capture.get()
@@ -419,6 +420,15 @@ def test_the_terminal_has_times_ratios_and_reasons_within_its_width(whole: Resul
     assert f"\n2 {comparison.FLASHINFER_REASON}" in told and "hidden size 8192 | <none>" in told
     assert "1.12†‡" in told and "…" not in told.split("swiglu_bwd")[1].split("\n")[0]
     assert max(map(len, told.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 100])
+def test_a_narrow_terminal_has_every_figure_in_blocks(whole: Results, width: int) -> None:
+    wide, narrow = printed(whole), printed(whole, width=width)
+    assert max(map(len, narrow.splitlines())) <= width
+    figures = re.compile(r"\d+\.\d{2,3}\S*")
+    assert sorted(figures.findall(narrow.split("†:")[0])) == sorted(figures.findall(wide.split("†:")[0]))
+    assert narrow.count("swiglu_bwd") == narrow.count("operator ") > 1
 
 
 def test_the_terminal_says_what_was_computed_by_hand() -> None:

@@ -310,6 +310,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert path.read_text() == "first" and list(path.parent.iterdir()) == [path]
 
 
+def test_a_file_takes_no_pipes_place(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(OSError, match="a device or a pipe"):
+        write_atomic(pipe, "text")
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
 def test_a_lowered_text_is_imported_from_a_file_of_its_content() -> None:
     """In a process of its own: it imports the DSL. A file that was tampered with is written again."""
     lowered = lower(NORM.program)

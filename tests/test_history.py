@@ -97,12 +97,12 @@ def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:
     run = runs.start(toy, {"provider": "handoff", "author": "Ada"})
     assert f"{run.name} running Ada" in listed(run.name)
     run.journal.close()
-    assert f"{run.name} authoring Ada" in listed(run.name)  # killed, or a machine that went down
+    assert f"{run.name} cut off: resume it Ada" in listed(run.name)  # killed, or a machine that went down
     stop(run.name, "5 of 4 tokens are used up; resume the run with a larger --budget-tokens")
     assert f"{run.name} stopped: 5 of 4 tokens are used up Ada" in listed(run.name)
     with Journal.open(run.directory / runs.JOURNAL) as journal:
         journal.once("prompt", "prompt", dict)
-    assert history.of(run.name).stopped == "" and f"{run.name} authoring Ada" in listed(run.name)
+    assert history.of(run.name).stopped == "" and f"{run.name} cut off: resume it Ada" in listed(run.name)
 
 
 def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
@@ -195,5 +195,11 @@ def test_the_command_lists_for_people_and_programs(toy: Path, runs_home: Path) -
     asked = CliRunner().invoke(app, ["runs", "--json"])
     (run,) = json.loads(asked.output)["runs"]
     assert (run["run"], run["status"], run["spec"]) == (name, "checked", "toy")
+    runs.start(toy, {"provider": "handoff", "author": "Ada"}).journal.close()  # and nobody at it
+    told = CliRunner().invoke(app, ["runs"])
+    assert "cut off: resume it" in told.output and "GPU s" not in told.output
     shutil.rmtree(runs_home)
     assert "no runs yet" in CliRunner().invoke(app, ["runs"]).output
+    runs_home.write_text("a file")
+    told = CliRunner().invoke(app, ["runs"])
+    assert isinstance(told.exception, NotADirectoryError)  # the command line has words for it

@@ -159,7 +159,8 @@ class Results(_Record):
         )
         if self.sittings and not kept:
             rows = ", ".join(f"{operator} {case}" for operator, case in self.rows())
-            raise ResultsError(f"no row is left: these results have {rows}")
+            named = ", ".join([*(f"--only {o}" for o in operators), *(f"--cases {c}" for c in cases)])
+            raise ResultsError(f"{named}: no row is left: these results have {rows}")
         return self.model_copy(update={"sittings": kept})
 
 
@@ -174,7 +175,10 @@ def read(path: Path) -> Results:
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the whole"
+        if not (place := ".".join(map(str, first["loc"]))):
+            raise ResultsError(
+                f"{path}: holds no results of compare; give a folder of its, or results.json"
+            ) from None
         raise ResultsError(f"{path}: {place}: {first['msg']}; measure again into another folder") from None
     if found.schema_version != SCHEMA:
         raise ResultsError(f"{path}: is of version {found.schema_version}, and this reads {SCHEMA}")

@@ -215,7 +215,9 @@ def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, q
     ]
     if not kept:
         named = ", ".join(dict.fromkeys(row.case for row in every))
-        raise ResultsError(f"no row is left: these operators have the cases {named}")
+        raise ResultsError(
+            f"--cases {', '.join(cases)}: no row is left: these operators have the cases {named}"
+        )
     return kept
 
 

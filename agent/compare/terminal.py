@@ -1,12 +1,13 @@
-"""A comparison in a terminal, 120 columns wide, as it stands while it is measured."""
+"""A comparison in a terminal as it stands while it is measured; in blocks of columns where that is narrow."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,6 @@ from agent.page.charts import number
 from agent.page.markup import visible
 from verifier.columns import LLM
 
-WIDTH = 120
 NAME, CASE = 15, 11  # characters of a line of an operator's name, and of a case
 STYLES = {"win": "green", "tie": "dim", "loss": "red", "undecided": "yellow"}
 MOST_REASONS = 8
@@ -34,7 +34,10 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
     shown = _rows(found)
     parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
     if shown:
-        parts.append(_table(shown, reasons))
+        names = columns_of([line for _, line in shown])
+        # All of them now, by row: what is shown in which block changes no footnote's number.
+        cells = [[_cell(name, line, reasons) for name in names] for _, line in shown]
+        parts.append(_Blocks(shown, names, cells))
     else:
         parts.append(Text(NOTHING))
     parts += [Text(visible(sentence), "dim") for sentence in marks(found, columns)]
@@ -65,19 +68,42 @@ def _name(operator: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _table(rows: list[tuple[str, Line]], reasons: Notes) -> Table:
-    made = Table(
-        title=f"Milliseconds, and time over {LLM}'s", title_justify="left", box=None, padding=(0, 1, 0, 0)
-    )
-    made.add_column("operator", width=NAME, no_wrap=True, overflow="ellipsis")
-    made.add_column("case", width=CASE, no_wrap=True, overflow="ellipsis")
-    names = columns_of([line for _, line in rows])
-    for name in names:
-        made.add_column(name.replace(".", ".\n").replace(" ", "\n"), justify="right", no_wrap=True)
-    for operator, line in rows:
-        cells = [_cell(name, line, reasons) for name in names]
-        made.add_row(Text(operator, "bold"), Text(visible(line.case)), *cells)
-    return made
+@dataclass(frozen=True)
+class _Blocks:
+    """The table, as many columns beside each other as a terminal has room for; ``cells`` by row."""
+
+    rows: Sequence[tuple[str, Line]]
+    names: Sequence[str]
+    cells: Sequence[Sequence[Text]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(f"Milliseconds, and time over {LLM}'s", "italic")
+        block: list[int] = []
+        left = room = options.max_width - NAME - CASE - 2
+        for column, name in enumerate(self.names):
+            heading = max(map(len, _heading(name).split("\n")))
+            width = 1 + max(heading, *(row[column].cell_len for row in self.cells))
+            if block and width > left:
+                yield self._block(block)
+                block, left = [], room
+            block.append(column)
+            left -= width
+        yield self._block(block)
+
+    def _block(self, columns: Sequence[int]) -> Table:
+        made = Table(box=None, padding=(0, 1, 0, 0))
+        made.add_column("operator", width=NAME, no_wrap=True, overflow="ellipsis")
+        made.add_column("case", width=CASE, no_wrap=True, overflow="ellipsis")
+        for column in columns:
+            made.add_column(_heading(self.names[column]), justify="right", no_wrap=True)
+        for (operator, line), cells in zip(self.rows, self.cells, strict=True):
+            shown = [cells[column] for column in columns]
+            made.add_row(Text(operator, "bold"), Text(visible(line.case)), *shown)
+        return made
+
+
+def _heading(name: str) -> str:
+    return name.replace(".", ".\n").replace(" ", "\n")
 
 
 def _cell(name: str, line: Line, reasons: Notes) -> Text:
@@ -100,6 +126,4 @@ def _ratio(line: Line, cell: Cell) -> list[tuple[str, str]]:
 
 
 def _line(text: str, style: str) -> Text:
-    made = Text(" ".join(visible(text).split()), style, no_wrap=True)
-    made.truncate(WIDTH, overflow="ellipsis")
-    return made
+    return Text(" ".join(visible(text).split()), style, no_wrap=True, overflow="ellipsis")
