@@ -215,9 +215,8 @@ def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, q
     ]
     if not kept:
         named = ", ".join(dict.fromkeys(row.case for row in every))
-        raise ResultsError(
-            f"--cases {', '.join(cases)}: no row is left: these operators have the cases {named}"
-        )
+        asked = "".join(f"--cases {case}: " for case in cases)
+        raise ResultsError(f"{asked}no row is left: these operators have the cases {named}")
     return kept
 
 
