@@ -136,7 +136,7 @@ def an_update_of_its_own(program: Json) -> None:
     program["signature"]["updates"] = {"h": "x"}
 
 
-@cheat(refused("signature", "another version of spec"))
+@cheat(refused("signature", "made for spec 'gemm_rmsnorm_swiglu'"))
 def a_program_of_another_spec(program: Json) -> Json:
     """An honest program, of something else."""
     return json.loads(SWIGLU.program.to_json())
