@@ -215,7 +215,7 @@ def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, q
     ]
     if not kept:
         named = ", ".join(dict.fromkeys(row.case for row in every))
-        asked = "".join(f"--cases {case}: " for case in cases)
+        asked = f"--cases {', --cases '.join(cases)}: " if cases else ""
         raise ResultsError(f"{asked}no row is left: these operators have the cases {named}")
     return kept
 
