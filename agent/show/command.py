@@ -42,7 +42,7 @@ def show(
     case: Annotated[
         str | None,
         typer.Option(
-            help="Whose schedules --sass, whose bytes --counters has. Default: the first; the export's."
+            help="Whose schedules and bytes are shown. Default: the first; of --counters the export's."
         ),
     ] = None,
     weak_jail: WeakJail = False,
