@@ -32,6 +32,8 @@ from verifier.columns import (
     PROGRAM,
     UPSTREAM,
     composed,
+    entries,
+    helped,
     note,
 )
 from verifier.quack_baseline import LIBRARY_ARMS, OWN_TUNER
@@ -288,6 +290,23 @@ def test_the_human_summary_keeps_the_librarys_own_kernels_apart() -> None:
     assert [tally.name for tally in against(made[1:], HUMAN).kinds] == ["QuACK's own kernels"]
     by = {finding.claim.column: finding for finding in findings(made)}
     assert by[HUMAN].measured == "0.500 to 0.500 in 2 rows"
+
+
+def test_what_codas_package_leaves_to_pytorch_is_kept_apart() -> None:
+    for name, entry in entries(UPSTREAM).items():
+        assert helped(name) is any(words in entry.note for words in ("PyTorch scales", "compiled pass"))
+    made = [
+        line("1B", "gemm_swiglu", ratios={UPSTREAM: (1.0, 0.9, 1.1)}),
+        line("1B", "gemm_swiglu_bwd", ratios={UPSTREAM: (2.0, 1.9, 2.1)}),
+    ]
+    told = against(made, UPSTREAM)
+    own, shared = told.kinds
+    assert [own.mean.estimate, shared.mean.estimate] == pytest.approx([1.0, 2.0])
+    assert "(geometric mean 1.000 [0.900, 1.100]) whose kernel is CODA's own and 1 win, 0 ties" in str(told)
+    assert "of which its package leaves a part to PyTorch's passes (gemm_swiglu_bwd)." in str(told)
+    assert [name for name, *_ in summed(told)][2:] == [own.name, shared.name, "all operators"]
+    words = drawn_words(made)
+    assert "upstream CODA: of swiglu_bwd its kernels and passes of PyTorch's over whole matrices." in words
 
 
 def test_the_table_has_the_librarys_own_and_ours_apart_too() -> None:

@@ -5,7 +5,7 @@ Drawn by matplotlib, which is imported when a chart is drawn. The same lines mak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from itertools import groupby
 from textwrap import wrap
@@ -26,6 +26,7 @@ from verifier.columns import (
     TORCH,
     UPSTREAM,
     composed,
+    helped,
 )
 from verifier.statistics import Interval
 
@@ -154,14 +155,25 @@ def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
 
 
 def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
-    """What the marks mean, and which of the bars over people's kernels are over some that we composed."""
+    """What the marks mean, and which of the bars over somebody's kernels are not over those alone."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
-    made = dict.fromkeys(
-        line.operator for line in lines if HUMAN in rivals and line.cell(HUMAN) and composed(line.operator)
-    )
-    ours = f"{HUMAN}: of {_listed(made)} what we composed from QuACK's operators, else QuACK's own."
+    told = {
+        HUMAN: (composed, "what we composed from QuACK's operators, else QuACK's own"),
+        UPSTREAM: (helped, "its kernels and passes of PyTorch's over whole matrices"),
+    }
+    apart = [
+        f"{name}: of {_listed(found)} {what}."
+        for name, (which, what) in told.items()
+        if (found := _of(lines, name, which)) and name in rivals
+    ]
     dash = f"{ABSENT}: no figure, for which the table has the reason."
-    return [*marks(lines, rivals), *([dash] if lacking else []), *([ours] if made else [])]
+    return [*marks(lines, rivals), *([dash] if lacking else []), *apart]
+
+
+def _of(lines: Sequence[Line], column: str, which: Callable[[str], bool]) -> list[str]:
+    """The operators that a column has cells of, as far as they are ``which``."""
+    shown = (line.operator for line in lines if line.cell(column) and which(line.operator))
+    return list(dict.fromkeys(shown))
 
 
 def _listed(operators: Iterable[str]) -> str:

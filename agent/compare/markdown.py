@@ -17,13 +17,10 @@ from agent.compare.results import Results, ResultsError
 from agent.compare.summary import (
     ALONE,
     BELOW,
-    COMPOSED,
     DOUBTED,
     LAYERS,
     NOTHING,
-    OPERATORS,
     OUTCOMES,
-    OWN,
     RIVALS,
     WHOLE,
     Finding,
@@ -363,11 +360,8 @@ def _told(found: Sequence[Line]) -> list[str]:
 
 def _summary(found: Summary) -> str:
     told = f"**{LLM} against {found.column}**\n\n{found}\n"
-    rows = [[name if name in _TOGETHER else _named(name), *rest] for name, *rest in summed(found)]
+    rows = [[_named(name), *rest] for name, *rest in summed(found)]
     return f"{told}\n{_table(SUMMARY, rows)}" if rows else told
-
-
-_TOGETHER = (OPERATORS, LAYERS, OWN, COMPOSED)
 
 
 def _claims(found: Sequence[Finding]) -> str:

@@ -15,7 +15,7 @@ from agent.compare.cells import Cell, Line, standing
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
 from agent.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from verifier.baselines import CUBLAS
-from verifier.columns import COMPILE, HUMAN, UPSTREAM, composed
+from verifier.columns import COMPILE, HUMAN, UPSTREAM, composed, helped
 from verifier.statistics import Interval
 
 TEN = GROUPS["CODA's ten"]
@@ -23,7 +23,6 @@ SWIGLU_BACKWARD = "gemm_swiglu_bwd"
 WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # layers, which are told apart from operators
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
 RIVALS = (HUMAN, COMPILE, UPSTREAM)  # whom the summary is against, in its order
-OWN, COMPOSED = "QuACK's own kernels", "composed by us from QuACK's operators"  # who made the human column's
 OPERATORS, LAYERS = "all operators", "all layers"
 FEWEST = 2  # processes that decide: one tells nothing of how processes differ
 ALONE, DOUBTED = "‡", "§"  # behind what rests on one process, and on a time that cannot be
@@ -35,6 +34,39 @@ _PLACES = {name: place for place, name in enumerate(name for names in GROUPS.val
 Outcome = Literal["win", "tie", "loss", "undecided"]
 PLURALS = {"win": "s", "tie": "s", "loss": "es", "undecided": ""}
 OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Operators of a column that are summed apart from its others. ``told`` of them in a sentence after how
+    many they are; ``named`` there, where the reader would ask which."""
+
+    name: str
+    told: str
+    holds: Callable[[str], bool]
+    named: bool
+
+
+def _kinds(own: tuple[str, str], other: tuple[str, str], which: Callable[[str], bool]) -> tuple[Kind, Kind]:
+    """A column's own, and ``which`` are not wholly its own; whole layers are neither's."""
+    return (
+        Kind(*own, lambda name: name not in WHOLE and not which(name), named=False),
+        Kind(*other, which, named=True),
+    )
+
+
+KINDS: Mapping[str, tuple[Kind, ...]] = {
+    HUMAN: _kinds(
+        ("QuACK's own kernels", "whose kernel is QuACK's own"),
+        ("composed by us from QuACK's operators", "whose kernel we composed from QuACK's operators"),
+        composed,
+    ),
+    UPSTREAM: _kinds(
+        ("CODA's own kernels", "whose kernel is CODA's own"),
+        ("CODA's kernels and passes of PyTorch's", "of which its package leaves a part to PyTorch's passes"),
+        helped,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -120,12 +152,8 @@ class Summary:
 
     @property
     def kinds(self) -> tuple[Tally, ...]:
-        """Against people: what is QuACK's own, and what we composed; each only where there is such."""
-        if self.column != HUMAN:
-            return ()
-        return self._together(
-            {OWN: lambda name: name not in WHOLE and not composed(name), COMPOSED: composed}
-        )
+        """Of a column that has ``KINDS`` each of them apart; each only where there is such."""
+        return self._together({kind.name: kind.holds for kind in KINDS.get(self.column, ())})
 
     def _together(self, kinds: Mapping[str, Callable[[str], bool]]) -> tuple[Tally, ...]:
         every = {kind: [t for t in self.operators if which(t.name)] for kind, which in kinds.items()}
@@ -136,12 +164,16 @@ class Summary:
             return f"Against {self.column}: no row has both."
         kinds, totals = self.kinds, self.totals
         apart = [total for total in totals if total.name == LAYERS] if kinds else totals
-        told = " and ".join([*map(_of_kind, kinds), *map(str, apart)])
+        told = " and ".join([*map(self._of_kind, kinds), *map(str, apart)])
         rule = "A win or a loss only where the whole interval is on one side of 1"
         if marks := doubts(row for total in totals for row in total.rows):
             why = " or ".join(_WHY[mark] for mark in marks)
             rule += f"; undecided where {why}, and a mean over such a row has no interval"
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
+
+    def _of_kind(self, tally: Tally) -> str:
+        (kind,) = (kind for kind in KINDS[self.column] if kind.name == tally.name)
+        return f"{tally} {kind.told}" + (f" ({', '.join(tally.operators)})" if kind.named else "")
 
 
 @dataclass(frozen=True)
@@ -269,13 +301,6 @@ def shown(ratio: Interval) -> str:
 def _all(name: str, tallies: Sequence[Tally]) -> Tally:
     rows = tuple(row for tally in tallies for row in tally.rows)
     return Tally(name, rows, tuple(name for tally in tallies for name in tally.operators))
-
-
-def _of_kind(tally: Tally) -> str:
-    """With whose the kernels are; which operators' we composed is said."""
-    if tally.name == OWN:
-        return f"{tally} whose kernel is QuACK's own"
-    return f"{tally} whose kernel we composed from QuACK's operators ({', '.join(tally.operators)})"
 
 
 def together(ratios: Sequence[Interval]) -> Interval:

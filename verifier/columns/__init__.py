@@ -91,6 +91,13 @@ def composed(spec: str) -> bool:
     return spec in LIBRARY and LIBRARY[spec].kind == "composed"
 
 
+def helped(spec: str) -> bool:
+    """Whether CODA's package leaves a part of this spec to PyTorch's passes over whole matrices."""
+    from verifier.columns import upstream
+
+    return spec in upstream.HELPED
+
+
 def note(spec: Spec, arm: str) -> str:
     """What a reader has to know of an arm's way to compute a spec; empty where nothing."""
     if arm in LIBRARY_ARMS:

@@ -183,6 +183,16 @@ ENTRIES: dict[str, Entry] = {
     ),
 }
 
+# Of these PyTorch does a part in passes over whole matrices: a row scale, what the backward gives beside dz.
+HELPED = frozenset(
+    {
+        "gemm_rmsnorm_swiglu",
+        "gemm_rmsnorm_swiglu_fp16",
+        "gemm_rmsnorm_partial_cross_entropy",
+        "gemm_swiglu_bwd",
+    }
+)
+
 # Version 0.2 has host functions for all of the paper's ten (coda.kernels.gens.gpt), and not the package
 # coda.kernels.gens.epilogue, with their kernels: they cannot be imported.
 LEFT_OUT = "coda.kernels.gens names it, but its kernels are not in the package"
