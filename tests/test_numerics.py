@@ -405,12 +405,28 @@ def test_an_exact_yardstick_leaves_room_for_fp32():
     assert far.ratio(math.sqrt(far.e2 / far.count), 0.0) > 100
 
 
+def test_what_cancels_in_a_loud_row_and_column_may_leave_as_much_more():
+    truth = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    truth[3] *= 8
+    truth[:, 7] *= 8
+    truth[3, 7] = truth[3, 8] = truth[20, 20] = 0.0
+    yard = truth.float()
+    for place, loud in (((3, 7), 35.0), ((3, 8), 4.4), ((20, 20), 1.0)):
+        for share, off in ((0.6 * loud, False), (1.6 * loud, True)):
+            got = yard.clone()
+            got[place] = share * numerics.CANCELLED * 2.0**-24 * truth.square().mean().sqrt()
+            said = values(got, truth, yard)
+            assert said.startswith("output 'preact': 1 values off") if off else said == "", (place, share)
+
+
 def test_zero_truth_wants_zeros():
     zero = torch.zeros(8, 8)
     stats, _ = numerics._measure(zero, zero.double(), zero, torch.float32)
     assert stats.ratio(stats.e_max, stats.r_max) == 0 and stats.slope == 1
     stats, _ = numerics._measure(zero + 1e-20, zero.double(), zero, torch.float32)
     assert stats.ratio(stats.e_max, stats.r_max) > 1e20
+    assert values(zero, zero.double(), zero) == ""
+    assert "64 values off by much of themselves" in values(zero + 1e-20, zero.double(), zero)
 
 
 def test_tolerance_widens_the_limits(benches):

@@ -264,7 +264,8 @@ def _off_by_themselves(got: Tensor, truth: Tensor, yard: Tensor, limit: float, l
     """What is wrong value by value, in words: small values count here as much as large ones.
 
     An error may be ``SHARE`` of its value, ``least``, or ``limit`` times the worst error that the yardstick
-    makes at values no larger than twice this one.
+    makes at values no larger than twice this one; and as much more than ``least`` as its row and its column
+    are larger than usual: where few products make a sum, so are the values that cancel in them.
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
     size, e, r = truth.abs(), (got - truth).abs(), (yard - truth).abs()
@@ -275,11 +276,22 @@ def _off_by_themselves(got: Tensor, truth: Tensor, yard: Tensor, limit: float, l
     worst = r.new_zeros(OCTAVES[1] - OCTAVES[0] + 1)
     worst = worst.scatter_reduce(0, octave.flatten(), r.flatten(), "amax").cummax(0).values
     off = e > torch.maximum(size * SHARE, limit * worst[octave]).clamp_min(least)
+    if off.any():
+        off &= e > least * _loudness(size)
     if not (count := int(off.sum())):
         return []
     row, column = divmod(int((e / size).where(off, 0.0).argmax()), truth.shape[1])
     said = f"{float(got[row, column]):.4g} for {float(truth[row, column]):.4g}"
     return [f"{count} values off by much of themselves, the worst at row {row}, column {column}: {said}"]
+
+
+def _loudness(size: Tensor) -> Tensor:
+    """[R, C]: how many times as large as usual a value would be, were it as its row and its column are; at
+    least 1."""
+    power = size.square()
+    rows, columns = power.mean(1, keepdim=True), power.mean(0, keepdim=True)
+    usual = power.mean().clamp_min(2.0**-300)  # all may be zero
+    return (rows * columns / usual.square()).clamp_min(1.0).sqrt()
 
 
 def _tile_sums(values: Tensor) -> Tensor:
