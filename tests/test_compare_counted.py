@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import comparison
 import pytest
-from comparison import arm, line, sitting
+from comparison import arm, interval, line, sitting
 from rich.console import Console
 
 from agent.compare import charts, rows
@@ -18,7 +18,7 @@ from agent.compare.charts import draw
 from agent.compare.markdown import brief, markdown, sheets, summed
 from agent.compare.page import page
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
-from agent.compare.summary import CLAIMS, Row, against, findings, measured
+from agent.compare.summary import CLAIMS, Row, against, findings, measured, shown
 from agent.compare.terminal import NAME, table
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
@@ -105,15 +105,15 @@ def test_a_sitting_of_another_question_is_not_counted() -> None:
 
 
 def test_a_cell_has_the_worst_error_and_peak_of_all_processes_and_the_time_between_them() -> None:
-    def lost(relative: float) -> dict[str, Loss]:
-        return {"y": Loss(relative=relative, yardsticks=relative * 1e3)}
+    def lost(yardsticks: float) -> dict[str, Loss]:  # the yardstick's own error differs from draw to draw
+        return {"y": Loss(relative=1e-3 / yardsticks, yardsticks=yardsticks)}
 
     sat = [
         sitting({PROGRAM: arm(time, losses=lost(error), bytes=held)}, process=process)
-        for process, (time, error, held) in enumerate([(2.0, 1e-3, 5), (4.0, 3e-3, 9), (8.0, 2e-3, 7)])
+        for process, (time, error, held) in enumerate([(2.0, 1.0, 5), (4.0, 4.0, 9), (8.0, 2.0, 7)])
     ]
     made = cell(LLM, *sat)
-    assert made.losses["y"] == Loss(relative=3e-3, yardsticks=3.0) and made.bytes == 9
+    assert made.losses == lost(4.0) and made.bytes == 9
     assert made.milliseconds == pytest.approx(4.0)  # the geometric mean
 
 
@@ -245,8 +245,8 @@ def test_where_the_llms_own_time_cannot_be_no_ratio_decides() -> None:
     for own, outcome in ((1.04, "win"), (1.07, "undecided")):  # its kernel takes 1 ms
         made = line("7B", ratios=ratios, roofline=own)
         hidden = replace(made, cells={HUMAN: made.cells[HUMAN]})
-        for shown in (made, hidden):
-            (every,) = against([shown], HUMAN).totals
+        for seen in (made, hidden):
+            (every,) = against([seen], HUMAN).totals
             assert [row.outcome for row in every.rows] == [outcome]
     slow = line("7B", "gemm_swiglu_bwd", ratios={COMPILE: (1.4, 1.35, 1.45)}, roofline=1.07)
     assert [f.verdict for f in findings([slow]) if f.rows] == ["undecided"]
@@ -338,6 +338,29 @@ def test_the_claim_of_rmsnorms_backward_is_about_weights_that_are_square() -> No
 
 
 # ── What is said beside the figures ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [
+        (0.97, 1.03, "0.999 [0.970, 1.030]"),
+        (0.998, 0.99962, "0.9990 [0.9980, 0.9996]"),
+        (0.998, 1.00004, "0.99900 [0.99800, 1.00004]"),
+        (0.9996, 1.02, "0.9990 [0.9996, 1.0200]"),
+        (1.0, 1.02, "0.999 [1.000, 1.020]"),
+    ],
+)
+def test_an_interval_shows_on_which_side_of_1_it_ends(low: float, high: float, told: str) -> None:
+    assert shown(interval(0.999, low, high)) == told
+
+
+def test_a_terminal_says_that_an_anchored_times_clock_may_be_another() -> None:
+    apart = [sitting({PROGRAM: arm(2.0)}), sitting({UPSTREAM: arm(3.0)}, process=1)]
+    words = "the GPU's clock need not have been the same"
+    assert words in " ".join(printed(Results(sittings=tuple(apart))).split())
+    assert words not in " ".join(
+        printed(Results(sittings=(sitting({PROGRAM: arm(2.0), UPSTREAM: arm(3.0)}),))).split()
+    )
 
 
 def test_charts_say_what_was_measured_and_what_their_marks_mean() -> None:

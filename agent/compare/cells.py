@@ -173,7 +173,7 @@ class _Row:
         own = [s.arms[arm] for s in sat]
         ratio = self.ratio(arm, rival) if rival else None
         worst = {
-            name: max((found.losses[name] for found in own if name in found.losses), key=lambda x: x.relative)
+            name: max((a.losses[name] for a in own if name in a.losses), key=lambda lost: lost.yardsticks)
             for name in own[-1].losses
         }
         return Cell(

@@ -54,7 +54,7 @@ BOLD = (
     "which do less."
 )
 CLOCKS = (
-    f"Where a ratio below has {ANCHORED}, the two times are of different sittings, in which the GPU's clock "
+    f"Where a ratio has {ANCHORED}, the two times are of different sittings, in which the GPU's clock "
     "need not have been the same."
 )
 
@@ -371,7 +371,8 @@ def _claims(found: Sequence[Finding]) -> str:
 
 VERDICT = (
     f"Ratios as above, time over {LLM}'s. A row lies below or above what is claimed where its whole interval "
-    f"does, and within it otherwise; of one process, or marked {DOUBTED}, it is undecided."
+    f"does, and within it otherwise (not told apart from it); of one process, or marked {DOUBTED}, it is "
+    "undecided."
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import fmean
 from typing import Any, Literal
 
@@ -295,7 +296,10 @@ _WHY = {
 
 
 def shown(ratio: Interval) -> str:
-    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    """To three places, or to as many as tell an interval that ends short of 1 from one that holds it."""
+    ends = [end for end in (ratio.low, ratio.high) if end != 1]
+    places = next(n for n in count(3) if all(round(end, n) != 1 for end in ends))
+    return f"{ratio.estimate:.{places}f} [{ratio.low:.{places}f}, {ratio.high:.{places}f}]"
 
 
 def _all(name: str, tallies: Sequence[Tally]) -> Tally:
