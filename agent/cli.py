@@ -64,7 +64,7 @@ def verify(
     from verifier.spec_file import load
     from verifier.verify import verify as run_gates
 
-    typed.refuse_no_source(kernel)
+    typed.refuse_no_source(kernel, "verify")
     kernel = typed.accepted(kernel, "py")
     source = typed.kernel_source(kernel)  # one that is not there says so before its spec
     loaded = load(typed.spec_for(kernel, spec))

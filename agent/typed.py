@@ -116,10 +116,11 @@ def _instead(name: str) -> str:
     return f"did you mean {near[0]}?" if near else "give one, or an accepted kernel's name"
 
 
-def refuse_no_source(kernel: Path) -> None:
-    """Raises BadParameter for what is no source of a kernel by its name: what to give instead."""
+def refuse_no_source(kernel: Path, command: str, *also: str) -> None:
+    """Raises BadParameter for what is no source of a kernel by its name, but for endings that the command
+    takes ``also``: what to give instead."""
     name = kernel.name.partition(".")[0]
     for ending, what in NO_SOURCE.items():
-        if kernel.name.endswith(ending):
+        if kernel.name.endswith(ending) and ending not in also:
             words = what.format(name=name, path=kernel)
-            raise typer.BadParameter(f"{kernel}: is {words}; verify takes a kernel's source: {name}.py")
+            raise typer.BadParameter(f"{kernel}: is {words}; {command} takes a kernel's source: {name}.py")

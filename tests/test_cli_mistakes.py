@@ -108,6 +108,12 @@ def test_what_is_no_source_is_not_judged(command: Command, place: Path, name: st
     wrong(command("verify", path), f"{path}: is ", words, "takes a kernel's source: toy.py")
 
 
+@pytest.mark.parametrize(("name", "words"), [("toy.cutedsl.py", "the lowered text"), ("toy.yaml", "a spec")])
+def test_what_is_no_kernel_is_not_shown(command: Command, place: Path, name: str, words: str) -> None:
+    path = Path("generated_kernels") / name
+    wrong(command("show", path), f"{path}: is {words}", "show takes a kernel's source: toy.py")
+
+
 @pytest.mark.parametrize("looking", ["verify", "show"])
 def test_a_kernel_that_is_not_there(command: Command, place: Path, looking: str) -> None:
     wrong(command(looking, "toyy"), "toyy: there is no such kernel file; did you mean toy?")

@@ -94,6 +94,7 @@ def _read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Prog
     from agent.show import beside, edited
     from verifier.spec_file import load
 
+    typed.refuse_no_source(kernel, "show", ".raw.py", ".program.json", ".json")
     source = typed.kernel_source(kernel)  # one that is not there says so before its spec
     spec = load(typed.spec_for(kernel, given), check=False)
     if raw := edited(kernel):
