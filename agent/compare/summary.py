@@ -49,7 +49,8 @@ class Kind:
 
 
 def _kinds(own: tuple[str, str], other: tuple[str, str], which: Callable[[str], bool]) -> tuple[Kind, Kind]:
-    """A column's own, and ``which`` are not wholly its own; whole layers are neither's."""
+    """Operators that are a column's ``own``, and the ``other``, ``which`` are so in part; a whole layer is
+    neither."""
     return (
         Kind(*own, lambda name: name not in WHOLE and not which(name), named=False),
         Kind(*other, which, named=True),
