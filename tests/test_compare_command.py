@@ -18,8 +18,10 @@ from gpu_taken import gpu_taken
 from agent import cli
 from agent.accept import ROOT
 from agent.compare import rows
+from agent.compare.cells import lines
 from agent.compare.options import QUICK_ROUNDS, Choice
 from agent.compare.results import read, write
+from agent.compare.summary import against
 from agent.ending import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
 from verifier.columns import (
     ANCHOR,
@@ -175,6 +177,16 @@ def test_what_is_committed_is_drawn_from_its_results(command: Callable[..., Any]
     for chart in ("speedup.svg", "roofline.svg"):  # fonts may differ in a hair's breadth
         now, then = ([float(n) for n in NUMBER.findall((at / chart).read_text())] for at in (tmp_path, there))
         assert len(now) > 1000 and now == pytest.approx(then, abs=0.1), again
+
+
+def test_the_readmes_first_words_are_what_was_measured() -> None:
+    found = lines(read(ROOT / "docs" / "comparison" / "results.json"))
+    first = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[0].split())
+    for tally in (against(found, COMPILE).totals[0], against(found, HUMAN).kinds[0]):
+        wins, ties, losses = (tally.count(outcome) for outcome in ("win", "tie", "loss"))
+        told = first.split(f"{wins} wins, {ties} ties and {losses} losses")
+        assert len(told) == 2 and f" {len(tally.rows)} " in told[1].split(")")[0]
+        assert f"({tally.mean.estimate:.3f}" in told[1].split(")")[0]
 
 
 @pytest.mark.parametrize(
