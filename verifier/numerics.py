@@ -178,10 +178,8 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
-    if (
-        limits.values and not stats.coarse
-    ):  # where each has a rounded operand's loss, small ones are made of it
-        faults += _off_by_themselves(got, truth, yard, factor * limits.values, CANCELLED * stats.floor)
+    if limits.values and not stats.coarse:  # of a rounded operand's loss small values are made
+        faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
     wrong_bits = None
     if exact:
         wrong_bits, example = unequal(matrix(got), matrix(truth))
@@ -260,12 +258,14 @@ def _finite(*tensors: Tensor) -> bool:
     return all(math.isfinite(values.sum(dtype=torch.float64)) for values in tensors)
 
 
-def _off_by_themselves(got: Tensor, truth: Tensor, yard: Tensor, limit: float, least: float) -> list[str]:
+def _off_by_themselves(
+    got: Tensor, truth: Tensor, yard: Tensor, limit: float, floor: float, loud: bool
+) -> list[str]:
     """What is wrong value by value, in words: small values count here as much as large ones.
 
-    An error may be ``SHARE`` of its value, ``least``, or ``limit`` times the worst error that the yardstick
-    makes at values no larger than twice this one; and as much more than ``least`` as its row and its column
-    are larger than usual: where few products make a sum, so are the values that cancel in them.
+    An error may be ``SHARE`` of its value, ``CANCELLED`` floors, or ``limit`` times the worst error that the
+    yardstick makes at values no larger than twice this one. Where ``loud``, as many more floors as its row
+    and column are larger than usual.
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
     size, e, r = truth.abs(), (got - truth).abs(), (yard - truth).abs()
@@ -275,9 +275,9 @@ def _off_by_themselves(got: Tensor, truth: Tensor, yard: Tensor, limit: float, l
     octave = (torch.frexp(size).exponent.clamp(*OCTAVES) - OCTAVES[0]).long()
     worst = r.new_zeros(OCTAVES[1] - OCTAVES[0] + 1)
     worst = worst.scatter_reduce(0, octave.flatten(), r.flatten(), "amax").cummax(0).values
-    off = e > torch.maximum(size * SHARE, limit * worst[octave]).clamp_min(least)
-    if off.any():
-        off &= e > least * _loudness(size)
+    off = e > torch.maximum(size * SHARE, limit * worst[octave]).clamp_min(CANCELLED * floor)
+    if loud and off.any():
+        off &= e > CANCELLED * floor * _loudness(size)
     if not (count := int(off.sum())):
         return []
     row, column = divmod(int((e / size).where(off, 0.0).argmax()), truth.shape[1])
