@@ -225,17 +225,19 @@ def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
     return FilePieces.of(_partial(out), entry.identity, options, rival)
 
 
-def expect(path: Path) -> None:
-    """Raises BundleError for a file that is no bundle, or one of other versions."""
-    _read(path, Bundle)
+def read(path: Path) -> Bundle:
+    """Raises BundleError for a file that is no bundle, or one of another format."""
+    return _read(path, Bundle)
 
 
-def measure(path: Path, out: Path, options: Options, *, progress: Callable[[str], Progress]) -> Results:
+def measure(
+    path: Path, bundle: Bundle, out: Path, options: Options, *, progress: Callable[[str], Progress]
+) -> Results:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Pieces finished
-    before, in ``out``.partial, are not measured again. BundleError for a bundle of other versions."""
+    before, in ``out``.partial, are not measured again. BundleError, which names ``path``, for one of other
+    versions."""
     from verifier.measure import started
 
-    bundle = _read(path, Bundle)
     done, here, waiting = Results(results=()), [], started()
     try:
         checked = [_verified(path, entry) for entry in bundle.entries]

@@ -116,12 +116,13 @@ def measure(
 
     if not path.is_file():
         raise typer.BadParameter(f"{path}: there is no such file; give one that bundle wrote")
-    bundles.expect(path)
+    bundle = bundles.read(path)
     if not session.use_gpu(None):
         raise session.Absent(f"{session.NO_H100}; copy {path} to a machine with an H100, and measure there")
     with live.Watch(session.console(False)) as watch, gpu_alone(watch.console.print):
         done = bundles.measure(
             path,
+            bundle,
             out,
             measuring.options(),
             progress=lambda name: lambda gate, words: watch.gate(gate, words),

@@ -90,10 +90,12 @@ def _state(run: Past) -> Text:
 
     from agent.render import STYLE
 
-    state = "running" if run.running else ""
-    if run.stopped:
+    state = ""
+    if run.running:
+        state = "running"
+    elif run.stopped:
         state = f"stopped: {run.stopped.partition('; ')[0].removeprefix('stopped ')}"
-    elif run.status == UNDECIDED and not run.running:
+    elif run.status == UNDECIDED:
         state = "cut off: resume it"  # whoever was at it said nothing more
     if state and run.status == UNDECIDED:
         return Text(state, style="dim")

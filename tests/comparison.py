@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
+
 from agent.compare.cells import Cell, Empty, Line
 from agent.compare.results import Arm, Failure, Loss, Results, Sitting
+from agent.compare.terminal import table
 from agent.table import GROUPS
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import ANCHOR, COLUMNS, COMPILE, EDITED, FLASHINFER, LIGER, LLM, PROGRAM, UPSTREAM
@@ -18,6 +21,7 @@ WIDTHS, SQUARES = ("1B", "7B", "70B"), ("square 2048", "square 4096", "square 81
 SIZES = dict(zip((*WIDTHS, *SQUARES), (2048, 4096, 8192) * 2, strict=True))
 ROWS = [(name, case) for name in TEN for case in (WIDTHS + SQUARES if name in TEN[:3] else WIDTHS)]
 ROUNDS = 8
+WIDE = 120  # columns of a terminal that has room for all of a table
 FLASHINFER_REASON = "its kernels build with nvcc, which this machine lacks"
 LIGER_REASON = "AssertionError: hidden size 8192 | <none>"
 AUTOTUNE_REASON = "out of memory: 2.1 GiB asked for"
@@ -139,3 +143,11 @@ def _losses(place: int) -> dict[str, Loss]:
         "y": Loss(relative=1.7e-3, yardsticks=1.01),
         "rstd": Loss(relative=4e-7, yardsticks=1.2 + place / 100),
     }
+
+
+def printed(results: Results, doing: str = "", width: int = WIDE) -> str:
+    """What a terminal shows of results."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(table(results, doing))
+    return capture.get()

@@ -125,7 +125,8 @@ def packed(spec: Path, tmp_path: Path) -> tuple[str, Path]:
 
 def measure(path: Path, out: Path | None = None, arms: Sequence[str] = DEFAULT_ARMS) -> Path:
     out = out or path.with_name("results.json")
-    bundle.measure(path, out, Options(tuple(arms), rounds=8), progress=lambda name: lambda gate, words: None)
+    options = Options(tuple(arms), rounds=8)
+    bundle.measure(path, bundle.read(path), out, options, progress=lambda name: lambda gate, words: None)
     return out
 
 

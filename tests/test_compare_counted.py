@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import comparison
 import pytest
-from comparison import arm, interval, line, sitting
-from rich.console import Console
+from comparison import arm, interval, line, printed, sitting
 
 from agent.compare import charts, rows
 from agent.compare.cells import Cell, Empty, Line, lines
@@ -19,7 +18,7 @@ from agent.compare.markdown import brief, markdown, sheets, summed
 from agent.compare.page import page
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
 from agent.compare.summary import CLAIMS, Row, against, findings, measured, shown
-from agent.compare.terminal import NAME, table
+from agent.compare.terminal import NAME
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
     ANCHOR,
@@ -68,13 +67,6 @@ def layer(arms: dict[str, Arm], process: int = 0) -> Sitting:
         arms={EAGER: arm(9.0)} | arms,
         date="2001-02-03T04:05:06+00:00",
     )
-
-
-def printed(results: Results) -> str:
-    console = Console(width=120, color_system=None)
-    with console.capture() as capture:
-        console.print(table(results))
-    return capture.get()
 
 
 def drawn_words(made: Sequence[Line], name: str = "speedup.svg", told: str = "") -> list[str]:

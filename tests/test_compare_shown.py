@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 
 import comparison
 import pytest
-from comparison import arm, interval, line, sitting
-from rich.console import Console
+from comparison import WIDE, arm, interval, line, printed, sitting
 
 from agent.compare import summary
 from agent.compare.cells import Line, lines
@@ -19,7 +18,6 @@ from agent.compare.markdown import markdown, plain, sheets
 from agent.compare.page import page
 from agent.compare.results import Failure, Loss, Present, Results
 from agent.compare.summary import CLAIMS, NOTHING, against, findings, measured, ordered, together
-from agent.compare.terminal import table
 from verifier.baselines import MAX_AUTOTUNE
 from verifier.columns import (
     ANCHOR,
@@ -36,7 +34,6 @@ from verifier.columns import (
 )
 from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
 
-WIDTH = 120  # of a terminal that has room for all columns
 HOSTILE = (
     '| </td><script src="https://evil.example/x">alert(1)</script>\n'
     "# `x` *b* [l](https://evil.example) \x1b[31m \u202e $x$"
@@ -89,13 +86,6 @@ def rows(text: str, title: str) -> list[list[str]]:
 def column(table_rows: Sequence[Sequence[str]], name: str) -> list[str]:
     place = table_rows[0].index(name)
     return [row[place] for row in table_rows[1:]]
-
-
-def printed(results: Results, doing: str = "", width: int = WIDTH) -> str:
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(table(results, doing))
-    return capture.get()
 
 
 # ── The summary ───────────────────────────────────────────────────────────────────────────────────────────
@@ -419,7 +409,7 @@ def test_the_terminal_has_times_ratios_and_reasons_within_its_width(whole: Resul
     assert told.startswith("measuring [red]gemm_rope[/red]\n")
     assert f"\n2 {comparison.FLASHINFER_REASON}" in told and "hidden size 8192 | <none>" in told
     assert "1.12†‡" in told and "…" not in told.split("swiglu_bwd")[1].split("\n")[0]
-    assert max(map(len, told.splitlines())) <= WIDTH
+    assert max(map(len, told.splitlines())) <= WIDE
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 100])
@@ -455,7 +445,7 @@ def test_the_terminal_says_what_was_computed_by_hand() -> None:
 def test_the_terminal_takes_hostile_text() -> None:
     told = printed(hostile(), HOSTILE)
     assert "\x1b" not in told and "\u202e" not in told
-    assert max(map(len, told.splitlines())) <= WIDTH
+    assert max(map(len, told.splitlines())) <= WIDE
 
 
 def test_nothing_is_said_of_an_anchor_that_no_one_sat_beside() -> None:

@@ -196,6 +196,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
     monkeypatch.setattr("verifier.measure.measure", measure)
     bundle.measure(
         tmp_path / "bundle.json",
+        bundle.read(tmp_path / "bundle.json"),
         tmp_path / "results.json",
         Options(),
         progress=lambda name: lambda gate, words: None,
@@ -210,6 +211,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
     with pytest.raises(bundle.BundleError, match="no schedule of every step at case wide"):
         bundle.measure(
             tmp_path / "lacking.json",
+            bundle.read(tmp_path / "lacking.json"),
             tmp_path / "none.json",
             Options(),
             progress=lambda name: lambda gate, words: None,

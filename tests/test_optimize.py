@@ -266,7 +266,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("verifier.measure.measure", measure)
     quiet = lambda name: lambda gate, words: None  # noqa: E731
-    bundle.measure(path, results, Options(), progress=quiet)
+    bundle.measure(path, bundle.read(path), results, Options(), progress=quiet)
     assert seen["raw"] == edit(spec) and seen["kept"].program == program(spec)
     bundle.take(results)
     again = runs.reopen(run.name)
@@ -278,7 +278,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     changed["entries"][0]["raw"] += "# slower\n"
     path.write_text(json.dumps(changed))
     with pytest.raises(bundle.BundleError, match="the lowered text differs"):
-        bundle.measure(path, tmp_path / "others.json", Options(), progress=quiet)
+        bundle.measure(path, bundle.read(path), tmp_path / "others.json", Options(), progress=quiet)
 
 
 def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> None:

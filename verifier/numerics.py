@@ -178,7 +178,7 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
-    if limits.values and not stats.coarse:  # of a rounded operand's loss small values are made
+    if limits.values and not stats.coarse:  # else small values are mostly a rounded operand's loss
         faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
     wrong_bits = None
     if exact:
@@ -275,9 +275,10 @@ def _off_by_themselves(
     octave = (torch.frexp(size).exponent.clamp(*OCTAVES) - OCTAVES[0]).long()
     worst = r.new_zeros(OCTAVES[1] - OCTAVES[0] + 1)
     worst = worst.scatter_reduce(0, octave.flatten(), r.flatten(), "amax").cummax(0).values
-    off = e > torch.maximum(size * SHARE, limit * worst[octave]).clamp_min(CANCELLED * floor)
+    least = CANCELLED * floor
+    off = e > torch.maximum(size * SHARE, limit * worst[octave]).clamp_min(least)
     if loud and off.any():
-        off &= e > CANCELLED * floor * _loudness(size)
+        off &= e > least * _loudness(size)
     if not (count := int(off.sum())):
         return []
     row, column = divmod(int((e / size).where(off, 0.0).argmax()), truth.shape[1])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.compare.cells import Cell, Line
 from agent.compare.markdown import ABSENT, mark, marks
-from agent.compare.summary import Row, against, ordered
+from agent.compare.summary import SHARED, Row, against, ordered
 from agent.page.markup import visible
 from verifier.columns import (
     COLUMNS,
@@ -25,8 +25,6 @@ from verifier.columns import (
     MATMUL,
     TORCH,
     UPSTREAM,
-    composed,
-    helped,
 )
 from verifier.statistics import Interval
 
@@ -157,14 +155,10 @@ def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
 def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
     """What the marks mean, and which of the bars over somebody's kernels are not over those alone."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
-    told = {
-        HUMAN: (composed, "what we composed from QuACK's operators, else QuACK's own"),
-        UPSTREAM: (helped, "its kernels and passes of PyTorch's over whole matrices"),
-    }
     apart = [
-        f"{name}: of {_listed(found)} {what}."
-        for name, (which, what) in told.items()
-        if (found := _of(lines, name, which)) and name in rivals
+        f"{name}: of {_listed(found)} {SHARED[name].drawn}."
+        for name in rivals
+        if name in SHARED and (found := _of(lines, name, SHARED[name].which))
     ]
     dash = f"{ABSENT}: no figure, for which the table has the reason."
     return [*marks(lines, rivals), *([dash] if lacking else []), *apart]

@@ -144,7 +144,7 @@ def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
     return [
         _filled(
             "Milliseconds",
-            " ".join([BOLD, *([CLOCKS] if any(row.anchored for _, row in _raced(found, names)) else [])]),
+            " ".join([BOLD, *clocks(found, names)]),
             found,
             names,
             notes,
@@ -207,6 +207,11 @@ def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
         ),
     }
     return [sentence for sentence, needed in told.items() if needed]
+
+
+def clocks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
+    """What a reader of these columns' times has to know, where any of their ratios is anchored."""
+    return [CLOCKS] if any(row.anchored for _, row in _raced(found, columns)) else []
 
 
 def _raced(found: Sequence[Line], columns: Collection[str]) -> list[tuple[Line, Row]]:

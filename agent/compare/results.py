@@ -159,9 +159,14 @@ class Results(_Record):
         )
         if self.sittings and not kept:
             rows = ", ".join(f"{operator} {case}" for operator, case in self.rows())
-            named = ", ".join([*(f"--only {o}" for o in operators), *(f"--cases {c}" for c in cases)])
-            raise ResultsError(f"{named}: no row is left: these results have {rows}")
+            raise none_left(operators, cases, f"these results have {rows}")
         return self.model_copy(update={"sittings": kept})
+
+
+def none_left(operators: Iterable[str], cases: Iterable[str], known: str) -> ResultsError:
+    """Of what these, as they were asked for, leave no row of; ``known``: what there is instead."""
+    named = ", ".join([*(f"--only {o}" for o in operators), *(f"--cases {c}" for c in cases)])
+    return ResultsError(f"{named and f'{named}: '}no row is left: {known}")
 
 
 def read(path: Path) -> Results:

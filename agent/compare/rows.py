@@ -11,7 +11,7 @@ from agent import accept, rivals
 from agent.compare import kernels
 from agent.compare.results import LAYER_BOTH as BOTH
 from agent.compare.results import LAYER_FORWARD as FORWARD
-from agent.compare.results import ResultsError
+from agent.compare.results import ResultsError, none_left
 from agent.table import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from primitives.roofline import roofline
 from verifier import columns, sitting
@@ -215,8 +215,7 @@ def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, q
     ]
     if not kept:
         named = ", ".join(dict.fromkeys(row.case for row in every))
-        asked = f"--cases {', --cases '.join(cases)}: " if cases else ""
-        raise ResultsError(f"{asked}no row is left: these operators have the cases {named}")
+        raise none_left((), cases, f"these operators have the cases {named}")
     return kept
 
 

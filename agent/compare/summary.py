@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from agent.compare.cells import Cell, Line, standing
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
@@ -37,36 +37,38 @@ PLURALS = {"win": "s", "tie": "s", "loss": "es", "undecided": ""}
 OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Operators of a column that are summed apart from its others. ``told`` of them in a sentence after how
-    many they are; ``named`` there, where the reader would ask which."""
+class Kind(NamedTuple):
+    """Operators of a column that are summed together: by ``name`` in a table, as ``told`` in a sentence."""
 
     name: str
     told: str
-    holds: Callable[[str], bool]
-    named: bool
 
 
-def _kinds(own: tuple[str, str], other: tuple[str, str], which: Callable[[str], bool]) -> tuple[Kind, Kind]:
-    """Operators that are a column's ``own``, and the ``other``, ``which`` are so in part; a whole layer is
-    neither."""
-    return (
-        Kind(*own, lambda name: name not in WHOLE and not which(name), named=False),
-        Kind(*other, which, named=True),
-    )
+@dataclass(frozen=True)
+class Shared:
+    """A column of people's kernels that are not all its ``own``. The ``other`` ones: of ``which`` operators
+    they are, and what they are, as said under a chart (``drawn``)."""
+
+    own: Kind
+    other: Kind
+    which: Callable[[str], bool]
+    drawn: str
 
 
-KINDS: Mapping[str, tuple[Kind, ...]] = {
-    HUMAN: _kinds(
-        ("QuACK's own kernels", "whose kernel is QuACK's own"),
-        ("composed by us from QuACK's operators", "whose kernel we composed from QuACK's operators"),
+SHARED = {
+    HUMAN: Shared(
+        Kind("QuACK's own kernels", "whose kernel is QuACK's own"),
+        Kind("composed by us from QuACK's operators", "whose kernel we composed from QuACK's operators"),
         composed,
+        "what we composed from QuACK's operators, else QuACK's own",
     ),
-    UPSTREAM: _kinds(
-        ("CODA's own kernels", "whose kernel is CODA's own"),
-        ("CODA's kernels and passes of PyTorch's", "of which its package leaves a part to PyTorch's passes"),
+    UPSTREAM: Shared(
+        Kind("CODA's own kernels", "whose kernel is CODA's own"),
+        Kind(
+            "CODA's kernels and passes of PyTorch's", "of which its package leaves a part to PyTorch's passes"
+        ),
         helped,
+        "its kernels and passes of PyTorch's over whole matrices",
     ),
 }
 
@@ -154,8 +156,11 @@ class Summary:
 
     @property
     def kinds(self) -> tuple[Tally, ...]:
-        """Of a column that has ``KINDS`` each of them apart; each only where there is such."""
-        return self._together({kind.name: kind.holds for kind in KINDS.get(self.column, ())})
+        """Of a column in ``SHARED``: what is its own, and what is not; each only where there is such."""
+        if not (shared := SHARED.get(self.column)):
+            return ()
+        own, other, which = shared.own.name, shared.other.name, shared.which
+        return self._together({own: lambda name: name not in WHOLE and not which(name), other: which})
 
     def _together(self, kinds: Mapping[str, Callable[[str], bool]]) -> tuple[Tally, ...]:
         every = {kind: [t for t in self.operators if which(t.name)] for kind, which in kinds.items()}
@@ -174,8 +179,11 @@ class Summary:
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
     def _of_kind(self, tally: Tally) -> str:
-        (kind,) = (kind for kind in KINDS[self.column] if kind.name == tally.name)
-        return f"{tally} {kind.told}" + (f" ({', '.join(tally.operators)})" if kind.named else "")
+        """With whose the kernels are; which operators' are not a column's own is said."""
+        shared = SHARED[self.column]
+        if tally.name == shared.own.name:
+            return f"{tally} {shared.own.told}"
+        return f"{tally} {shared.other.told} ({', '.join(tally.operators)})"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.compare.cells import NAMES, Cell, Empty, Line, lines
-from agent.compare.markdown import ABSENT, ANCHORED, CLOCKS, Notes, columns_of, fastest, mark, marks
+from agent.compare.markdown import ABSENT, Notes, clocks, columns_of, fastest, mark, marks
 from agent.compare.results import Results
 from agent.compare.summary import NOTHING, Row, ordered
 from agent.page.charts import number
@@ -40,8 +40,7 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
         parts.append(_Blocks(shown, names, cells))
     else:
         parts.append(Text(NOTHING))
-    told = marks(found, columns)
-    told += [CLOCKS] if any(sentence.startswith(ANCHORED) for sentence in told) else []
+    told = (*marks(found, columns), *clocks(found, columns))
     parts += [Text(visible(sentence), "dim") for sentence in told]
     listed = [f"{place} {text}" for place, text in reasons]
     more = len(listed) - MOST_REASONS
