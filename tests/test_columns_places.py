@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -112,59 +113,126 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(("sets", "timed"), [(1, 20), (4, 20), (16, 16), (32, 32)])
-def test_a_race_is_some_thirty_calls_and_goes_round_the_sets(sets: int, timed: int) -> None:
+@pytest.mark.parametrize(
+    ("sets", "milliseconds", "calls"),
+    [(1, 1, 30), (4, 1, 30), (16, 1, 26), (32, 1, 42), (1, 10, 15), (4, 50, 6), (1, 500, 6)],
+)
+def test_a_race_is_thirty_calls_of_long_ones_fewer_and_goes_round_the_sets(
+    sets: int, milliseconds: int, calls: int
+) -> None:
     seen: list[int] = []
 
     def kernel(number: int, *, out: int, config: str) -> None:
         assert out == -number and config == "tile"
         seen.append(number)
-        Event.calls += 1
+        Event.calls += milliseconds
 
     numbers = range(sets)
     given = [(n,) for n in numbers], [{"out": -n} for n in numbers], {"config": "tile"}
-    assert tuner.raced(kernel, *given, quantiles=(0.5, 0.2, 0.8)) == [1.0, 1.0, 1.0]
-    assert len(seen) == tuner.WARM + timed and set(seen) == set(numbers)
-    assert tuner.raced(kernel, *given) == 1.0
+    assert tuner.raced(kernel, *given, quantiles=(0.5, 0.2, 0.8)) == [milliseconds] * 3
+    assert len(seen) == 2 + calls and set(seen) == set(numbers)  # two that tell how long one takes
+    assert tuner.raced(kernel, *given) == milliseconds
 
 
-@pytest.mark.usefixtures("no_gpu")
-def test_quacks_own_tuner_races_so_says_so_and_keeps_what_it_chose(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def quacks(no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """QuACK's own tuner, shortened; what it says is left in ``heard``."""
     from quack import autotuner
+    from quack.bench import bench_utils
     from quack.cache import async_compile
 
     for owner, name in (
         (autotuner, "_bench_cuda_graph_l2_rotate"),
         (autotuner.Autotuner, "_bench"),
+        (autotuner.Autotuner, "__call__"),
+        (autotuner.Autotuner, "check_disk_cache"),
         (async_compile.CompilePool, "poll"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
+    assert autotuner._bench_cuda_graph_l2_rotate is bench_utils._bench_cuda_graph_l2_rotate
     monkeypatch.setattr(autotuner, "_gpu_warmup", lambda: None)
     monkeypatch.setenv("QUACK_CACHE_AUTOTUNING", "1")
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuner, "report", lambda gate, words: None)
+    tuner.shorten(autotuner, async_compile)
+    yield autotuner
+
+
+def tuned(quacks: Any, kernel: Callable[..., None], configs: Iterable[int]) -> Any:
+    """As in a process of its own."""
+    made = [quacks.AutotuneConfig(config=n) for n in configs]
+    return quacks.autotune(configs=made, cache_results=False)(kernel)
+
+
+def test_quacks_own_tuner_races_so_says_so_and_keeps_what_it_chose(
+    quacks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: list[str] = []
     monkeypatch.setattr(tuner, "report", lambda gate, words: heard.append(words))
-    tuner.shorten(autotuner, async_compile)
     calls: list[int] = []
 
     def _kernel(x: torch.Tensor, config: int) -> None:
         calls.append(config)
         Event.calls += config
 
-    def tuned() -> Any:
-        configs = [autotuner.AutotuneConfig(config=n) for n in (3, 1, 2)]
-        return autotuner.autotune(configs=configs, cache_results=False)(_kernel)
-
-    first, x = tuned(), torch.zeros(4)
+    first, x = tuned(quacks, _kernel, (3, 1, 2)), torch.zeros(4)
     first(x)
-    assert first.best_config.kwargs == {"config": 1}
-    assert heard == ["kernel, try 1", "kernel, try 2", "kernel, try 3"]
-    assert len(calls) == 3 * (tuner.WARM + tuner.TIMED) + 1
+    assert first.best_config.kwargs == {"config": 1} and first.given is None
+    assert heard == [f"kernel, try {n}" for n in range(1, 7)]  # all three, and all three in the final
     calls.clear()
-    tuned()(x)  # as in another process
+    tuned(quacks, _kernel, (3, 1, 2))(x)  # as in another process
     assert calls == [1]
+
+
+def test_the_fastest_few_are_raced_again_in_full_and_one_of_them_is_chosen(quacks: Any) -> None:
+    """The first race finds a schedule too fast that comes after a pause."""
+    calls: Counter[int] = Counter()
+
+    def _kernel(x: torch.Tensor, config: int) -> None:
+        calls[config] += 1
+        cool = config == 15 and calls[config] <= 32
+        Event.calls += 1 if cool else config
+
+    chosen, x = tuned(quacks, _kernel, range(15, 3, -1)), torch.zeros(4)
+    chosen(x)
+    assert chosen.best_config.kwargs == {"config": 4}
+    again = sorted(config for config, count in calls.items() if count > 250)
+    assert again == [4, 5, 6, 7, 8, 9, 10, 15] and len(again) == tuner.FINALISTS
+    assert max(calls[config] for config in range(11, 15)) <= 32
+
+
+@pytest.mark.parametrize(("milliseconds", "finalists"), [(2, 8), (15, 5), (100, 3)])
+def test_a_final_of_long_calls_has_fewer(quacks: Any, milliseconds: int, finalists: int) -> None:
+    calls: Counter[int] = Counter()
+
+    def _kernel(x: torch.Tensor, config: int) -> None:
+        calls[config] += 1
+        Event.calls += milliseconds
+
+    tuned(quacks, _kernel, range(12))(torch.zeros(4))
+    assert sum(count > 200 for count in calls.values()) == finalists
+
+
+def test_without_room_for_a_final_the_first_race_decides(
+    quacks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, rooms = quacks._clone_l2_rotate_inputs, iter([True, False])
+
+    def cloned(*given: Any) -> Any:
+        if next(rooms):
+            return whole(*given)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(quacks, "_clone_l2_rotate_inputs", cloned)
+    calls: Counter[int] = Counter()
+
+    def _kernel(x: torch.Tensor, config: int) -> None:
+        calls[config] += 1
+        Event.calls += config
+
+    chosen = tuned(quacks, _kernel, (3, 1, 2))
+    chosen(torch.zeros(4))
+    assert chosen.best_config.kwargs == {"config": 1} and max(calls.values()) <= 33
 
 
 def test_waiting_for_compilers_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +253,7 @@ def test_what_its_tuner_keeps_is_of_this_gpu(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    assert tuner.kept() == tmp_path / "upstream" / "NVIDIA-H100-80GB-HBM3-20-calls"
+    assert tuner.kept() == tmp_path / "upstream" / "NVIDIA-H100-80GB-HBM3-20-calls-8-finalists"
 
 
 # ── The toolkit that FlashInfer builds with ───────────────────────────────────────────────────────────────

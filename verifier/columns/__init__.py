@@ -60,6 +60,7 @@ COLUMNS = (
         "CODA's own package, in its own environment",
         (UPSTREAM,),
         ("coda-kernels", "quack-kernels", "nvidia-cutlass-dsl"),
+        revision=2,
     ),
     Column(
         LLM,

@@ -148,7 +148,7 @@ def _partial_cross_entropy_unstored(g: Given) -> Prepared:
 
 PICKED = "target_logit by a compiled gather of the stored logits"
 
-TUNED = f"schedules by its own tuner, {TIMED} timed calls of each in place of its 200"
+TUNED = f"schedules by its own tuner: at most {TIMED} timed calls of each, its own 200 of the fastest few"
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
