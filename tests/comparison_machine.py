@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent.compare import environment, keys, measuring, rows
+from agent.compare import environment, keys, measuring, rows, workers
 from agent.compare.cells import Cell, Empty, lines
 from agent.compare.measuring import Asked
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
@@ -154,7 +154,7 @@ class Seat:
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """In place of what ``agent.compare.measuring`` starts and asks."""
     found = Machine()
-    monkeypatch.setattr(measuring, "Worker", found)
+    monkeypatch.setattr(workers, "Worker", found)
     monkeypatch.setattr(measuring, "monotonic", lambda: found.now)
     monkeypatch.setattr(environment, "python", lambda: "/other/python")
     monkeypatch.setattr(environment, "versions", lambda python, packages: dict.fromkeys(packages, "0.2"))

@@ -16,7 +16,7 @@ from comparison import arm, sitting
 from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_nowhere, never, stood_in
 
 from agent import rivals
-from agent.compare import environment, kernels, keys, measuring, rows
+from agent.compare import environment, kernels, keys, rows, workers
 from agent.compare.cells import CHANGED, Cell, Empty, lines, standing
 from agent.compare.measuring import OutOfTime, measure
 from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Present, Results, ResultsError, read, write
@@ -236,7 +236,7 @@ def test_why_a_column_cannot_be_tried_is_kept_though_nobody_sat(
 def test_each_environment_imports_while_the_other_sits(gpu: Machine) -> None:
     measure(asked(processes=2), Results(), kept_nowhere)
     opened = [(seat.python, seat.ahead) for seat in gpu.opened]
-    assert opened.count(("/other/python", measuring.APART_AHEAD)) == 2
+    assert opened.count(("/other/python", workers.APART_AHEAD)) == 2
     assert gpu.ready[0] == len(opened)  # both of each environment, and the ceilings' and the compilers'
 
 
@@ -288,8 +288,8 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     ours = (PROGRAM, EAGER, COMPILE, LIGER, OWN_TUNER)
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
     assert gpu.ready[0] == 8  # the ceilings' worker, the compilers', its own, the next three, the others' two
-    assert all(seat.ahead == measuring.AHEAD for seat in gpu.opened if seat.python is None)
-    assert "verifier.columns.ahead" in measuring.AHEAD
+    assert all(seat.ahead == workers.AHEAD for seat in gpu.opened if seat.python is None)
+    assert "verifier.columns.ahead" in workers.AHEAD
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
     gpu.compiler_dies = True  # each arm tells of what it cannot compile
     assert len(measure(wanted, Results(), kept_nowhere).sittings) == len(found.sittings)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
@@ -23,23 +22,19 @@ from agent.compare import environment
 from agent.compare.keys import keyed
 from agent.compare.results import Arm, Failure, Machine, Present, Results, ResultsError, Sitting
 from agent.compare.rows import Row
+from agent.compare.workers import Workers
 from primitives import deadline
 from primitives.deadline import Late
 from verifier.columns import COLUMNS, EDITED, PROGRAM, UPSTREAM
 from verifier.contest import PREPARING, TIMING, compiled, gpu, machine, tuned
 from verifier.gates import Failed, Progress, silent
-from verifier.gpu import Lost, Task, Worker, WorkerError
-from verifier.measure import PATIENCE, SCORES
+from verifier.gpu import Lost, Task, WorkerError
+from verifier.measure import PATIENCE
 from verifier.proof import clean
 
 BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
 SITTING = 10.0  # seconds that one takes about, where it finds caches
-READY = 3  # workers of an environment at their imports: these take longer than a sitting that finds caches
 CACHED = 0.5  # of the seconds that arms took to prepare: what the next process finds in caches, at least
-AHEAD = (*SCORES, "verifier.columns.ahead")
-# Of what is in the environment of CODA's own package, too: the oracle needs dynamo. Not QuACK, which reads
-# where its caches are when it is imported.
-APART_AHEAD = ("verifier.sitting", "torch._inductor.compile_fx", "cutlass")
 MODELS = (PROGRAM, EDITED)
 
 Keep = Callable[[Results], object]
@@ -84,40 +79,12 @@ def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = sil
 
 
 @dataclass
-class _Workers:
-    """A fresh one for each sitting: another's memory would be missed. While one sits, the first READY of each
-    environment that are ``coming`` (sittings by environment; None is this one) do their imports."""
-
-    coming: Sequence[str | None] = ()
-    ahead: dict[str | None, list[Worker]] = field(default_factory=dict)
-
-    def take(self, python: str | None) -> Worker:
-        ready = self.ahead.get(python)
-        taken = ready.pop(0) if ready else _started(python)
-        self.begin()
-        return taken
-
-    def begin(self) -> None:
-        for python, wanted in Counter(self.coming).items():
-            ready = self.ahead.setdefault(python, [])
-            ready += [_started(python) for _ in range(min(wanted, READY) - len(ready))]
-
-    def close(self) -> None:
-        for worker in itertools.chain(*self.ahead.values()):
-            worker.close()
-
-
-def _started(python: str | None) -> Worker:
-    return Worker(python=python, ahead=APART_AHEAD) if python else Worker(ahead=AHEAD)
-
-
-@dataclass
 class _Measuring:
     asked: Asked
     results: Results
     keep: Keep
     progress: Progress
-    workers: _Workers = field(default_factory=_Workers)
+    workers: Workers = field(default_factory=Workers)
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
@@ -155,8 +122,7 @@ class _Measuring:
         """As the results have it, or measured. Their GPU must be this one."""
         new = self.results.machine is None
         self.workers.coming = [None]  # a sitting may follow
-        # To say a name takes none of the imports that a sitting does.
-        with closing(self.workers.take(None) if new else Worker()) as worker:
+        with closing(self.workers.take(None) if new else self.workers.bare()) as worker:
             self.workers.begin()
             told = worker.ask(gpu, None, patience=PATIENCE)
             name, self.build = told["gpu"], "{gpu}, PyTorch {torch}, CUDA {cuda}".format_map(told)
@@ -359,7 +325,7 @@ class _Measuring:
 
     def _expect_clean_gpu(self) -> None:
         """After a loss: whoever sits next must find a GPU that computes. Failed where there is none."""
-        with closing(Worker()) as fresh:
+        with closing(self.workers.bare()) as fresh:
             fresh.ask(clean, None, patience=PATIENCE)
 
     def _late(self, last: str, left: list[str], turn: Turn) -> dict[str, str]:

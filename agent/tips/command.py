@@ -129,7 +129,8 @@ def measure(
     ] = False,
 ) -> None:
     """Author specs with a tip and without, and write down by how much it helps. A second call goes on where
-    the first was cut off; with more --runs, and as much more of the budgets, it adds to them."""
+    the first was cut off; with more --runs, and as much more of the budgets, it adds to them. Recorded runs
+    answer the same with a tip and without: replay is refused."""
     from rich.console import Console
 
     from agent import session
