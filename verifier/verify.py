@@ -146,6 +146,15 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
         _interpret(spec, program, figures)
 
 
+def check_program(spec: Spec, program: Program) -> Rejected | None:
+    """Contract and interpreter alone, of a program that is there already; None where it passes both."""
+    try:
+        _check_program(spec, program, Gates(silent))
+    except Stop as stop:
+        return stop.rejected
+    return None
+
+
 def _tried(program: Program, tuned: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
     """What its steps are compiled on, those that its author chose among them."""
     return tuple(dict.fromkeys([*PROBES, *program.schedule.values(), *tuned]))

@@ -1,0 +1,122 @@
+"""``python -m benchmarks.campaign``: how many mutants of the accepted programs the verifier refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.campaign import mutate, rewrite
+from benchmarks.campaign.graph import accepted
+from benchmarks.campaign.judge import Result, Task, judged
+from benchmarks.campaign.tables import show
+
+AHEAD = 8  # chunks that a process may have before it
+CHUNK = 5  # candidates of one program, which share what was made for it
+
+
+def main() -> None:
+    arguments = _arguments()
+    known = list(_read(arguments.json)) if arguments.json else []
+    done = {_task(result) for result in known}
+    mutants = list(_tasks("mutants", mutate.KINDS, arguments.only, arguments.mutants, arguments.seed))
+    rewrites = list(_tasks("rewrites", rewrite.KINDS, arguments.only, arguments.rewrites, arguments.seed))
+    wanted = [*mutants, *rewrites]
+    results = [r for r in known if _task(r) in set(wanted)]
+    try:
+        for result in _run([t for t in wanted if t not in done], arguments.jobs):
+            results.append(result)
+            if arguments.json:
+                with arguments.json.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result) + "\n")
+    except KeyboardInterrupt:
+        print("interrupted: the same command with --json goes on")
+    show(results)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.campaign", description=__doc__)
+    parser.add_argument("--mutants", type=int, default=5000, help="how many are made")
+    parser.add_argument("--rewrites", type=int, default=300, help="how many honest programs are made")
+    parser.add_argument("--seed", type=int, default=0, help="of the first candidates; others follow from it")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--only", action="append", help="a program's name or a kind; may be repeated")
+    parser.add_argument("--json", type=Path, help="results, a line each; they are not made again")
+    return parser.parse_args()
+
+
+def _tasks(
+    group: str, kinds: Iterable[str], only: list[str] | None, number: int, seed: int
+) -> Iterator[Task]:
+    """As many as wanted: each kind for each program, in an order that a seed shuffles, then the next seed."""
+    pairs = [(name, kind) for name in accepted() for kind in kinds]
+    if only:
+        pairs = [pair for pair in pairs if set(pair) & set(only)]
+    for turn in range(-(-number // max(len(pairs), 1))):
+        Random(seed + turn).shuffle(pairs)
+        for name, kind in pairs[: number - turn * len(pairs)]:
+            yield Task(group, name, kind, seed + turn)
+
+
+def _task(result: Result) -> Task:
+    return Task(*(result[field] for field in Task._fields))
+
+
+def _read(path: Path) -> Iterator[Result]:
+    """Results that a file has; a line that was cut off is none."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def _run(tasks: list[Task], jobs: int) -> Iterator[Result]:
+    """Results as they come, with a bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    context = get_context("spawn")
+    with (
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_alone) as pool,
+        Progress(*columns) as progress,
+    ):
+        bar = progress.add_task("candidates", total=len(tasks))
+        try:
+            futures: list[Future[list[Result]]] = [pool.submit(_several, c) for c in _chunks(tasks)]
+            for future in as_completed(futures):
+                for result in future.result():
+                    progress.advance(bar)
+                    yield result
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _chunks(tasks: list[Task]) -> list[tuple[Task, ...]]:
+    """Candidates of one program together, in the order of their first."""
+    by_name: dict[tuple[str, str], list[Task]] = {}
+    for task in tasks:
+        by_name.setdefault((task.group, task.name), []).append(task)
+    chunks = [tuple(m[i : i + CHUNK]) for m in by_name.values() for i in range(0, len(m), CHUNK)]
+    return sorted(chunks, key=lambda chunk: tasks.index(chunk[0]) // 1000)
+
+
+def _several(tasks: tuple[Task, ...]) -> list[Result]:
+    return [judged(task) for task in tasks]
+
+
+def _alone() -> None:
+    """One thread; an interrupt is the parent's to deal with."""
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Whether a mutant differs from its original: by more than the error gate allows, both in plain fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import count
+from random import Random
+
+import torch
+from torch import Tensor
+
+from benchmarks.campaign import fp64
+from benchmarks.campaign.draws import Draw, draws, fitted, long, made, small
+from primitives.ir import Program
+from verifier import numerics, reference
+from verifier.inputs import DTYPES
+from verifier.spec import Spec
+
+AIMED = 24  # draws towards the values that a mutant's conditions are about
+STEPS = 4  # by which one is brought there
+
+
+class Sample:
+    """A draw with its truth, and whether the original passes there: where not, it says nothing."""
+
+    def __init__(self, spec: Spec, program: Program, draw: Draw):
+        self.spec, self.draw = spec, draw
+        self.truth = reference.oracle(spec, draw.inputs, draw.sizes)
+        self.yard = reference.yardstick(spec, draw.inputs, draw.sizes)
+        self.says = any(bool(t.isfinite().any()) for t in self.truth.values()) and not self.differs(program)
+
+    def differs(self, program: Program) -> bool:
+        """Whether a program's outputs are out of the error gate here."""
+        found = fp64.outputs(program, self.draw.inputs, self.draw.sizes)
+        got = {}
+        for name, output in self.spec.outputs.items():
+            truth = self.truth[name]  # where it is not finite it says nothing
+            got[name] = torch.where(truth.isfinite(), found[name], truth).to(DTYPES[output.dtype])
+        return any(not e.passed for e in numerics.compare(self.spec, got, self.truth, self.yard))
+
+
+class Judge:
+    """Tells which mutants of one program differ from it. The draws are the same for all of them."""
+
+    def __init__(self, spec: Spec, program: Program, seed: int = 0):
+        self.spec, self.program, self.seed = spec, program, seed
+        self._kept: list[Sample] = []
+        self._more = (Sample(spec, program, draw) for draw in draws(spec, seed))
+
+    def samples(self) -> Iterator[Sample]:
+        """Those that say something, made when first asked for."""
+        for index in count():
+            while index >= len(self._kept):
+                if (sample := next(self._more, None)) is None:
+                    return
+                if sample.says:
+                    self._kept.append(sample)
+            yield self._kept[index]
+
+    @cached_property
+    def scales(self) -> list[float]:
+        """How large each node is under the spec's own init, at most."""
+        draw = next(draws(self.spec, self.seed))
+        found = fp64.values(self.program, draw.inputs, draw.sizes)
+        return [float(v.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0 for v in found]
+
+    def seen(self, *versions: Program) -> str:
+        """The draw that shows one of these to differ; empty where none does."""
+        for version in versions:
+            for sample in self.samples():
+                if sample.differs(version):
+                    return sample.draw.name
+        return ""
+
+    def sought(self, mutant: Program, aims: Sequence[tuple[int, float]], seed: int) -> str:
+        """As ``seen``, on draws that bring the original's nodes to the values that a mutant is about."""
+        random = Random(seed)
+        for k in range(AIMED if aims else 0):
+            share = random.choice((0.0, 0.0, 0.5))
+            sizes = small(self.spec, random) if k % 4 else long(self.spec, _any(self.spec, random), random)
+            draw = made(self.spec, sizes, random, share, "init" if share == 0 else "scaled")
+            if random.random() < 0.3:  # sums grow where no terms cancel
+                for name, values in draw.inputs.items():
+                    draw = self._with(draw, name, values.double().abs())
+            for node, value in aims:
+                draw = self._aimed(draw, node, value, random)
+            sample = Sample(self.spec, self.program, draw)
+            if sample.says and sample.differs(mutant):
+                return f"aimed {k}"
+        return ""
+
+    def _aimed(self, draw: Draw, node: int, value: float, random: Random) -> Draw:
+        """A draw with a node's values around one value, by scaling an input that it depends on."""
+        # Scales of targets mean nothing.
+        names = [n for n in self._read(node) if self.spec.inputs[n].init.integers is None]
+        if not names:
+            return draw
+        name = random.choice(names)
+        wanted = abs(value) * 10 ** random.uniform(-0.3, 1.0)
+        for _ in range(STEPS):
+            at = fp64.values(self.program, draw.inputs, draw.sizes)[node]
+            size = float(at.abs().nan_to_num(0.0, 0.0, 0.0).mean())
+            if not size or abs(size / (wanted or 1) - 1) < 0.1:
+                break
+            draw = self._with(draw, name, draw.inputs[name].double() * (wanted / size))
+        if self.program.nodes[node].op == "input" and random.random() < 0.5:
+            noise = torch.randn(draw.inputs[name].shape, dtype=torch.float64)
+            draw = self._with(draw, name, value * (1 + noise * random.choice((0.0, 0.01, 0.2))))
+        elif random.random() < 0.3:
+            draw = self._with(draw, name, -draw.inputs[name].double())
+        return draw
+
+    def _with(self, draw: Draw, name: str, values: Tensor) -> Draw:
+        inputs = draw.inputs | {name: fitted(self.spec.inputs[name], draw.sizes, values)}
+        return Draw(draw.name, draw.sizes, inputs)
+
+    def _read(self, node: int) -> list[str]:
+        """The inputs that a node depends on."""
+        seen, pending = set[int](), [node]
+        while pending:
+            index = pending.pop()
+            if index not in seen:
+                seen.add(index)
+                pending += self.program.nodes[index].args
+        inputs = [self.program.nodes[i] for i in sorted(seen) if self.program.nodes[i].op == "input"]
+        return [str(n.attribute) for n in inputs]
+
+
+def _any(spec: Spec, random: Random) -> str:
+    return random.choice(list(spec.dims))

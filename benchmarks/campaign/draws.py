@@ -1,0 +1,184 @@
+"""Inputs for the campaign's own check: magnitudes over each input's whole domain, sizes small or long.
+
+Nothing here is the verifier's: what its families leave out may be found, or missed, by other draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+
+from benchmarks.campaign.domains import bounds
+from primitives.dims import Dim
+from primitives.interpret import torch_dtype
+from verifier.sizes import row_dims
+from verifier.spec import Spec
+from verifier.spec_parts import OutputSpec, TensorSpec
+
+SCALED = 90  # draws of other magnitudes
+MODERATE, FAR = 5.0, 30.0  # decades
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Inputs at sizes; ``name`` says how they were drawn."""
+
+    name: str
+    sizes: Sizes
+    inputs: dict[str, Tensor]
+
+
+def draws(spec: Spec, seed: int) -> Iterator[Draw]:
+    """The spec's own inits at small sizes; other magnitudes; each dim once as long as it is in any case."""
+    random = Random(f"{spec.name}/{seed}")
+    for k in range(6):
+        yield made(spec, small(spec, random), random, 0.0, f"init {k}")
+    for k in range(SCALED):
+        yield made(spec, small(spec, random), random, (0.0, 0.5, 1.0)[k % 3], f"scaled {k}")
+    for dim in spec.dims:
+        yield made(spec, long(spec, dim, random), random, 0.0, f"long {dim}")
+
+
+def small(spec: Spec, random: Random) -> dict[str, int]:
+    """Sizes of a few dozen at most; static dims are a case's."""
+    static = random.choice(spec.cases).sizes
+    heads = {n for d in _extents(spec) for m, _ in d.terms if set(m) & set(spec.static) for n in m}
+    rows = row_dims(spec)
+    found = {}
+    for dim in spec.dims:
+        most = 4 if dim in heads else 24 if dim in rows else 48
+        found[dim] = static[dim] if dim in spec.static else random.randint(2 if dim in heads else 6, most)
+    return found
+
+
+def long(spec: Spec, dim: str, random: Random) -> dict[str, int]:
+    """Sizes with a dim as long as in any case, all others of a handful."""
+    static = {d: spec.cases[-1].sizes[d] for d in spec.static}
+    found = {d: random.randint(2, 8) for d in spec.dims} | static
+    return found | {dim: max(case.sizes[dim] for case in spec.cases)} if dim not in static else found
+
+
+def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> Draw:
+    """Inputs of which one, and a share of the others, are not drawn as the spec's init says; at 0 all are."""
+    odd = {random.choice(list(spec.inputs))} if "init" not in name and "long" not in name else set[str]()
+    odd |= {n for n in spec.inputs if random.random() < share}
+    inputs = {n: one(t, sizes, random, n in odd) for n, t in spec.inputs.items()}
+    return Draw(name, sizes, inputs)
+
+
+def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
+    """Values of one input, in its dtype and within its domain; ``odd``: of any magnitude and pattern."""
+    generator = torch.Generator().manual_seed(random.getrandbits(48))
+    values = usual(tensor, sizes, generator)
+    if odd:
+        values = random.choice(PATTERNS)(values, random, generator)
+        low, high = bounds(tensor, sizes)
+        if tensor.dtype.startswith("int"):
+            values = _whole(tensor, sizes, values, random, generator)
+        elif random.random() < 0.05:
+            values = torch.full_like(values, random.choice((low, high)))
+    return fitted(tensor, sizes, values)
+
+
+def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tensor:
+    """The spec's own init, in fp64; of a count any of its values."""
+    shape, init = [d(sizes) for d in tensor.shape], tensor.init
+    if init.integers or init.count is not None:
+        low, high = init.range_at(sizes)
+        values = torch.randint(low, high + 1, shape, generator=generator).double()
+        if init.ignored is not None:
+            values[torch.rand(shape, generator=generator) < 0.2] = float(init.ignored)
+        return values
+    unit = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if init.uniform:
+        low_end, high_end = init.uniform
+        return low_end + (high_end - low_end) * unit
+    if init.geometric:
+        first, last = init.geometric
+        steps = torch.arange(n := shape[-1], dtype=torch.float64) / n
+        return (first * (last / first) ** steps).expand(shape).clone()
+    std = init.normal.at(sizes) if init.normal else 1.0
+    return std * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def fitted(tensor: TensorSpec, sizes: Sizes, values: Tensor) -> Tensor:
+    """Values within the domain, in the input's dtype."""
+    low, high = bounds(tensor, sizes)
+    if low >= 0:
+        values = values.abs()
+    dtype = torch_dtype(tensor.dtype)
+    if not dtype.is_floating_point:
+        return values.round().clamp(low, high).to(dtype)
+    return values.nan_to_num(0.0).clamp(low, high).to(dtype)
+
+
+def _magnitude(random: Random) -> float:
+    most = FAR if random.random() < 0.2 else MODERATE
+    return 10.0 ** random.uniform(-most, most)
+
+
+def _scaled(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
+    return values * _magnitude(random)
+
+
+def _shifted(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
+    """All near one value, of either sign."""
+    near = _magnitude(random) * random.choice((-1, 1))
+    spread = torch.randn(values.shape, generator=generator, dtype=torch.float64)
+    return near * (1 + random.choice((0.01, 0.3)) * spread)
+
+
+def _wide(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
+    """Each of a magnitude of its own, over three decades."""
+    decades = torch.rand(values.shape, generator=generator, dtype=torch.float64) * 3 - 3
+    return values * _magnitude(random) * 10**decades
+
+
+def _rows(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
+    """Each row of a magnitude of its own."""
+    if not values.dim():
+        return values
+    factors = torch.rand(values.shape[:1], generator=generator, dtype=torch.float64) * 4 - 2
+    return values * (10**factors).reshape(-1, *[1] * (values.dim() - 1))
+
+
+def _negated(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
+    return -values * random.choice((1.0, _magnitude(random)))
+
+
+def _alike(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
+    """Magnitudes, or all one value, or zeros."""
+    return random.choice((values.abs(), torch.full_like(values, _magnitude(random)), 0 * values))
+
+
+def _steps(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
+    """Small integers, of which products hit numbers exactly."""
+    return (2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)).round()
+
+
+Pattern = Callable[[Tensor, Random, torch.Generator], Tensor]
+PATTERNS: tuple[Pattern, ...] = (_scaled, _scaled, _shifted, _shifted, _wide, _rows, _negated, _alike, _steps)
+
+
+def _whole(
+    tensor: TensorSpec, sizes: Sizes, usual: Tensor, random: Random, generator: torch.Generator
+) -> Tensor:
+    """Integers of any magnitude in the domain; of targets mostly such as name a column."""
+    low, high = bounds(tensor, sizes)
+    if tensor.init.integers:
+        unit = torch.rand(usual.shape, generator=generator, dtype=torch.float64)
+        return (low + (high - low + 1) * unit).floor()
+    most = math.log10(high + 1)
+    decades = torch.rand(usual.shape, generator=generator, dtype=torch.float64)
+    return 10 ** (decades * random.uniform(1, most)) - 1
+
+
+def _extents(spec: Spec) -> list[Dim]:
+    tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
+    return [d for t in tensors for d in t.shape]

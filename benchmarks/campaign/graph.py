@@ -1,0 +1,202 @@
+"""A program's graph while it is edited: nodes are added, and readers of one node read another instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+
+from primitives.cut import cut
+from primitives.dims import Dim
+from primitives.elementwise import covers
+from primitives.errors import ProgramError
+from primitives.ir import OPERATIONS, Attribute, Node, Program, Type
+from primitives.trace import trace_source
+from verifier.spec import Spec
+from verifier.spec_file import load
+
+ROOT = Path(__file__).resolve().parents[2]
+SPREADS = ("row", "column", "spread", "repeated")
+
+
+class Skip(Exception):
+    """An edit that does not apply here."""
+
+
+def accepted() -> list[str]:
+    """The names of the accepted programs."""
+    paths = (ROOT / "generated_kernels").glob("*.program.json")
+    return sorted(p.name.partition(".")[0] for p in paths if ".raw." not in p.name)
+
+
+def spec_of(name: str) -> Spec:
+    return load(ROOT / "specs" / f"{name}.yaml", check=False)
+
+
+def program_of(spec: Spec) -> Program:
+    """The accepted program of a spec."""
+    text = (ROOT / "generated_kernels" / f"{spec.name}.program.json").read_text(encoding="utf-8")
+    return Program.from_json(text, spec.signature())._replace(schedule={})
+
+
+def honest(spec: Spec) -> dict[str, Program]:
+    """The accepted program, and by file the honest kernels that the tests have for this spec."""
+    programs = {"accepted": program_of(spec)}
+    for path in sorted((ROOT / "tests" / "honest" / spec.name).glob("*.py")):
+        programs[path.stem] = trace_source(path.read_text(encoding="utf-8"), spec.signature())
+    return programs
+
+
+class Graph:
+    """Nodes of a program and what is added to them.
+
+    ``frozen``: sizes that added ``dim`` nodes have, as constants: the program then does at any sizes what it
+    would do at these.
+    """
+
+    def __init__(self, program: Program, frozen: Mapping[str, int] | None = None):
+        self.program, self.frozen = program, frozen
+        self.nodes, self.types = list(program.nodes), list(program.types())
+        self.outputs = dict(program.outputs)
+        self.first_added = len(self.nodes)
+        self._below = _ancestors(self.nodes)
+
+    def add(self, op: str, *args: int, attribute: Attribute = None) -> int:
+        """A node of this operation, an equal one if there is one. ProgramError where it does not apply."""
+        node = Node(op, args, attribute)
+        if node in self.nodes:
+            return self.nodes.index(node)
+        if op == "input":
+            kind = self.program.signature.inputs[str(attribute)].type()
+        else:
+            kind = OPERATIONS[op].infer(tuple(self.types[a] for a in args), attribute)
+        self.nodes.append(node)
+        self.types.append(kind)
+        self._below.append(set(args).union(*(self._below[a] for a in args)))
+        return len(self.nodes) - 1
+
+    def constant(self, value: float) -> int:
+        return self.add("constant", attribute=float(value) + 0.0)
+
+    def dim(self, size: Dim) -> int:
+        if self.frozen is not None:
+            return self.constant(float(size(self.frozen)))
+        return self.add("dim", attribute=str(size))
+
+    def replace(self, old: int, new: int, reader: int | None = None) -> None:
+        """Let what reads ``old`` (or one reader alone) read ``new``; added nodes read on as before."""
+        for index in range(self.first_added) if reader is None else (reader,):
+            node = self.nodes[index]
+            self.nodes[index] = node._replace(args=tuple(new if a == old else a for a in node.args))
+        if reader is None:
+            self.outputs = {name: new if i == old else i for name, i in self.outputs.items()}
+
+    def rewire(self, reader: int, argument: int, new: int) -> None:
+        """Let one argument of a node be another node."""
+        args = list(self.nodes[reader].args)
+        args[argument] = new
+        self.nodes[reader] = self.nodes[reader]._replace(args=tuple(args))
+
+    def become(self, index: int, node: Node) -> None:
+        """Let a node be another operation."""
+        self.nodes[index] = node
+
+    def originals(self, *kinds: str) -> list[int]:
+        """The program's own nodes of these kinds of type."""
+        return [i for i in range(self.first_added) if self.types[i].kind in kinds]
+
+    def free_of(self, index: int) -> list[int]:
+        """The program's own nodes that do not depend on a node, which may read them."""
+        return [i for i in range(self.first_added) if i != index and index not in self._below[i]]
+
+    def below(self, index: int) -> set[int]:
+        """All that a node depends on."""
+        return self._below[index]
+
+    def readers(self, index: int) -> list[tuple[int, int]]:
+        """(reader, argument) of the program's own nodes that read a node."""
+        return [
+            (i, k)
+            for i, node in enumerate(self.nodes[: self.first_added])
+            for k, a in enumerate(node.args)
+            if a == index
+        ]
+
+    def finish(self) -> Program:
+        """The edited program, checked and cut; Skip where it is none, or the same as before."""
+        try:
+            program = self._canonical().check()
+            cut(program)
+        except ProgramError as error:
+            raise Skip(error.message) from None
+        if program.to_json() == Graph(self.program)._canonical().to_json():
+            raise Skip("nothing is changed")
+        return program
+
+    def _canonical(self) -> Program:
+        """Only what outputs reach, numbered depth first from them; equal nodes are one."""
+        known: dict[Node, int] = {}
+        made: dict[int, int] = {}
+        open_: set[int] = set()
+
+        def visit(index: int) -> int:
+            if index not in made:
+                if index in open_:
+                    raise Skip("a node would read itself")
+                open_.add(index)
+                node = self.nodes[index]
+                node = node._replace(args=tuple(visit(a) for a in node.args))
+                made[index] = known.setdefault(node, len(known))
+            return made[index]
+
+        outputs = {name: visit(self.outputs[name]) for name in sorted(self.outputs)}
+        return Program(self.program.signature, tuple(known), outputs)
+
+
+def _ancestors(nodes: list[Node]) -> list[set[int]]:
+    below: list[set[int]] = []
+    for node in nodes:
+        below.append(set(node.args).union(*(below[a] for a in node.args)))
+    return below
+
+
+def same_type(graph: Graph, index: int, among: list[int]) -> list[int]:
+    """Those of some nodes that may stand in a node's place: of its type, and integers where it is."""
+    kind, whole = graph.types[index], _whole(graph, index)
+    return [i for i in among if i != index and graph.types[i] == kind and _whole(graph, i) == whole]
+
+
+def _whole(graph: Graph, index: int) -> bool:
+    node = graph.nodes[index]
+    if node.op != "input":
+        return False
+    return graph.program.signature.inputs[str(node.attribute)].dtype in ("int32", "int64")
+
+
+def meeting(graph: Graph, index: int, random: Random) -> int:
+    """A node that may meet a node elementwise: it, one of its type, or a vector spread over it. Skip if none
+    is there."""
+    kind = graph.types[index]
+    free = [i for i in (*graph.free_of(index), index) if graph.nodes[i].op not in ("constant", "dim")]
+    made = [i for i in free if graph.types[i] == kind or graph.types[i].kind == "scalar"]
+    if kind.kind == "tile":
+        made += [i for i in free if _covered(kind, graph.types[i])]
+        made += [s for i in free if (s := _spread(graph, i, kind)) is not None]
+    if not made:
+        raise Skip("nothing meets it")
+    return random.choice(made)
+
+
+def _covered(wide: Type, narrow: Type) -> bool:
+    return narrow.kind in SPREADS and covers(wide, narrow)
+
+
+def _spread(graph: Graph, index: int, wide: Type) -> int | None:
+    """A vector spread over a tile's rows or columns, where it fits."""
+    kind = graph.types[index]
+    if kind.kind != "vector":
+        return None
+    for axis, op in enumerate(("per_row", "per_column")):
+        if kind.shape[0] == wide.shape[axis]:
+            return graph.add(op, index)
+    return None

@@ -1,0 +1,88 @@
+"""One candidate through the verifier, and what came of it: a line of the campaign's results."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any, NamedTuple
+
+from benchmarks.campaign import rewrite
+from benchmarks.campaign.differs import Judge
+from benchmarks.campaign.graph import program_of, spec_of
+from benchmarks.campaign.mutate import Mutant, mutant
+from primitives.ir import Program
+from verifier.reference import MISTAKES
+from verifier.spec import Spec
+from verifier.verify import check_program
+
+INAPPLICABLE = "does not apply"
+MORE = 5  # times as many aimed draws before what was accepted counts as equivalent
+Result = dict[str, Any]
+
+
+class Task(NamedTuple):
+    """What makes a candidate again. ``group``: mutants or rewrites."""
+
+    group: str
+    name: str
+    kind: str
+    seed: int
+
+
+def judged(task: Task) -> Result:
+    """A candidate made, checked by fp64 and by the verifier."""
+    made = _mutant(task) if task.group == "mutants" else _rewrite(task)
+    return {**task._asdict(), **made}
+
+
+@functools.lru_cache(maxsize=2)
+def _judge(name: str) -> Judge:
+    spec = spec_of(name)
+    return Judge(spec, program_of(spec))
+
+
+def _mutant(task: Task) -> Result:
+    judge = _judge(task.name)
+    made = mutant(judge.spec, judge.program, judge.scales, task.kind, task.seed)
+    if made is None:
+        return {"verdict": INAPPLICABLE}
+    started = time.monotonic()
+    shown = _shown(judge, made, 1)
+    sought = time.monotonic()
+    result = _verdict(judge.spec, made.program)
+    verified = time.monotonic()
+    if not shown and result["verdict"] == "accepted":
+        shown = _shown(judge, made, MORE)
+    seconds = {"fp64": sought - started + time.monotonic() - verified, "verifier": verified - sought}
+    return {**result, "words": made.words, "differs": shown, "seconds": seconds}
+
+
+def _shown(judge: Judge, made: Mutant, times: int) -> str:
+    """The draw that shows it to differ, if one does."""
+    found = judge.seen(made.program, *made.frozen) if times == 1 else ""
+    for k in range(times):
+        found = found or judge.sought(made.program, made.aims, made.seed + 1000 * k)
+    return found
+
+
+def _rewrite(task: Task) -> Result:
+    made = rewrite.rewritten(spec_of(task.name), task.kind, task.seed)
+    if made is None:
+        return {"verdict": INAPPLICABLE}
+    judge = _judge(task.name)
+    started = time.monotonic()
+    result = _verdict(judge.spec, made.program)
+    seconds = {"verifier": time.monotonic() - started}
+    differs = judge.seen(made.program)
+    return {**result, "words": made.words, "differs": differs, "seconds": seconds}
+
+
+def _verdict(spec: Spec, program: Program) -> Result:
+    try:
+        rejected = check_program(spec, program)
+    except MISTAKES as error:  # ours, and worth a line of the table
+        return {"verdict": "crashed", "reason": f"{type(error).__name__}: {error}"[:400]}
+    if rejected is None:
+        return {"verdict": "accepted", "reason": ""}
+    verdict = f"{rejected.gate}: {rejected.code}"
+    return {"verdict": verdict, "reason": rejected.message[:400]}

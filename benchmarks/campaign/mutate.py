@@ -1,0 +1,78 @@
+"""Mutants of a program, each by one slip: its name, the kind and a seed make it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from benchmarks.campaign import clamps, conditions, sizes, terms
+from benchmarks.campaign.graph import Graph, Skip
+from benchmarks.campaign.site import Edit, Site
+from primitives.errors import ProgramError
+from primitives.ir import Program
+from verifier.spec import Spec
+
+KINDS: dict[str, Edit] = clamps.KINDS | terms.KINDS | conditions.KINDS | sizes.KINDS
+TRIES = 60  # before a kind does not apply to a program
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong program and what it is about: see ``site.Site``. ``frozen``: versions that do at any sizes what
+    it does at those of a case, or where its condition turns."""
+
+    name: str
+    kind: str
+    seed: int
+    words: str
+    program: Program
+    aims: Sequence[tuple[int, float]]
+    frozen: Sequence[Program]
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name} / {self.kind} / {self.seed}"
+
+
+def mutant(spec: Spec, program: Program, scales: Sequence[float], kind: str, seed: int) -> Mutant | None:
+    """The mutant of this identity; None where the kind does not apply to the program."""
+    for attempt in range(TRIES):
+        stream = f"{spec.name}/{kind}/{seed}/{attempt}"
+        try:
+            made, site, words = _edited(spec, program, scales, kind, stream)
+        except (Skip, ProgramError):
+            continue
+        frozen = list(_frozen(spec, program, scales, kind, stream, site)) if "size" in kind else []
+        return Mutant(spec.name, kind, seed, words, made, tuple(site.aims), tuple(frozen))
+    return None
+
+
+def _edited(
+    spec: Spec,
+    program: Program,
+    scales: Sequence[float],
+    kind: str,
+    stream: str,
+    at: Mapping[str, int] | None = None,
+) -> tuple[Program, Site, str]:
+    site = Site(spec, Graph(program, at), Random(stream), scales)
+    words = KINDS[kind](site)
+    return site.graph.finish(), site, words
+
+
+def _frozen(
+    spec: Spec, program: Program, scales: Sequence[float], kind: str, stream: str, site: Site
+) -> Iterator[Program]:
+    """The mutant as it is at each case's sizes, and where its condition turns."""
+    if kind == "size: other dim":  # which is wrong at nearly all sizes
+        return
+    known = set[str]()
+    for at in (*site.sizes, *(case.sizes for case in spec.cases)):
+        try:
+            made = _edited(spec, program, scales, kind, stream, at)[0]
+        except (Skip, ProgramError):
+            continue
+        if (text := made.to_json()) not in known:
+            known.add(text)
+            yield made

@@ -1,0 +1,52 @@
+"""Honest rewrites: other programs that compute the same, by one to four rules applied at random places."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import NamedTuple
+
+from benchmarks.campaign import rewrite_arithmetic, rewrite_functions, rewrite_tiles
+from benchmarks.campaign.graph import Graph, Skip, honest
+from benchmarks.campaign.rules import Rule
+from primitives.errors import ProgramError
+from primitives.ir import Program
+from verifier.spec import Spec
+
+RULES: dict[str, Rule] = rewrite_arithmetic.RULES | rewrite_functions.RULES | rewrite_tiles.RULES
+COMBINED = "several"
+KINDS = (*RULES, COMBINED)
+TRIES = 30  # before a kind does not apply to a spec's programs
+
+
+class Rewritten(NamedTuple):
+    """A program that computes what its original does."""
+
+    words: str
+    program: Program
+
+
+def rewritten(spec: Spec, kind: str, seed: int) -> Rewritten | None:
+    """The rewrite of this identity, of one of a spec's honest programs; None where none is found."""
+    random = Random(f"{spec.name}/{kind}/{seed}")
+    programs = honest(spec)
+    for name in random.sample(list(programs), len(programs)):
+        wanted = random.randint(2, 4) if kind == COMBINED else 1
+        if made := _rewritten(programs[name], kind, wanted, random):
+            return made._replace(words=f"{name}; {made.words}")
+    return None
+
+
+def _rewritten(program: Program, kind: str, wanted: int, random: Random) -> Rewritten | None:
+    words: list[str] = []
+    for _ in range(TRIES * wanted):
+        rule = random.choice(list(RULES)) if kind == COMBINED else kind
+        graph = Graph(program)
+        try:
+            said = RULES[rule](graph, random)
+            program = graph.finish()
+        except (Skip, ProgramError):
+            continue
+        words.append(f"{rule} ({said})")
+        if len(words) == wanted:
+            return Rewritten("; ".join(words), program)
+    return None

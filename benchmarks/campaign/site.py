@@ -1,0 +1,117 @@
+"""Where a mutation happens: a graph, random choices in it, and what the mutant is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from benchmarks.campaign.graph import Graph, Skip, meeting
+from primitives.dims import Dim
+from primitives.ir import OPERATIONS
+from verifier.spec import Spec
+
+VALUES = ("tile", "vector", "head", "row", "column", "spread", "repeated", "scalar")
+LARGEST = 3e38  # of a threshold
+COMPARISONS = ("greater", "greater_equal", "less", "less_equal")
+Edit = Callable[["Site"], str]
+
+
+@dataclass
+class Site:
+    """``scales``: how large each node of the program is under the spec's init. ``aims``: nodes of it and
+    values that a mutant turns on; ``sizes``: the same of sizes."""
+
+    spec: Spec
+    graph: Graph
+    random: Random
+    scales: Sequence[float]
+    aims: list[tuple[int, float]] = field(default_factory=list)
+    sizes: list[Mapping[str, int]] = field(default_factory=list)
+
+    def node(self, *ops: str) -> int:
+        """One of the program's nodes with such an operation."""
+        return self.choice([i for i, n in enumerate(self.graph.program.nodes) if n.op in ops])
+
+    def value(self, *kinds: str) -> int:
+        """One of the program's values that is no constant and no size."""
+        found = self.graph.originals(*(kinds or VALUES))
+        return self.choice([i for i in found if self.graph.nodes[i].op not in ("constant", "dim")])
+
+    def choice(self, among: Sequence[int]) -> int:
+        if not among:
+            raise Skip("it has no such node")
+        return self.random.choice(among)
+
+    def threshold(self, index: int) -> float:
+        """A value that a node may have: from well inside its usual range to far outside; an aim."""
+        inside, outside, anywhere = (-1.5, 0.5), (0.3, 6.0), (-12.0, 30.0)
+        span = self.random.choices((inside, outside, anywhere), (4, 5, 1))[0]
+        size = self.scales[index] if span is not anywhere else 1.0
+        value = min(size * 10 ** self.random.uniform(*span), LARGEST)
+        value *= self.random.choice((-1, 1))
+        self.aims.append((index, value))
+        return value
+
+    def put(self, old: int, new: int) -> None:
+        """Let all, or one, of what reads a node read another instead."""
+        readers = self.graph.readers(old)
+        if readers and self.random.random() < 0.4:
+            self.graph.rewire(*self.random.choice(readers), new)
+        else:
+            self.graph.replace(old, new)
+
+    def add(self, op: str, *args: int | float) -> int:
+        """A node over nodes (int) and numbers (float)."""
+        lifted = (self.graph.constant(a) if isinstance(a, float) else a for a in args)
+        return self.graph.add(op, *lifted)
+
+    def meets(self, index: int) -> int:
+        """A node, or a vector spread, that may meet a node elementwise and does not depend on it."""
+        return meeting(self.graph, index, self.random)
+
+    def known(self, index: int) -> int:
+        """The program's own node behind a vector that was spread: one that an aim may name."""
+        if index < self.graph.first_added:
+            return index
+        return self.graph.nodes[index].args[0]
+
+    def condition(self, target: int) -> tuple[int, str]:
+        """A comparison of some value that meets the target with a threshold."""
+        value, how = self.meets(target), self.random.choice(COMPARISONS)
+        limit = self.threshold(self.known(value))
+        return self.add(how, value, limit), f"{self.name(value)} {how} {limit:.4g}"
+
+    def wrong(self, target: int) -> int:
+        """A wrong version of a value."""
+        constant = self.random.choice((0.0, 1.0, -1.0))
+        match self.random.randrange(6):
+            case 0:
+                return self.add("multiply", target, 0.0)
+            case 1:
+                return self.add("negative", target)
+            case 2:
+                return self.add("multiply", target, 2.0)
+            case 3:
+                return self.add("multiply", target, 1.02)
+            case 4:
+                return self.add("add", target, constant or 0.5)
+        return self.add("multiply", target, target)
+
+    def name(self, index: int) -> str:
+        """A node in words: an input by its name, else its operation and number."""
+        node = self.graph.nodes[index]
+        if node.op in ("input", "constant", "dim"):
+            return str(node.attribute)
+        if OPERATIONS[node.op].spread:
+            return f"{node.op}({self.name(node.args[0])})"
+        return f"{node.op}#{index}"
+
+    def case(self) -> Mapping[str, int]:
+        return self.random.choice(self.spec.cases).sizes
+
+    def dim(self) -> Dim:
+        """One of the spec's dims, sometimes a product of two."""
+        names = list(self.spec.dims)
+        found = Dim.parse(self.random.choice(names))
+        return found * Dim.parse(self.random.choice(names)) if self.random.random() < 0.15 else found
