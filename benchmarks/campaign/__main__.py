@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from benchmarks.campaign import mutate, rewrite
 from benchmarks.campaign.graph import accepted
-from benchmarks.campaign.judge import Result, Task, judged
+from benchmarks.campaign.judge import Result, Task
+from benchmarks.campaign.pool import run
 from benchmarks.campaign.tables import show
-
-AHEAD = 8  # chunks that a process may have before it
-CHUNK = 5  # candidates of one program, which share what was made for it
 
 
 def main() -> None:
@@ -31,7 +24,7 @@ def main() -> None:
     wanted = [*mutants, *rewrites]
     results = [r for r in known if _task(r) in set(wanted)]
     try:
-        for result in _run([t for t in wanted if t not in done], arguments.jobs):
+        for result in run([t for t in wanted if t not in done], arguments.jobs):
             results.append(result)
             if arguments.json:
                 with arguments.json.open("a", encoding="utf-8") as file:
@@ -76,46 +69,6 @@ def _read(path: Path) -> Iterator[Result]:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
-
-
-def _run(tasks: list[Task], jobs: int) -> Iterator[Result]:
-    """Results as they come, with a bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    context = get_context("spawn")
-    with (
-        ProcessPoolExecutor(jobs, mp_context=context, initializer=_alone) as pool,
-        Progress(*columns) as progress,
-    ):
-        bar = progress.add_task("candidates", total=len(tasks))
-        try:
-            futures: list[Future[list[Result]]] = [pool.submit(_several, c) for c in _chunks(tasks)]
-            for future in as_completed(futures):
-                for result in future.result():
-                    progress.advance(bar)
-                    yield result
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _chunks(tasks: list[Task]) -> list[tuple[Task, ...]]:
-    """Candidates of one program together, in the order of their first."""
-    by_name: dict[tuple[str, str], list[Task]] = {}
-    for task in tasks:
-        by_name.setdefault((task.group, task.name), []).append(task)
-    chunks = [tuple(m[i : i + CHUNK]) for m in by_name.values() for i in range(0, len(m), CHUNK)]
-    return sorted(chunks, key=lambda chunk: tasks.index(chunk[0]) // 1000)
-
-
-def _several(tasks: tuple[Task, ...]) -> list[Result]:
-    return [judged(task) for task in tasks]
-
-
-def _alone() -> None:
-    """One thread; an interrupt is the parent's to deal with."""
-    import torch
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""Candidates judged in processes of one thread each, with a progress bar."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.campaign.judge import Result, Task, judged
+
+CHUNK = 10  # candidates of one program, which share what was made for it
+ROUND = 1000  # candidates of a seed, more or less: earlier ones come first
+
+
+def run(tasks: list[Task], jobs: int) -> Iterator[Result]:
+    """Results as they come, with a bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    context = get_context("spawn")
+    with (
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_alone) as pool,
+        Progress(*columns) as progress,
+    ):
+        bar = progress.add_task("candidates", total=len(tasks))
+        try:
+            futures = [pool.submit(_several, c) for c in _chunks(tasks)]
+            for future in as_completed(futures):
+                for result in future.result():
+                    progress.advance(bar)
+                    yield result
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _chunks(tasks: list[Task]) -> list[tuple[Task, ...]]:
+    """Candidates of one program together, in the order of their first."""
+    by_name: dict[tuple[str, str], list[Task]] = {}
+    for task in tasks:
+        by_name.setdefault((task.group, task.name), []).append(task)
+    chunks = [tuple(m[i : i + CHUNK]) for m in by_name.values() for i in range(0, len(m), CHUNK)]
+    return sorted(chunks, key=lambda chunk: tasks.index(chunk[0]) // ROUND)
+
+
+def _several(tasks: tuple[Task, ...]) -> list[Result]:
+    return [judged(task) for task in tasks]
+
+
+def _alone() -> None:
+    """One thread; an interrupt is the parent's to deal with."""
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
