@@ -49,12 +49,13 @@ class Dim:
 
     def __call__(self, sizes: Mapping[str, int]) -> int:
         """The value at given sizes; KeyError for a dim that has none."""
-        total = 0
-        for monomial, coefficient in self.terms:
-            for name in monomial:
-                coefficient *= sizes[name]
-            total += coefficient
-        return total
+        return int(self.value(sizes))
+
+    def value(self, sizes: Mapping[str, int] | Mapping[str, float]) -> int | float:
+        """The polynomial's value where dims need not be whole."""
+        return sum(
+            coefficient * math.prod(sizes[name] for name in monomial) for monomial, coefficient in self.terms
+        )
 
     def ratio(self, other: Dim) -> tuple[int, int] | None:
         """(p, q) in lowest terms such that q * self == p * other for every size, or None."""

@@ -7,13 +7,14 @@ meanings stand together: the symbolic rule (the decorated function's call), PyTo
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from primitives import remedies
 from primitives.dims import Dim
 from primitives.errors import ProgramError
-from primitives.ir import Attribute, Operation, Type, register
+from primitives.ir import Attribute, Operation, Sides, Type, register
 from primitives.tiles import join, pairs
 from primitives.trace import Tensor, apply
 from primitives.vectors import per_head, per_row
@@ -92,9 +93,13 @@ def _remedy(a: Type, b: Type) -> str:
 
 
 def elementwise(
-    *, torch: Callable[..., Any], cute: str, fast: str | None = None
+    *,
+    torch: Callable[..., Any],
+    cute: str,
+    fast: str | None = None,
+    sides: Callable[..., Sides] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
-    """Turn a documented signature into an elementwise primitive with these two further meanings."""
+    """Turn a documented signature into an elementwise primitive with these further meanings."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., Tensor]:
         name, arity = function.__name__, function.__code__.co_argcount
@@ -104,7 +109,7 @@ def elementwise(
                 raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(types)}")
             return broadcast(name, types)
 
-        register(Operation(name, infer, torch, cute, fast))
+        register(Operation(name, infer, torch, cute, fast, sides=sides))
 
         @functools.wraps(function)
         def primitive(*args: Any, **named: Any) -> Tensor:
@@ -145,37 +150,56 @@ def negative(a):
     """``-a``."""
 
 
-@elementwise(torch=lambda torch, a, b: (a > b) * 1.0, cute="choose({0} > {1}, 1.0, 0.0)")
+def comparison(
+    symbol: str, holds: Callable[[Any, Any], Any]
+) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
+    """Turn a documented signature into a comparison: 1 where it holds, 0 elsewhere."""
+
+    def sides(torch: Any, a: Any, b: Any) -> Sides:
+        return (holds(a, b), torch.ones(())), (~holds(a, b), torch.zeros(()))
+
+    return elementwise(
+        torch=lambda torch, a, b: holds(a, b) * 1.0,
+        cute=f"choose({{0}} {symbol} {{1}}, 1.0, 0.0)",
+        sides=sides,
+    )
+
+
+@comparison(">", operator.gt)
 def greater(a, b):
     """``a > b``: 1 where it holds, 0 elsewhere."""
 
 
-@elementwise(torch=lambda torch, a, b: (a >= b) * 1.0, cute="choose({0} >= {1}, 1.0, 0.0)")
+@comparison(">=", operator.ge)
 def greater_equal(a, b):
     """``a >= b``: 1 where it holds, 0 elsewhere."""
 
 
-@elementwise(torch=lambda torch, a, b: (a < b) * 1.0, cute="choose({0} < {1}, 1.0, 0.0)")
+@comparison("<", operator.lt)
 def less(a, b):
     """``a < b``: 1 where it holds, 0 elsewhere."""
 
 
-@elementwise(torch=lambda torch, a, b: (a <= b) * 1.0, cute="choose({0} <= {1}, 1.0, 0.0)")
+@comparison("<=", operator.le)
 def less_equal(a, b):
     """``a <= b``: 1 where it holds, 0 elsewhere."""
 
 
-@elementwise(torch=lambda torch, a, b: (a == b) * 1.0, cute="choose({0} == {1}, 1.0, 0.0)")
+@comparison("==", operator.eq)
 def equal(a, b):
     """``a == b``: 1 where it holds, 0 elsewhere. Indices are exact up to 2**24."""
 
 
-@elementwise(torch=lambda torch, a, b: (a != b) * 1.0, cute="choose({0} != {1}, 1.0, 0.0)")
+@comparison("!=", operator.ne)
 def not_equal(a, b):
     """``a != b``: 1 where it holds, 0 elsewhere."""
 
 
-@elementwise(torch=lambda torch, c, a, b: torch.where(c != 0, a, b), cute="choose({0} != 0.0, {1}, {2})")
+@elementwise(
+    torch=lambda torch, c, a, b: torch.where(c != 0, a, b),
+    cute="choose({0} != 0.0, {1}, {2})",
+    sides=lambda torch, c, a, b: ((c != 0, a), (c == 0, b)),
+)
 def where(condition, a, b):
     """Per element ``a`` where the comparison ``condition`` holds, else ``b``. Both are computed.
 
@@ -187,7 +211,11 @@ def where(condition, a, b):
     """
 
 
-@elementwise(torch=lambda torch, a, b: torch.maximum(a, b), cute="cute.arch.fmax({0}, {1})")
+@elementwise(
+    torch=lambda torch, a, b: torch.maximum(a, b),
+    cute="cute.arch.fmax({0}, {1})",
+    sides=lambda torch, a, b: ((a > b, a), (b > a, b)),
+)
 def maximum(a, b):
     """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. Where one is NaN it gives the
     other; torch gives NaN.
@@ -200,7 +228,11 @@ def maximum(a, b):
     """
 
 
-@elementwise(torch=lambda torch, a, b: torch.minimum(a, b), cute="(-cute.arch.fmax(-{0}, -{1}))")
+@elementwise(
+    torch=lambda torch, a, b: torch.minimum(a, b),
+    cute="(-cute.arch.fmax(-{0}, -{1}))",
+    sides=lambda torch, a, b: ((a < b, a), (b < a, b)),
+)
 def minimum(a, b):
     """The smaller of ``a`` and ``b`` per element. Where one is NaN it gives the other; torch gives NaN.
 
@@ -212,7 +244,11 @@ def minimum(a, b):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.abs(a), cute="cute.arch.fmax({0}, -{0})")
+@elementwise(
+    torch=lambda torch, a: torch.abs(a),
+    cute="cute.arch.fmax({0}, -{0})",
+    sides=lambda torch, a: ((a > 0, a), (a < 0, -a)),
+)
 def abs(a):
     """The magnitude of ``a``.
 

@@ -6,8 +6,8 @@ leave their step, once, in the dtype they are stored in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from primitives.cut import GemmStep, cut
 from primitives.dims import Dim, solve
@@ -15,6 +15,8 @@ from primitives.ir import OPERATIONS, Node, Program, Signature
 
 if TYPE_CHECKING:
     import torch
+
+Watch = Callable[[int, Sequence[Any], "torch.Tensor"], "torch.Tensor"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -36,12 +38,16 @@ def solve_sizes(signature: Signature, shapes: Mapping[str, Sequence[int]]) -> di
     return solve({name: t.shape for name, t in signature.inputs.items()}, signature.dims, shapes)
 
 
-def interpret(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def interpret(
+    program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None
+) -> dict[str, torch.Tensor]:
     """Run a checked program on tensors of its inputs' shapes and dtypes; outputs in theirs.
 
-    Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ValueError if shapes do not fit.
+    Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` sees each value of an
+    operation or a size as it is computed (node, arguments, value), and returns the value to go on with.
+    ValueError if shapes do not fit.
     """
-    run = _Run(program, inputs)
+    run = _Run(program, inputs, watch)
     run.finish(-1)
     for step in run.steps.gemms:
         run.epilogue(step)
@@ -52,8 +58,8 @@ def interpret(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str,
 class _Run:
     """Steps in order. ``memory`` holds what lies there, in its dtype: a later step reads it rounded."""
 
-    def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor]):
-        self.nodes, self.steps = program.nodes, cut(program)
+    def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None):
+        self.nodes, self.steps, self.watch = program.nodes, cut(program), watch
         self.types = self.steps.types
         self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()})
         self.device = next(iter(inputs.values())).device
@@ -73,7 +79,7 @@ class _Run:
             return torch.tensor(node.attribute, dtype=torch.float32, device=self.device)
         if node.op == "dim":
             extent = Dim.parse(str(node.attribute))(self.sizes)
-            return torch.tensor(extent, dtype=torch.float32, device=self.device)
+            return self.seen(index, [], torch.tensor(extent, dtype=torch.float32, device=self.device))
         return self.compute(index, self.scalars)
 
     def compute(self, index: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -86,8 +92,10 @@ class _Run:
         arguments: list[torch.Tensor | int] = [self.met(a, index, values) for a in node.args]
         if operation.statistic:
             arguments.append(Dim.parse(str(node.attribute))(self.sizes))
-        result: torch.Tensor = meaning(torch, *arguments)
-        return result
+        return self.seen(index, arguments, meaning(torch, *arguments))
+
+    def seen(self, index: int, arguments: Sequence[Any], value: torch.Tensor) -> torch.Tensor:
+        return self.watch(index, arguments, value) if self.watch else value
 
     def met(self, index: int, reader: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """A value as its reader sees it: over all columns of a tile, where it is kept once a head."""

@@ -179,7 +179,8 @@ class Operation(NamedTuple):
     template over fp32 register values ``{0}``, ``{1}``; ``fast`` one that may round coarser, used where only
     a bf16 output can see it. ``lanes`` instead, where no instruction is needed: the texts of a pair of lanes'
     values, an argument each, to its own; ``at``, a template over where a lane lies. Of arguments but the
-    first ``reads`` it uses the shape alone.
+    first ``reads`` it uses the shape alone. ``sides``, of an operation that chooses: (torch, *values) -> for
+    each of its two sides a mask of the elements that it decides, and the value that it gives.
     """
 
     name: str
@@ -193,8 +194,10 @@ class Operation(NamedTuple):
     reduction: Reduction | None = None
     statistic: Statistic | None = None
     spread: Spread | None = None
+    sides: Callable[..., Sides] | None = None
 
 
+Sides = tuple[tuple[Any, Any], tuple[Any, Any]]
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
 IN_STEP = ("tile", "head", "spread", "repeated")  # kinds that live in the registers of one step
@@ -256,6 +259,7 @@ class Program(NamedTuple):
             if node.op == "dim" or OPERATIONS[node.op].statistic:
                 self._check_size(index, str(node.attribute))
             self._check_reading(node, lines[index] if lines else None)
+        self._check_choices(types, lines)
         check_output_names(self.outputs, self.signature)
         gemms = sum(node.op == "gemm" for node in self.nodes)
         if not all(0 <= step < gemms for step in self.schedule):
@@ -296,6 +300,21 @@ class Program(NamedTuple):
                     f"{node.op}'s index is an input of {' or '.join(INDICES)}, one value a row",
                     line,
                 )
+
+    def _check_choices(self, types: Sequence[Type], lines: Sequence[int | None] | None) -> None:
+        """A choice depends on some input's values: one by sizes and literals alone would single out sizes."""
+        fixed: set[int] = set()
+        for index, node in enumerate(self.nodes):
+            if node.op == "input" or types[index].kind != "scalar" or not fixed.issuperset(node.args):
+                continue
+            if OPERATIONS[node.op].sides:
+                raise ProgramError(
+                    "size_choice",
+                    f"{node.op} of sizes and literals alone: a kernel computes the same at every size; write "
+                    "what holds for all of them",
+                    lines[index] if lines else None,
+                )
+            fixed.add(index)
 
     def _check_use(self) -> None:
         """Every node serves an output: a dead gemm would be a step that nothing asked for."""

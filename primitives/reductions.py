@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from primitives.cutedsl import Reduction
 from primitives.errors import ProgramError
-from primitives.ir import Attribute, Operation, Type, register
+from primitives.ir import Attribute, Operation, Sides, Type, register
 from primitives.trace import Tensor, apply
 
 Rule = Callable[[tuple[Type, ...], Attribute], Type]
@@ -20,13 +20,15 @@ Torch = Callable[..., Any]
 Page = Callable[..., Tensor]
 
 
-def reduces(how: Reduction, *, torch: Torch, rule: Rule | None = None) -> Callable[[Page], Page]:
+def reduces(
+    how: Reduction, *, torch: Torch, rule: Rule | None = None, sides: Callable[..., Sides] | None = None
+) -> Callable[[Page], Page]:
     """Give a documented function, which traces itself, its further meanings: it reduces its first argument.
-    ``rule``: of typing, where that takes more than one tile."""
+    ``rule``: of typing, where that takes more than one tile; ``sides``, where it chooses."""
 
     def decorate(function: Page) -> Page:
         name = function.__name__
-        register(Operation(name, rule or _of_a_tile(name, how), torch, reduction=how))
+        register(Operation(name, rule or _of_a_tile(name, how), torch, reduction=how, sides=sides))
         return function
 
     return decorate
@@ -86,6 +88,25 @@ def largest(value: str) -> Callable[[str, Sequence[str]], str]:
     return lanes
 
 
+def _halves(axis: int, extremum: Torch) -> Callable[..., Sides]:
+    """The sides of an extremum: it lies in the first half along an axis, or in the second."""
+
+    def sides(torch: Any, t: Any) -> Sides:
+        first, second = t.tensor_split([(t.shape[axis] + 1) // 2], axis)
+        a, b = extremum(torch, first), extremum(torch, second if second.numel() else first)
+        return (a > b, a), (b > a, b)
+
+    return sides
+
+
+def _max(axis: int) -> Torch:
+    return lambda torch, t: t.amax(dim=axis)
+
+
+def _abs_max(axis: int) -> Torch:
+    return lambda torch, t: t.abs().amax(dim=axis)
+
+
 SUM = Fold(lambda running, values: f"{running} + ({' + '.join(values)})", 0.0, "add")
 MAX = Fold(largest("{0}"), -math.inf, "max")
 MAX_ABS = Fold(largest("magnitude({0})"), 0.0, "max_abs")
@@ -106,7 +127,7 @@ def row_sums(t: Tensor) -> Tensor:
     return apply("row_sums", t)
 
 
-@reduces(MAX.along("row"), torch=lambda torch, t: t.amax(dim=-1))
+@reduces(MAX.along("row"), torch=_max(1), sides=_halves(1, _max(1)))
 def row_max(t: Tensor) -> Tensor:
     """The largest value of each row of a tile; NaN is left out (a row of nothing else gives -inf); torch
     gives NaN. Final after its step, as row_sums.
@@ -120,7 +141,7 @@ def row_max(t: Tensor) -> Tensor:
     return apply("row_max", t)
 
 
-@reduces(MAX_ABS.along("row"), torch=lambda torch, t: t.abs().amax(dim=-1))
+@reduces(MAX_ABS.along("row"), torch=_abs_max(1), sides=_halves(1, _abs_max(1)))
 def row_abs_max(t: Tensor) -> Tensor:
     """The largest magnitude of each row of a tile: what a quantised output's scale is made from. NaN is left
     out (a row of nothing else gives 0); torch gives NaN. Final after its step, as row_sums.
@@ -148,7 +169,7 @@ def column_sums(t: Tensor) -> Tensor:
     return apply("column_sums", t)
 
 
-@reduces(MAX.along("column"), torch=lambda torch, t: t.amax(dim=0))
+@reduces(MAX.along("column"), torch=_max(0), sides=_halves(0, _max(0)))
 def column_max(t: Tensor) -> Tensor:
     """The largest value of each column of a tile; NaN as for row_max. Final after its step, as row_sums.
 
@@ -161,7 +182,7 @@ def column_max(t: Tensor) -> Tensor:
     return apply("column_max", t)
 
 
-@reduces(MAX_ABS.along("column"), torch=lambda torch, t: t.abs().amax(dim=0))
+@reduces(MAX_ABS.along("column"), torch=_abs_max(0), sides=_halves(0, _abs_max(0)))
 def column_abs_max(t: Tensor) -> Tensor:
     """The largest magnitude of each column of a tile; NaN as for row_abs_max. Final after its step, as
     row_sums.

@@ -7,7 +7,7 @@ from typing import Any
 from primitives import remedies
 from primitives.cutedsl import Reduction, Statistic
 from primitives.errors import ProgramError
-from primitives.ir import Attribute, Operation, Type, register
+from primitives.ir import Attribute, Operation, Sides, Type, register
 from primitives.reductions import reduces
 from primitives.trace import Tensor, apply, dim_attribute, size_of
 
@@ -38,6 +38,13 @@ def _select(torch: Any, t: Any, index: Any) -> Any:
     inside = (index >= 0) & (index < t.shape[1])
     found = t.gather(1, index.where(inside, 0).long()[:, None])[:, 0]
     return found.where(inside, 0.0)
+
+
+def _selected_from(torch: Any, t: Any, index: Any) -> Sides:
+    """The sides of a selection: it is from the first half of the columns, or from the second."""
+    value, middle, columns = _select(torch, t, index), (t.shape[1] + 1) // 2, t.shape[1]
+    first, second = (index >= 0) & (index < middle), (index >= middle) & (index < columns)
+    return (first, value.where(first, 0.0)), (second, value.where(second, 0.0))
 
 
 def _head_sums(torch: Any, t: Any, width: int) -> Any:
@@ -77,7 +84,7 @@ _SELECT = Reduction(
 )
 
 
-@reduces(_SELECT, torch=_select, rule=_selected)
+@reduces(_SELECT, torch=_select, rule=_selected, sides=_selected_from)
 def row_select(t: Tensor, index: Tensor) -> Tensor:
     """Of each row of a tile the element in column ``index[row]``; where that is below 0 or at least N (an
     ignored target), 0. Final after its step, as row_sums.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from authoring import program_of
 
-from verifier.interpreted import Run, judged
+from verifier.interpreted import Comparison, Run
 from verifier.report import Checked
 from verifier.spec_file import load
 from verifier.verify import check
@@ -31,7 +31,9 @@ def test_what_few_products_make_loud_may_cancel_in_an_honest_kernel() -> None:
     spec = load(HERE.parent / "specs" / "gemm_geglu.yaml", check=False)
     program = program_of(spec, path.read_text(encoding="utf-8"))
     run = Run({"M": 1564, "D": 16, "F": 24}, "normal", 165345315174726, long=True)
-    assert [e.reason for _, errors in judged(spec, program, run) for e in errors if not e.passed] == []
+    assert [
+        e.reason for _, errors in Comparison.of(spec, run).errors(program) for e in errors if not e.passed
+    ] == []
 
 
 def test_the_corpus_is_as_large_as_was_promised() -> None:

@@ -7,7 +7,7 @@ from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_to
 
 from verifier.gates import Failed
 from verifier.inputs import FAMILIES, ON_CPU
-from verifier.interpreted import STORED, Run, judged, runs
+from verifier.interpreted import STORED, Comparison, Run, runs
 from verifier.sizes import small_sizes
 from verifier.spec import Spec
 from verifier.spec_file import load
@@ -20,7 +20,7 @@ def spec_of(name: str) -> Spec:
 
 def faults(spec: Spec, source: str, run: Run) -> dict[str, set[str]]:
     """How judged, and the outputs that failed so."""
-    found = judged(spec, program_of(spec, source), run)
+    found = Comparison.of(spec, run).errors(program_of(spec, source))
     return {how: {e.name for e in errors if not e.passed} for how, errors in found}
 
 
@@ -213,6 +213,6 @@ def test_a_failure_can_be_had_again(tmp_path) -> None:
     )
     seed = int(words.partition("seed ")[2].partition(",")[0])
     again = Run(small_sizes(spec)[0], "normal", seed)
-    (_, errors), _ = judged(spec, program_of(spec, UNSCALED), again)
+    (_, errors), _ = Comparison.of(spec, again).errors(program_of(spec, UNSCALED))
     assert errors[0].reason in words
     assert faults(spec, TOY_KERNEL, again) == {STORED: set(), "not rounded": set()}

@@ -14,7 +14,7 @@ from authoring import KERNELS, program_of
 
 from verifier import numerics, reference, strength
 from verifier.inputs import FAMILIES, ON_CPU
-from verifier.interpreted import Run, judged
+from verifier.interpreted import Comparison, Run
 from verifier.limits import EXTREME, FEW, SPIKES, USUAL, VALUES, Limits, of_stored, of_unrounded
 from verifier.mutants import Mutant
 from verifier.proof import Job, Trial
@@ -51,7 +51,11 @@ def test_the_interpreter_the_gpu_and_the_search_for_weak_spots_allow_the_same(
 ) -> None:
     program = program_of(spec, (KERNELS / f"{NAME}.py").read_text())
     with allowed() as interpreter:
-        assert all(e.passed for _, errors in judged(spec, program, Run(SIZES, family, 0)) for e in errors)
+        assert all(
+            e.passed
+            for _, errors in Comparison.of(spec, Run(SIZES, family, 0)).errors(program)
+            for e in errors
+        )
     trial = Sample.of(spec, SIZES, 0, family)
     with allowed() as search:
         assert trial.passes(Mutant("none", spec.reference))

@@ -23,7 +23,7 @@ from verifier.gates import Failed
 from verifier.measure import DEFAULT_ARMS, FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGLE_ROW
 from verifier.proof import REPEATS
 from verifier.quack_baseline import admitted
-from verifier.report import PROTOCOL, Accepted, Ratio, Timing
+from verifier.report import PROTOCOL, TYPICAL_ALONE, Accepted, Ratio, Timing
 from verifier.scoring import FEWEST_SETS, faults
 from verifier.sizes import TILE, hidden
 from verifier.spec import Spec
@@ -76,7 +76,7 @@ _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
     """Every claim that the report's figures do not bear out, or that the protocol demands and it lacks."""
-    if report.protocol != PROTOCOL:
+    if report.protocol not in (TYPICAL_ALONE, PROTOCOL):
         said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
         return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
     timings = _timings(name, spec, program, report)
@@ -339,7 +339,7 @@ def _proof(spec: Spec, program: Program, report: Accepted, case: str, sizes: dic
     except _Lacking as lacking:
         return [str(lacking)]
     found = []
-    if proved.families != (wanted := _families(spec, program, case, sizes)):
+    if proved.families != (wanted := _families(spec, program, report.protocol, case, sizes)):
         found.append(
             f"gate numerics tried case {case} on {', '.join(proved.families) or 'no family'} of inputs, "
             f"not on {', '.join(wanted)}"
@@ -373,14 +373,16 @@ def _figures(report: Accepted, gate: str) -> dict[str, Any]:
     return next((g.figures for g in report.gates if g.gate == gate), {})
 
 
-def _families(spec: Spec, program: Program, case: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    """On which inputs numerics tries a case: all where it is small."""
-    from verifier.inputs import FAMILIES
+def _families(
+    spec: Spec, program: Program, protocol: int, case: str, sizes: dict[str, int]
+) -> tuple[str, ...]:
+    """On which inputs numerics tries a case by a protocol: all where it is small."""
+    from verifier.inputs import EVERY, FAMILIES
 
     if case == ONE_ROW:
         return SINGLE_ROW
     large = any(c.bench for c in spec.cases if c.name == case) and roofline(program, sizes).flops > FEW_FLOPS
-    return ROUTINE if large else tuple(FAMILIES)
+    return ROUTINE if large else tuple(FAMILIES) if protocol == TYPICAL_ALONE else EVERY
 
 
 def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> list[str]:

@@ -17,6 +17,7 @@ from verifier.sizes import row_dims
 from verifier.spec import BadReference, Spec
 from verifier.spec_init import IGNORED_SHARE, Init
 from verifier.spec_parts import TensorSpec
+from verifier.stretch import STRETCHED, Typical, stretched
 
 Sizes = Mapping[str, int]
 DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *OPERANDS, *INDICES)}
@@ -155,6 +156,10 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
 
 
+#: Families that a GPU has wherever its oracle takes no time.
+EVERY = (*FAMILIES, *STRETCHED)
+
+
 def draw(
     spec: Spec, sizes: Sizes, seed: int, device: str | torch.device = "cpu", family: str = "normal"
 ) -> dict[str, Tensor]:
@@ -162,8 +167,9 @@ def draw(
 
     A seed and an input's name fix its values on one kind of device (a GPU draws other ones than a CPU).
     """
-    if family not in FAMILIES | ON_CPU:
-        raise ValueError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES | ON_CPU)}")
+    known = (*EVERY, *ON_CPU)
+    if family not in known:
+        raise ValueError(f"family {family!r} is unknown; use one of {', '.join(known)}")
     rows = row_dims(spec)
     return {name: _draw(t, name, sizes, seed, device, family, rows) for name, t in spec.inputs.items()}
 
@@ -181,7 +187,9 @@ def _draw(
     shape, dtype = [d(sizes) for d in tensor.shape], DTYPES[tensor.dtype]
     values = _values(init, shape, sizes, own)
     fp8 = dtype == torch.float8_e4m3fn
-    if init.normal:
+    if family in STRETCHED:
+        values = stretched(_typical(tensor, values, sizes, own), family)
+    elif init.normal:
         activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
         shared = _generator(f"{seed}/", device)  # no input has this name
         values = (FAMILIES | ON_CPU)[family](
@@ -190,6 +198,16 @@ def _draw(
     elif init.uniform and family == "integers":
         values = _on_grid(values, *init.uniform)
     return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)  # not every cast saturates
+
+
+def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
+    """An input's typical values on a CPU, for what goes beyond them."""
+    own = _generator(f"{seed}/{name}", "cpu")
+    return _typical(tensor, _values(tensor.init, [d(sizes) for d in tensor.shape], sizes, own), sizes, own)
+
+
+def _typical(tensor: TensorSpec, values: Tensor, sizes: Sizes, own: torch.Generator) -> Typical:
+    return Typical(values, tensor.init, tensor.dtype, *tensor.bounds(sizes), own)
 
 
 def _generator(stream: str, device: str | torch.device) -> torch.Generator:

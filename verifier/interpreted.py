@@ -13,17 +13,21 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from primitives.interpret import interpret
+from primitives.interpret import Watch, interpret
 from primitives.ir import Program
 from primitives.place import untransposed
 from verifier import numerics, reference
 from verifier.inputs import DTYPES, FAMILIES, ON_CPU, draw
 from verifier.limits import Limits, of_stored, of_unrounded
 from verifier.numerics import FEW, OutputError
-from verifier.sizes import LARGEST_ON_CPU, between, hidden, small_sizes, stretched, together
+from verifier.reference import Tensors
+from verifier.sizes import LARGEST_ON_CPU, between, hidden, scaled, small_sizes, stretched, together
 from verifier.spec import Spec
+from verifier.stretch import STRETCHED
 
 STORED = "as stored"
+REPEATS = 6  # of each stretched family: what one draw scales up, another scales down
+FEW_DIMS = 48  # extents for what is seen at any size
 
 
 class Run(NamedTuple):
@@ -41,7 +45,8 @@ class Run(NamedTuple):
 def runs(spec: Spec, seed: int) -> Iterator[Run]:
     """Each family at hidden sizes of its own; the first also at the fixed small sizes, at each extent that a
     dim has in a case, where all are longer at once, and between the cases' extents. At one row and at few
-    integers, of which much is exact: a handful of values makes poor statistics."""
+    integers, of which much is exact: a handful of values makes poor statistics. Then all families where dims
+    have the ratios of a case."""
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield Run(sizes, "normal", fresh())
@@ -52,28 +57,57 @@ def runs(spec: Spec, seed: int) -> Iterator[Run]:
     yield Run(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
     for sizes in together(spec, fresh()):
         yield Run(sizes, "normal", fresh())
+    for family in STRETCHED:
+        for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
+            yield Run(hidden(spec, fresh(), largest), family, fresh())
+    for sizes in scaled(spec, fresh()):
+        for family in (*FAMILIES, *STRETCHED, *ON_CPU):
+            yield Run(sizes, family, fresh(), long=True)
     for dim, sizes in between(spec, fresh()):
         yield Run(sizes, "integers" if sizes[dim] < FEW else "normal", fresh(), long=True)
 
 
-def judged(spec: Spec, program: Program, run: Run) -> Iterator[tuple[str, list[OutputError]]]:
-    """How the outputs were judged, in words, and what the error gate says: as stored, then unrounded, there
-    value by value alone where a family is ``limits.EXTREME``."""
-    sizes = run.sizes
-    inputs = draw(spec, sizes, run.seed, family=run.family)
-    truth, values = reference.oracle(spec, inputs, sizes), reference.fp32(spec, inputs, sizes)
-    exact = numerics.exact_outputs(values, truth) if run.family == "integers" else frozenset()
+class Comparison(NamedTuple):
+    """Inputs with their truth in fp64, the reference's values in fp32, and the outputs that must be exact."""
 
-    def errors(spec: Spec, program: Program, limits: Limits) -> list[OutputError]:
-        yard = {name: values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
-        return numerics.compare(spec, interpret(program, inputs), truth, yard, limits, exact)
+    spec: Spec
+    run: Run
+    inputs: Tensors
+    truth: Tensors
+    values: Tensors
+    exact: frozenset[str]
+    undefined: frozenset[str]  # outputs in which the reference loses its meaning here
 
-    yield STORED, errors(spec, program, of_stored(run.family, run.long))
-    wide = numerics.unrounded(spec), _unrounded(program)
-    yield "not rounded", errors(*wide, of_unrounded(run.family, run.long))
+    @classmethod
+    def of(cls, spec: Spec, run: Run, inputs: Tensors | None = None) -> Comparison:
+        """The trial of a run; ``inputs``: those of a search, in place of a family's."""
+        inputs = inputs or draw(spec, run.sizes, run.seed, family=run.family)
+        truth, values = (of(spec, inputs, run.sizes) for of in (reference.oracle, reference.fp32))
+        exact = numerics.exact_outputs(values, truth) if run.family == "integers" else frozenset()
+        undefined = numerics.undefined(run.family, truth, values)
+        return cls(spec, run, inputs, truth, values, exact, undefined)
+
+    def errors(self, program: Program, watch: Watch | None = None) -> Iterator[tuple[str, list[OutputError]]]:
+        """How the outputs were judged, in words, and what the error gate says: as stored, then unrounded,
+        there value by value alone where a family is ``limits.EXTREME``. Those that are ``undefined`` are left
+        out."""
+        family, long = self.run.family, self.run.long
+        wide = numerics.unrounded(self.spec), unrounded(program)
+        yield STORED, self._judged(self.spec, program, of_stored(family, long), watch)
+        yield "not rounded", self._judged(*wide, of_unrounded(family, long), watch)
+
+    def passes(self, program: Program, watch: Watch) -> bool:
+        """Whether the error gate passes all outputs of the program as it is watched."""
+        return all(error.passed for _, errors in self.errors(program, watch) for error in errors)
+
+    def _judged(self, spec: Spec, program: Program, limits: Limits, watch: Watch | None) -> list[OutputError]:
+        yard = {name: self.values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
+        made = interpret(program, self.inputs, watch)
+        errors = numerics.compare(spec, made, self.truth, yard, limits, self.exact)
+        return [error for error in errors if error.name not in self.undefined]
 
 
-def _unrounded(program: Program) -> Program:
+def unrounded(program: Program) -> Program:
     """The program with its outputs in fp32. One that a matmul reads is made twice: rounded as it was, for the
     matmul, and by its own name unrounded."""
     nodes, outputs = list(program.nodes), dict(program.outputs)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from verifier.stretch import BEYOND
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -25,6 +27,7 @@ class Limits:
     shared: tuple[float, float, float] | None = None  # for fp32 outputs that lose more than fp32 does
     values: float | None = None  # an error in ratio to the worst of the yardstick's at values no larger
     loud: bool = False  # such an error may be as much larger as the value's row and column are
+    effective: bool = False  # count the elements that make up the yardstick's error, not all there are
 
     def ratios(self, dtype: str) -> tuple[float, float, float]:
         """(RMS, worst tile, worst element) for an output of this dtype."""
@@ -35,6 +38,8 @@ class Limits:
 
 def of_stored(family: str, long: bool = False) -> Limits:
     """For outputs in their own dtypes, on inputs of a family; ``long``: at one long extent, others short."""
+    if family in BEYOND:
+        return FAR
     if family == "spikes":
         return SPIKES
     return FEW if long else USUAL
@@ -42,6 +47,8 @@ def of_stored(family: str, long: bool = False) -> Limits:
 
 def of_unrounded(family: str, long: bool = False) -> Limits:
     """For outputs left in fp32 where a spec has them in 16 bits."""
+    if family in BEYOND:
+        return FAR_UNROUNDED
     if family in EXTREME:
         return VALUES
     if family == "spikes":
@@ -68,3 +75,7 @@ LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
 #: Where one value of a row outweighs the rest, the worst element is one of a few again. What so large a value
 #: shows is no matter of ratios: a clamp is thousands of roundings off.
 SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
+#: Far from what is typical one input may outweigh all others, and few values all errors: those few are the
+#: sample. Tiles say nothing more there.
+FAR = replace(FEW, tile=math.inf, fp32_tile=math.inf, effective=True)
+FAR_UNROUNDED = replace(LONG_UNROUNDED, fp32_tile=math.inf, shared=(4.0, math.inf, 8.0), effective=True)

@@ -388,10 +388,10 @@ class _Session:
 
     def _job(self, case: Case) -> Job:
         """A measured case as it was tuned; where the oracle is fast, on every family of inputs."""
-        from verifier.inputs import FAMILIES
+        from verifier.inputs import EVERY
 
         flops = roofline(self.program, case.sizes).flops
-        families = tuple(FAMILIES) if flops <= FEW_FLOPS else ROUTINE
+        families = EVERY if flops <= FEW_FLOPS else ROUTINE
         tuned = by_step(self._tuned(case)["schedules"])
         return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
 
@@ -431,7 +431,7 @@ class _Session:
         """The cases that are not measured, and hidden sizes that no candidate has seen; each on those of the
         ``tuned`` schedules that fit it, or on one that does; where none are given, on the compile gate's."""
         from primitives.probes import choices, fits
-        from verifier.inputs import FAMILIES
+        from verifier.inputs import EVERY
 
         gemms = lower(self.program).gemms
         named = [(case.name, dict(case.sizes)) for case in self.spec.cases if not case.bench]
@@ -442,7 +442,7 @@ class _Session:
             if tuned:
                 fitting = [s for s in tuned if all(fits(self.program, g, s[g.step], sizes) for g in gemms)]
                 tried = fitting or tried[:1]
-            families = SINGLE_ROW if name == ONE_ROW else tuple(FAMILIES)
+            families = SINGLE_ROW if name == ONE_ROW else EVERY
             jobs.append(self._of(name, sizes, schedules=tuple(tried), families=families))
         return jobs
 

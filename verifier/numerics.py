@@ -18,12 +18,14 @@ from verifier.limits import Limits as Limits
 from verifier.reference import Tensors
 from verifier.sizes import TILE
 from verifier.spec import Spec
+from verifier.stretch import BEYOND
 
 FEW = 32  # elements: of n, the yardstick's error and their RMS may both be 2**(10/n) times too small by luck
 OCTAVES = (-150, 128)  # exponents of all that fp32 holds
 FLOOR = 2.0**-24  # half an fp32 ulp: as a share of the RMS truth, the least a yardstick may be said to lose
 CANCELLED = 56  # such halves: what a value may keep of larger ones that cancel, as in g - g * sigmoid(-g)
 SHARE = 2.0**-5  # of itself: what any value left in fp32 may be off by
+LOST = 2.0**-8  # of an output's RMS: more than its last rounding
 COARSE = 2.0**-14  # of the truth's RMS: a loss of 16-bit roundings, not of fp32 arithmetic
 
 
@@ -92,6 +94,15 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
     return math.sqrt(stats.e2 / stats.t2) if stats.t2 else error, stats.ratio(error, lost)
 
 
+def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
+    """Outputs that say nothing on inputs beyond what is typical: the reference itself overflows in fp32, or
+    loses more of them than ``LOST``. None of a typical family."""
+    if family not in BEYOND:
+        return frozenset()
+    losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
+    return frozenset(name for name, lost in losses.items() if not lost <= LOST)
+
+
 @dataclass
 class _Stats:
     """Sums over one output that the gate decides by; e is the candidate's error, r the yardstick's."""
@@ -104,6 +115,7 @@ class _Stats:
     gt: float = 0.0
     rt: float = 0.0
     r2t2: float = 0.0
+    r4: float = 0.0
     e_max: float = 0.0
     r_max: float = 0.0
     wrong: int = 0
@@ -113,6 +125,11 @@ class _Stats:
     @property
     def floor(self) -> float:
         return max(FLOOR * math.sqrt(self.t2 / self.count), 2.0**-149)
+
+    @property
+    def effective(self) -> float:
+        """The number of elements that make up the yardstick's error: of errors alike, all."""
+        return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
 
     @property
     def coarse(self) -> bool:
@@ -158,10 +175,11 @@ def _judge(
     factor = spec.tolerance.factor if spec.tolerance else 1.0
     base = limits.shared if limits.shared and declared == "fp32" and stats.coarse else limits.ratios(declared)
     rms_limit, tile_limit, element_limit = (factor * limit for limit in base)
-    few = 2.0 ** (10 / stats.count) if stats.count < FEW else 1.0
+    count = stats.effective if limits.effective else stats.count
+    few = 2.0 ** (10 / count) if count < FEW else 1.0
     rms_limit, tile_limit, element_limit = few * rms_limit, few * tile_limit, few * element_limit
     deviations = limits.deviations * (1 + 1 / matrix(truth).shape[0])
-    slack = 1 + deviations / math.sqrt(stats.count)
+    slack = 1 + deviations / math.sqrt(count)
     rms = stats.ratio(math.sqrt(stats.e2 / stats.count), math.sqrt(stats.r2 / stats.count))
     element = stats.ratio(stats.e_max, stats.r_max)
     tile, excess, at = _worst_tile(stats, tiles, deviations)
@@ -233,6 +251,7 @@ def _accumulate(
     stats.r2 += float(r2.sum())
     stats.t2 += float(t2.sum())
     tiles = _tile_sums(e2), _tile_sums(r2), _tile_counts(e2)
+    stats.r4 += float(r2.square().sum())
     stats.r2t2 += float(r2.mul_(t2).sum())
     return tiles
 

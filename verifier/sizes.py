@@ -150,6 +150,25 @@ def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
         yield sizes
 
 
+def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
+    """Each case's sizes divided by one number, for a CPU, so that dims keep their ratios and are equal where
+    they are equal there; rows are few. Cases of the same ratios give one."""
+    random, rows, found = Random(seed), row_dims(spec), set()
+    for case in spec.cases:
+        kept = {dim: case.sizes[dim] for dim in spec.static}
+        free = [dim for dim in spec.dims if dim not in rows and dim not in kept]
+        common = math.gcd(*(case.sizes[dim] for dim in free))
+        few = {dim: random.randint(SHORT, 2 * SHORT) for dim in rows}
+        for divisor in (n for n in range(common, 0, -1) if common % n == 0):
+            sizes = kept | few | {dim: case.sizes[dim] // divisor for dim in free}
+            sizes = {dim: sizes[dim] for dim in spec.dims}
+            if _bearable(spec, sizes) and _aligned(spec, sizes) and _drawable(spec, sizes):
+                if (ratios := tuple(sizes[dim] for dim in free)) not in found:
+                    found.add(ratios)
+                    yield sizes
+                break
+
+
 def _bearable(spec: Spec, sizes: Mapping[str, int]) -> bool:
     return all(math.prod(extent(sizes) for extent in t.shape) <= ELEMENTS for t in _tensors(spec))
 

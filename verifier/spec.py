@@ -65,7 +65,7 @@ class Spec(Declared):
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
             meaning[kind] = {
-                name: t.model_dump(mode="json", exclude={"shape"}, exclude_none=True)
+                name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)
                 | {"shape": [str(d) for d in t.shape]}
                 for name, t in getattr(self, kind).items()
             }

@@ -62,6 +62,17 @@ class Init(Model):
             raise ValueError(f"ignored {self.ignored} lies within {low} to {high - 1}; take one outside")
         return low, high - 1
 
+    def span_at(self, sizes: Sizes) -> tuple[float, float]:
+        """The least and the largest value that it draws at these sizes, ``ignored`` apart; of a normal, one
+        standard deviation to either side."""
+        if self.normal:
+            std = self.normal.at(sizes)
+            return -std, std
+        if self.uniform or self.geometric:
+            low, high = sorted(self.uniform or self.geometric or ())
+            return low, high
+        return self.range_at(sizes)
+
     def _forms(self) -> list[str]:
         forms = ("normal", "uniform", "integers", "count", "geometric")
         return [form for form in forms if getattr(self, form) is not None]
@@ -84,7 +95,7 @@ class Init(Model):
 
 def _positive(formula: float | str, sizes: Sizes) -> float:
     """Arithmetic over dims, evaluated; ValueError where it has no positive finite value."""
-    value = _value(formula, sizes)
+    value = arithmetic(formula, sizes)
     if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
         raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
     return value
@@ -92,7 +103,7 @@ def _positive(formula: float | str, sizes: Sizes) -> float:
 
 def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
     """Arithmetic over dims, evaluated; ValueError where it is no integer, or one below ``least``."""
-    value = _value(formula, sizes)
+    value = arithmetic(formula, sizes)
     if isinstance(value, complex) or not math.isfinite(value) or value != int(value):
         raise ValueError(f"{formula!r} is {value}; it must be an integer")
     if least is not None and value < least:
@@ -100,7 +111,8 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
     return int(value)
 
 
-def _value(formula: float | str, sizes: Sizes) -> float:
+def arithmetic(formula: float | str, sizes: Sizes) -> float:
+    """The value of a number, or of arithmetic over dims; ValueError where it has none."""
     try:
         return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
     except (SyntaxError, ArithmeticError) as error:

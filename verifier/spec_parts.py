@@ -6,11 +6,13 @@ What each must be by itself is checked here, how they must go together by ``veri
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, SkipValidation, model_validator
 
 from primitives.dims import Dim
+from verifier.spec_domain import Domain, bounds
 from verifier.spec_init import Init, Normal
 from verifier.spec_model import Model, fault
 
@@ -33,11 +35,17 @@ def _bench(value: object) -> object:
 
 
 class TensorSpec(Model):
-    """An input: symbolic shape ([] for a scalar), dtype, distribution."""
+    """An input: symbolic shape ([] for a scalar), dtype, how it is drawn, and which values are legal beside
+    what ``init`` has for ignored ones."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
     init: Init = Init(normal=Normal())
+    domain: Domain = "finite"
+
+    def bounds(self, sizes: Mapping[str, int]) -> tuple[float, float]:
+        """The least and the largest legal value at these sizes."""
+        return bounds(self.domain, self.dtype, sizes)
 
 
 class OutputSpec(Model):

@@ -176,6 +176,7 @@ def _check_values(spec: Declared, case: Case) -> None:
                     raise fault(message, kind, name, "shape", axis)
     for name, tensor in spec.inputs.items():
         _check_range(name, tensor, case)
+        _check_domain(name, tensor, case)
 
 
 def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
@@ -193,6 +194,19 @@ def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
     except ValueError as error:
         message = f"{place[-1]} {error} in case {case.name!r}"
         raise fault(message, "inputs", name, "init", *place) from None
+
+
+def _check_domain(name: str, tensor: TensorSpec, case: Case) -> None:
+    """Whatever ``init`` draws is legal."""
+    place = ("inputs", name, "domain")
+    try:
+        low, high = tensor.bounds(case.sizes)
+    except ValueError as error:
+        raise fault(f"domain {error} in case {case.name!r}", *place) from None
+    least, most = tensor.init.span_at(case.sizes)
+    if not low <= least <= most <= high:
+        said = f"init {tensor.init.form} draws {least:g} to {most:g}, and the domain is {low:g} to {high:g}"
+        raise fault(f"{said} in case {case.name!r}: let the domain hold what is drawn", *place)
 
 
 def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:

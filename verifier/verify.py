@@ -143,7 +143,7 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
     with gates.gate("contract") as figures:
         _contract(spec, program, figures, lines)
     with gates.gate("interpret") as figures:
-        _interpret(spec, program, figures)
+        _interpret(spec, program, figures, lines)
 
 
 def check_program(spec: Spec, program: Program) -> Rejected | None:
@@ -222,17 +222,25 @@ def _first_line(nodes: Iterable[int], lines: Sequence[int | None]) -> int | None
     return next((lines[n] for n in sorted(nodes) if n < len(lines) and lines[n] is not None), None)
 
 
-def _interpret(spec: Spec, program: Program, figures: dict[str, Any]) -> None:
-    from verifier import interpreted
+def _interpret(
+    spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None] = ()
+) -> None:
+    from verifier import exercise, interpreted
+    from verifier.choices import Counting, Coverage
 
+    seed, coverage = secrets.randbits(48), Coverage(program)
     worst: dict[str, float] = {}
-    for run in interpreted.runs(spec, secrets.randbits(48)):
+    for run in interpreted.runs(spec, seed):
         deadline.check()
-        for how, errors in interpreted.judged(spec, program, run):
+        compared, counts = interpreted.Comparison.of(spec, run), Counting(program, coverage.open)
+        for how, errors in compared.errors(program, counts):
             judge(errors, f"in the interpreter, {run}, outputs {how}")
             for error in errors if how == interpreted.STORED else ():
                 worst[error.name] = max(worst.get(error.name, 0.0), round(error.rms_ratio, 3))
-    figures["worst_rms_ratio"] = worst
+        exercise.cover(compared, program, coverage, counts)
+    exercise.smooth(spec, program, seed)
+    exercise.reach(spec, program, coverage, seed, lines)
+    figures |= {"worst_rms_ratio": worst, "choices": coverage.table()}
 
 
 _VALUE = re.compile(r"\bn(\d+)_\d+ =")

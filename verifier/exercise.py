@@ -1,0 +1,115 @@
+"""Exercising a program: both sides of each of its choices decide, and nothing hangs on an exact size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from primitives import deadline
+from primitives.dims import Dim
+from primitives.interpret import interpret
+from primitives.ir import Program
+from verifier.choices import Counting, Coverage, Forcing
+from verifier.gates import Failed, judge
+from verifier.inputs import draw
+from verifier.interpreted import Comparison, Run, unrounded
+from verifier.search import LARGEST, searches
+from verifier.sizes import hidden
+from verifier.spec import Spec
+from verifier.stretch import SEARCHED
+
+NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors of a size
+STEEPEST = 8  # power of a size
+NOISE = 1e-4  # of outputs: what fp32 makes of another order
+TRIES = 3  # runs in which a side is taken away: where it decides most, the first shows it
+
+
+def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
+    """Add a judged run to the coverage: which open sides decided there, and which were needed."""
+    coverage.add(counts.counts, compared.run.family)
+    for side in coverage.open:
+        decided, _ = counts.counts.get(side, (0, 0))
+        seen = coverage.seen[side]
+        if decided and seen.tries < TRIES:
+            seen.tries += 1
+            if not compared.passes(program, Forcing(program, side)):
+                seen.needed = compared.run.family
+
+
+def reach(
+    spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
+) -> None:
+    """Search the domain for inputs that need the sides left open; what is found is judged as any run.
+
+    Raises Failed for a program that is wrong there, or for a side that nothing within the domain needs.
+    """
+    for sizes, drawn, inputs in searches(spec, program, seed) if coverage.open else ():
+        deadline.check()
+        counts = Counting(program, coverage.open)
+        interpret(program, inputs, counts)
+        if not any(decided for decided, _ in counts.counts.values()):
+            continue
+        run = Run(sizes, SEARCHED, drawn)
+        compared = Comparison.of(spec, run, inputs)
+        if len(compared.undefined) == len(spec.outputs):
+            continue
+        for how, errors in compared.errors(program):
+            judge(errors, f"in the interpreter, {run}, outputs {how}")
+        for side in coverage.open:
+            coverage.seen[side].tries = 0  # each draw is as good as the first
+        cover(compared, program, coverage, counts)
+        if not coverage.open:
+            return
+    for side in coverage.unexercised():
+        line = lines[side.node] if side.node < len(lines) else None
+        op = program.nodes[side.node].op
+        raise Failed(
+            "idle_choice",
+            f"{op} changes nothing within the spec's domain: {side.unused(program)}, or the outputs are the "
+            "same without it; remove it, or what hides it",
+            line,
+        )
+
+
+def smooth(spec: Spec, program: Program, seed: int) -> None:
+    """Hold each size that the program computes with beside a size almost the same.
+
+    A kernel uses sizes as a mean does: twice as many columns give about half. Small inputs are run as if
+    their dims were those of a case, then as if one or all of these were a little larger or smaller. Raises
+    Failed where outputs then change by more than the eighth power of a size does.
+    """
+    sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
+    dims = sorted({name for size in sized.values() for name in size.names})
+    sizes = hidden(spec, seed, LARGEST)
+    inputs, wide = draw(spec, sizes, seed), unrounded(program)
+
+    def outputs(at: Mapping[str, float]) -> list[Tensor]:
+        def resized(index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
+            return torch.full_like(value, sized[index].value(at)) if index in sized else value
+
+        return list(interpret(wide, inputs, resized).values())
+
+    for case in spec.cases if dims else ():
+        deadline.check()
+        usual = outputs(case.sizes)
+        for factor in NEARBY:
+            for changed in (*([dim] for dim in dims), dims):
+                beside = outputs({d: n * factor if d in changed else n for d, n in case.sizes.items()})
+                change = max(_change(a, b) for a, b in zip(usual, beside, strict=True))
+                if change > max(factor, 1 / factor) ** STEEPEST - 1 + NOISE:
+                    raise Failed(
+                        "size_choice",
+                        f"outputs jump with {', '.join(changed)} at case {case.name}: {change:.2g} of them "
+                        f"where sizes change by {abs(factor - 1):.2g}; use sizes as a mean does",
+                    )
+
+
+def _change(a: Tensor, b: Tensor) -> float:
+    """The RMS difference over the smaller RMS; 0 where neither is finite."""
+    usable = a.isfinite() & b.isfinite()
+    a, b = a[usable].double(), b[usable].double()
+    least = min(float(a.norm()), float(b.norm()))
+    return float((a - b).norm()) / max(least, 1e-300) if a.numel() and not torch.equal(a, b) else 0.0
