@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 from benchmarks.campaign import mutate, rewrite
 from benchmarks.campaign.graph import accepted
-from benchmarks.campaign.judge import Result, Task
+from benchmarks.campaign.judge import Result, Task, applies
 from benchmarks.campaign.pool import run
 from benchmarks.campaign.tables import show
 
@@ -19,9 +19,15 @@ def main() -> None:
     arguments = _arguments()
     known = list(_read(arguments.json)) if arguments.json else []
     done = {_task(result) for result in known}
-    mutants = list(_tasks("mutants", mutate.KINDS, arguments.only, arguments.mutants, arguments.seed))
-    rewrites = list(_tasks("rewrites", rewrite.KINDS, arguments.only, arguments.rewrites, arguments.seed))
-    wanted = [*mutants, *rewrites]
+    names, kinds = _only(arguments.only)
+    wanted = [
+        task
+        for group, every, number in (
+            ("mutants", mutate.KINDS, arguments.mutants),
+            ("rewrites", rewrite.KINDS, arguments.rewrites),
+        )
+        for task in _tasks(group, names, [k for k in every if k in kinds], number, arguments.seed)
+    ]
     results = [r for r in known if _task(r) in set(wanted)]
     try:
         for result in run([t for t in wanted if t not in done], arguments.jobs):
@@ -45,14 +51,21 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tasks(
-    group: str, kinds: Iterable[str], only: list[str] | None, number: int, seed: int
-) -> Iterator[Task]:
-    """As many as wanted: each kind for each program, in an order that a seed shuffles, then the next seed."""
-    pairs = [(name, kind) for name in accepted() for kind in kinds]
-    if only:
-        pairs = [pair for pair in pairs if set(pair) & set(only)]
-    for turn in range(-(-number // max(len(pairs), 1))):
+def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
+    """Programs and kinds: those named, or all where none is."""
+    known, every = accepted(), [*mutate.KINDS, *rewrite.KINDS]
+    if unknown := set(given or ()) - {*known, *every}:
+        raise SystemExit(
+            f"--only {min(unknown)!r} is neither a program nor one of the kinds: {'; '.join(every)}"
+        )
+    names, kinds = ([n for n in of if n in (given or ())] for of in (known, every))
+    return names or known, kinds or every
+
+
+def _tasks(group: str, names: list[str], kinds: list[str], number: int, seed: int) -> Iterator[Task]:
+    """As many as wanted: each kind for each program that it applies to, shuffled by a seed, then the next."""
+    pairs = [(n, k) for n in names for k in kinds if number and applies(Task(group, n, k, seed))]
+    for turn in range(-(-number // len(pairs)) if pairs else 0):
         Random(seed + turn).shuffle(pairs)
         for name, kind in pairs[: number - turn * len(pairs)]:
             yield Task(group, name, kind, seed + turn)

@@ -67,10 +67,9 @@ class Judge:
 
     def seen(self, *versions: Program) -> str:
         """The draw that shows one of these to differ; empty where none does."""
-        for version in versions:
-            for sample in self.samples():
-                if sample.differs(version):
-                    return sample.draw.name
+        for sample in self.samples():
+            if any(sample.differs(version) for version in versions):
+                return sample.draw.name
         return ""
 
     def sought(self, mutant: Program, aims: Sequence[tuple[int, float]], seed: int) -> str:
@@ -78,12 +77,12 @@ class Judge:
         random = Random(seed)
         for k in range(AIMED if aims else 0):
             share = random.choice((0.0, 0.0, 0.5))
-            sizes = small(self.spec, random) if k % 4 else long(self.spec, _any(self.spec, random), random)
+            sizes = small(self.spec, random) if k % 6 else long(self.spec, _any(self.spec, random), random)
             draw = made(self.spec, sizes, random, share, "init" if share == 0 else "scaled")
             if random.random() < 0.3:  # sums grow where no terms cancel
                 for name, values in draw.inputs.items():
                     draw = self._with(draw, name, values.double().abs())
-            for node, value in aims:
+            for node, value in dict(random.sample(aims, len(aims))).items():
                 draw = self._aimed(draw, node, value, random)
             sample = Sample(self.spec, self.program, draw)
             if sample.says and sample.differs(mutant):

@@ -13,7 +13,6 @@ from random import Random
 import torch
 from torch import Tensor
 
-from benchmarks.campaign.domains import bounds
 from primitives.dims import Dim
 from primitives.interpret import torch_dtype
 from verifier.sizes import row_dims
@@ -60,7 +59,7 @@ def small(spec: Spec, random: Random) -> dict[str, int]:
 def long(spec: Spec, dim: str, random: Random) -> dict[str, int]:
     """Sizes with a dim as long as in any case, all others of a handful."""
     static = {d: spec.cases[-1].sizes[d] for d in spec.static}
-    found = {d: random.randint(2, 8) for d in spec.dims} | static
+    found = {d: random.randint(1, 2) if static else random.randint(2, 8) for d in spec.dims} | static
     return found | {dim: max(case.sizes[dim] for case in spec.cases)} if dim not in static else found
 
 
@@ -78,9 +77,9 @@ def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
     values = usual(tensor, sizes, generator)
     if odd:
         values = random.choice(PATTERNS)(values, random, generator)
-        low, high = bounds(tensor, sizes)
+        low, high = tensor.bounds(sizes)
         if tensor.dtype.startswith("int"):
-            values = _whole(tensor, sizes, values, random, generator)
+            values = _whole(tensor, low, high, values, random, generator)
         elif random.random() < 0.05:
             values = torch.full_like(values, random.choice((low, high)))
     return fitted(tensor, sizes, values)
@@ -109,12 +108,13 @@ def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tenso
 
 def fitted(tensor: TensorSpec, sizes: Sizes, values: Tensor) -> Tensor:
     """Values within the domain, in the input's dtype."""
-    low, high = bounds(tensor, sizes)
+    low, high = tensor.bounds(sizes)
     if low >= 0:
         values = values.abs()
     dtype = torch_dtype(tensor.dtype)
     if not dtype.is_floating_point:
-        return values.round().clamp(low, high).to(dtype)
+        whole, ignored = values.round().clamp(low, high), tensor.init.ignored
+        return (whole if ignored is None else whole.where(values != ignored, ignored)).to(dtype)
     return values.nan_to_num(0.0).clamp(low, high).to(dtype)
 
 
@@ -167,10 +167,9 @@ PATTERNS: tuple[Pattern, ...] = (_scaled, _scaled, _shifted, _shifted, _wide, _r
 
 
 def _whole(
-    tensor: TensorSpec, sizes: Sizes, usual: Tensor, random: Random, generator: torch.Generator
+    tensor: TensorSpec, low: float, high: float, usual: Tensor, random: Random, generator: torch.Generator
 ) -> Tensor:
-    """Integers of any magnitude in the domain; of targets mostly such as name a column."""
-    low, high = bounds(tensor, sizes)
+    """Integers of any magnitude in the domain; of targets all alike often."""
     if tensor.init.integers:
         unit = torch.rand(usual.shape, generator=generator, dtype=torch.float64)
         return (low + (high - low + 1) * unit).floor()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from verifier.spec import Spec
 from verifier.spec_file import load
 
 ROOT = Path(__file__).resolve().parents[2]
+JUDGED = ("size_choice",)  # codes of a check that are a verdict on a mutant
 SPREADS = ("row", "column", "spread", "repeated")
 
 
@@ -39,10 +41,12 @@ def program_of(spec: Spec) -> Program:
     return Program.from_json(text, spec.signature())._replace(schedule={})
 
 
-def honest(spec: Spec) -> dict[str, Program]:
-    """The accepted program, and by file the honest kernels that the tests have for this spec."""
+@functools.cache
+def honest(name: str) -> dict[str, Program]:
+    """A spec's accepted program, and by file the honest kernels that the tests have for it."""
+    spec = spec_of(name)
     programs = {"accepted": program_of(spec)}
-    for path in sorted((ROOT / "tests" / "honest" / spec.name).glob("*.py")):
+    for path in sorted((ROOT / "tests" / "honest" / name).glob("*.py")):
         programs[path.stem] = trace_source(path.read_text(encoding="utf-8"), spec.signature())
     return programs
 
@@ -123,9 +127,15 @@ class Graph:
         ]
 
     def finish(self) -> Program:
-        """The edited program, checked and cut; Skip where it is none, or the same as before."""
+        """The edited program, checked (but for what is ``JUDGED``) and cut; Skip where it is none, or none
+        other."""
+        program = self._canonical()
         try:
-            program = self._canonical().check()
+            program.check()
+        except ProgramError as error:
+            if error.code not in JUDGED:
+                raise Skip(error.message) from None
+        try:
             cut(program)
         except ProgramError as error:
             raise Skip(error.message) from None

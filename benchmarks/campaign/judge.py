@@ -6,17 +6,18 @@ import functools
 import time
 from typing import Any, NamedTuple
 
-from benchmarks.campaign import rewrite
 from benchmarks.campaign.differs import Judge
 from benchmarks.campaign.graph import program_of, spec_of
 from benchmarks.campaign.mutate import Mutant, mutant
+from benchmarks.campaign.rewrite import Rewritten, rewritten
+from primitives.errors import ProgramError
 from primitives.ir import Program
 from verifier.reference import MISTAKES
 from verifier.spec import Spec
 from verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-MORE = 5  # times as many aimed draws before what was accepted counts as equivalent
+MORE = 3  # times as many aimed draws before what was accepted counts as equivalent
 Result = dict[str, Any]
 
 
@@ -35,17 +36,30 @@ def judged(task: Task) -> Result:
     return {**task._asdict(), **made}
 
 
-@functools.lru_cache(maxsize=2)
+def applies(task: Task) -> bool:
+    """Whether there is such a candidate."""
+    return (made_mutant(task) if task.group == "mutants" else made_rewrite(task)) is not None
+
+
+def made_mutant(task: Task) -> Mutant | None:
+    judge = _judge(task.name)
+    return mutant(judge.spec, judge.program, judge.scales, task.kind, task.seed)
+
+
+def made_rewrite(task: Task) -> Rewritten | None:
+    return rewritten(task.name, task.kind, task.seed)
+
+
+@functools.lru_cache(maxsize=4)
 def _judge(name: str) -> Judge:
     spec = spec_of(name)
     return Judge(spec, program_of(spec))
 
 
 def _mutant(task: Task) -> Result:
-    judge = _judge(task.name)
-    made = mutant(judge.spec, judge.program, judge.scales, task.kind, task.seed)
-    if made is None:
+    if (made := made_mutant(task)) is None:
         return {"verdict": INAPPLICABLE}
+    judge = _judge(task.name)
     started = time.monotonic()
     shown = _shown(judge, made, 1)
     sought = time.monotonic()
@@ -66,8 +80,7 @@ def _shown(judge: Judge, made: Mutant, times: int) -> str:
 
 
 def _rewrite(task: Task) -> Result:
-    made = rewrite.rewritten(spec_of(task.name), task.kind, task.seed)
-    if made is None:
+    if (made := made_rewrite(task)) is None:
         return {"verdict": INAPPLICABLE}
     judge = _judge(task.name)
     started = time.monotonic()
@@ -79,7 +92,10 @@ def _rewrite(task: Task) -> Result:
 
 def _verdict(spec: Spec, program: Program) -> Result:
     try:
+        program.check()
         rejected = check_program(spec, program)
+    except ProgramError as error:
+        return {"verdict": f"trace: {error.code}", "reason": error.message[:400]}
     except MISTAKES as error:  # ours, and worth a line of the table
         return {"verdict": "crashed", "reason": f"{type(error).__name__}: {error}"[:400]}
     if rejected is None:

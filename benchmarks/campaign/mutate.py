@@ -14,7 +14,7 @@ from primitives.ir import Program
 from verifier.spec import Spec
 
 KINDS: dict[str, Edit] = clamps.KINDS | terms.KINDS | conditions.KINDS | sizes.KINDS
-TRIES = 60  # before a kind does not apply to a program
+TRIES = 40  # before a kind does not apply to a program
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.campaign.judge import Result, Task, judged
 
-CHUNK = 10  # candidates of one program, which share what was made for it
+CHUNK = 20  # candidates of one program, which share what was made for it
 ROUND = 1000  # candidates of a seed, more or less: earlier ones come first
 
 

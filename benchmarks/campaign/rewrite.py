@@ -10,7 +10,6 @@ from benchmarks.campaign.graph import Graph, Skip, honest
 from benchmarks.campaign.rules import Rule
 from primitives.errors import ProgramError
 from primitives.ir import Program
-from verifier.spec import Spec
 
 RULES: dict[str, Rule] = rewrite_arithmetic.RULES | rewrite_functions.RULES | rewrite_tiles.RULES
 COMBINED = "several"
@@ -25,14 +24,14 @@ class Rewritten(NamedTuple):
     program: Program
 
 
-def rewritten(spec: Spec, kind: str, seed: int) -> Rewritten | None:
+def rewritten(name: str, kind: str, seed: int) -> Rewritten | None:
     """The rewrite of this identity, of one of a spec's honest programs; None where none is found."""
-    random = Random(f"{spec.name}/{kind}/{seed}")
-    programs = honest(spec)
-    for name in random.sample(list(programs), len(programs)):
+    random = Random(f"{name}/{kind}/{seed}")
+    programs = honest(name)
+    for which in random.sample(list(programs), len(programs)):
         wanted = random.randint(2, 4) if kind == COMBINED else 1
-        if made := _rewritten(programs[name], kind, wanted, random):
-            return made._replace(words=f"{name}; {made.words}")
+        if made := _rewritten(programs[which], kind, wanted, random):
+            return made._replace(words=f"{which}; {made.words}")
     return None
 
 
