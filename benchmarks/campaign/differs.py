@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.campaign import fp64
 from benchmarks.campaign.draws import Draw, draws, fitted, long, made, small
-from primitives.ir import Program
+from primitives.ir import OPERATIONS, Program
 from verifier import numerics, reference
 from verifier.inputs import DTYPES
 from verifier.spec import Spec
@@ -103,12 +103,17 @@ class Judge:
             if not size or abs(size / (wanted or 1) - 1) < 0.1:
                 break
             draw = self._with(draw, name, draw.inputs[name].double() * (wanted / size))
-        if self.program.nodes[node].op == "input" and random.random() < 0.5:
+        if self._itself(node) and random.random() < 0.5:
             noise = torch.randn(draw.inputs[name].shape, dtype=torch.float64)
             draw = self._with(draw, name, value * (1 + noise * random.choice((0.0, 0.01, 0.2))))
         elif random.random() < 0.3:
             draw = self._with(draw, name, -draw.inputs[name].double())
         return draw
+
+    def _itself(self, node: int) -> bool:
+        """Whether a node is an input as it is, or spread."""
+        of = self.program.nodes[node]
+        return of.op == "input" or (OPERATIONS[of.op].spread is not None and self._itself(of.args[0]))
 
     def _with(self, draw: Draw, name: str, values: Tensor) -> Draw:
         inputs = draw.inputs | {name: fitted(self.spec.inputs[name], draw.sizes, values)}

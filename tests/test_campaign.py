@@ -1,0 +1,118 @@
+"""The campaign: mutants of accepted programs that differ are refused, honest rewrites pass, and its own fp64
+agrees with the references."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.campaign import fp64, mutate, rewrite
+from benchmarks.campaign.differs import Judge, Sample
+from benchmarks.campaign.draws import draws
+from benchmarks.campaign.graph import Graph, accepted, program_of, spec_of
+from benchmarks.campaign.judge import Task, judged, made_mutant
+from benchmarks.campaign.tables import slipped
+from primitives.ir import Program
+from verifier.spec_domain import LARGEST
+
+# Kinds that need something which not all programs have: a constant, a comparison, inputs of one type.
+PARTIAL = {
+    "clamp: by a value",
+    "dropped term",
+    "taken twice",
+    "dropped function",
+    "swapped operands",
+    "neighbour",
+    "other input",
+    "other spread",
+    "constant",
+    "eps",
+    "abs of a difference",
+    "abs left out",
+    "size: other dim",
+}
+
+
+@pytest.mark.parametrize("name", accepted())
+def test_the_evaluator_agrees_with_the_reference(name: str) -> None:
+    spec = spec_of(name)
+    program = program_of(spec)
+    for draw in itertools.islice(draws(spec, 1), 2):
+        sample = Sample(spec, program, draw)
+        got = fp64.outputs(program, draw.inputs, draw.sizes)
+        assert sample.says
+        for output, truth in sample.truth.items():
+            assert torch.allclose(got[output], truth, rtol=1e-9, atol=1e-12 * float(truth.abs().max()))
+
+
+def test_each_kind_is_made_for_the_programs_that_it_applies_to() -> None:
+    whole = [kind for kind in mutate.KINDS if kind not in PARTIAL]
+    for k, (name, kind) in enumerate(itertools.product(accepted(), whole)):
+        if k % 4 == 0:  # over all programs each kind comes several times
+            assert made_mutant(Task("mutants", name, kind, 0)), (name, kind)
+    for kind in PARTIAL:
+        assert any(made_mutant(Task("mutants", name, kind, 0)) for name in accepted()), kind
+    for kind in rewrite.KINDS:
+        assert any(rewrite.rewritten(name, kind, 0) for name in accepted()), kind
+
+
+def test_an_identity_makes_the_same_mutant_again() -> None:
+    task = Task("mutants", "gemm_rmsnorm", "on two values", 3)
+    assert made_mutant(task) == made_mutant(task) != made_mutant(task._replace(seed=4))
+
+
+def bounded(name: str, value: str, limit: float) -> Program:
+    """An accepted program with a minimum over one of its inputs."""
+    graph = Graph(program_of(spec_of(name)))
+    index = graph.add("input", attribute=value)
+    graph.replace(index, graph.add("minimum", index, graph.constant(limit)))
+    return graph.finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"), [("gemm_rope_positions", "positions", 8191.0), ("gemm_rmsnorm", "rstd", 1.5)]
+)
+def test_what_holds_on_usual_inputs_alone_is_seen_to_differ(name: str, value: str, limit: float) -> None:
+    judge = Judge(spec_of(name), program_of(spec_of(name)))
+    assert judge.seen(bounded(name, value, limit))
+
+
+def test_what_never_binds_is_equivalent() -> None:
+    judge = Judge(spec_of("gemm_rmsnorm"), program_of(spec_of("gemm_rmsnorm")))
+    assert not judge.seen(bounded("gemm_rmsnorm", "rstd", LARGEST["fp32"]))
+
+
+def test_what_is_wrong_at_sizes_of_cases_alone_is_seen_to_differ() -> None:
+    task = Task("mutants", "gemm_rmsnorm", "size: ratio", 0)
+    made = made_mutant(task)
+    assert made is not None
+    judge = Judge(spec_of(task.name), program_of(spec_of(task.name)))
+    assert not judge.seen(made.program) and judge.seen(made.program, *made.frozen)
+
+
+# A sample of what ``python -m benchmarks.campaign`` does: programs that are judged soon.
+QUICK = ("gemm_rmsnorm", "gemm_layernorm", "gemm_fp8_tensor_scale", "gemm_row_abs_max")
+SAMPLE = [(QUICK[i % len(QUICK)], kind) for i, kind in enumerate(mutate.KINDS)]
+
+
+@pytest.mark.parametrize(("name", "kind"), SAMPLE)
+def test_no_mutant_that_differs_is_accepted(name: str, kind: str) -> None:
+    result = judged(Task("mutants", name, kind, 1))
+    assert not slipped(result), result
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gemm_relu2", "relu written out"),
+        ("gemm_layernorm", "several"),
+        ("gemm_rmsnorm", "times one, plus zero"),
+        ("gemm_partial_cross_entropy_unstored", "selection by comparison"),
+        ("gemm_row_abs_max", "magnitude before the maximum"),
+    ],
+)
+def test_an_honest_rewrite_passes(name: str, kind: str) -> None:
+    result = judged(Task("rewrites", name, kind, 1))
+    assert result["verdict"] == "accepted" and not result["differs"], result
