@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from benchmarks.campaign import fp64, mutate, rewrite
-from benchmarks.campaign.differs import Judge, Sample
+from benchmarks.campaign.differs import Sample
 from benchmarks.campaign.draws import draws
 from benchmarks.campaign.graph import Graph, accepted, program_of, spec_of
-from benchmarks.campaign.judge import Task, judged, made_mutant
-from benchmarks.campaign.tables import slipped
+from benchmarks.campaign.judge import Task, judge_of, judged, made_mutant, verdict
 from primitives.ir import Program
 from verifier.spec_domain import LARGEST
 
@@ -75,32 +74,35 @@ def bounded(name: str, value: str, limit: float) -> Program:
     ("name", "value", "limit"), [("gemm_rope_positions", "positions", 8191.0), ("gemm_rmsnorm", "rstd", 1.5)]
 )
 def test_what_holds_on_usual_inputs_alone_is_seen_to_differ(name: str, value: str, limit: float) -> None:
-    judge = Judge(spec_of(name), program_of(spec_of(name)))
-    assert judge.seen(bounded(name, value, limit))
+    assert judge_of(name).seen(bounded(name, value, limit))
 
 
 def test_what_never_binds_is_equivalent() -> None:
-    judge = Judge(spec_of("gemm_rmsnorm"), program_of(spec_of("gemm_rmsnorm")))
-    assert not judge.seen(bounded("gemm_rmsnorm", "rstd", LARGEST["fp32"]))
+    assert not judge_of("gemm_rmsnorm").seen(bounded("gemm_rmsnorm", "rstd", LARGEST["fp32"]))
 
 
 def test_what_is_wrong_at_sizes_of_cases_alone_is_seen_to_differ() -> None:
     task = Task("mutants", "gemm_rmsnorm", "size: ratio", 0)
     made = made_mutant(task)
     assert made is not None
-    judge = Judge(spec_of(task.name), program_of(spec_of(task.name)))
+    judge = judge_of(task.name)
     assert not judge.seen(made.program) and judge.seen(made.program, *made.frozen)
 
 
-# A sample of what ``python -m benchmarks.campaign`` does: programs that are judged soon.
+# A sample of what ``python -m benchmarks.campaign`` does, over programs that are judged soon.
 QUICK = ("gemm_rmsnorm", "gemm_layernorm", "gemm_fp8_tensor_scale", "gemm_row_abs_max")
-SAMPLE = [(QUICK[i % len(QUICK)], kind) for i, kind in enumerate(mutate.KINDS)]
 
 
-@pytest.mark.parametrize(("name", "kind"), SAMPLE)
-def test_no_mutant_that_differs_is_accepted(name: str, kind: str) -> None:
-    result = judged(Task("mutants", name, kind, 1))
-    assert not slipped(result), result
+def test_no_mutant_that_differs_is_accepted() -> None:
+    seen = 0
+    for k, kind in enumerate(mutate.KINDS):
+        task = Task("mutants", QUICK[k % len(QUICK)], kind, 1)
+        if made := made_mutant(task):
+            judge = judge_of(task.name)
+            if judge.seen(made.program, *made.frozen):
+                seen += 1
+                assert verdict(judge.spec, made.program)["verdict"] != "accepted", (task, made.words)
+    assert seen >= 25
 
 
 @pytest.mark.parametrize(
@@ -108,8 +110,6 @@ def test_no_mutant_that_differs_is_accepted(name: str, kind: str) -> None:
     [
         ("gemm_relu2", "relu written out"),
         ("gemm_layernorm", "several"),
-        ("gemm_rmsnorm", "times one, plus zero"),
-        ("gemm_partial_cross_entropy_unstored", "selection by comparison"),
         ("gemm_row_abs_max", "magnitude before the maximum"),
     ],
 )

@@ -42,7 +42,7 @@ def applies(task: Task) -> bool:
 
 
 def made_mutant(task: Task) -> Mutant | None:
-    judge = _judge(task.name)
+    judge = judge_of(task.name)
     return mutant(judge.spec, judge.program, judge.scales, task.kind, task.seed)
 
 
@@ -51,7 +51,8 @@ def made_rewrite(task: Task) -> Rewritten | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _judge(name: str) -> Judge:
+def judge_of(name: str) -> Judge:
+    """What tells the mutants of an accepted program from it."""
     spec = spec_of(name)
     return Judge(spec, program_of(spec))
 
@@ -59,11 +60,11 @@ def _judge(name: str) -> Judge:
 def _mutant(task: Task) -> Result:
     if (made := made_mutant(task)) is None:
         return {"verdict": INAPPLICABLE}
-    judge = _judge(task.name)
+    judge = judge_of(task.name)
     started = time.monotonic()
     shown = _shown(judge, made, 1)
     sought = time.monotonic()
-    result = _verdict(judge.spec, made.program)
+    result = verdict(judge.spec, made.program)
     verified = time.monotonic()
     if not shown and result["verdict"] == "accepted":
         shown = _shown(judge, made, MORE)
@@ -82,15 +83,16 @@ def _shown(judge: Judge, made: Mutant, times: int) -> str:
 def _rewrite(task: Task) -> Result:
     if (made := made_rewrite(task)) is None:
         return {"verdict": INAPPLICABLE}
-    judge = _judge(task.name)
+    judge = judge_of(task.name)
     started = time.monotonic()
-    result = _verdict(judge.spec, made.program)
+    result = verdict(judge.spec, made.program)
     seconds = {"verifier": time.monotonic() - started}
     differs = judge.seen(made.program)
     return {**result, "words": made.words, "differs": differs, "seconds": seconds}
 
 
-def _verdict(spec: Spec, program: Program) -> Result:
+def verdict(spec: Spec, program: Program) -> Result:
+    """What the verifier says of a program, and why."""
     try:
         program.check()
         rejected = check_program(spec, program)
