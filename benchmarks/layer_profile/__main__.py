@@ -32,12 +32,13 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(widths: Sequence[str], seconds: float, out: Path) -> None:
-    from benchmarks.layer_profile.bench import Bench
     from benchmarks.layer_profile.measuring import Budget, run
 
     budget = Budget(seconds)
     faulthandler.dump_traceback_later(seconds + GRACE, exit=True)
     try:
+        from benchmarks.layer_profile.bench import Bench  # whose imports take seconds
+
         run(widths, Bench, budget, out)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -23,7 +23,7 @@ GROUPS = (ATTENTION, WEIGHTS, DATA, UNKNOWN, PASSES, GAPS)
 PLACES = {"down_backward": "dy @ Wd", "gate_up_backward": "dz @ Wgu", "qkv_backward": "dqkv @ Wqkv"}
 ITEM = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8, "double": 8, "bool": 1}
 IS_ATTENTION = re.compile(r"attention|flash|fmha|sdpa|dot_do_o|convert_dq", re.I)
-IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|triton_\w*_mm", re.I)
+IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,10 @@ def _share(
     operands = _operands(told)
     if operands:
         return _product(entry["sizes"], *operands)
-    if IS_PRODUCT.search(told["name"]) or "mm" in told.get("op", "").replace("::", "_").split("_"):
-        return Share("a product", UNKNOWN)
-    if told["name"].startswith("triton"):
+    if told["name"].startswith("triton_") and not told["name"].startswith("triton_tem"):
         return Share(told["name"], PASSES, None, _argument_bytes(told))
+    if IS_PRODUCT.search(told["name"]):
+        return Share("a product", UNKNOWN)
     return Share(told.get("op", "unknown"), PASSES, None, None)
 
 

@@ -83,6 +83,11 @@ kernel runs; below 0, kernels overlap."""
 def _width(name: str, entry: Mapping[str, Any], picture: Path | None) -> str:
     parts = [f"## {name}"]
     parts += [f"Not measured, {stage}: {why}" for stage, why in entry["failed"].items()]
+    for arm, losses in entry.get("agreement", {}).items():
+        worst = max(losses, key=lambda name: losses[name])
+        parts.append(
+            f"Of the results of {arm}, {worst} is furthest from {PROGRAM}'s: {losses[worst]:.2g} of its RMS."
+        )
     if entry.get("times"):
         parts += ["### Whole passes", _times(entry)]
     if entry.get("sustained"):
@@ -92,7 +97,7 @@ def _width(name: str, entry: Mapping[str, Any], picture: Path | None) -> str:
     if picture:
         parts.append(f"![kernels of the backward, {name}, by arm](images/{picture.name})")
     found = {arm: rows(entry, arm) for arm in entry["backward"]}
-    parts += ["### By group, microseconds", _conditions(entry), _groups(found)]
+    parts += ["### By group, microseconds", _profiled(entry, found), _groups(found)]
     parts += ["### By product, microseconds", _products(found)]
     for arm, own in found.items():
         dropped = entry["backward"][arm]["dropped"]
@@ -136,6 +141,16 @@ def _reading(at: Mapping[str, Any], name: str) -> str:
         case [least, middle, most]:
             return f"{middle:.0f} [{least:.0f}, {most:.0f}]"
     return NONE
+
+
+def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[Row]]) -> str:
+    """Each arm's whole backward in the profile and by the clock, which a profile may lengthen."""
+    told = []
+    for arm, own in found.items():
+        timed = entry.get("times", {}).get(f"{arm}: backward")
+        clock = f", {1e3 * median(timed):.0f} us timed without a profiler, from a cold L2" if timed else ""
+        told.append(f"{arm}: {sum(groups(own).values()):.0f} us in the profile{clock}.")
+    return " ".join([_conditions(entry), *told])
 
 
 def _conditions(entry: Mapping[str, Any]) -> str:
@@ -244,6 +259,7 @@ def chart(name: str, entry: Mapping[str, Any]) -> bytes:
             _bar(axes, place, own, most)
         axes.set_yticks(range(len(found)), list(found))
         axes.invert_yaxis()
+        axes.set_xlim(0, 1.01 * most)
         axes.set_xlabel("microseconds; white: no kernel runs")
         axes.set_title(f"The layer's backward at {name}, by kernel", loc="left")
         there = [g for g in GROUPS if any(row.share.group == g for own in found.values() for row in own)]
@@ -261,6 +277,7 @@ def _bar(axes: Axes, place: int, own: Sequence[Row], most: float) -> None:
         colour = COLOURS[row.share.group]
         axes.barh(place, row.mean, left=at, height=0.7, color=colour, edgecolor="white", linewidth=0.4)
         if row.mean > LABELLED * most:
-            words = f"{row.share.what.split(' = ')[0]}\n{row.mean:.0f}"
+            named = row.share.group != PASSES and row.mean > 2 * LABELLED * most
+            words = f"{row.share.what.split(' = ')[0]}\n{row.mean:.0f}" if named else f"{row.mean:.0f}"
             axes.text(at + row.mean / 2, place, words, ha="center", va="center", fontsize=6, color="white")
         at += row.mean
