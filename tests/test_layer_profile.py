@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -368,3 +368,39 @@ def test_a_page_of_nothing_measured_says_why(tmp_path: Path) -> None:
     paths = write(found, tmp_path / "page.md")
     assert paths == [tmp_path / "page.md"]
     assert "Not measured, prepare: not begun: 20 s were left" in paths[0].read_text()
+
+
+class Launches(benches.Backward):
+    """A backward that launches one kernel, slower each time."""
+
+    tape = Tape()
+
+    def ready(self) -> None:
+        self.tape.kernel("a forward's kernel", 5.0)
+
+    def __call__(self) -> None:
+        self.tape.kernel(f"kernel of {self.stream}", float(len(self.tape.events)))
+
+
+def test_the_first_turns_are_dropped_and_arms_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    tape = Launches.tape = Tape()
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: tape.kernel("spin_kernel(long)", 1.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def record(call: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]:
+        tape.events.clear()
+        call()
+        return tape.trace()
+
+    monkeypatch.setattr(benches, "record", record)
+    made = benches.Bench("1B", (PROGRAM, COMPILE))
+    made.backwards = {name: Launches(cast(Any, None), name, torch.empty(0)) for name in made.names}
+    found = made.kernels()["backward"]
+    for name in made.names:
+        (kernel,) = found[name]["kernels"]
+        assert kernel["name"] == f"kernel of {name}" and found[name]["dropped"] == 0
+        assert len(kernel["microseconds"]) == benches.KEPT
+        assert kernel["microseconds"][0] > 3 * 2 * 4  # at least three turns of both arms came before
+    assert [row[0]["name"] for row in made.operators()["operators"].values()] == [
+        f"kernel of {name}" for name in made.names
+    ]

@@ -91,6 +91,8 @@ def run(widths: Sequence[str], build: Build, budget: Budget, out: Path) -> dict[
         _profile(found, name, widths[0], (*ARMS, MAX_AUTOTUNE), build, budget, keep)
     found["spent"] = round(budget.spent, 1)
     keep()
+    failed = {name: entry["failed"] for name, entry in found["widths"].items() if entry["failed"]}
+    print(f"{budget.spent:6.1f} s  wrote {out}{f'; without {failed}' if failed else ''}", flush=True)
     return found
 
 
