@@ -40,6 +40,7 @@ SEED = 20
 ROUNDS, LONGEST = 40, 8.0  # of timing: rounds, and seconds of them
 KEPT, SETTLE = 20, 1.0  # turns of a profile that are kept, after so many seconds of turns that are not
 SUSTAINED = 3.0  # seconds of repetition that NVML is read in, after as many that it is not
+FEW = 4  # schedules that are raced at sizes that no report has, and the best of other tiles
 HEAD_START = 200_000  # cycles of the marker before a region: the host is ahead by then
 
 
@@ -195,14 +196,19 @@ def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]
 
 
 def on_known_schedules(call: Call, kernel: Contender, case: str) -> Contender:
-    """A kernel that no report has a schedule for at these sizes races only what its last race had at
+    """A kernel that no report has a schedule for at these sizes races the best that its last race had at
     ``case``: a whole search takes minutes."""
     if kernel.schedules:
         return kernel
     kept = accepted.tuned(load(SPECS / f"{call.operator}.yaml", check=False), raw=False)
     if kept is None or case not in kept.schedules:
         return kernel
-    known = worth_racing(kept.schedules[case], kept.finalists.get(case, {}))
+    raced = worth_racing(kept.schedules[case], kept.finalists.get(case, {}))
+    gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
+    known = {}
+    for step, found in raced.items():
+        few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))  # of each tile one, or all would race
+        known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
     return replace(kernel, known=known)
 
 
