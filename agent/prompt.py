@@ -59,6 +59,10 @@ measures it; what it finds wrong comes back to you, and you answer with the whol
   other vectors, or spread in a *later* gemm's epilogue. A row scale commutes with the next matmul: instead
   of scaling a tile before a gemm, scale that gemm's result. Statistics of heads (head_sums) alone are final
   within their step.
+- Inputs are tried over their whole `domain`, far beyond what `init` draws: finite means any finite value, of
+  either sign and any size. Do not clamp, mask or guard where the reference does not. Each side of a choice
+  (where, comparisons, maximum, minimum, abs) must change some output somewhere in the domain, else it is
+  refused; so is a choice by sizes and literals alone.
 - Arithmetic is fp32 whatever the inputs' dtype; outputs are rounded once, to the spec's dtype. Do not
   round yourself: there are no casts.
 - Costs on the pages below are machine instructions an element of a tile; MUFU, those of the special-function

@@ -53,7 +53,7 @@ def figures(gate: Gate) -> str:
         "form": lambda: f"{f['lines']} lines of device functions",
         "trace": lambda: f"{f['nodes']} nodes; jailed {f['milliseconds']:.0f} ms: {', '.join(f['layers'])}",
         "contract": lambda: f"{f['steps']} step(s), {f['vector_kernels']} vector kernel(s)",
-        "interpret": lambda: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]),
+        "interpret": lambda: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]) + _choices(f),
         "compile": lambda: "; ".join(_kernel(k) for k in f["kernels"]),
         "numerics": lambda: (
             "RMS error / yardstick: "
@@ -74,6 +74,14 @@ def figures(gate: Gate) -> str:
 
 def _pairs(values: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
+
+
+def _choices(interpreted: dict[str, Any]) -> str:
+    """Each choice with the most that its sides decided in a run."""
+    return "".join(
+        f"; {choice['op']} decides " + " and ".join(f"{side['share']:.1%}" for side in choice["sides"])
+        for choice in interpreted.get("choices", ())  # older reports have none
+    )
 
 
 def _kernel(kernel: dict[str, Any]) -> str:

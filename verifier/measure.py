@@ -31,7 +31,17 @@ from verifier.gpu import Lost, Task, Worker
 from verifier.kept import Kept, Known, raced, worth_racing
 from verifier.proof import Job, Schedules, clean, numerics, stability, tune
 from verifier.quack_baseline import MATMUL, admitted
-from verifier.report import PROTOCOL, Finalists, Measured, Measurement, QuackTuned, Timing, Unmeasured
+from verifier.report import (
+    PROTOCOL,
+    Finalists,
+    Gate,
+    Measured,
+    Measurement,
+    QuackTuned,
+    Rejected,
+    Timing,
+    Unmeasured,
+)
 from verifier.scoring import PREPARES, RACES, Race, score
 from verifier.spec import Spec
 from verifier.spec_parts import Case
@@ -103,6 +113,35 @@ def measure(
         session.lose_workers()
 
 
+def proved(
+    spec: Spec, program: Program, timings: Sequence[Timing], *, raw: str = "", progress: Progress = silent
+) -> tuple[tuple[Gate, ...], dict[str, int]] | Rejected:
+    """Numerics and stability by this protocol, of a kernel that was tuned and timed by an earlier one: the
+    gates and the seeds of their inputs."""
+    gates = Gates(progress)
+    session = _Session(spec, program, Options(), gates, _Tuned(timings), {}, None, raw)
+    try:
+        session.prove()
+    except Stop as stop:
+        return stop.rejected
+    finally:
+        session.lose_workers()
+    return tuple(gates.passed), session.seeds()
+
+
+class _Tuned:
+    """Keeps nothing but what timings say of tuning."""
+
+    def __init__(self, timings: Sequence[Timing]):
+        self.schedules = {f"tune/{t.case} by protocol {PROTOCOL}": t.schedules for t in timings}
+
+    def load(self, piece: str) -> dict[str, Any] | None:
+        return {"schedules": self.schedules[piece]} if piece in self.schedules else None
+
+    def save(self, piece: str, found: dict[str, Any]) -> None:
+        pass
+
+
 def started() -> list[Worker]:
     """Workers for a measurement that comes later, to do their imports meanwhile: one that proves, and the
     first of those that score."""
@@ -132,10 +171,7 @@ class _Session:
 
     def run(self) -> Measured:
         gates, start = self.gates, time.monotonic()
-        with gates.gate("numerics") as figures:
-            figures |= self._numerics()
-        with gates.gate("stability") as figures:
-            figures |= self._stability()
+        self.prove()
         if self.options.sanitize:
             with gates.gate("sanitizer") as figures:
                 figures |= self._sanitized()
@@ -156,9 +192,20 @@ class _Session:
             conditions=_conditions(conditions),
             controls=tuple(self.controls),
             seconds=self._stages() | {"all": round(time.monotonic() - start, 1)},
-            seeds={f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()},
+            seeds=self.seeds(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+    def prove(self) -> None:
+        """The gates that decide whether it is right, and the same each time."""
+        with self.gates.gate("numerics") as figures:
+            figures |= self._numerics()
+        with self.gates.gate("stability") as figures:
+            figures |= self._stability()
+
+    def seeds(self) -> dict[str, int]:
+        """Of all inputs and hidden sizes, by piece."""
+        return {f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()}
 
     def lose_workers(self) -> None:
         """End what still runs."""

@@ -149,7 +149,8 @@ def _moment(text: str) -> str:
 class _Measurement(_Record):
     """What gates on a GPU found: of what, on what, with which inputs, when. ``protocol``: how (``PROTOCOL``);
     0 in recorded ones from before they said so. ``rival``: the hash of the lowered text of the kernel
-    before, where one was to be beaten."""
+    before, where one was to be beaten. ``renewed``: when and on what numerics and stability were passed
+    again, by a later protocol than what was timed."""
 
     protocol: int = 0
     identity: Identity
@@ -160,6 +161,7 @@ class _Measurement(_Record):
     controls: tuple[dict[str, Any], ...] = ()
     seconds: dict[str, float] = Field(default_factory=dict)  # by stage of the measurement
     seeds: dict[str, int]
+    renewed: dict[str, str] = Field(default_factory=dict)
     date: Annotated[str, AfterValidator(_moment)]
 
     def quack(self) -> dict[str, QuackTuned]:

@@ -72,9 +72,10 @@ def _ends(of: Typical) -> Tensor:
     spread = of.reach if of.values.dim() < 2 else of.reach / 4
     factors = torch.exp2(_drawn(of, shape, -spread, spread)) * _drawn(of, shape, -1.0, 1.0).sign()
     values = of.values * factors.reshape([*shape, *[1] * (of.values.dim() - len(shape))])
+    share = ZEROS if of.values.dim() else 1 / 2  # of a scalar one value is drawn
     for end in (of.low, of.high, 0.0):
         if abs(end) <= NEAR and of.low <= end <= of.high:
-            values = _some(of, ZEROS, torch.tensor(end, dtype=values.dtype), values)
+            values = _some(of, share, torch.tensor(end, dtype=values.dtype), values)
     return values
 
 

@@ -169,7 +169,16 @@ def _initialise(draft: Draft, options: Options) -> None:
             init = f"{{normal: {{std: {deep}**-0.5}}}}" if summed.names else ""
         elif len(entry.shape) == 1 and entry.dtype not in INDICES and "bias" not in name:
             init = "{uniform: [0.5, 1.5]}"
-        draft.inputs[name] = entry._replace(init=options.init.get(name, init))
+        chosen = options.init.get(name, init)
+        draft.inputs[name] = entry._replace(init=chosen, domain=_domain(name, entry, chosen))
+
+
+def _domain(name: str, entry: Entry, init: str) -> str:
+    """What is legal, as far as a name and a range tell: integers within their range, scales above zero."""
+    if entry.dtype in INDICES and (found := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
+        return f"[{found[1]}, {found[2]} - 1]"
+    above_zero = "uniform" in init and "-" not in init and re.search(r"rstd|scale", name)
+    return "positive" if above_zero else "finite"
 
 
 def _measured(draft: Draft, options: Options) -> dict[str, int]:

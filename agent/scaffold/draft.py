@@ -26,6 +26,7 @@ class Entry(NamedTuple):
     shape: tuple[Dim, ...]
     dtype: str
     init: str = ""
+    domain: str = ""
 
 
 @dataclass
@@ -136,7 +137,8 @@ def _entries(kind: str, entries: Mapping[str, Entry]) -> list[str]:
     wide = max(map(len, shapes.values())), max(map(len, entries)) + 1
     return [f"{kind}:"] + [
         f"  {name + ':':{wide[1]}} {{shape: {shapes[name]:{wide[0]}} dtype: {e.dtype}"
-        + (f", init: {e.init}}}" if e.init else "}")
+        + "".join(f", {key}: {words}" for key, words in (("init", e.init), ("domain", e.domain)) if words)
+        + "}"
         for name, e in entries.items()
     ]
 

@@ -73,3 +73,30 @@ SQUARE = twin("square", "a, b, v", """
 t = gemm(a, b) * per_row(v)
 return {"c": t, "sums": row_sums(t)}
 """)  # fmt: skip
+# Choices that the reference makes: clamps, a mask by column index; and a size as a divisor.
+CLAMPED = twin("clamped", "x, w, width, limit, eps", """
+z = gemm(x, w.mT)
+gate, up = pairs(z)
+act = silu(minimum(gate, limit)) * maximum(minimum(up, limit), -limit)
+kept = column_index(act) < per_row(width)
+rms = sqrt(row_sums(z * z) / z.columns + eps)
+return {"act": where(kept, act, 0), "rms": rms}
+""")  # fmt: skip
+ROPE = twin("gemm_rope_positions", "x, w, positions, inv_freq, P", """
+t = gemm(x, w.mT)
+return {"q": rope(t, positions, inv_freq)}
+""")  # fmt: skip
+SCALED = twin("gemm_rmsnorm", "x, w, rstd", """
+t = gemm(x, w.mT)
+return {"y": t * per_row(rstd)}
+""")  # fmt: skip
+ALPHA = twin("gemm_alpha_residual", "y, w, x, alpha", """
+t = gemm(y, w.mT)
+return {"h": x + alpha * t}
+""")  # fmt: skip
+MLP = twin("gemm_swiglu_mlp", "x, w_gate_up, w_down", """
+z = gemm(x, w_gate_up.mT)
+gate, up = pairs(z)
+act = silu(gate) * up
+return {"preact": z, "act": act, "out": gemm(act, w_down.mT)}
+""")  # fmt: skip

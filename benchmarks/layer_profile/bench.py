@@ -1,0 +1,269 @@
+"""One width's layers on the GPU, as the comparison builds them: timed, profiled, and watched through NVML."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent.compare import kernels as accepted
+from agent.compare.rows import SPECS, LayerRow
+from benchmarks.layer_profile.traces import operators, regions, summary
+from primitives import tune
+from primitives.lower import lower
+from primitives.roofline import roofline
+from primitives.schedule import Schedule
+from verifier.columns import PROGRAM
+from verifier.conditions import Monitor
+from verifier.contest import Contender, compiled
+from verifier.kept import worth_racing
+from verifier.layers import variant
+from verifier.layers.sitting import LayerSeats
+from verifier.scoring import milliseconds, timed
+from verifier.spec_file import load
+from verifier.timing import Arm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verifier.layers.layer import Layer
+    from verifier.layers.runners import Call
+    from verifier.layers.shape import Shape
+
+SEED = 20
+ROUNDS, LONGEST = 40, 8.0  # of timing: rounds, and seconds of them
+KEPT, SETTLE = 20, 1.0  # turns of a profile that are kept, after so many seconds of turns that are not
+SUSTAINED = 3.0  # seconds of repetition that NVML is read in, after as many that it is not
+FEW = 4  # schedules that are raced at sizes that no report has, and the best of other tiles
+HEAD_START = 200_000  # cycles of the marker before a region: the host is ahead by then
+
+
+@dataclass
+class Backward:
+    """A layer's backward by itself: ``ready`` runs the forward that it needs, each time."""
+
+    layer: Layer[Any, Any]
+    stream: Any
+    dout: Tensor
+    saved: Any = None
+
+    def ready(self) -> None:
+        self.saved = self.layer.train(self.stream)[1]
+
+    def __call__(self) -> None:
+        saved, self.saved = self.saved, None
+        self.layer.backward(saved, self.dout)
+
+
+class Bench:
+    """The stages of one width (``measuring.Stages``)."""
+
+    def __init__(self, width: str, arms: Sequence[str]):
+        self.width, self.names = width, tuple(arms)
+        self.layers: dict[str, Layer[Any, Any]] = {}
+        self.backwards: dict[str, Backward] = {}
+
+    def prepare(self) -> dict[str, Any]:
+        from verifier.layers.shape import draw
+
+        row = LayerRow(self.width, True)
+        if row.contenders is None:
+            raise LookupError(row.absent(PROGRAM))
+        kernels = {call: on_known_schedules(call, k, self.width) for call, k in row.contenders.items()}
+        seats = LayerSeats(row.shape, self.names, kernels, ROUNDS, True)
+        compiled([seats])
+        drawn, runner = draw(row.shape, SEED), seats.runner()
+        for name in self.names:
+            layer = variant(name, row.shape, drawn, runner)
+            layer.forward(layer.start(drawn.x))  # compiles what inference runs
+            self.layers[name] = layer
+            self.backwards[name] = Backward(layer, layer.start(drawn.x), drawn.dout)
+        found = {"sizes": sizes(row.shape), "agreement": self._agreement(drawn)}
+        return found | {"ours": backward_parts(row.shape, kernels), "seed": SEED}
+
+    def _agreement(self, drawn: Any) -> dict[str, dict[str, float]]:
+        """How far each result of the other arms is from the first arm's, relatively."""
+        from verifier.layers.errors import relative, results
+
+        first, *others = self.names
+        exact = results(self.layers[first], drawn)
+        return {name: relative(results(self.layers[name], drawn), exact) for name in others}
+
+    def times(self) -> dict[str, Any]:
+        arms = []
+        for name, backward in self.backwards.items():
+            layer, stream = backward.layer, backward.stream
+            arms += [
+                Arm(f"{name}: forward", partial(layer.forward, stream)),
+                Arm(f"{name}: forward and backward", partial(layer.step, stream, backward.dout)),
+                Arm(f"{name}: backward", backward, backward.ready),
+            ]
+        samples, conditions = timed(arms, ROUNDS, longest=LONGEST)
+        return {"times": {n: milliseconds(s) for n, s in samples.items()}, "times_conditions": conditions}
+
+    def kernels(self) -> dict[str, Any]:
+        """The arms take turns in one profile; the first turns heat the GPU and are dropped."""
+        begun = time.monotonic()
+        self._turn()
+        _synchronize()
+        warm = min(40, max(3, round(SETTLE / (time.monotonic() - begun))))
+        with Monitor() as monitor:
+            trace = record(partial(self._turns, warm + KEPT, monitor.sample))
+            conditions = monitor.summary()
+        arms = len(self.names)
+        found = regions(trace, (warm + KEPT) * arms)[warm * arms :]
+        told = {name: summary(found[place::arms]) for place, name in enumerate(self.names)}
+        return {"backward": told, "backward_conditions": conditions}
+
+    def operators(self) -> dict[str, Any]:
+        trace = record(self._turn, shapes=True)
+        found = regions(trace, len(self.names))
+        return {
+            "operators": {
+                name: operators(trace, region) for name, region in zip(self.names, found, strict=True)
+            }
+        }
+
+    def _turns(self, number: int, sample: Callable[[], None]) -> None:
+        for _ in range(number):
+            self._turn()
+            sample()
+
+    def _turn(self) -> None:
+        import torch
+
+        for backward in self.backwards.values():
+            backward.ready()
+            torch.cuda._sleep(HEAD_START)
+            backward()
+            torch.cuda._sleep(1)
+
+    def clocks(self) -> dict[str, Any]:
+        found = {}
+        for name, each in self.backwards.items():
+            found[name] = sustained(partial(each.layer.step, each.stream, each.dout))
+        return {"sustained": found}
+
+    def close(self) -> None:
+        import torch
+
+        self.layers, self.backwards = {}, {}
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def sustained(step: Callable[[], object]) -> dict[str, Any]:
+    """Milliseconds of each forward and backward while an arm repeats alone, and how the GPU fared."""
+    import torch
+
+    begun = time.monotonic()
+    spans: list[tuple[float, Any, Any]] = []
+    with Monitor() as monitor:
+        while (spent := time.monotonic() - begun) < 2 * SUSTAINED:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            stop.record()
+            if spans:
+                spans[-1][2].synchronize()  # the host is a step ahead
+            if spent > SUSTAINED:
+                monitor.sample()
+            spans.append((spent, start, stop))
+        _synchronize()
+        taken = [round(a.elapsed_time(b), 6) for spent, a, b in spans if spent > SUSTAINED]
+        return {"milliseconds": taken, "conditions": monitor.summary()}
+
+
+def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]:
+    """The Chrome trace of what ``run`` launches; with ``shapes`` also the operators that launch it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if shapes else [])]
+    with profile(activities=activities, record_shapes=shapes) as profiler:
+        run()
+        _synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+    return found
+
+
+def on_known_schedules(call: Call, kernel: Contender, case: str) -> Contender:
+    """A kernel that no report has a schedule for at these sizes races the best that its last race had at
+    ``case``: a whole search takes minutes."""
+    if kernel.schedules:
+        return kernel
+    kept = accepted.tuned(load(SPECS / f"{call.operator}.yaml", check=False), raw=False)
+    if kept is None or case not in kept.schedules:
+        return kernel
+    raced = worth_racing(kept.schedules[case], kept.finalists.get(case, {}))
+    gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
+    known = {}
+    for step, found in raced.items():
+        few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))  # of each tile one, or all would race
+        known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
+    return replace(kernel, known=known)
+
+
+def backward_parts(shape: Shape, kernels: Mapping[Call, Contender]) -> list[dict[str, Any]]:
+    """Our kernels of the backward in the order they run: names, schedules, FLOPs and compulsory bytes."""
+    from verifier.layers.runners import calls
+
+    places = calls(shape)
+    backward = places.keys() - calls(shape, backward=False).keys()
+    return [
+        part
+        for place, call in places.items()
+        if place in backward
+        for part in _parts(place, call, kernels[call])
+    ]
+
+
+def _parts(place: str, call: Call, kernel: Contender) -> Iterator[dict[str, Any]]:
+    at = dict(call.sizes)
+    chosen = _chosen(kernel, at)
+    lowered = lower(kernel.program, kernel.raw)
+    names = {("gemm", k.step): k.name for k in lowered.gemms}
+    names |= {("vector", k.step): k.name for k in lowered.vectors}
+    for floor in roofline(kernel.program._replace(schedule=chosen), at).steps:
+        yield {
+            "place": place,
+            "operator": call.operator,
+            "kind": floor.kind,
+            "kernel": names[floor.kind, floor.step],
+            "flops": floor.flops,
+            "bytes": floor.bytes,
+            "schedule": chosen[floor.step].to_json()
+            if floor.kind == "gemm" and floor.step in chosen
+            else None,
+        }
+
+
+def _chosen(kernel: Contender, at: Mapping[str, int]) -> dict[int, Schedule]:
+    """By step, what it runs on: as the report has it, or as it was tuned here."""
+    raced = {} if kernel.schedules else tune.kept(kernel.program, at, kernel.known, kernel.raw) or {}
+    return {**raced, **kernel.fixed}
+
+
+def sizes(shape: Shape) -> dict[str, int]:
+    return {
+        "tokens": shape.tokens,
+        "width": shape.width,
+        "ffn": shape.ffn,
+        "heads": shape.heads,
+        "sequences": shape.sequences,
+        "length": shape.length,
+    }
+
+
+def _synchronize() -> None:
+    import torch
+
+    torch.cuda.synchronize()

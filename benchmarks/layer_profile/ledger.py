@@ -1,0 +1,220 @@
+"""Which part of the layer's backward each kernel is, its FLOPs and bytes, and the group that it counts in.
+
+D is the model's width, F the FFN's, names are those of ``verifier.layers.fused``. Bytes are compulsory: each
+operand and output once. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+# Ceilings of the bounds: what products sustain at the power limit of 700 W, and copies reach.
+TENSOR, MEMORY = 640e12, 3.0e12
+ATTENTION, WEIGHTS, DATA = "attention", "weight-gradient products", "data-gradient products"
+UNKNOWN, PASSES, GAPS = "products not told apart", "separate memory-bound passes", "gaps"
+GROUPS = (ATTENTION, WEIGHTS, DATA, UNKNOWN, PASSES, GAPS)
+# What our kernels compute, by their place in the layer: torch.compile has the same product.
+PLACES = {"down_backward": "dy @ Wd", "gate_up_backward": "dz @ Wgu", "qkv_backward": "dqkv @ Wqkv"}
+ITEM = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8, "double": 8, "bool": 1}
+IS_ATTENTION = re.compile(r"attention|flash|fmha|sdpa|dot_do_o|convert_dq", re.I)
+IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a row is known ahead of its time: FLOPs, and compulsory bytes."""
+
+    what: str
+    group: str
+    flops: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One part of a backward: consecutive kernels of one product or operator. ``taken`` and ``gap``:
+    microseconds in each step, of its kernels with what lies between them, and before its first."""
+
+    share: Share
+    names: tuple[str, ...]
+    grid: tuple[int, ...]
+    taken: tuple[float, ...]
+    gap: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.taken)
+
+    @property
+    def bound(self) -> float | None:
+        """The microseconds that its FLOPs or its bytes take at the ceilings."""
+        known = [n / most for n, most in ((self.share.flops, TENSOR), (self.share.bytes, MEMORY)) if n]
+        return 1e6 * max(known) if known else None
+
+
+def rows(entry: Mapping[str, Any], arm: str) -> list[Row]:
+    """The parts of an arm's backward in the order they run."""
+    kernels = entry["backward"][arm]["kernels"]
+    found = _calls(kernels, entry.get("operators", {}).get(arm, []))
+    ours = _ours([kernel["name"] for kernel in kernels], entry.get("ours", []))
+    parts: list[tuple[Any, list[int]]] = []
+    for place, told in enumerate(found):
+        key = ours.get(place) or told.get("call") or ("alone", place)
+        if parts and parts[-1][0] == key and not _is_attention(told):
+            parts[-1][1].append(place)
+        else:
+            parts.append((key, [place]))
+    longest = _longest_attention(kernels, found)
+    own = {(p["place"], p["kind"]): p for p in entry.get("ours", [])}
+    return [
+        _row(kernels, places, _own_share(own[key]) if key in own else _share(entry, found, places, longest))
+        for key, places in parts
+    ]
+
+
+def _row(kernels: Sequence[Mapping[str, Any]], places: Sequence[int], share: Share) -> Row:
+    own = [kernels[place] for place in places]
+    steps = range(len(own[0]["microseconds"]))
+    inner = [sum(k["gap"][step] for k in own[1:]) for step in steps]
+    taken = [sum(k["microseconds"][step] for k in own) + inner[step] for step in steps]
+    names = tuple(k["name"] for k in own)
+    return Row(share, names, tuple(own[0]["grid"]), tuple(taken), tuple(own[0]["gap"]))
+
+
+def _calls(
+    kernels: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """What launched each kernel, by name and occurrence: the profile with operators was another step."""
+    by_name: dict[tuple[str, int], Mapping[str, Any]] = {}
+    seen: Counter[str] = Counter()
+    for each in told:
+        by_name[each["name"], seen[each["name"]]] = each
+        seen[each["name"]] += 1
+    seen.clear()
+    found = []
+    for kernel in kernels:
+        found.append(by_name.get((kernel["name"], seen[kernel["name"]]), {"name": kernel["name"]}))
+        seen[kernel["name"]] += 1
+    return found
+
+
+def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
+    """Our kernels: position -> place and kind. Programs stand in several places, in the order of ``parts``:
+    a product that follows the program's finishing kernel is the next place's."""
+    waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
+    found: dict[int, tuple[str, str]] = {}
+    last = ""
+    for place, name in enumerate(names):
+        kernel = next((kernel for kernel in waiting if kernel in name), None)
+        if kernel is None:
+            continue
+        if kernel == last and place - 1 in found:  # the same step in a second launch
+            found[place] = found[place - 1]
+        elif waiting[kernel]:
+            part = waiting[kernel].pop(0)
+            found[place] = part["place"], part["kind"]
+        last = kernel
+    return found
+
+
+def _own_share(part: Mapping[str, Any]) -> Share:
+    if part["kind"] == "gemm":
+        return Share(PLACES[part["place"]], DATA, part["flops"], part["bytes"])
+    return Share(f"finish of {PLACES[part['place']]}", PASSES, None, part["bytes"])
+
+
+def _share(
+    entry: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: Sequence[int], longest: int
+) -> Share:
+    told = found[places[0]]
+    if _is_attention(told):
+        whole = _attention(entry["sizes"]) if places[0] == longest else (None, None)
+        return Share("attention", ATTENTION, *whole)
+    operands = _operands(told)
+    if operands:
+        return _product(entry["sizes"], *operands)
+    if told["name"].startswith("triton_") and not told["name"].startswith("triton_tem"):
+        return Share(told["name"], PASSES, None, _argument_bytes(told))
+    if IS_PRODUCT.search(told["name"]):
+        return Share("a product", UNKNOWN)
+    return Share(told.get("op", "unknown"), PASSES, None, None)
+
+
+def _is_attention(told: Mapping[str, Any]) -> bool:
+    around = (told.get("op", ""), *told.get("within", ()))
+    return any(IS_ATTENTION.search(name) for name in around if name.startswith("aten::")) or (
+        not told["name"].startswith("triton") and IS_ATTENTION.search(told["name"]) is not None
+    )
+
+
+def _longest_attention(kernels: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> int:
+    """The kernel that attention's FLOPs count for; -1 where there is none."""
+    its = [place for place, told in enumerate(found) if _is_attention(told)]
+    return max(its, key=lambda place: fmean(kernels[place]["microseconds"]), default=-1)
+
+
+def _attention(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """FLOPs and bytes of causal attention's backward: five products of half the pairs; q, k, v, its output
+    and that one's gradient are read, three gradients written."""
+    tokens, width = sizes["tokens"], sizes["width"]
+    return 5 * tokens * sizes["length"] * width, 2 * 8 * tokens * width
+
+
+def _operands(told: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+    """The shapes of a product's A and B."""
+    at = {"aten::mm": 0, "aten::addmm": 1}.get(told.get("op", ""))
+    dims = told.get("dims") or []
+    if at is None or len(dims) < at + 2 or any(len(each) != 2 for each in dims[at : at + 2]):
+        return None
+    return dims[at], dims[at + 1]
+
+
+def _product(sizes: Mapping[str, int], a: Sequence[int], b: Sequence[int]) -> Share:
+    """A matmul of the layer's backward, told by its operands' shapes."""
+    tokens, width, ffn = sizes["tokens"], sizes["width"], sizes["ffn"]
+    (m, k), n = a, b[1]
+    moved, flops = 2 * (m * k + k * n + m * n), 2 * m * n * k
+    weights = {
+        (width, ffn): "dWd = dy' @ act",
+        (width, 2 * ffn): "dWgu = dz' @ hn1",
+        (width, width): "dWo = dh1' @ a",
+        (width, 3 * width): "dWqkv = dqkv' @ hn",
+    }
+    data = {
+        (width, ffn): "dy @ Wd",
+        (2 * ffn, width): "dz @ Wgu",
+        (width, width): "dh1 @ Wo",
+        (3 * width, width): "dqkv @ Wqkv",
+    }
+    if k == tokens and (min(m, n), max(m, n)) in weights:
+        return Share(weights[min(m, n), max(m, n)], WEIGHTS, flops, moved)
+    if m == tokens and (k, n) in data:
+        return Share(data[k, n], DATA, flops, moved)
+    return Share(f"[{m}, {k}] @ [{k}, {n}]", UNKNOWN, flops, moved)
+
+
+def _argument_bytes(told: Mapping[str, Any]) -> int | None:
+    """Of a generated kernel, each tensor that it is given once; None where the profile did not say."""
+    dims, types = told.get("dims") or [], told.get("types") or []
+    found = sum(ITEM[t] * math.prod(d) for d, t in zip(dims, types, strict=False) if t in ITEM and d)
+    return found or None
+
+
+def groups(found: Sequence[Row]) -> dict[str, float]:
+    """Microseconds by group, with gaps; their sum is the whole backward."""
+    sums = {name: sum(row.mean for row in found if row.share.group == name) for name in GROUPS}
+    return sums | {GAPS: sum(fmean(row.gap) for row in found)}
+
+
+def peak(conditions: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The median SM clock in MHz, and the tensor cores' FLOP/s at it: 4096 a cycle and multiprocessor."""
+    clock, many = conditions.get("sm_mhz"), conditions.get("multiprocessors", 132)
+    if not isinstance(clock, list):
+        return None
+    return median(clock), 4096 * many * median(clock) * 1e6

@@ -1,0 +1,150 @@
+"""Runs the stages of each width within a number of seconds, and writes the file after each stage."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from primitives.files import write_atomic
+from verifier.baselines import MAX_AUTOTUNE
+from verifier.columns import COMPILE, PROGRAM
+
+ARMS = (PROGRAM, COMPILE)
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels")
+# A stage begins only where so many seconds are left: guesses, with caches empty.
+NEEDED = {"prepare": 40.0, "times": 18.0, "kernels": 12.0, "operators": 8.0, "clocks": 12.0}
+SEARCH = 210.0  # seconds for a width with max-autotune, whose search took 141 to 177 s in the comparison
+SAID = 500  # characters of an error
+
+
+@dataclass
+class Budget:
+    """The seconds that a measurement may take, from now."""
+
+    seconds: float
+    now: Callable[[], float] = time.monotonic
+    begun: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begun = self.now()
+
+    @property
+    def spent(self) -> float:
+        return self.now() - self.begun
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
+
+
+class Stages(Protocol):
+    """One width's layers on a GPU. Each stage returns what the file is to say of it."""
+
+    def prepare(self) -> dict[str, Any]:
+        """Build, compile and tune the arms, and compare their results."""
+
+    def times(self) -> dict[str, Any]:
+        """Milliseconds of each arm's forward, backward and both, in interleaved rounds."""
+
+    def kernels(self) -> dict[str, Any]:
+        """Microseconds of each kernel of each arm's backward."""
+
+    def operators(self) -> dict[str, Any]:
+        """The operator that launches each kernel, with its shapes."""
+
+    def clocks(self) -> dict[str, Any]:
+        """Clocks, power and heat while each arm repeats."""
+
+    def close(self) -> None:
+        """Give back the memory."""
+
+
+Build = Callable[[str, Sequence[str]], Stages]  # of a width and arms
+
+
+def run(widths: Sequence[str], build: Build, budget: Budget, out: Path) -> dict[str, Any]:
+    """Measure each width, then the first one again with max-autotune if the seconds allow. ``out`` has what
+    is known after each stage; what failed or was skipped says why."""
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": budget.seconds,
+        "conditions": _conditions(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "widths": {},
+    }
+
+    def keep() -> None:
+        write_atomic(out, json.dumps(found, indent=1))
+
+    keep()
+    for width in widths:
+        _profile(found, width, width, ARMS, build, budget, keep)
+    if widths and budget.left > SEARCH:
+        name = f"{widths[0]} with max-autotune"
+        _profile(found, name, widths[0], (*ARMS, MAX_AUTOTUNE), build, budget, keep)
+    found["spent"] = round(budget.spent, 1)
+    keep()
+    failed = {name: entry["failed"] for name, entry in found["widths"].items() if entry["failed"]}
+    print(f"{budget.spent:6.1f} s  wrote {out}{f'; without {failed}' if failed else ''}", flush=True)
+    return found
+
+
+def _profile(
+    found: dict[str, Any],
+    name: str,
+    width: str,
+    arms: Sequence[str],
+    build: Build,
+    budget: Budget,
+    keep: Callable[[], None],
+) -> None:
+    entry: dict[str, Any] = {"arms": list(arms), "seconds": {}, "failed": {}}
+    found["widths"][name] = entry
+    stages = build(width, arms)
+    for stage, needed in NEEDED.items():
+        if budget.left < needed:
+            entry["failed"][stage] = f"not begun: {max(budget.left, 0):.0f} s were left"
+        else:
+            _stage(entry, name, stage, getattr(stages, stage), budget)
+        keep()
+        if stage == "prepare" and stage in entry["failed"]:
+            break
+    stages.close()
+
+
+def _stage(
+    entry: dict[str, Any], name: str, stage: str, call: Callable[[], dict[str, Any]], budget: Budget
+) -> None:
+    print(f"{budget.spent:6.1f} s  {name}: {stage}", flush=True)
+    begun = budget.spent
+    try:
+        entry |= call()
+    except Exception as error:  # the next stage may work all the same
+        traceback.print_exc()
+        entry["failed"][stage] = f"{type(error).__name__}: {error}"[:SAID]
+    entry["seconds"][stage] = round(budget.spent - begun, 1)
+
+
+def _conditions() -> dict[str, Any]:
+    from verifier.conditions import Monitor, device
+
+    known = device()
+    if "multiprocessors" not in known:
+        return known
+    with Monitor() as monitor:
+        monitor.sample()
+        return known | monitor.summary()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,283 @@
+"""Draws a profile: a Markdown page with tables, and a chart for each width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from agent.compare.charts import ANONYMOUS, STYLE
+from benchmarks.layer_profile.ledger import (
+    ATTENTION,
+    DATA,
+    GAPS,
+    GROUPS,
+    MEMORY,
+    PASSES,
+    TENSOR,
+    UNKNOWN,
+    WEIGHTS,
+    Row,
+    groups,
+    peak,
+    rows,
+)
+from primitives.files import write_atomic
+from verifier.columns import PROGRAM
+from verifier.statistics import MIN_ROUNDS, ratio
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NONE = "–"
+COLOURS = {
+    ATTENTION: "#0072B2",
+    WEIGHTS: "#E69F00",
+    DATA: "#D55E00",
+    UNKNOWN: "#999999",
+    PASSES: "#009E73",
+    GAPS: "#FFFFFF",
+}
+LABELLED = 0.025  # of the longest backward: narrower bars have no label
+Table = Sequence[Sequence[str]]
+
+
+def write(found: Mapping[str, Any], out: Path) -> list[Path]:
+    """The page, and charts into ``images`` beside it. ``PAGE.reading.md`` beside it, if there is one, stands
+    after the page's head."""
+    reading = out.with_suffix(".reading.md")
+    hand = reading.read_text(encoding="utf-8").strip() if reading.exists() else ""
+    charts = {}
+    for name, entry in found["widths"].items():
+        if entry.get("backward"):
+            file = f"{out.stem}_{re.sub(r'[^0-9A-Za-z]+', '_', name)}.svg"
+            charts[name] = out.parent / "images" / file
+            charts[name].parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(charts[name], chart(name, entry))
+    parts = [_head(found), *([hand] if hand else [])]
+    parts += [_width(name, entry, charts.get(name)) for name, entry in found["widths"].items()]
+    write_atomic(out, "\n\n".join(parts) + "\n")
+    return [out, *charts.values()]
+
+
+def _head(found: Mapping[str, Any]) -> str:
+    at, versions = found["conditions"], found["versions"]
+    made = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return f"""# The layer's backward, kernel by kernel
+
+{at.get("gpu", "unknown GPU")}, driver {at.get("driver", "unknown")}, {made}, {found["date"][:10]}.
+Drawn by `python -m benchmarks.layer_profile draw` from what `measure` wrote. "{PROGRAM}" is the layer in this
+project's kernels (`verifier/layers/fused.py`, whose names the tables use), the other arm the plain layer
+under `torch.compile`. Both run the same attention of PyTorch's.
+
+Times of kernels are means over the steps of one profile (torch.profiler, CUDA activities only), in which
+the arms take turns. Before each backward runs the forward that it needs, and the L2 is as that left it. A
+bound is the larger of FLOPs at {TENSOR / 1e12:.0f} TFLOP/s and bytes at {MEMORY / 1e12:.1f} TB/s. Bytes are
+operands and outputs once, of a generated kernel the tensors that it is given. A gap is time in which no
+kernel runs; below 0, kernels overlap."""
+
+
+def _width(name: str, entry: Mapping[str, Any], picture: Path | None) -> str:
+    parts = [f"## {name}"]
+    parts += [f"Not measured, {stage}: {why}" for stage, why in entry["failed"].items()]
+    for arm, losses in entry.get("agreement", {}).items():
+        worst = max(losses, key=lambda name: losses[name])
+        parts.append(
+            f"Of the results of {arm}, {worst} is furthest from {PROGRAM}'s: {losses[worst]:.2g} of its RMS."
+        )
+    if entry.get("times"):
+        parts += ["### Whole passes", _times(entry)]
+    if entry.get("sustained"):
+        parts += ["Each arm alone, forward and backward repeated:", _clocks(entry["sustained"])]
+    if not entry.get("backward"):
+        return "\n\n".join(parts)
+    if picture:
+        parts.append(f"![kernels of the backward, {name}, by arm](images/{picture.name})")
+    found = {arm: rows(entry, arm) for arm in entry["backward"]}
+    parts += ["### By group, microseconds", _profiled(entry, found), _groups(found)]
+    parts += ["### By product, microseconds", _products(found)]
+    for arm, own in found.items():
+        dropped = entry["backward"][arm]["dropped"]
+        steps = f"{len(own[0].taken)} steps, {dropped} dropped for other kernels" if own else ""
+        parts += [f"### {arm}: every kernel", f"In order; {steps}.", _kernels(own), _names(own)]
+    return "\n\n".join(parts)
+
+
+def _times(entry: Mapping[str, Any]) -> str:
+    """Medians, and each arm's time over ours, by round."""
+    times, table = entry["times"], []
+    for key, found in times.items():
+        arm, _, what = key.partition(": ")
+        over = NONE
+        if arm != PROGRAM and len(found) >= MIN_ROUNDS:
+            known = ratio(found, times[f"{PROGRAM}: {what}"])
+            over = f"{known.estimate:.3f} [{known.low:.3f}, {known.high:.3f}]"
+        spread = f"{median(found):.3f} [{min(found):.3f}, {max(found):.3f}]"
+        table.append([what, arm, spread, over, str(len(found))])
+    table.sort(key=lambda row: row[0])
+    return _table(["pass", "arm", "ms, median [least, most]", f"over {PROGRAM}", "rounds"], table)
+
+
+def _clocks(found: Mapping[str, Any]) -> str:
+    table = []
+    for arm, each in found.items():
+        at = each["conditions"]
+        told = [_reading(at, name) for name in ("sm_mhz", "power_w", "temperature_c")]
+        step = f"{median(each['milliseconds']):.3f}" if each["milliseconds"] else NONE
+        table.append([arm, step, *told, _limits(at)])
+    return _table(["arm", "ms", "SM MHz", "W", "°C", "clocks limited by"], table)
+
+
+def _limits(at: Mapping[str, Any]) -> str:
+    found = at.get("throttle")
+    return ", ".join(found) if isinstance(found, list) and found else NONE
+
+
+def _reading(at: Mapping[str, Any], name: str) -> str:
+    match at.get(name):
+        case [least, middle, most]:
+            return f"{middle:.0f} [{least:.0f}, {most:.0f}]"
+    return NONE
+
+
+def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[Row]]) -> str:
+    """Each arm's whole backward in the profile and by the clock, which a profile may lengthen."""
+    told = []
+    for arm, own in found.items():
+        timed = entry.get("times", {}).get(f"{arm}: backward")
+        clock = f", {1e3 * median(timed):.0f} us timed without a profiler, from a cold L2" if timed else ""
+        told.append(f"{arm}: {sum(groups(own).values()):.0f} us in the profile{clock}.")
+    return " ".join([_conditions(entry), *told])
+
+
+def _conditions(entry: Mapping[str, Any]) -> str:
+    known = peak(entry.get("backward_conditions", {}))
+    if known is None:
+        return "Clocks during the profile are not known."
+    return (
+        f"During the profile the SM clock's median was {known[0]:.0f} MHz; the tensor cores' peak at that "
+        f"clock is {known[1] / 1e12:.0f} TFLOP/s."
+    )
+
+
+def _groups(found: Mapping[str, Sequence[Row]]) -> str:
+    """Each group's time by arm, and how much longer the other arms take for it."""
+    sums = {arm: groups(own) for arm, own in found.items()}
+    names = [n for n in GROUPS if any(abs(each[n]) > 0 for each in sums.values())]
+    others = [arm for arm in sums if arm != PROGRAM] if PROGRAM in sums else []
+    table = []
+    for name in (*names, "all"):
+        own = {arm: sum(each.values()) if name == "all" else each[name] for arm, each in sums.items()}
+        more = [f"{own[arm] - own[PROGRAM]:+.1f}" for arm in others]
+        table.append([name, *(f"{own[arm]:.1f}" for arm in sums), *more])
+    return _table(["group", *sums, *(f"{arm} less {PROGRAM}" for arm in others)], table)
+
+
+def _products(found: Mapping[str, Sequence[Row]]) -> str:
+    """Products and attention, arm beside arm."""
+    known: dict[str, dict[str, list[Row]]] = {}
+    for arm, own in found.items():
+        for row in own:
+            if row.share.group not in (PASSES, GAPS):
+                known.setdefault(row.share.what, {}).setdefault(arm, []).append(row)
+    table = []
+    for what, by_arm in known.items():
+        every = [row for own in by_arm.values() for row in own]
+        flops = max(row.share.flops or 0 for row in every)
+        cells = [f"{sum(row.mean for row in by_arm[arm]):.1f}" if arm in by_arm else NONE for arm in found]
+        rates = [_rate(flops, by_arm.get(arm, ())) for arm in found]
+        table.append([what, f"{flops / 1e12:.3f}" if flops else NONE, *cells, *rates])
+    return _table(["what", "TFLOP", *found, *(f"{arm}, TFLOP/s" for arm in found)], table)
+
+
+def _rate(flops: int, own: Sequence[Row]) -> str:
+    taken = sum(row.mean for row in own)
+    return f"{flops / taken / 1e6:.0f}" if flops and taken > 0 else NONE
+
+
+def _kernels(own: Sequence[Row]) -> str:
+    table = []
+    for number, row in enumerate(own, 1):
+        share, bound = row.share, row.bound
+        rate = NONE
+        if share.flops:
+            rate = f"{share.flops / row.mean / 1e6:.0f} TFLOP/s"
+        elif share.bytes:
+            rate = f"{share.bytes / row.mean / 1e6:.2f} TB/s"
+        table.append(
+            [
+                str(number),
+                _short(share.what),
+                share.group,
+                "x".join(map(str, row.grid)) or NONE,
+                f"{row.mean:.1f} [{min(row.taken):.1f}, {max(row.taken):.1f}]",
+                f"{sum(row.gap) / len(row.gap):.1f}",
+                f"{share.flops / 1e12:.3f}" if share.flops else NONE,
+                f"{share.bytes / 1e9:.3f}" if share.bytes else NONE,
+                rate,
+                f"{bound:.1f}" if bound else NONE,
+                f"{bound / row.mean:.0%}" if bound else NONE,
+            ]
+        )
+    head = ["", "what", "group", "grid", "us, mean [least, most]", "gap before", "TFLOP", "GB", "rate"]
+    return _table([*head, "bound, us", "of bound"], table)
+
+
+def _names(own: Sequence[Row]) -> str:
+    """The kernels' own names, by the table's number."""
+    lines = [f"{n}: {name}" for n, row in enumerate(own, 1) for name in row.names]
+    return "\n".join(["<details><summary>names</summary>", "", "```", *lines, "```", "", "</details>"])
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 48 else f"{name[:45]}..."
+
+
+def _table(head: Sequence[str], body: Table) -> str:
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+    return "\n".join([line(head), line(["---"] * len(head)), *map(line, body)])
+
+
+def chart(name: str, entry: Mapping[str, Any]) -> bytes:
+    """An SVG: a bar for each arm's backward, a piece for each kernel in the order they run."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    found = {arm: rows(entry, arm) for arm in entry["backward"]}
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11, 1.1 + 0.95 * len(found)), layout="constrained")
+        axes = figure.subplots()
+        most = max((sum(groups(own).values()) for own in found.values()), default=1.0)
+        for place, own in enumerate(found.values()):
+            _bar(axes, place, own, most)
+        axes.set_yticks(range(len(found)), list(found))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.01 * most)
+        axes.set_xlabel("microseconds; white: no kernel runs")
+        axes.set_title(f"The layer's backward at {name}, by kernel", loc="left")
+        there = [g for g in GROUPS if any(row.share.group == g for own in found.values() for row in own)]
+        handles = [Patch(color=COLOURS[g], label=g) for g in there]
+        figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False)
+        buffer = BytesIO()
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=ANONYMOUS["svg"])
+    return buffer.getvalue()
+
+
+def _bar(axes: Axes, place: int, own: Sequence[Row], most: float) -> None:
+    at = 0.0
+    for row in own:
+        at += sum(row.gap) / len(row.gap)
+        colour = COLOURS[row.share.group]
+        axes.barh(place, row.mean, left=at, height=0.7, color=colour, edgecolor="white", linewidth=0.4)
+        if row.mean > LABELLED * most:
+            named = row.share.group != PASSES and row.mean > 2 * LABELLED * most
+            words = f"{row.share.what.split(' = ')[0]}\n{row.mean:.0f}" if named else f"{row.mean:.0f}"
+            axes.text(at + row.mean / 2, place, words, ha="center", va="center", fontsize=6, color="white")
+        at += row.mean

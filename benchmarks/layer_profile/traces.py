@@ -1,0 +1,145 @@
+"""Reads torch.profiler's Chrome traces: the kernels of each marked region, and the operators behind them.
+
+A region lies between two marker kernels on the stream. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Trace = Mapping[str, Any]
+MARKER = "spin_kernel"  # what torch.cuda._sleep launches
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class TraceError(Exception):
+    """A trace without the regions that were marked: what it has instead."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One activity of the GPU. Times are microseconds; ``call`` is the profiler's id of the operator."""
+
+    name: str
+    start: float
+    duration: float
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    registers: int | None
+    stream: int | None
+    call: int | None
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class Region:
+    """The activities between two markers; ``begin`` is the end of the first marker."""
+
+    begin: float
+    events: tuple[Event, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(event.name for event in self.events)
+
+    def gaps(self) -> list[float]:
+        """Microseconds from the end of one activity to the begin of the next; below 0 where they overlap.
+        With the durations they add up to the whole region."""
+        found, end = [], self.begin
+        for event in self.events:
+            found.append(event.start - end)
+            end = event.end
+        return found
+
+
+def regions(trace: Trace, expected: int) -> list[Region]:
+    """The marked regions in order. TraceError unless there are as many as ``expected``."""
+    events = _on_device(trace)
+    marks = [place for place, event in enumerate(events) if MARKER in event.name]
+    if len(marks) != 2 * expected:
+        raise TraceError(
+            f"the trace has {len(marks)} markers among {len(events)} activities of the GPU; "
+            f"{2 * expected} were launched"
+        )
+    pairs = zip(marks[::2], marks[1::2], strict=True)
+    return [Region(events[first].end, tuple(events[first + 1 : last])) for first, last in pairs]
+
+
+def summary(found: Sequence[Region]) -> dict[str, Any]:
+    """Each kernel of an arm's regions with its microseconds in each; regions with other kernels are dropped,
+    and counted."""
+    usual, _ = Counter(region.names for region in found).most_common(1)[0]
+    alike = [region for region in found if region.names == usual]
+    gaps = [region.gaps() for region in alike]
+    kernels = [
+        {
+            "name": event.name,
+            "grid": event.grid,
+            "block": event.block,
+            "registers": event.registers,
+            "stream": event.stream,
+            "microseconds": [round(region.events[place].duration, 3) for region in alike],
+            "gap": [round(row[place], 3) for row in gaps],
+        }
+        for place, event in enumerate(alike[0].events)
+    ]
+    return {"kernels": kernels, "dropped": len(found) - len(alike)}
+
+
+def operators(trace: Trace, region: Region) -> list[dict[str, Any]]:
+    """For each kernel of a region the operator that launched it: its shapes, and the operators around it."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
+    by_id = {_id(event): event for event in events}
+    found = []
+    for event in region.events:
+        op = by_id.get(event.call) if event.call is not None else None
+        told: dict[str, Any] = {"name": event.name}
+        if op is not None:
+            args = op.get("args", {})
+            told |= {"op": op["name"], "call": event.call, "dims": args.get("Input Dims")}
+            told |= {
+                "types": args.get("Input type"),
+                "within": [e["name"] for e in events if _encloses(e, op)],
+            }
+        found.append(told)
+    return found
+
+
+def _encloses(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+    if outer is inner or outer.get("tid") != inner.get("tid"):
+        return False
+    ends = float(inner["ts"]) + float(inner["dur"])
+    return outer["ts"] <= inner["ts"] and ends <= float(outer["ts"]) + float(outer["dur"])
+
+
+def _on_device(trace: Trace) -> list[Event]:
+    found = [
+        _event(e) for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ON_DEVICE
+    ]  # fmt: skip
+    return sorted(found, key=lambda event: event.start)
+
+
+def _event(given: Mapping[str, Any]) -> Event:
+    args = given.get("args", {})
+    return Event(
+        name=str(given["name"]),
+        start=float(given["ts"]),
+        duration=float(given["dur"]),
+        grid=tuple(args.get("grid", ())),
+        block=tuple(args.get("block", ())),
+        registers=args.get("registers per thread"),
+        stream=args.get("stream"),
+        call=_id(given),
+    )
+
+
+def _id(given: Mapping[str, Any]) -> int | None:
+    args = given.get("args", {})
+    found = args.get("External id", args.get("external id"))
+    return int(found) if found else None

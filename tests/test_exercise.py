@@ -1,0 +1,167 @@
+"""Choices of a program: which they are, how each side is taken away, and what nothing needs is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from authoring import KERNELS, SPECS, program_of
+
+import primitives
+from primitives.errors import ProgramError
+from primitives.ir import Program
+from verifier.choices import Coverage, choices
+from verifier.exercise import smooth
+from verifier.gates import Failed
+from verifier.interpreted import runs
+from verifier.sizes import scaled
+from verifier.spec import Spec
+from verifier.spec_file import load
+from verifier.verify import _interpret
+
+IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
+
+
+def spec_of(name: str) -> Spec:
+    return load(SPECS / f"{name}.yaml", check=False)
+
+
+def kernel(spec: Spec, body: str) -> Program:
+    parameters = ", ".join([*spec.inputs, *spec.constants, *spec.static])
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    return program_of(spec, f"{IMPORTS}\n\n@kernel\ndef made({parameters}):\n{lines}")
+
+
+def normed(scale: str, before: str = "") -> Program:
+    return kernel(
+        spec_of("gemm_rmsnorm"), f'{before}\nt = gemm(x, w.mT)\nreturn {{"y": t * per_row({scale})}}'
+    )
+
+
+def relu2(square: str) -> Program:
+    body = f'z = gemm(x, w.mT)\nact = {square}\nreturn {{"preact": z, "act": act * act}}'
+    return kernel(spec_of("gemm_relu2"), body)
+
+
+def interpreted(spec: Spec, program: Program) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    _interpret(spec, program, figures)
+    return figures
+
+
+def ops(program: Program) -> list[str]:
+    return [program.nodes[node].op for node in choices(program)]
+
+
+def test_a_comparison_that_only_chooses_is_that_choice() -> None:
+    assert ops(relu2("where(z > 0, z, 0)")) == ["where"]
+    assert ops(relu2("z * (z > 0)")) == ["greater"]
+    assert ops(relu2("where((z > 0) * (z > 0), z, 0)")) == ["greater", "where"]
+    assert ops(relu2("(z + abs(z)) / 2")) == ["abs"]
+    assert ops(relu2("silu(z)")) == []
+
+
+@pytest.mark.parametrize(
+    "square",
+    ["maximum(z, 0)", "where(z > 0, z, 0)", "z * (z >= 0)", "(z + abs(z)) / 2", "0 - minimum(0, 0 - z)"],
+)
+def test_each_side_of_an_honest_choice_is_needed(square: str) -> None:
+    figures = interpreted(spec_of("gemm_relu2"), relu2(square))
+    (choice,) = figures["choices"]
+    assert [side["needed"] for side in choice["sides"]] == [True, True]
+    assert all(0.3 < side["share"] < 0.7 for side in choice["sides"])
+
+
+def test_two_forms_of_one_value_may_give_the_same() -> None:
+    body = """\
+z = gemm(x, w.mT)
+gate, up = pairs(z)
+falling, rising = exp(0 - abs(gate)), abs(gate)
+sig = where(gate >= 0, 1 / (1 + falling), falling / (1 + falling))
+return {"preact": z, "act": gate * sig * up + 0 * rising}"""
+    figures = interpreted(spec_of("gemm_swiglu"), kernel(spec_of("gemm_swiglu"), body))
+    assert {choice["op"] for choice in figures["choices"]} == {"abs", "where"}
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        ("maximum(rstd, -1)", "its second argument is never the larger"),
+        ("abs(rstd)", "its argument is never negative"),
+        ("rstd * (rstd > 0)", "it always holds"),
+        ("rstd + (rstd < 0)", "it never holds"),
+        ("where(rstd > 0, rstd, 1)", "its condition always holds"),
+        ("rstd * (1 + (rstd > 1.0e9) * (rstd < 1.0001e9))", "it never holds"),
+    ],
+)
+def test_what_nothing_needs_is_refused(scale: str, words: str) -> None:
+    with pytest.raises(Failed) as failed:
+        interpreted(spec_of("gemm_rmsnorm"), normed(scale))
+    assert failed.value.code == "idle_choice" and words in failed.value.message
+
+
+def test_a_refusal_has_the_line_of_the_choice() -> None:
+    program, figures = normed("abs(rstd)"), dict[str, Any]()
+    lines = [None if node.op == "input" else 7 for node in program.nodes]
+    with pytest.raises(Failed) as failed:
+        _interpret(spec_of("gemm_rmsnorm"), program, figures, lines)
+    assert failed.value.line == 7
+
+
+@pytest.mark.parametrize("scale", ["minimum(rstd, 1.5)", "minimum(rstd, 1e9)", "maximum(rstd, 0.25)"])
+def test_a_clamp_beyond_what_is_typical_is_wrong_somewhere(scale: str) -> None:
+    with pytest.raises(Failed) as failed:
+        interpreted(spec_of("gemm_rmsnorm"), normed(scale))
+    assert failed.value.code == "numerics"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "maximum(x.columns, 9)",
+        "minimum(1, x.rows)",
+        "abs(1 - x.rows)",
+        "where(x.rows > 3, 3, 5)",
+        "(x.columns * 4 == 11 * x.rows)",
+    ],
+)
+def test_a_choice_by_sizes_and_literals_alone_is_refused_with_its_line(choice: str) -> None:
+    with pytest.raises(ProgramError) as refused:
+        normed(f"rstd * {choice}")
+    assert (refused.value.code, refused.value.line) == ("size_choice", 8)
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        "1 - 1e-12 / ((x.columns - 2048) ** 2 + 1e-12)",
+        "1 - sigmoid(x.columns - 2047)",
+        "(x.columns + 0 * rstd != 2048)",
+    ],
+)
+def test_outputs_do_not_jump_with_a_size(factor: str) -> None:
+    with pytest.raises(Failed) as failed:
+        smooth(spec_of("gemm_rmsnorm"), normed(f"rstd * ({factor})"), 0)
+    assert failed.value.code == "size_choice"
+
+
+@pytest.mark.parametrize("name", ["gemm_residual_partial_layernorm", "gemm_qk_norm_rope"])
+def test_means_do_not_jump(name: str) -> None:
+    spec = spec_of(name)
+    smooth(spec, program_of(spec, (KERNELS / f"{name}.py").read_text()), 0)
+
+
+def test_scaled_sizes_keep_the_ratios_of_the_cases() -> None:
+    spec = spec_of("gemm_swiglu_mlp")
+    found = list(scaled(spec, 1))
+    assert {(s["D"], s["F"]) for s in found} >= {(64, 176)} or any(4 * s["F"] == 11 * s["D"] for s in found)
+    ratios = {s["F"] / s["D"] for s in found}
+    assert ratios == {case.sizes["F"] / case.sizes["D"] for case in spec.cases}
+    assert {run.family for run in runs(spec, 1) if 4 * run.sizes["F"] == 11 * run.sizes["D"]} >= {
+        "normal",
+        "ends",
+    }
+
+
+def test_a_program_without_choices_has_nothing_open() -> None:
+    assert Coverage(normed("rstd")).open == []
