@@ -43,26 +43,26 @@ class Run(NamedTuple):
 
 
 def runs(spec: Spec, seed: int) -> Iterator[Run]:
-    """Each family at hidden sizes of its own; the first also at the fixed small sizes, at each extent that a
-    dim has in a case, where all are longer at once, and between the cases' extents. At one row and at few
-    integers, of which much is exact: a handful of values makes poor statistics. Then all families where dims
-    have the ratios of a case."""
+    """Each family at hidden sizes of its own, the stretched ones at several, and where dims have a case's
+    ratios. The first also at the fixed small sizes, at each extent that a dim has in a case, where all are
+    longer at once, and between the cases' extents. One row and few are tried on integers, of which much is
+    exact: a handful of values makes poor statistics."""
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield Run(sizes, "normal", fresh())
-    for sizes in stretched(spec, fresh()):
-        yield Run(sizes, "normal", fresh(), long=True)
+    for family in STRETCHED:  # of little cost, and they show most of what is wrong
+        for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
+            yield Run(hidden(spec, fresh(), largest), family, fresh())
     for family in (*FAMILIES, *ON_CPU):
         yield Run(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
     yield Run(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
-    for sizes in together(spec, fresh()):
-        yield Run(sizes, "normal", fresh())
-    for family in STRETCHED:
-        for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
-            yield Run(hidden(spec, fresh(), largest), family, fresh())
     for sizes in scaled(spec, fresh()):
         for family in (*FAMILIES, *STRETCHED, *ON_CPU):
             yield Run(sizes, family, fresh(), long=True)
+    for sizes in stretched(spec, fresh()):
+        yield Run(sizes, "normal", fresh(), long=True)
+    for sizes in together(spec, fresh()):
+        yield Run(sizes, "normal", fresh())
     for dim, sizes in between(spec, fresh()):
         yield Run(sizes, "integers" if sizes[dim] < FEW else "normal", fresh(), long=True)
 

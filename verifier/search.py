@@ -1,12 +1,12 @@
 """The search for inputs that reach a side of a choice which no run has needed.
 
-Draws are independent of each other: each input typical, stretched, far out, or near a number that the program
-names, and matrices with one column alone, so that a product of two of them is a product of two numbers.
+Draws are independent of each other: each input is typical, stretched, near a number that the program names,
+or, one at most, far out. Matrices may have one column alone: a product of two is then one of two numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from primitives.ir import Program
 from verifier.inputs import DTYPES, Sizes, typical
 from verifier.sizes import hidden
 from verifier.spec import Spec
-from verifier.stretch import SEARCHED, STRETCHED, far, legal, near
+from verifier.stretch import SEARCHED, STRETCHED, Typical, far, legal, near
 
 SEARCHES = 160  # draws
 DRAWS_A_SIZE = 8
@@ -38,16 +38,15 @@ def search(spec: Spec, sizes: Sizes, seed: int, numbers: Sequence[float]) -> dic
     """One draw of a search, of legal inputs in the spec's dtypes."""
     random = Random(f"{seed}/{SEARCHED}")
     single = random.random() < 1 / 3
-    ways = ["typical", "near", "far", *STRETCHED, *STRETCHED]
+    farthest = random.choice([*spec.inputs, None])
+    ways: dict[str, Callable[[Typical], Tensor]] = STRETCHED | {
+        "typical": lambda of: of.values,
+        "near": lambda of: near(of, numbers),
+    }
     inputs = {}
     for name, tensor in spec.inputs.items():
-        of, way = typical(tensor, name, sizes, seed), random.choice(ways)
-        if way == "typical":
-            values = of.values
-        elif way == "near":
-            values = near(of, numbers)
-        else:
-            values = far(of) if way == "far" else STRETCHED[way](of)
+        of, way = typical(tensor, name, sizes, seed), random.choice(list(ways))
+        values = far(of) if name == farthest else ways[way](of)
         if single and values.dim() > 1:
             values = values.clone()
             values[:, 1:] = 0

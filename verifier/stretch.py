@@ -15,7 +15,7 @@ from verifier.spec_init import IGNORED_SHARE, Init
 #: squares stay within fp32; 8 bits have no range to spare.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
-FAR = 100.0
+FAR = 60.0  # beside others within reach: what fp32 holds of products that a later scale makes small again
 ZEROS = 1 / 16  # of the values in "ends", where zero is legal
 NEAR = 2.0**24  # an end of a domain as near as this is drawn itself
 
@@ -109,7 +109,7 @@ def _integral(of: Typical) -> bool:
 
 
 def far(of: Typical) -> Tensor:
-    """Scaled by one factor to anywhere in fp32's range."""
+    """Smaller or larger by one factor, as far as products with other inputs stay within fp32."""
     return _mixed(of) if _integral(of) else of.values * 2.0 ** _within(of, -FAR, FAR)
 
 

@@ -38,7 +38,7 @@ VALUES = (
     ),
     rstd("large scales clamped", "Clamps what init never draws.", "minimum(rstd, 1.5)"),
     rstd("small scales clamped", "Clamps what init never draws.", "maximum(rstd, 0.25)"),
-    rstd("scales far out clamped", "Clamps what is legal still.", "minimum(rstd, 1e30)"),
+    rstd("scales far out clamped", "Clamps what is legal still.", "minimum(rstd, 1e12)"),
     rstd(
         "a band of scales",
         "Two comparisons, each of which holds somewhere, and seldom both.",
