@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from agent import session
+from agent.visible import echo
 
 if TYPE_CHECKING:
     from verifier.report import Accepted, Checked, Rejected
@@ -19,7 +20,7 @@ def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") 
     from agent import render
 
     if as_json:
-        typer.echo(report.model_dump_json(indent=1))
+        echo(report.model_dump_json(indent=1))
     else:
         console = session.console(False)
         render.show(console, report)
@@ -61,5 +62,5 @@ def explained(error: Exception) -> int:
         status = ABSENT
     else:
         raise error
-    typer.echo(f"coda-agent: {error}", err=True)
+    echo(f"coda-agent: {error}", err=True)
     return status

@@ -259,9 +259,9 @@ def use_gpu(gpu: bool | None) -> bool:
 
 def console(quiet: bool) -> Any:
     """Where tables go: to errors where the output is for a program."""
-    from rich.console import Console
+    from agent.terminal import Console
 
-    console = Console(stderr=quiet, highlight=False)  # a run's name is one word, in one colour
+    console = Console(stderr=quiet)
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a pipe has no width: tables need some
     return console

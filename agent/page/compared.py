@@ -16,6 +16,7 @@ from agent.journal import JournalError, glance
 from agent.page.charts import number
 from agent.page.markup import Html, document, element, table
 from agent.page.rounds import IMPROVEMENT, REPAIR, Round, cost, fates, improved, repaired, rounds
+from agent.render import interval
 from agent.runs import folder, names
 from primitives.files import write_atomic
 from verifier.decision import BASELINE, CANDIDATE
@@ -158,14 +159,10 @@ def _times(runs: Sequence[Account]) -> Html:
         for t in best.timings if best else ():
             own, ratio = t.milliseconds[CANDIDATE], t.ratios[BASELINE]
             share = f"{t.roofline_milliseconds / own:.0%}"
-            rows.append((f"{run.past.run}{aside}", t.case, number(own), _ratio(ratio), share))
+            rows.append((f"{run.past.run}{aside}", t.case, number(own), interval(ratio), share))
     if not rows:
         return element("p", "None was measured.")
     return table("Times, each by its own measurement", ("run", "case", "ms", BASELINE, "roofline"), rows)
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _said(runs: Sequence[Account]) -> list[str]:
