@@ -37,7 +37,7 @@ def explained(error: Exception) -> int:
     from agent.budget import OutOfBudget
     from agent.bundle import BundleError
     from agent.compare.results import ResultsError
-    from agent.journal import JournalError
+    from agent.journal import DamagedError, JournalError
     from agent.optimize import NothingToOptimize
     from agent.primitive import PrimitiveError
     from agent.providers import ProviderError
@@ -51,7 +51,7 @@ def explained(error: Exception) -> int:
     from verifier.spec_file import SpecError
 
     wrong = SpecError | KernelError | BundleError | CountersError | PrimitiveError | ScaffoldError | TipsError
-    if isinstance(error, wrong | ResultsError | TableError):
+    if isinstance(error, wrong | ResultsError | TableError | DamagedError):
         status = USAGE
     elif isinstance(error, AcceptError | CompileError | OutOfBudget):
         status = REJECTED
