@@ -103,7 +103,7 @@ def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
 def _value(formula: float | str, sizes: Sizes) -> float:
     try:
         return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
-    except (SyntaxError, ArithmeticError) as error:
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"{formula!r} has no value ({error})") from None
     except KeyError as error:
         remedy = instead(error.args[0], sizes)
