@@ -426,6 +426,8 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except sqlite3.ProgrammingError:  # our own bug
         raise
+    except UnicodeDecodeError as error:  # SQLite quotes the file in what it finds wrong with it
+        raise DamagedError(f"{path}: damaged ({error.reason}); {_DAMAGED}") from error
     except sqlite3.DatabaseError as error:
         code = _code(error)
         if code == sqlite3.SQLITE_FULL:

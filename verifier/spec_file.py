@@ -23,7 +23,7 @@ from ruamel.yaml.scalarstring import FoldedScalarString, LiteralScalarString
 from verifier.spec import BadReference, Spec
 from verifier.spec_model import Model
 
-LARGEST = 1 << 18  # bytes of a file
+LARGEST = 1 << 18  # characters of a file
 DEEPEST = 20  # levels of it
 INT64 = 1 << 63
 Place = tuple[str | int, ...]
@@ -61,6 +61,8 @@ def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> K
 
 def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
     """``read`` of a text that is at ``path``."""
+    if len(text) > LARGEST:
+        raise SpecError(path, None, f"has more than {LARGEST} characters; a spec is one operator's")
     tree = _tree(path, text, kind)
     _check_numbers(path, tree, 1)
     try:
@@ -77,10 +79,7 @@ def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], Non
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise SpecError(path, None, f"has more than {LARGEST} bytes; a spec is one operator's")
-        return content.decode("utf-8")
+            return file.read(4 * LARGEST + 4).decode("utf-8")
     except FileNotFoundError:
         raise SpecError(path, None, f"there is no such file; {_nearby(path)}") from None
     except OSError as error:
@@ -111,7 +110,7 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
         raise SpecError(path, mark.line + 1 if mark else 1, f"this is no YAML mapping: {problem}") from None
     except YAMLError as error:
         raise SpecError(path, 1, f"this is no YAML mapping: {str(error).splitlines()[0]}") from None
-    except (ValueError, RecursionError) as error:  # a date of no calendar, !!int abc, nested too deep
+    except (ValueError, TypeError, RecursionError) as error:  # a date of no calendar, a mapping as a key
         raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
     if not isinstance(tree, CommentedMap):
         raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(kind.model_fields)}")
