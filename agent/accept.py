@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from agent import staging
+from agent import record, staging
 from agent.journal import Record, Snapshot
 from agent.loop import PIECE, STOPPED, Outcome
 from agent.runs import JOURNAL, folder
@@ -135,7 +135,7 @@ def recorded(journal: Record) -> str:
 def export(run: str, path: Path) -> Path:
     """Write all events of a run as it stands, whatever came of it and whoever has it open, to ``path``; its
     header too, but for where files lie on this machine. Raises JournalError and OSError."""
-    journal = Snapshot(folder(run) / JOURNAL)
+    journal = Snapshot(*record.glance(folder(run) / JOURNAL))
     header = {key: value for key, value in journal.header.items() if key != "directory"}
     write_atomic(path, journal.export(header))
     return path

@@ -1,5 +1,4 @@
-"""What a run's journal tells of its attempts, read whole: a journal of another version says so here, and
-what shows a run has no surprises left.
+"""What a run's journal tells of its attempts.
 
 An attempt is a report with what led to it, drafts and answers, and what followed from it.
 """
@@ -12,9 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from agent.history import Past, attended, timings_of, told
-from agent.journal import Event, JournalError, glance
-from agent.loop import OTHER_VERSION, extract, measurement
+from agent import record
+from agent.history import Past, attended, told
+from agent.journal import Event
+from agent.loop import extract, measurement
 from agent.providers import Turn
 from agent.runs import JOURNAL
 from verifier.report import REPORT, Accepted, Checked, Rejected, Timing, joined
@@ -77,21 +77,18 @@ class Account:
 def read(directory: Path) -> Account:
     """What a run's folder tells; takes nothing from whoever has the run open. Raises JournalError."""
     journal = directory / JOURNAL
-    header, events = glance(journal)
+    header, events = record.glance(journal)
     yaml = directory / "spec.yaml"
-    try:
-        grouped = _grouped(events)
-        payloads = {event.key: event.payload for event in events}
-        return Account(
-            past=attended(told(directory.name, header, events), journal),
-            header=header,
-            spec=yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else "",
-            edited=_edited(yaml, header),
-            attempts=tuple(_attempt(payloads, n, own) for n, own in sorted(grouped.items()) if n),
-            steps=_steps(events, grouped),
-        )
-    except (ValueError, KeyError, TypeError):  # pydantic's ValidationError is a ValueError
-        raise JournalError(f"{directory}: {OTHER_VERSION}") from None
+    grouped = _grouped(events)
+    payloads = {event.key: event.payload for event in events}
+    return Account(
+        past=attended(told(directory.name, header, events), journal),
+        header=header,
+        spec=yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else "",
+        edited=_edited(yaml, header),
+        attempts=tuple(_attempt(payloads, n, own) for n, own in sorted(grouped.items()) if n),
+        steps=_steps(events, grouped),
+    )
 
 
 def _edited(yaml: Path, header: Mapping[str, Any]) -> bool:
@@ -144,7 +141,7 @@ def _attempt(payloads: Mapping[str, Any], number: int, own: Sequence[Event]) -> 
         drafts=tuple(_draft(e.payload) for e in own if e.kind == "draft"),
         source=source,
         report=report,
-        timings=timings_of(report),
+        timings=record.timings_of(report),
         voids=tuple(str(e.payload["reason"]) for e in own if e.kind == "void"),
     )
 

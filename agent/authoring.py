@@ -23,6 +23,7 @@ from agent.options import (
     grouped,
     spelled,
 )
+from agent.visible import echo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,13 +125,13 @@ def primitive(
         typed.refuse_unused(f"{done}; leave it out", *spelled(authoring, budget), **asked)
     if merge:
         path, outcome, lacking = proposals.merge(name, out)
-        typer.echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
+        echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
         if lacking:
-            typer.echo(f"coda-agent: {lacking}", err=True)
+            echo(f"coda-agent: {lacking}", err=True)
         return
     if reference is not None:
         path = proposals.scaffold(name, reference, [a.strip() for a in arguments.split(",")])
-        typer.echo(f"{path}:\n{typed.source(path)}\nComplete it, then: coda-agent primitive {name}")
+        echo(f"{path}:\n{typed.source(path)}\nComplete it, then: coda-agent primitive {name}")
         return
     path = proposals.proposed(name)
     header = session.new_header(name, authoring, budget.limits(), directory, raw=True)
@@ -189,16 +190,16 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
         with candidates.started(names, flags) as started:
             best, *others = candidates.attend(started, console)
     except KeyboardInterrupt:
-        typer.echo(f"coda-agent resume {' '.join(names)} goes on", err=True)
+        echo(f"coda-agent resume {' '.join(names)} goes on", err=True)
         raise
     none = best.past.status == UNDECIDED
     for ended in [*others, best] if none else others:
-        console.print(_told(ended.past), markup=False, soft_wrap=True)
+        console.print(_told(ended.past), soft_wrap=True)
     if none:
         again = f"coda-agent resume {' '.join(names)}"
-        typer.echo(f"coda-agent: none of them has a verified kernel yet: {again}", err=True)
+        echo(f"coda-agent: none of them has a verified kernel yet: {again}", err=True)
         raise typer.Exit(best.status if best.status > 0 else ABSENT)
-    console.print(f"the best: {best.past.run}", markup=False)
+    console.print(f"the best: {best.past.run}")
     finish(session.standing(best.past.run).report, as_json, best.past.run)
 
 
@@ -225,14 +226,14 @@ def _go(
         with live.Watch(console, run.name) as watch:
             outcome = session.author(run, watch, session.measurer(gpu, measuring.options(), watch), given)
     except KeyboardInterrupt:
-        typer.echo(f"coda-agent resume {run.name} goes on", err=True)
+        echo(f"coda-agent resume {run.name} goes on", err=True)
         raise
     finally:
         run.journal.close()
     if not as_json:
-        console.print(render.credits(outcome), markup=False)
+        console.print(render.credits(outcome))
     if outcome.stopped:
-        typer.echo(f"coda-agent: {outcome.stopped}", err=True)
+        echo(f"coda-agent: {outcome.stopped}", err=True)
     proposed = "proposes" in run.journal.header
     if proposed and run.spec.name not in OPERATIONS and outcome.report.status != "rejected":
         console.print(f"next: coda-agent primitive {run.spec.name} --merge")

@@ -13,9 +13,9 @@ from typing import Any
 
 from agent.journal import Event, Journal
 from agent.providers import Charge, Turn, Usage
+from agent.record import GPU_SECONDS as GPU_SECONDS
 
 RESERVED, SETTLED = "reserved", "settled"  # kinds of events
-GPU_SECONDS = "gpu_seconds"  # what a piece of a measurement made here took, beside it in its event
 FEWEST_TOKENS = 1024  # with less left, no answer is worth asking for
 MILLION = 1_000_000
 

@@ -37,7 +37,7 @@ from verifier.report import (
     Unmeasured,
 )
 from verifier.spec import Spec
-from verifier.spec_file import SpecError, load
+from verifier.spec_file import SpecError, of_text
 
 if TYPE_CHECKING:
     from verifier.gpu import Worker
@@ -375,16 +375,11 @@ def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:
 
 
 def _spec(path: Path, entry: Entry) -> Spec:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / f"{path.stem}.yaml"
-        file.write_text(entry.spec_text, encoding="utf-8")
-        try:
-            return load(file, check=False)  # its hash is that of the spec which was checked
-        except SpecError as error:
-            place = f"line {error.line} of its spec" if error.line else "its spec"
-            raise BundleError(f"{path}: run {entry.run}: {place}: {error.message}") from None
+    try:  # without running it: its hash is that of the spec which was checked
+        return of_text(path, entry.spec_text, Spec, lambda spec: None)
+    except SpecError as error:
+        place = f"line {error.line} of its spec" if error.line else "its spec"
+        raise BundleError(f"{path}: run {entry.run}: {place}: {error.message}") from None
 
 
 def take(path: Path) -> list[tuple[str, Measurement]]:

@@ -145,7 +145,7 @@ def _tell(candidates: Sequence[Candidate], console: Console) -> None:
             words = candidate.says()
             if words and words != told.get(candidate.number):
                 told[candidate.number] = words
-                console.print(f"{candidate.number}: {words}", markup=False)
+                console.print(f"{candidate.number}: {words}")
         if not going:
             return
         time.sleep(live.TICK)

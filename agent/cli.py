@@ -21,11 +21,13 @@ from agent.ending import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
 from agent.options import Gpu, Json, Measuring, SpecPath, WeakJail, grouped, spelled
 from agent.show.command import show
 from agent.tips.command import tips
+from agent.visible import Commands, echo
 
 if TYPE_CHECKING:
     from agent.loop import Outcome
 
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -99,7 +101,7 @@ def bundle(
 
     with live.Watch(session.console(False)) as watch:
         made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)  # each once
-    typer.echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
+    echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
 
 
 @app.command()
@@ -130,9 +132,9 @@ def measure(
     worst = OK
     for result in done.results:
         status = result.measurement["status"]
-        typer.echo(f"{result.run}: {status}" + _why(result.measurement))
+        echo(f"{result.run}: {status}" + _why(result.measurement))
         worst = max(worst, OK if status == "measured" else REJECTED)
-    typer.echo(f"{out}. At home: coda-agent import {out}")
+    echo(f"{out}. At home: coda-agent import {out}")
     raise typer.Exit(worst)
 
 
@@ -145,11 +147,11 @@ def import_results(
 
     for name, found in take(path):
         if found.status == "measured":
-            typer.echo(f"{name}: measured. Look at it: coda-agent review {name}")
+            echo(f"{name}: measured. Look at it: coda-agent review {name}")
         elif found.status == "unmeasured":
-            typer.echo(f"{name}: void, {found.reason}. Measure again: coda-agent bundle {name}")
+            echo(f"{name}: void, {found.reason}. Measure again: coda-agent bundle {name}")
         else:
-            typer.echo(f"{name}: rejected at {found.gate}: {found.code}. Feed back: coda-agent resume {name}")
+            echo(f"{name}: rejected at {found.gate}: {found.code}. Feed back: coda-agent resume {name}")
 
 
 @app.command()
@@ -160,11 +162,11 @@ def runs(as_json: Json = False) -> None:
 
     found = history.past()
     if as_json:
-        typer.echo(json.dumps(history.as_dict(found), indent=1))
+        echo(json.dumps(history.as_dict(found), indent=1))
     elif found:
         session.console(False).print(history.as_table(found))
     else:
-        typer.echo(f"{runs_dir()}: no runs yet. Start one: coda-agent generate SPEC")
+        echo(f"{runs_dir()}: no runs yet. Start one: coda-agent generate SPEC")
 
 
 @app.command()
@@ -186,13 +188,13 @@ def report(
     if jsonl:
         typed.refuse_unused("--jsonl writes the events and no page; leave it out", out=out, json=as_json)
         with typed.named(jsonl):
-            typer.echo(accepting.export(run[0], jsonl))
+            echo(accepting.export(run[0], jsonl))
     elif as_json:
         typed.refuse_unused("--json prints, and writes no page; leave one of the two out", out=out)
-        typer.echo(json.dumps(compared.as_dict(run), indent=1))
+        echo(json.dumps(compared.as_dict(run), indent=1))
     else:
         with typed.named(out or Path("RUN.html")):
-            typer.echo("\n".join(map(str, compared.write(run, out))))
+            echo("\n".join(map(str, compared.write(run, out))))
 
 
 @app.command()
@@ -208,7 +210,7 @@ def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = F
 
     console = session.console(False)
     console.print(Syntax(outcome.source, "python", word_wrap=True))
-    console.print(render.credits(outcome), markup=False)  # an author may be named [/x]
+    console.print(render.credits(outcome))
     render.show(console, outcome.report)
     if changes := accepting.changes(outcome):
         console.print(Syntax(changes, "diff", word_wrap=True))
@@ -245,10 +247,10 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
     finally:
         opened.journal.close()
     for path in paths:
-        typer.echo(os.path.relpath(path))
+        echo(os.path.relpath(path))
     if commit:
         words = accepting.message(outcome.report, outcome.authorship)  # type: ignore[arg-type]
-        typer.echo(f"committed {accepting.commit(paths, words)}")
+        echo(f"committed {accepting.commit(paths, words)}")
 
 
 @app.command()
@@ -274,7 +276,7 @@ def new(
     asking = sys.stdin.isatty() if ask is None else ask
     options = scaffold.Options.parse(asking, shape=shape, dtype=dtype, dim=dim, init=init)
     path, draft = scaffold.new(function, out, options)
-    typer.echo(f"{path}:\n{draft}\nLook at it, then: coda-agent generate {path}")
+    echo(f"{path}:\n{draft}\nLook at it, then: coda-agent generate {path}")
 
 
 @app.command()
@@ -284,7 +286,7 @@ def prompt(spec: SpecPath) -> None:
     from verifier.spec_file import load
 
     spec = typed.spec_file(spec)
-    typer.echo(str(assemble(load(spec, check=False), spec.read_text(encoding="utf-8"))))
+    echo(str(assemble(load(spec, check=False), spec.read_text(encoding="utf-8"))))
 
 
 @app.command()
@@ -304,9 +306,9 @@ def table(
         with typed.named(write):
             tables.write(write, found)
     elif as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
+        echo(json.dumps(found.to_json(), indent=1))
     else:
-        typer.echo(str(found), nl=False)
+        echo(str(found), nl=False)
 
 
 @app.command()
@@ -326,7 +328,7 @@ def doctor(as_json: Json = False) -> None:
 
     findings = doctors.check()
     if as_json:
-        typer.echo(json.dumps(doctors.as_dict(findings), indent=1))
+        echo(json.dumps(doctors.as_dict(findings), indent=1))
     else:
         session.console(False).print(doctors.table(findings))
     raise typer.Exit(OK if doctors.healthy(findings) else ABSENT)
@@ -351,10 +353,10 @@ def main() -> None:
         app()  # which exits by itself: with OK, with what a command chose, with 2 on wrong usage
     except SystemExit as ended:
         if ended.code == INTERRUPTED:
-            typer.echo("coda-agent: interrupted", err=True)
+            echo("coda-agent: interrupted", err=True)
         raise
     except session.Absent as error:
-        typer.echo(f"coda-agent: {error}", err=True)
+        echo(f"coda-agent: {error}", err=True)
         sys.exit(ABSENT)
     except Exception as error:
         sys.exit(explained(error))

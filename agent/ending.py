@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from agent import session
+from agent.visible import echo
 
 if TYPE_CHECKING:
     from verifier.report import Accepted, Checked, Rejected
@@ -19,7 +20,7 @@ def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") 
     from agent import render
 
     if as_json:
-        typer.echo(report.model_dump_json(indent=1))
+        echo(report.model_dump_json(indent=1))
     else:
         console = session.console(False)
         render.show(console, report)
@@ -36,7 +37,7 @@ def explained(error: Exception) -> int:
     from agent.budget import OutOfBudget
     from agent.bundle import BundleError
     from agent.compare.results import ResultsError
-    from agent.journal import JournalError
+    from agent.journal import DamagedError, JournalError
     from agent.optimize import NothingToOptimize
     from agent.primitive import PrimitiveError
     from agent.providers import ProviderError
@@ -50,7 +51,7 @@ def explained(error: Exception) -> int:
     from verifier.spec_file import SpecError
 
     wrong = SpecError | KernelError | BundleError | CountersError | PrimitiveError | ScaffoldError | TipsError
-    if isinstance(error, wrong | ResultsError | TableError):
+    if isinstance(error, wrong | ResultsError | TableError | DamagedError):
         status = USAGE
     elif isinstance(error, AcceptError | CompileError | OutOfBudget):
         status = REJECTED
@@ -61,5 +62,5 @@ def explained(error: Exception) -> int:
         status = ABSENT
     else:
         raise error
-    typer.echo(f"coda-agent: {error}", err=True)
+    echo(f"coda-agent: {error}", err=True)
     return status

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
+from agent import record
 from agent.budget import Spent, spent
-from agent.journal import Event, JournalError, glance, held
+from agent.journal import Event, JournalError, held
 from agent.loop import STOPPED, answers, last_verified, measurement, stands_at, used
 from agent.providers import Usage
 from agent.runs import JOURNAL, names, runs_dir
 from verifier.decision import BASELINE, CANDIDATE
-from verifier.report import REPORT, Accepted, Checked, Rejected, Timing, joined
+from verifier.report import REPORT, Accepted, Rejected, Timing, joined
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,19 +132,14 @@ class Reading:
 
     def past(self) -> Past:
         """How the run stands now; never an error."""
-        last = self._events[-1].seq if self._events else 0
         path = runs_dir() / self.run / JOURNAL
         try:
-            header, new = glance(path, last)
-            self._events += new
-            if new or self._past is None:
-                self._past = None  # that of another version's event is not told
-                self._past = told(self.run, header, self._events)
-            return attended(self._past, path)
+            header, events = record.glance(path, self._events)
         except JournalError as error:
             return Past(self.run, "unreadable", str(error))
-        except (ValueError, KeyError, TypeError):  # ValidationError among them
-            return Past(self.run, "unreadable", "written by another version of coda-agent")
+        if len(events) > len(self._events) or self._past is None:
+            self._events, self._past = events, told(self.run, header, events)
+        return attended(self._past, path)
 
 
 def of(name: str) -> Past:
@@ -157,7 +153,7 @@ def attended(run: Past, journal: Path) -> Past:
 
 
 def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
-    """A run by its journal. Raises ValueError, KeyError or TypeError for another version's."""
+    """A run by its journal."""
     payloads = {event.key: event.payload for event in events}
     turns = answers(payloads)
     status, why = UNDECIDED, ""
@@ -187,18 +183,10 @@ def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
     )
 
 
-def timings_of(report: Accepted | Checked | Rejected | None) -> tuple[Timing, ...]:
-    """Those of a kernel that was measured, be it too slow."""
-    if isinstance(report, Accepted):
-        return report.timings
-    rows = report.evidence.get("timings", ()) if isinstance(report, Rejected) else ()
-    return tuple(Timing.model_validate({"samples": {}} | row) for row in rows)  # evidence leaves those out
-
-
 def _fastest_rejected(payloads: dict[str, Any]) -> tuple[Timing, ...]:
     numbers = [int(key.partition("/")[2]) for key in payloads if key.startswith("measurement/")]
     found = [m for n in numbers if isinstance(m := measurement(payloads, n), Rejected)]
-    rows = filter(None, map(timings_of, found))
+    rows = filter(None, map(record.timings_of, found))
     return max(rows, key=lambda rows: _mean(t.ratios[BASELINE].estimate for t in rows) or 0.0, default=())
 
 

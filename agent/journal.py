@@ -26,9 +26,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from agent.room import BYTES, Room
-from primitives.files import sync_directory
+from primitives.files import parse, sync_directory
 
-__all__ = ["Event", "Journal", "JournalError", "Record", "Snapshot", "glance", "held", "read_export"]
+__all__ = [
+    *("DamagedError", "Event", "Journal", "JournalError", "Record", "Snapshot"),
+    *("glance", "held", "read_export"),
+]
 
 SCHEMA = 1
 _APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
@@ -50,6 +53,10 @@ COMMIT;
 
 class JournalError(Exception):
     """A journal or an export that cannot be used: the message names the file and what to do."""
+
+
+class DamagedError(JournalError):
+    """A journal that is there and says what none of ours would."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,10 @@ class Record(ABC):
 
 
 class Snapshot(Record):
-    """A journal as it was committed at one moment, whoever has it open. Raises JournalError as ``glance``."""
+    """A journal as it was committed at one moment."""
 
-    def __init__(self, path: Path):
-        self.header, self._events = glance(path)
+    def __init__(self, header: dict[str, Any], events: list[Event]):
+        self.header, self._events = header, events
 
     def events(self) -> list[Event]:
         return self._events
@@ -98,7 +105,7 @@ class Journal(Record):
         self._db = connection
         self._room = Room(path.with_name(path.name + "-room"))
         self._keeps = True  # perhaps: the room holds an event that the journal had none for
-        self.header = self._load(self._rows("SELECT json FROM header")[0][0])
+        self.header = _header(path, self._rows(_HEADER))
 
     @classmethod
     def create(cls, path: Path, header: dict[str, Any]) -> Journal:
@@ -185,7 +192,7 @@ class Journal(Record):
         kept = self._room.kept()
         if kept is not None:
             statement = "INSERT OR IGNORE INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)"
-            self._rows(statement, *json.loads(kept))
+            self._rows(statement, *_kept(self._room.path, kept))
             self._room.give_back()
         self._keeps = False
 
@@ -226,7 +233,7 @@ def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
         try:
             return _read(path, f"{path.absolute().as_uri()}?mode=ro", after)
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF not in _UNWRITABLE:
+            if _code(error) not in _UNWRITABLE:
                 raise
             return _read_aside(path, after, error)
 
@@ -240,9 +247,9 @@ def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]
     with closing(sqlite3.connect(uri, uri=True)) as db:
         if not after:  # it reads the whole file
             _check(path, db)
-        (text,) = db.execute("SELECT json FROM header").fetchone()
+        header = db.execute(_HEADER).fetchall()
         rows = db.execute(_EVENTS, (after,)).fetchall()
-    return _load(path, text), [_event(path, row) for row in rows]
+    return _header(path, header), [_event(path, row) for row in rows]
 
 
 def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any], list[Event]]:
@@ -279,19 +286,43 @@ def held(path: Path) -> bool:
     return False
 
 
+_HEADER = "SELECT json FROM header"
 _EVENTS = "SELECT seq, key, kind, payload, time FROM events WHERE seq > ? ORDER BY seq"
 
 
-def _event(path: Path, row: tuple[int, str, str, str, str]) -> Event:
+def _header(path: Path, rows: list[tuple[Any, ...]]) -> dict[str, Any]:
+    if len(rows) != 1:
+        raise DamagedError(f"{path}: it has {len(rows)} headers, not one; {_DAMAGED}")
+    return _load(path, rows[0][0])
+
+
+def _event(path: Path, row: tuple[Any, ...]) -> Event:
     seq, key, kind, payload, time = row
+    if not all(isinstance(value, str) for value in (key, kind, time)):
+        raise DamagedError(f"{path}: event {seq}: its key, kind or time is no text; {_DAMAGED}")
     return Event(seq, key, kind, _load(path, payload), time)
 
 
-def _load(path: Path, text: str) -> dict[str, Any]:
+def _load(path: Path, text: object) -> dict[str, Any]:
+    """A JSON object. SQLite gives whatever a damaged record holds."""
     try:
-        return json.loads(text)
+        found = parse(text) if isinstance(text, str) else text
     except ValueError as error:
-        raise JournalError(f"{path}: a record is damaged ({error}); {_DAMAGED}") from error
+        raise DamagedError(f"{path}: a record is damaged ({error}); {_DAMAGED}") from None
+    if not isinstance(found, dict):
+        raise DamagedError(f"{path}: a record is damaged (it is no JSON object); {_DAMAGED}")
+    return found
+
+
+def _kept(path: Path, text: str) -> list[str]:
+    """The event that a room keeps: key, kind, payload and time."""
+    try:
+        found = parse(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or len(found) != 4 or not all(isinstance(each, str) for each in found):
+        raise DamagedError(f"{path}: keeps no event; remove it and resume, which asks again")
+    return found
 
 
 def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
@@ -304,7 +335,7 @@ def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
     header = _parse(path, *first, {"coda_agent_journal": int, "header": dict})
     if header["coda_agent_journal"] != SCHEMA:
         found = header["coda_agent_journal"]
-        raise JournalError(f"{path}:{first[0]}: schema {found}, this version reads {SCHEMA}; export it anew")
+        raise DamagedError(f"{path}:{first[0]}: schema {found}, this version reads {SCHEMA}; export it anew")
     return header["header"], [Event(**_parse(path, number, line, _EVENT)) for number, line in rest]
 
 
@@ -315,15 +346,15 @@ _DAMAGED = "restore it from a copy, or start a new run"
 def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dict[str, Any]:
     """One line of an export with just these fields."""
     try:
-        data = json.loads(line)
+        data = parse(line)
     except ValueError as error:  # UnicodeDecodeError too
-        raise JournalError(f"{path}:{number}: not a line of JSON ({error}); export the run again") from None
+        raise DamagedError(f"{path}:{number}: not a line of JSON ({error}); export the run again") from None
     if not isinstance(data, dict) or data.keys() != fields.keys():
         wanted = ", ".join(fields)
-        raise JournalError(f"{path}:{number}: needs an object with just {wanted}; export the run again")
+        raise DamagedError(f"{path}:{number}: needs an object with just {wanted}; export the run again")
     for name, kind in fields.items():
         if type(data[name]) is not kind:
-            raise JournalError(f"{path}:{number}: {name!r} must be {kind.__name__}, not {data[name]!r}")
+            raise DamagedError(f"{path}:{number}: {name!r} must be {kind.__name__}, not {data[name]!r}")
     return data
 
 
@@ -379,13 +410,13 @@ def _check(path: Path, connection: sqlite3.Connection) -> None:
         for name in ("application_id", "user_version", "quick_check")
     )
     if application != _APPLICATION:
-        raise JournalError(f"{path}: an SQLite file, but no journal of coda-agent; check the run's name")
+        raise DamagedError(f"{path}: an SQLite file, but no journal of coda-agent; check the run's name")
     if schema != SCHEMA:
         raise JournalError(
             f"{path}: of schema {schema}, this version reads {SCHEMA}; use the coda-agent that wrote it"
         )
     if health != "ok":
-        raise JournalError(f"{path}: damaged ({' '.join(health.split())}); {_DAMAGED}")
+        raise DamagedError(f"{path}: damaged ({' '.join(health.split())}); {_DAMAGED}")
 
 
 @contextmanager
@@ -395,14 +426,27 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except sqlite3.ProgrammingError:  # our own bug
         raise
+    except UnicodeDecodeError as error:  # SQLite quotes the file in what it finds wrong with it
+        raise DamagedError(f"{path}: damaged ({error.reason}); {_DAMAGED}") from error
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+        code = _code(error)
+        if code == sqlite3.SQLITE_FULL:
             remedy = "free space on that disk and resume; what was committed is safe"
-        elif isinstance(error, sqlite3.OperationalError):
+        elif isinstance(error, sqlite3.OperationalError) and code not in _WRONG:
             remedy = "check that the file can be read and written, then resume; what was committed is safe"
         else:
-            remedy = _DAMAGED
+            raise DamagedError(f"{path}: {error}; {_DAMAGED}") from error
         raise JournalError(f"{path}: {error}; {remedy}") from error
+
+
+# SQLite's errors for a file that is there and says something else: no table of ours, text that is no UTF-8.
+_WRONG = (None, sqlite3.SQLITE_ERROR)
+
+
+def _code(error: sqlite3.Error) -> int | None:
+    """SQLite's primary code; None for what Python itself found wrong."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code if code is None else code & 0xFF
 
 
 def _now() -> str:

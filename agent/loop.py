@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from filelock import Timeout
-from pydantic import ValidationError
 
 from agent import improve, prompt, tools
 from agent.blocks import PYTHON, last
@@ -24,6 +23,7 @@ from agent.budget import GPU_SECONDS, Ledger, Limits, OutOfBudget, Spent
 from agent.gpu import gpu_alone
 from agent.journal import Journal, JournalError, Record
 from agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
+from agent.record import uncharged
 from agent.work import Measure, Work
 from primitives.deadline import Late, until
 from primitives.errors import ProgramError
@@ -44,7 +44,6 @@ from verifier.spec import Spec
 if TYPE_CHECKING:
     from verifier.kept import Kept
 
-OTHER_VERSION = "the run's journal was written by another version of coda-agent; start a new run"
 PIECE = "piece"  # the kind of event that holds a part of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended before its time
 CALLS = 12  # turns that only use tools, before an attempt without an answer is over
@@ -281,7 +280,7 @@ def _rejected_before(payloads: Mapping[str, Any], number: int) -> dict[str, Any]
     if f"measurement/{number}" in payloads:
         return None
     for earlier in range(number - 1, 0, -1):
-        found = _uncharged(payloads.get(f"measurement/{earlier}", {}))
+        found = uncharged(payloads.get(f"measurement/{earlier}", {}))
         if found.get("status") == "measured":  # since then that is what there is to beat
             return None
         mine, other = (payloads.get(f"report/{each}", {}) for each in (number, earlier))
@@ -325,7 +324,7 @@ class JournalPieces:
     def load(self, piece: str) -> dict[str, Any] | None:
         key = self.prefix + piece
         found = next((e.payload for e in self.journal.events() if e.key == key), None)
-        return _uncharged(found) if found is not None else None
+        return uncharged(found) if found is not None else None
 
     def save(self, piece: str, found: dict[str, Any]) -> None:
         self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
@@ -334,11 +333,6 @@ class JournalPieces:
         """What an event is charged with: the seconds that no event has yet."""
         before, self.since = self.since, time.monotonic()
         return {GPU_SECONDS: round(self.since - before, 3)}
-
-
-def _uncharged(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """A payload as it was measured."""
-    return {key: value for key, value in payload.items() if key != GPU_SECONDS}
 
 
 def standing(journal: Record, spec: Spec) -> Outcome | None:
@@ -357,11 +351,8 @@ def standing(journal: Record, spec: Spec) -> Outcome | None:
 
 def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rejected, Program | None]:
     text = payload["program"]
-    try:
-        report = REPORT.validate_python(payload["report"])
-        return report, Program.from_json(text, spec.signature()) if text else None
-    except (ValidationError, ProgramError):
-        raise JournalError(OTHER_VERSION) from None
+    report = REPORT.validate_python(payload["report"])
+    return report, Program.from_json(text, spec.signature()) if text else None
 
 
 def answers(events: Mapping[str, Any]) -> list[Turn]:
@@ -397,11 +388,8 @@ def last_verified(events: Mapping[str, Any]) -> int | None:
 
 def measurement(events: Mapping[str, Any], number: int) -> Measurement | None:
     """What was measured of an attempt, by a run's payloads."""
-    found = _uncharged(events.get(f"measurement/{number}", {}))
-    try:
-        return MEASUREMENT.validate_python(found) if found else None
-    except ValidationError:
-        raise JournalError(OTHER_VERSION) from None
+    found = uncharged(events.get(f"measurement/{number}", {}))
+    return MEASUREMENT.validate_python(found) if found else None
 
 
 def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:

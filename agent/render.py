@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -18,6 +20,7 @@ from verifier.report import (
     Finalists,
     Gate,
     Identity,
+    Ratio,
     Rejected,
     Timing,
 )
@@ -34,42 +37,25 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
     for heading in ("gate", "result", "seconds", "figures"):
         table.add_column(heading, justify="right" if heading == "seconds" else "left")
     for gate in report.gates:
-        table.add_row(gate.gate, "[green]passed", f"{gate.seconds:.2f}", figures(gate))
+        findings = Text("".join(f"\n{finding}" for finding in gate.findings), "yellow")
+        words = Text(figures(gate)).append_text(findings)
+        table.add_row(gate.gate, Text("passed", "green"), f"{gate.seconds:.2f}", words)
     if isinstance(report, Rejected):
-        table.add_row(report.gate, "[red]rejected", "", report.code)
+        table.add_row(report.gate, Text("rejected", "red"), "", report.code)
     passed = {g.gate for g in report.gates}
     if isinstance(report, Checked):
         for name in PRIMITIVE_GATES if "form" in passed else RAW_GATES if report.identity.raw else GATES:
             if name not in passed:
-                table.add_row(name, "[dim]not run", "", "[dim]needs an H100")
+                table.add_row(name, Text("not run", "dim"), "", Text("needs an H100", "dim"))
     return table
 
 
 def figures(gate: Gate) -> str:
-    """A gate's figures in a line or two."""
-    f = gate.figures
-    words = {
-        "edit": lambda: f"{f['lines']} lines of raw CuTeDSL",
-        "form": lambda: f"{f['lines']} lines of device functions",
-        "trace": lambda: f"{f['nodes']} nodes; jailed {f['milliseconds']:.0f} ms: {', '.join(f['layers'])}",
-        "contract": lambda: f"{f['steps']} step(s), {f['vector_kernels']} vector kernel(s)",
-        "interpret": lambda: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]) + _choices(f),
-        "compile": lambda: "; ".join(_kernel(k) for k in f["kernels"]),
-        "numerics": lambda: (
-            "RMS error / yardstick: "
-            + "; ".join(
-                f"{case}: " + _pairs({n: e["rms_ratio"] for n, e in got["outputs"].items()})
-                for case, got in f.items()
-            )
-        ),
-        "stability": lambda: f"repeats bitwise equal, guards and inputs untouched: {', '.join(f)}",
-        "benchmark": lambda: "see timings",
-        "decision": lambda: (
-            _pairs({c: r["low"] for c, r in f["speedup"].items()})
-            + f" (lower bounds) over {f['baseline']}, must exceed {f['threshold']}"
-        ),
-    }[gate.gate]()
-    return "\n".join([words, *(f"[yellow]{finding}" for finding in gate.findings)])
+    """A gate's figures in a line or two; as JSON where they are those of another version's gates."""
+    try:
+        return _FIGURES[gate.gate](gate.figures)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return json.dumps(gate.figures)
 
 
 def _pairs(values: dict[str, float]) -> str:
@@ -96,6 +82,29 @@ def _kernel(kernel: dict[str, Any]) -> str:
     )
 
 
+_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "edit": lambda f: f"{f['lines']} lines of raw CuTeDSL",
+    "form": lambda f: f"{f['lines']} lines of device functions",
+    "trace": lambda f: f"{f['nodes']} nodes; jailed {f['milliseconds']:.0f} ms: {', '.join(f['layers'])}",
+    "contract": lambda f: f"{f['steps']} step(s), {f['vector_kernels']} vector kernel(s)",
+    "interpret": lambda f: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]) + _choices(f),
+    "compile": lambda f: "; ".join(_kernel(k) for k in f["kernels"]),
+    "numerics": lambda f: (
+        "RMS error / yardstick: "
+        + "; ".join(
+            f"{case}: " + _pairs({n: e["rms_ratio"] for n, e in got["outputs"].items()})
+            for case, got in f.items()
+        )
+    ),
+    "stability": lambda f: f"repeats bitwise equal, guards and inputs untouched: {', '.join(f)}",
+    "benchmark": lambda f: "see timings",
+    "decision": lambda f: (
+        _pairs({c: r["low"] for c, r in f["speedup"].items()})
+        + f" (lower bounds) over {f['baseline']}, must exceed {f['threshold']}"
+    ),
+}
+
+
 def timings(rows: tuple[Timing, ...]) -> Table:
     """Measured cases: the candidate's time and each arm's ratio to it, with intervals."""
     table = Table(
@@ -103,11 +112,11 @@ def timings(rows: tuple[Timing, ...]) -> Table:
     )
     for heading in ("case", "candidate ms", "in a graph", "roofline ms", "host us", "sees"):
         table.add_column(heading, justify="right" if heading != "case" else "left")
-    arms = list(rows[0].ratios) if rows else []
+    arms = list(dict.fromkeys(arm for t in rows for arm in t.ratios))
     for arm in arms:
         table.add_column(arm, justify="right")
     for t in rows:
-        cells = [f"{t.ratios[a].estimate:.3f} [{t.ratios[a].low:.3f}, {t.ratios[a].high:.3f}]" for a in arms]
+        cells = [interval(t.ratios.get(arm)) for arm in arms]
         table.add_row(
             t.case,
             f"{t.milliseconds['candidate']:.3f}",
@@ -118,6 +127,11 @@ def timings(rows: tuple[Timing, ...]) -> Table:
             *cells,
         )
     return table
+
+
+def interval(ratio: Ratio | None) -> str:
+    """A ratio with its confidence interval; empty where there is none."""
+    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]" if ratio else ""
 
 
 def rivals(rows: tuple[Timing, ...]) -> list[str]:
@@ -179,7 +193,7 @@ def show(console: Console, report: Accepted | Checked | Rejected) -> None:
     if isinstance(report, Accepted):
         console.print(timings(report.timings))
         for line in rivals(report.timings):
-            console.print(line, markup=False, style="dim")
+            console.print(line, style="dim")
     if isinstance(report, Rejected):
         place = f"line {report.line}: " if report.line else ""
         console.print(Text(f"{place}{report.message}"))

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from agent import record
 from agent.journal import Journal, JournalError, Snapshot
 from primitives.files import write_atomic
 from verifier.spec import Spec
@@ -84,9 +85,11 @@ def reopen(name: str) -> Run:
     """An existing run, with the spec as it was then. Raises JournalError for one that is not there, or
     whose spec was edited since."""
     directory = folder(name)
-    journal = Journal.open(directory / JOURNAL)
+    path = directory / JOURNAL
+    journal = record.opened(path)
     try:
         spec, text = _spec(directory, journal.header)
+        record.check_programs(path, journal.events(), spec)
     except BaseException:
         journal.close()
         raise
@@ -95,9 +98,11 @@ def reopen(name: str) -> Run:
 
 def look(name: str) -> tuple[Snapshot, Spec]:
     """A run at this moment, whoever has it open, and its spec. Raises JournalError as ``reopen``."""
-    directory = folder(name)
-    taken = Snapshot(directory / JOURNAL)
-    return taken, _spec(directory, taken.header)[0]
+    path = folder(name) / JOURNAL
+    taken = Snapshot(*record.glance(path))
+    spec, _ = _spec(path.parent, taken.header)
+    record.check_programs(path, taken.events(), spec)
+    return taken, spec
 
 
 def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:

@@ -64,10 +64,10 @@ def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:
 
 def recorded_run(spec: str, *, raw: bool = False) -> str:
     """The name of the run that a replay of this spec plays back."""
+    from agent import record
     from agent.accept import recording
-    from agent.journal import read_export
 
-    header, _ = read_export(recording(spec, raw=raw))
+    header, _ = record.recording(recording(spec, raw=raw))
     return str(header["run"])
 
 
@@ -193,10 +193,9 @@ def _raw(header: Mapping[str, Any]) -> bool:
 
 def header_of(name: str) -> dict[str, Any]:
     """A run's header, whoever has the run open. Raises JournalError."""
-    from agent import runs
-    from agent.journal import glance
+    from agent import record, runs
 
-    return glance(runs.folder(name) / runs.JOURNAL)[0]
+    return record.glance(runs.folder(name) / runs.JOURNAL)[0]
 
 
 def standing(name: str) -> Outcome:
@@ -259,9 +258,9 @@ def use_gpu(gpu: bool | None) -> bool:
 
 def console(quiet: bool) -> Any:
     """Where tables go: to errors where the output is for a program."""
-    from rich.console import Console
+    from agent.terminal import Console
 
-    console = Console(stderr=quiet, highlight=False)  # a run's name is one word, in one colour
+    console = Console(stderr=quiet)
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a pipe has no width: tables need some
     return console

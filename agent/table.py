@@ -16,9 +16,10 @@ from typing import Any
 
 from agent import accept, staging
 from agent.accept import KERNELS, RECORDINGS
-from agent.journal import Event, read_export
+from agent.journal import Event
 from agent.prompt import tokens
 from agent.proportions import wilson
+from agent.record import recording
 from agent.tools import DRAFT, TIP
 from primitives.files import write_atomic
 from verifier.baselines import CUBLAS, MAX_AUTOTUNE
@@ -181,7 +182,7 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
         with suppress(FileNotFoundError):  # nothing was accepted yet
             stack.enter_context(staging.settled(kernels))
         found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
-        exports = [read_export(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
+        exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
     found.sort(key=lambda report: _order(report.identity.spec))
     reports = tuple(report for report in found if not report.identity.raw)
     accepted = {report.authorship.run for report in reports if report.authorship}

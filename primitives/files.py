@@ -35,10 +35,18 @@ def usable_cache() -> Path:
     raise CacheError(f"the cache {path} cannot be written ({why}): name another folder in CODA_AGENT_CACHE")
 
 
+def parse(text: str | bytes) -> Any:
+    """JSON's values, of text that nobody vouches for. Raises ValueError for whatever is wrong with it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 def read_json(path: Path) -> Any:
     """What a file of the cache holds; None where there is none, or it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
 
@@ -66,7 +74,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("wb") as file:
+        draft.unlink(missing_ok=True)
+        # Made anew: where others may write to the directory, a link of that name would be followed.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(draft, flags, 0o666), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

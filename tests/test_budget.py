@@ -17,7 +17,19 @@ from typing import Any
 
 import pytest
 import worker_tasks
-from authoring import BROKEN, TOY_KERNEL, TURNED, USAGE, Notes, Scripted, fenced, measured, slow, write_toy
+from authoring import (
+    BROKEN,
+    HEADER,
+    TOY_KERNEL,
+    TURNED,
+    USAGE,
+    Notes,
+    Scripted,
+    fenced,
+    measured,
+    slow,
+    write_toy,
+)
 from filelock import FileLock
 
 from agent import runs, session
@@ -179,7 +191,7 @@ def test_equal_parts() -> None:
 
 @pytest.fixture
 def begin(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[[], runs.Run]:
-    return lambda: runs.start(write_toy(tmp_path), {})
+    return lambda: runs.start(write_toy(tmp_path), HEADER)
 
 
 class Metered(Scripted):
@@ -375,7 +387,7 @@ def test_a_gate_is_cut_off_at_the_deadline(
     runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: str
 ) -> None:
     """One that would never end: it has no verdict, and what it started is gone."""
-    run, notes, compilers = runs.start(write_toy(tmp_path), {}), Notes(), list[subprocess.Popen[bytes]]()
+    run, notes, compilers = runs.start(write_toy(tmp_path), HEADER), Notes(), list[subprocess.Popen[bytes]]()
     with run.journal, monkeypatch.context() as patch:
         if gate == "compile":
             compilers = hanging_compiler(patch, tmp_path)

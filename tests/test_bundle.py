@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from authoring import (
+    HEADER,
     QUACK,
     TOY_KERNEL,
     TWICE,
@@ -226,7 +227,7 @@ def test_no_source_travels(spec: Path, tmp_path: Path, gpu: Gpu) -> None:
 def test_only_a_checked_kernel_is_packed(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
     name, path = packed
     bundle.take(measure(path))
-    fresh = runs.start(spec, {})
+    fresh = runs.start(spec, HEADER)
     fresh.journal.close()
     rejected = make_run(spec, found=slow(fresh.spec))
     for other in (name, fresh.name, rejected):
@@ -255,7 +256,7 @@ def test_other_versions_are_named(packed: tuple[str, Path], gpu: Gpu, what: str,
 
 def test_a_spec_or_program_that_was_swapped(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
     _, path = packed
-    loaded = runs.start(spec, {})
+    loaded = runs.start(spec, HEADER)
     loaded.journal.close()
     other = program_of(loaded.spec, TWICE).to_json()
     original = path.read_text()

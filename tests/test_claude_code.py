@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import typer
-from authoring import BROKEN, TOY_KERNEL, Notes, coda_agent, fenced, write_toy
+from authoring import BROKEN, HEADER, TOY_KERNEL, Notes, coda_agent, fenced, write_toy
 from claude_says import (
     CONTINUE,
     CUT_FOUR_TIMES,
@@ -281,7 +281,7 @@ def test_a_run_with_tools(plan: Plan, tmp_path: Path, runs_home: Path, no_compil
     """Through the loop: each use is a turn, kept and paid by itself, and what it gave is said."""
     looks = f"```check\n{BROKEN}```\n```read\nper_row\n```\n"
     here = plan(RESULT | {"result": looks}, RESULT | {"result": fenced(TOY_KERNEL)})
-    run, notes = runs.start(write_toy(tmp_path), {"provider": "claude-code"}), Notes()
+    run, notes = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"}), Notes()
     with run.journal:
         outcome = Loop(run.journal, run.spec, session.work_of(run), make("claude-code"), notes).run()
         kinds = [event.kind for event in run.journal.events()]
@@ -484,7 +484,7 @@ def test_dollars_that_cannot_be_reserved_are_refused_at_the_start(
 
 def test_dollars_end_a_run(plan: Plan, tmp_path: Path, runs_home: Path) -> None:
     plan(RESULT | {"result": fenced(BROKEN)})
-    run = runs.start(write_toy(tmp_path), {"provider": "claude-code"})
+    run = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"})
     with run.journal:
         author, limits = make("claude-code"), Limits(dollars=0.001)
         loop = Loop(run.journal, run.spec, session.work_of(run), author, Notes(), limits=limits)

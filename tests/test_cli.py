@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from authoring import (
+    HEADER,
     ROOT,
     TOY,
     TOY_KERNEL,
@@ -199,7 +200,7 @@ def test_an_unknown_run(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_kernel_yet(command: Command, spec: Path) -> None:
-    run = runs.start(spec, {})
+    run = runs.start(spec, HEADER)
     run.journal.close()
     for name in ("review", "accept"):
         done = command(name, run.name)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from authoring import BROKEN, TOY_KERNEL, UNSCALED, Notes, Scripted, fenced, make_run
+from authoring import BROKEN, HEADER, TOY_KERNEL, UNSCALED, Notes, Scripted, fenced, make_run
 from commanding import Command, Done
 
 from agent import runs, session, tips
@@ -137,7 +137,7 @@ def test_accept_names_the_run_that_was_given(command: Command, spec: Path) -> No
 def mended(spec: Path, tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """A run that fixed two failures, and whose author proposed a tip of another."""
     monkeypatch.setattr(tips, "TIPS", tmp_path / "tips.md")
-    run = runs.start(spec, {"provider": "handoff", "author": "Ada"})
+    run = runs.start(spec, HEADER | {"provider": "handoff", "author": "Ada"})
     answers = Scripted([fenced(source) for source in (BROKEN, UNSCALED, TOY_KERNEL)])
     said = {"lesson": "Scale rows", "failed": "compile/registers", "fix": "did"}
     with run.journal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 from asking import ASK, TALK
 
-from agent.providers import Provider, ProviderError, Question, Turn, Usage, make
+from agent.providers import Provider, ProviderError, Question, Turn, Usage, handoff, make
 
 
 def hand(directory: Path, **options: Any) -> Provider:
@@ -210,3 +212,64 @@ def test_handoff_names_what_it_cannot_use(tmp_path: Path) -> None:
         hand(tmp_path).next_turn(Question("S", ASK))
     with pytest.raises(ProviderError, match="give a directory"):
         hand(tmp_path / "answer-1.md").next_turn(Question("S", ASK))
+
+
+# what a directory that others write to may hold
+
+
+def refused(directory: Path) -> str:
+    """Why an answer is not taken, at once and without reading what it leads to."""
+    with pytest.raises(ProviderError) as error:
+        hand(directory, time_limit=5).next_turn(Question("S", ASK))
+    assert not error.value.retryable and "answer-1.md" in error.value.message
+    return error.value.message
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_no_answer(tmp_path: Path, there: bool) -> None:
+    """Its target's text would go into the next prompt."""
+    secret = tmp_path / "secret"
+    if there:
+        secret.write_text("a key\n<!-- end -->\n")
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box" / "answer-1.md").symlink_to(secret)
+    assert refused(tmp_path / "box").endswith("is a link")
+
+
+def test_a_link_that_takes_an_answers_place_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answer-1.md").symlink_to("/etc/hostname")
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)  # as it was a moment ago
+    with pytest.raises(OSError) as error:
+        handoff._read(tmp_path / "answer-1.md", 100)
+    assert error.value.errno == errno.ELOOP
+
+
+def test_a_pipe_or_a_folder_is_no_answer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "answer-1.md")
+    assert refused(tmp_path).endswith("is no regular file")
+    (tmp_path / "answer-1.md").unlink()
+    (tmp_path / "answer-1.md").mkdir()
+    assert refused(tmp_path).endswith("is no regular file")
+
+
+def test_an_answer_has_a_largest_size(tmp_path: Path) -> None:
+    answer = tmp_path / "answer-1.md"
+    whole = "x" * (handoff.LARGEST - len(handoff.END) - 2) + f"\n{handoff.END}\n"
+    answer.write_text(whole)
+    assert len(hand(tmp_path).next_turn(Question("S", ASK)).text) == whole.index("\n") + 1
+    with answer.open("r+b") as file:
+        file.truncate(1 << 40)  # sparse: nobody has the memory to read it
+    assert refused(tmp_path).endswith("bytes")
+
+
+def test_a_prompt_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """Nor is its draft: both names are known to whoever answers."""
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    for name in ("prompt-1.md", f".prompt-1.md.{os.getpid()}.tmp"):
+        (tmp_path / name).symlink_to(mine)
+    with pytest.raises(ProviderError, match="did not come"):
+        hand(tmp_path, time_limit=0).next_turn(Question("S", ASK))
+    assert mine.read_text() == "precious"

@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import TOY_KERNEL, Notes, Scripted, fenced, make_run, measured, program_of, timing, write_toy
+from authoring import (
+    HEADER,
+    TOY_KERNEL,
+    Notes,
+    Scripted,
+    fenced,
+    make_run,
+    measured,
+    program_of,
+    timing,
+    write_toy,
+)
 
 from agent import bundle, history, improve, runs, session
 from agent.accept import accept
@@ -64,7 +75,7 @@ def author(
 
 
 def test_what_beats_the_kept_kernel_is_kept(toy: Path) -> None:
-    run, gpu = runs.start(toy, {"provider": "handoff"}), Gpu(True, False)
+    run, gpu = runs.start(toy, HEADER | {"provider": "handoff"}), Gpu(True, False)
     with run.journal:
         outcome, provider, notes = author(run, ["none", GOOD, scheduled(16), scheduled(32)], gpu, 2)
         assert isinstance(outcome.report, Accepted) and outcome.authorship.attempts == 3
@@ -82,7 +93,7 @@ def test_what_beats_the_kept_kernel_is_kept(toy: Path) -> None:
 
 
 def test_the_author_is_shown_where_the_time_goes(toy: Path) -> None:
-    run = runs.start(toy, {})
+    run = runs.start(toy, HEADER)
     with run.journal:
         _, provider, _ = author(run, [GOOD, scheduled(16)], Gpu(False), 1)
     (_, messages) = provider.asked[1]
@@ -110,7 +121,7 @@ def test_the_author_is_shown_what_each_part_takes(toy: Path) -> None:
 
 
 def test_a_change_that_is_wrong_is_fed_back_and_the_kernel_stays(toy: Path) -> None:
-    run = runs.start(toy, {})
+    run = runs.start(toy, HEADER)
     bad = GOOD + '\n```json\n{"0": {"swizzle": 5}}\n```\n'
     with run.journal:
         outcome, provider, _ = author(run, [GOOD, bad, scheduled(16)], Gpu(True), 2)
@@ -119,14 +130,14 @@ def test_a_change_that_is_wrong_is_fed_back_and_the_kernel_stays(toy: Path) -> N
 
 
 def test_no_rounds_end_at_the_first_acceptance(toy: Path) -> None:
-    run = runs.start(toy, {})
+    run = runs.start(toy, HEADER)
     with run.journal:
         outcome, provider, _ = author(run, [GOOD], Gpu(), 0)
     assert isinstance(outcome.report, Accepted) and len(provider.asked) == 1
 
 
 def test_a_schedule_before_the_first_acceptance_is_not_looked_at(toy: Path) -> None:
-    run = runs.start(toy, {})
+    run = runs.start(toy, HEADER)
     with run.journal:
         outcome, _, _ = author(run, [scheduled(5)], Gpu(), 0)
     assert outcome.program is not None and outcome.program.schedule == {}
@@ -151,7 +162,7 @@ def test_schedules_that_are_none(block: str, words: str) -> None:
 
 @pytest.mark.parametrize("step", ["1", "-1"])
 def test_a_schedule_for_a_step_that_is_not_there(toy: Path, step: str) -> None:
-    run = runs.start(toy, {})
+    run = runs.start(toy, HEADER)
     answer = f'{GOOD}\n```json\n{{"{step}": {{}}}}\n```\n'
     with run.journal:
         _, _, notes = author(run, [GOOD, answer], Gpu(), 1)
@@ -161,7 +172,7 @@ def test_a_schedule_for_a_step_that_is_not_there(toy: Path, step: str) -> None:
 
 
 def test_a_kernel_with_schedules_can_be_accepted_and_stands(toy: Path, tmp_path: Path) -> None:
-    run = runs.start(toy, {})
+    run = runs.start(toy, HEADER)
     with run.journal:
         outcome, _, _ = author(run, [GOOD, scheduled(16)], Gpu(True), 1)
         accept(outcome, run.journal, tmp_path, tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from authoring import (
     BROKEN,
+    HEADER,
     TOY_KERNEL,
     TWICE,
     UNSCALED,
@@ -42,7 +43,7 @@ def author(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., 
     """A real run with these answers, its journal then opened for more; its name."""
 
     def write(*sources: str, more: Callable[[Journal], object] = lambda journal: None) -> str:
-        run = runs.start(write_toy(tmp_path), {"provider": "handoff", "author": "Ada"})
+        run = runs.start(write_toy(tmp_path), HEADER | {"provider": "handoff", "author": "Ada"})
         answers = Scripted([fenced(source) for source in sources])
         with run.journal:
             Loop(run.journal, run.spec, session.work_of(run), answers, Notes(), attempts=len(sources)).run()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from authoring import (
     BROKEN,
+    HEADER,
     TOY_KERNEL,
     TURNED,
     TWICE,
@@ -35,7 +36,7 @@ GOOD, BAD, WRONG = fenced(TOY_KERNEL), fenced(BROKEN), fenced(UNSCALED)
 
 @pytest.fixture
 def begin(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., runs.Run]:
-    return lambda **options: runs.start(write_toy(tmp_path), options)
+    return lambda **options: runs.start(write_toy(tmp_path), HEADER | options)
 
 
 def author(run: runs.Run, provider: Scripted, **options: Any) -> Outcome:

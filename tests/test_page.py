@@ -34,9 +34,10 @@ from agent.budget import GPU_SECONDS
 from agent.cli import app
 from agent.journal import Journal, JournalError
 from agent.page.charts import LEFT, LONG, Mark, duration, number, timeline
-from agent.page.markup import Html, element, visible
+from agent.page.markup import Html, element
 from agent.providers import Turn, Usage
 from agent.render import rivals
+from agent.visible import visible
 from verifier.decision import KEPT
 from verifier.report import GATES, Gate, Measured, Rejected, Unmeasured
 from verifier.spec import Spec

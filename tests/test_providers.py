@@ -70,10 +70,10 @@ TURNS = [
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    with Journal.create(tmp_path / "run.db", {"spec": "s"}) as journal:
-        for number, turn in enumerate(TURNS):
+    with Journal.create(tmp_path / "run.db", {"run": "s-1", "spec": "s", "author": None}) as journal:
+        for number, turn in enumerate(TURNS, 1):
             journal.once(f"answer/{number}", "answer", turn.to_json)
-            journal.once(f"report/{number}", "report", lambda: {"status": "rejected"})
+            journal.once(f"report/{number}", "report", lambda: {"report": {"status": "rejected"}})
         (tmp_path / "run.jsonl").write_text(journal.export())
     return tmp_path / "run.jsonl"
 
@@ -102,5 +102,5 @@ def test_replay_refuses_what_is_no_recording(recording: Path, tmp_path: Path) ->
     with pytest.raises(ProviderError, match="records no answer"):
         make("replay", path=recording)
     recording.write_text(lines[0] + lines[1].replace('"author"', '"writer"'))
-    with pytest.raises(ProviderError, match="event 1: .*'author'"):
+    with pytest.raises(ProviderError, match="answer/1.author: "):
         make("replay", path=recording)

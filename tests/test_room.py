@@ -16,7 +16,7 @@ from typing import Any
 
 import fake_messages as fake
 import pytest
-from authoring import ROOT, TOY_KERNEL, Notes, Scripted, fenced, write_toy
+from authoring import HEADER, ROOT, TOY_KERNEL, Notes, Scripted, fenced, write_toy
 from fake_messages import FakeMessages
 from small_disk import mounted
 
@@ -108,7 +108,7 @@ def test_a_run_whose_disk_fills_up_during_an_answer_pays_once(
         monkeypatch.setattr(Filling, "full", lambda self: self.journal._db.execute(FULL))
     monkeypatch.setenv("CODA_AGENT_RUNS", str(small_disk / "runs"))
     text = "thinking aloud " * 20_000 + fenced(TOY_KERNEL)
-    run = runs.start(write_toy(tmp_path), {"provider": "anthropic"})
+    run = runs.start(write_toy(tmp_path), HEADER | {"provider": "anthropic"})
     with FakeMessages(fake.answer(text)) as server:  # which has one answer to give
 
         def loop(run: runs.Run, watch: Notes) -> Loop:
@@ -147,7 +147,7 @@ class Filling(Notes):
 def test_an_interruption_on_a_full_disk_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_home: Path
 ) -> None:
-    run = runs.start(write_toy(tmp_path), {"provider": "anthropic"})
+    run = runs.start(write_toy(tmp_path), HEADER | {"provider": "anthropic"})
 
     class Interrupted(Scripted):
         def next_turn(self, question: Question) -> Turn:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from authoring import BROKEN, TOY, Notes, Scripted, fenced, make_run, write_toy
+from authoring import BROKEN, HEADER, TOY, Notes, Scripted, fenced, make_run, write_toy
 from typer.testing import CliRunner
 
 from agent import runs, session
@@ -23,7 +23,7 @@ STAMPED = re.compile(r"toy-\d{8}-\d{6}(-\d+)?")
 
 def test_a_run_keeps_what_it_was_started_with(runs_home: Path, tmp_path: Path) -> None:
     path = write_toy(tmp_path)
-    run = runs.start(path, {"provider": "handoff", "attempts": 3})
+    run = runs.start(path, HEADER | {"provider": "handoff", "attempts": 3})
     with run.journal:
         assert STAMPED.fullmatch(run.name) and run.directory == runs_home / run.name
         assert run.text == TOY and (run.directory / "spec.yaml").read_text() == TOY
@@ -32,7 +32,7 @@ def test_a_run_keeps_what_it_was_started_with(runs_home: Path, tmp_path: Path) -
     with again.journal:
         assert (again.text, again.spec) == (TOY, run.spec)
         expected = {"run": run.name, "spec": "toy", "spec_hash": run.spec.hash}
-        assert again.journal.header == expected | {"provider": "handoff", "attempts": 3}
+        assert again.journal.header == expected | HEADER | {"attempts": 3}
 
 
 def test_runs_of_one_second_have_names_of_their_own(runs_home: Path, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_runs_of_one_second_have_names_of_their_own(runs_home: Path, tmp_path: P
 
 def test_a_bad_spec_starts_nothing(runs_home: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="toy.yaml:5: "):
-        runs.start(write_toy(tmp_path, "bf16", "bfloat"), {})
+        runs.start(write_toy(tmp_path, "bf16", "bfloat"), HEADER)
     assert not runs_home.exists() and runs.names() == []
 
 
@@ -90,7 +90,7 @@ def test_a_run_is_looked_at_while_it_is_open(runs_home: Path, tmp_path: Path) ->
 
 
 def test_review_of_a_run_that_has_nothing_yet(runs_home: Path, tmp_path: Path) -> None:
-    run = runs.start(write_toy(tmp_path), {})
+    run = runs.start(write_toy(tmp_path), HEADER)
     with run.journal, pytest.raises(session.Absent, match=f"{run.name} has no verified .*: it is under way"):
         session.standing(run.name)
     with pytest.raises(session.Absent, match=f"no verified kernel yet: coda-agent resume {run.name}"):
@@ -99,7 +99,7 @@ def test_review_of_a_run_that_has_nothing_yet(runs_home: Path, tmp_path: Path) -
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_run_that_failed_is_exported_even_while_it_goes_on(runs_home: Path, tmp_path: Path) -> None:
-    header = {"provider": "handoff", "attempts": 1, "author": "Ada", "directory": "/home/ada/secret project"}
+    header = HEADER | {"attempts": 1, "directory": "/home/ada/secret project"}
     run, out = runs.start(write_toy(tmp_path), header), tmp_path / "out" / "run.jsonl"
     with run.journal:
         work = session.work_of(run)
@@ -146,14 +146,14 @@ def test_no_room_for_a_run(runs_home: Path, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(runs, "write_atomic", full)
     with pytest.raises(JournalError, match="No space left on device; make room or set CODA_AGENT_RUNS"):
-        runs.start(write_toy(tmp_path), {})
+        runs.start(write_toy(tmp_path), HEADER)
 
 
 def test_runs_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "file"))
     with pytest.raises(JournalError, match="choose a directory that can be made and written"):
-        runs.start(write_toy(tmp_path), {})
+        runs.start(write_toy(tmp_path), HEADER)
 
 
 def test_where_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +164,6 @@ def test_where_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_spec_of_a_run_is_the_files(runs_home: Path, tmp_path: Path) -> None:
     path = write_toy(tmp_path)
-    run = runs.start(path, {})
+    run = runs.start(path, HEADER)
     run.journal.close()
     assert run.spec == load(path)

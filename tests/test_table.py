@@ -75,7 +75,8 @@ def put_run(
     ]
     for number, found in enumerate(steps, 1):
         status, _, later = found.partition(" ")
-        events.append((f"answer/{number}", "answer", {"text": "y" * 70, "author": author}))
+        answer = {"text": "y" * 70, "author": author, "stop_reason": "end_turn"}
+        events.append((f"answer/{number}", "answer", answer))
         if status:
             events.append((f"report/{number}", "report", {"report": {"status": status}, "source": ""}))
         if later:
@@ -83,7 +84,8 @@ def put_run(
     header = {"run": run or f"{spec}-1", "spec": spec, "author": "nobody"}
     lines: list[dict[str, Any]] = [{"coda_agent_journal": 1, "header": header}]
     for seq, (key, kind, payload) in enumerate(events, 1):
-        lines.append({"seq": seq, "key": key, "kind": kind, "payload": payload, "time": "2026-11-21"})
+        time = "2026-11-21T00:00:00+00:00"
+        lines.append({"seq": seq, "key": key, "kind": kind, "payload": payload, "time": time})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (directory / f"{file or spec}.jsonl").write_text(text, encoding="utf-8")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import BROKEN, TOY_KERNEL, UNSCALED, USAGE, Notes, Scripted, fenced, write_toy
+from authoring import BROKEN, HEADER, TOY_KERNEL, UNSCALED, USAGE, Notes, Scripted, fenced, write_toy
 
 from agent import runs, session
 from agent.loop import CALLS, Loop, Outcome, standing
@@ -26,7 +26,7 @@ def using(*calls: tuple[str, dict[str, Any]], text: str = "") -> Turn:
 
 @pytest.fixture
 def run(runs_home: Path, tmp_path: Path, no_compiler: None) -> runs.Run:
-    return runs.start(write_toy(tmp_path), {})
+    return runs.start(write_toy(tmp_path), HEADER)
 
 
 def author(run: runs.Run, *answers: Any, attempts: int = 6) -> tuple[Outcome, Scripted, Notes]:

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, model_validator
-from ruamel.yaml import YAML
 
 from primitives.ir import OPERATIONS, VALUE_NAME, Node, Operation, Program, register
 from primitives.lower import editable, exports
 from verifier.gates import Failed
 from verifier.spec import BadReference, Spec
-from verifier.spec_file import plain, read
+from verifier.spec_file import of_text, read
 from verifier.spec_model import Model, fault
 
 if TYPE_CHECKING:
@@ -239,8 +238,8 @@ def imports(source: str) -> str:
 
 
 def parse(text: str) -> Proposal:
-    """One that was checked before."""
-    return Proposal.model_validate(plain(YAML().load(text)))
+    """One that was checked before, as a run's journal has it. Raises SpecError."""
+    return of_text(Path("the run's proposal"), text, Proposal, lambda made: None)
 
 
 def _check_name(name: str, place: str) -> None:

@@ -10,7 +10,16 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    TypeAdapter,
+    model_validator,
+)
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
 RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
@@ -18,10 +27,14 @@ PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")  # o
 
 # How kernels are measured, since 2026-11-23. Whoever makes it stricter takes the next number.
 PROTOCOL = 5
-TYPICAL_ALONE = (
-    4  # the same, but for stretched inputs: reports from before there were any stand until renewed
-)
+TYPICAL_ALONE = 4  # the same without stretched inputs: reports of it stand until they are renewed
 
+CANDIDATE = "candidate"  # the arm that every timing has
+
+# Reports come from files too: what is computed with them must be neither infinite nor out of reach.
+Positive = Annotated[float, Field(gt=0, lt=1e12)]  # milliseconds, and ratios of them
+Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+Sizes = dict[str, Annotated[int, Field(gt=0, lt=1 << 40)]]
 
 Config = dict[str, StrictBool | StrictInt | None]  # the fields of a schedule of QuACK's, its GemmConfig
 # Of each stage those of tuning's last race, fastest first.
@@ -36,7 +49,7 @@ class Gate(_Record):
     """A gate that was passed: how long it took, its figures, and what it found but does not reject."""
 
     gate: str
-    seconds: float
+    seconds: Seconds
     figures: dict[str, Any] = Field(default_factory=dict)
     findings: tuple[str, ...] = ()
 
@@ -63,11 +76,11 @@ class Ratio(_Record):
     ``detectable``: the least relative difference that this measurement would have told from none.
     """
 
-    estimate: float
-    low: float
-    high: float
-    confidence: float = 0.95
-    detectable: float | None = None
+    estimate: Positive
+    low: Positive
+    high: Positive
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    detectable: Seconds | None = None
 
 
 class Timing(_Record):
@@ -82,15 +95,15 @@ class Timing(_Record):
     """
 
     case: str
-    sizes: dict[str, int]
+    sizes: Sizes
     schedules: dict[str, dict[str, Any]]
-    milliseconds: dict[str, float]
+    milliseconds: dict[str, Positive]
     ratios: dict[str, Ratio]
-    roofline_milliseconds: float
-    host_microseconds: dict[str, float]
-    graph_milliseconds: float | None = None
-    parts: dict[str, float] = Field(default_factory=dict)
-    tuning_seconds: float
+    roofline_milliseconds: Positive
+    host_microseconds: dict[str, Positive]
+    graph_milliseconds: Positive | None = None
+    parts: dict[str, Positive] = Field(default_factory=dict)
+    tuning_seconds: Seconds
     finalists: dict[str, tuple[dict[str, Any], ...]] = Field(default_factory=dict)
     kept_schedules: dict[str, dict[str, Any]] = Field(default_factory=dict)
     quack: dict[str, Finalists] = Field(default_factory=dict)
@@ -98,7 +111,13 @@ class Timing(_Record):
     rounds: int
     cold: bool = True
     input_sets: int = 1
-    samples: dict[str, tuple[tuple[float, ...], ...]]
+    samples: dict[str, tuple[tuple[Positive, ...], ...]]
+
+    @model_validator(mode="after")
+    def _compared(self) -> Timing:
+        if CANDIDATE not in self.milliseconds.keys() & self.host_microseconds.keys():
+            raise ValueError(f"case {self.case} has no times of {CANDIDATE!r}")
+        return self
 
 
 class QuackTuned(_Record):
@@ -146,6 +165,9 @@ def _moment(text: str) -> str:
     raise ValueError(f"{text!r} is no moment with its zone, such as 2026-11-22T03:05:37+00:00")
 
 
+Moment = Annotated[str, AfterValidator(_moment)]
+
+
 class _Measurement(_Record):
     """What gates on a GPU found: of what, on what, with which inputs, when. ``protocol``: how (``PROTOCOL``);
     0 in recorded ones from before they said so. ``rival``: the hash of the lowered text of the kernel
@@ -159,10 +181,10 @@ class _Measurement(_Record):
     timings: tuple[Timing, ...]
     conditions: dict[str, Any]
     controls: tuple[dict[str, Any], ...] = ()
-    seconds: dict[str, float] = Field(default_factory=dict)  # by stage of the measurement
+    seconds: dict[str, Seconds] = Field(default_factory=dict)  # by stage of the measurement
     seeds: dict[str, int]
     renewed: dict[str, str] = Field(default_factory=dict)
-    date: Annotated[str, AfterValidator(_moment)]
+    date: Moment
 
     def quack(self) -> dict[str, QuackTuned]:
         """By case, what QuACK's arms were tuned to; nothing of those that do not say so."""

@@ -1,7 +1,8 @@
 """Spec files: one YAML file an operator.
 
 ``load`` either gives a consistent ``Spec`` or raises ``SpecError``, whose text names the file, the line,
-the value and what would do.
+the value and what would do. A file is small and a tree: no alias stands for another part of it, which ten
+lines could multiply beyond any memory.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarstring import FoldedScalarString, LiteralScalarString
 
 from verifier.spec import BadReference, Spec
 from verifier.spec_model import Model
 
+LARGEST = 1 << 18  # characters of a file
+DEEPEST = 20  # levels of it
+INT64 = 1 << 63
 Place = tuple[str | int, ...]
 Kind = TypeVar("Kind", bound=Model)
 
@@ -51,7 +56,15 @@ def load(path: str | Path, check: bool = True) -> Spec:
 def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
     """A YAML file of a model's, once ``check`` raises no BadReference. Raises SpecError."""
     path = Path(path)
-    tree = _read(path, kind)
+    return of_text(path, _text(path), kind, check)
+
+
+def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
+    """``read`` of a text that is at ``path``."""
+    if len(text) > LARGEST:
+        raise SpecError(path, None, f"has more than {LARGEST} characters; a spec is one operator's")
+    tree = _tree(path, text, kind)
+    _check_numbers(path, tree, 1)
     try:
         made = kind.model_validate(plain(tree))
         check(made)
@@ -63,9 +76,10 @@ def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> K
     return made
 
 
-def _read(path: Path, kind: type[Model]) -> CommentedMap:
+def _text(path: Path) -> str:
     try:
-        tree = YAML().load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            return file.read(4 * LARGEST + 4).decode("utf-8")
     except FileNotFoundError:
         raise SpecError(path, None, f"there is no such file; {_nearby(path)}") from None
     except OSError as error:
@@ -73,6 +87,21 @@ def _read(path: Path, kind: type[Model]) -> CommentedMap:
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise SpecError(path, None, f"is no UTF-8 text: byte {error.start} is {byte:#x}") from None
+
+
+class _NoAlias(Composer):
+    """A composer of trees."""
+
+    def return_alias(self, a: Any) -> Any:
+        words = "an alias (*) of this has no place in a spec; write it out again"
+        raise ComposerError(None, None, words, a.start_mark)
+
+
+def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
+    yaml = YAML()
+    yaml.Composer, yaml.max_depth = _NoAlias, DEEPEST
+    try:
+        tree = yaml.load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = str(error.problem or error.context).partition(" with value")[0]
@@ -81,11 +110,23 @@ def _read(path: Path, kind: type[Model]) -> CommentedMap:
         raise SpecError(path, mark.line + 1 if mark else 1, f"this is no YAML mapping: {problem}") from None
     except YAMLError as error:
         raise SpecError(path, 1, f"this is no YAML mapping: {str(error).splitlines()[0]}") from None
-    except (ValueError, RecursionError) as error:  # a date of no calendar, !!int abc, nested too deep
+    except (ValueError, TypeError, RecursionError) as error:  # a date of no calendar, a mapping as a key
         raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
     if not isinstance(tree, CommentedMap):
         raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(kind.model_fields)}")
     return tree
+
+
+def _check_numbers(path: Path, node: Any, line: int) -> None:
+    """Raises SpecError for an integer that no size or bound has: Python's own may have millions of digits."""
+    if isinstance(node, int) and not -INT64 <= node < INT64:
+        raise SpecError(path, line, f"an integer has {node.bit_length()} bits; 64 at most")
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    lines = node.lc.data if isinstance(node, CommentedMap | CommentedSeq) else None
+    for key, value in pairs:
+        at = (lines or {}).get(key)
+        for part in (key, value) if isinstance(node, dict) else (value,):
+            _check_numbers(path, part, at[0] + 1 if at else line)
 
 
 def _nearby(path: Path) -> str:
@@ -116,7 +157,7 @@ def _line(tree: Any, place: Place) -> int:
     """The line of the deepest part of ``place`` that the file has; in a text, the line counted from 1."""
     line, node = 1, tree
     for part in place:
-        if isinstance(node, CommentedMap) and part in node:
+        if isinstance(node, CommentedMap) and part in (node.lc.data or ()) and part in node:
             line, node = node.lc.key(part)[0] + 1, node[part]
         elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
             line, node = node.lc.item(part)[0] + 1, node[part]

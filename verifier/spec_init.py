@@ -115,7 +115,7 @@ def arithmetic(formula: float | str, sizes: Sizes) -> float:
     """The value of a number, or of arithmetic over dims; ValueError where it has none."""
     try:
         return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
-    except (SyntaxError, ArithmeticError) as error:
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"{formula!r} has no value ({error})") from None
     except KeyError as error:
         remedy = instead(error.args[0], sizes)

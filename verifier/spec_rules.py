@@ -213,9 +213,10 @@ def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:
     text = getattr(spec, key)
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # nested too deep, too
         line = getattr(error, "lineno", None) or 1
-        raise fault(f"{key}: {getattr(error, 'msg', error)}", key, line) from None
+        words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
+        raise fault(f"{key}: {words}", key, line) from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             raise fault(f"{key}: needs no import: torch and its names are in scope", key, node.lineno)

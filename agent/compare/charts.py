@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from agent.compare.cells import Cell, Line
 from agent.compare.markdown import ABSENT, mark, marks
 from agent.compare.summary import SHARED, Row, against, ordered
-from agent.page.markup import visible
+from agent.visible import visible
 from verifier.columns import (
     COLUMNS,
     COMPILE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from agent import session, typed
 from agent.compare.options import Choice, Drawing, Effort
 from agent.ending import UNFINISHED
 from agent.options import grouped, spelled
+from agent.visible import echo
 
 if TYPE_CHECKING:
     from agent.compare.cells import Line
@@ -46,7 +46,7 @@ def compare(
     if install:
         why = "--install only makes an environment; leave it out, and compare then"
         typed.refuse_unused(why, *spelled(choice, effort, drawing), **{"from": drawn_from})
-        typer.echo(environment.install())
+        echo(environment.install())
     elif drawn_from:
         why = "--from draws what was measured; to measure more, leave --from out and give --out its folder"
         typed.refuse_unused(why, *spelled(effort))
@@ -77,14 +77,14 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
     path = drawing.out / RESULTS
     if not session.use_gpu(None):
         raise session.Absent("comparing takes an H100, and there is none here; results are drawn by --from")
-    with gpu_alone(lambda words: typer.echo(f"coda-agent: {words}", err=True)):
+    with gpu_alone(lambda words: echo(f"coda-agent: {words}", err=True)):
         found = results.read(path) if path.exists() else results.Results()  # another may have added to them
         found, ended = _measured(asked, found, path, quiet=drawing.as_json)
     _shown(View(found, NAMES), drawing)
     if found.failed() and not drawing.as_json:
-        typer.echo("Arms that failed are not tried again but with --again.")
+        echo("Arms that failed are not tried again but with --again.")
     if isinstance(ended, measuring.OutOfTime):
-        typer.echo(f"coda-agent: {ended}", err=True)
+        echo(f"coda-agent: {ended}", err=True)
         raise typer.Exit(UNFINISHED)
     if ended:
         raise session.Absent(f"the comparison ended early, and what was measured is drawn: {ended}")
@@ -186,7 +186,7 @@ def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
 
     def said(place: str, words: str) -> None:
         if not quiet:
-            typer.echo(f"{place}: {words}", err=True)
+            echo(f"{place}: {words}", err=True)
 
     if quiet or not console.is_terminal:
         yield said, lambda made: None
@@ -239,9 +239,9 @@ def _shown(view: View, drawing: Drawing) -> None:
             markdown.write(drawing.write, view.results, view.columns)
     if drawing.as_json:
         told = {"rows": [asdict(row) for row in view.lines]}
-        json.dump(told, sys.stdout, indent=1, default=lambda loss: loss.model_dump())
+        echo(json.dumps(told, indent=1, default=lambda loss: loss.model_dump()))
         return
     session.console(False).print(table(view.results, columns=view.columns))
     for rival in markdown.rivals(view.lines):
-        typer.echo(str(against(view.lines, rival)))
-    typer.echo(f"{drawing.out / TABLE}, {drawing.out / PAGE} and charts beside them")
+        echo(str(against(view.lines, rival)))
+    echo(f"{drawing.out / TABLE}, {drawing.out / PAGE} and charts beside them")

@@ -34,7 +34,7 @@ from agent.compare.summary import (
     shown,
 )
 from agent.page.charts import number
-from agent.page.markup import visible
+from agent.visible import visible
 from primitives.files import write_atomic
 from verifier.columns import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE, UPSTREAM, Column
 

@@ -13,10 +13,17 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from primitives.files import write_atomic
+from verifier.report import Sizes
 from verifier.statistics import MIN_ROUNDS
 
 SCHEMA = 1
 LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators of whole layers
+
+
+# A file's numbers are computed with: ratios, sums and scales of these stay finite.
+Milliseconds = Annotated[float, Field(gt=1e-6, lt=1e9)]
+Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+Error = Annotated[float, Field(ge=0, lt=1e30)]
 
 
 class ResultsError(Exception):
@@ -31,8 +38,8 @@ class Loss(_Record):
     """How far one output is from fp64: its RMS error over the truth's RMS, and over what any kernel must
     lose (the error gate's yardstick)."""
 
-    relative: float = Field(ge=0)
-    yardsticks: float = Field(ge=0)
+    relative: Error
+    yardsticks: Error
 
 
 class Arm(_Record):
@@ -44,11 +51,11 @@ class Arm(_Record):
     """
 
     key: str
-    milliseconds: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=MIN_ROUNDS)
+    milliseconds: tuple[Milliseconds, ...] = Field(min_length=MIN_ROUNDS)
     losses: dict[str, Loss] = Field(default_factory=dict)
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, lt=1 << 50)
     note: str = ""
-    seconds: float = Field(default=0.0, ge=0)
+    seconds: Seconds = 0.0
 
 
 class Failure(_Record):
@@ -68,16 +75,16 @@ class Sitting(_Record):
 
     operator: str
     case: str
-    sizes: dict[str, int]
+    sizes: Sizes
     question: str
-    process: int
+    process: int = Field(ge=0, lt=1 << 20)
     anchor: str
-    roofline: float = Field(gt=0)
+    roofline: Milliseconds
     arms: dict[str, Arm]
     failed: dict[str, Failure] = Field(default_factory=dict)
     conditions: dict[str, Any] = Field(default_factory=dict)
     date: str
-    seconds: float = Field(default=0.0, ge=0)
+    seconds: Seconds = 0.0
 
     @model_validator(mode="after")
     def _anchored(self) -> Sitting:
@@ -96,7 +103,7 @@ class Machine(_Record):
     are of."""
 
     gpu: str
-    ceilings: dict[str, float]
+    ceilings: dict[str, Annotated[float, Field(gt=0, lt=1e20)]]
 
 
 class Present(_Record):

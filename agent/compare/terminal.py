@@ -16,7 +16,7 @@ from agent.compare.markdown import ABSENT, Notes, clocks, columns_of, fastest, m
 from agent.compare.results import Results
 from agent.compare.summary import NOTHING, Row, ordered
 from agent.page.charts import number
-from agent.page.markup import visible
+from agent.visible import visible
 from verifier.columns import LLM
 
 NAME, CASE = 15, 11  # characters of a line of an operator's name, and of a case

@@ -20,11 +20,11 @@ from agent.page.charts import Mark, bars, duration, number, timeline
 from agent.page.markup import Html, code, details, document, element, facts, table
 from agent.page.rounds import improved, repaired, rounds, speeds
 from agent.providers import Turn, Usage
-from agent.render import figures, rivals
+from agent.render import figures, interval, rivals
 from agent.runs import folder
 from primitives.files import write_atomic
 from verifier.decision import KEPT
-from verifier.report import GATES, Accepted, Checked, Gate, Ratio, Rejected, Timing
+from verifier.report import GATES, Accepted, Checked, Rejected, Timing
 
 _CONTROLS = "Controls: the ratio of a kernel to itself, and of one with a planted delay to the same without"
 
@@ -229,27 +229,16 @@ def _place(report: Rejected, source: str) -> list[Html]:
 
 
 def _gates(report: Verdict) -> Html:
-    rows = [
-        (g.gate, element("span", "passed", class_="passed"), f"{g.seconds:.2f}", _figures(g))
-        for g in report.gates
-    ]
+    passed = element("span", "passed", class_="passed")
+    rows = [(g.gate, passed, f"{g.seconds:.2f}", "\n".join([figures(g), *g.findings])) for g in report.gates]
     if isinstance(report, Rejected):
         rows.append((report.gate, element("span", "rejected", class_="rejected"), "", report.code))
     if isinstance(report, Checked):
-        passed = {gate.gate for gate in report.gates}
+        done = {gate.gate for gate in report.gates}
         rows += [
-            (name, element("span", "not run", class_="dim"), "", "") for name in GATES if name not in passed
+            (name, element("span", "not run", class_="dim"), "", "") for name in GATES if name not in done
         ]
     return table("In the order they run", ("gate", "result", "seconds", "figures"), rows)
-
-
-def _figures(gate: Gate) -> str:
-    bare = gate.model_copy(update={"findings": ()})  # which `figures` would mark up for a terminal
-    try:
-        words = figures(bare)
-    except (LookupError, TypeError, ValueError, AttributeError):  # as another version had them
-        words = json.dumps(gate.figures)
-    return "\n".join([words, *gate.findings])
 
 
 def _measured(attempt: Attempt) -> list[Html]:
@@ -259,14 +248,10 @@ def _measured(attempt: Attempt) -> list[Html]:
         title = f"Case {t.case}: milliseconds of each arm ({sizes})"
         shown += [element("p", title), bars(title, t.milliseconds, t.roofline_milliseconds)]
     arms = list(dict.fromkeys(arm for t in attempt.timings for arm in t.ratios))
-    rows = [(t.case, *(_ratio(t.ratios[a]) if a in t.ratios else "" for a in arms)) for t in attempt.timings]
+    rows = [(t.case, *(interval(t.ratios.get(arm)) for arm in arms)) for t in attempt.timings]
     caption = "Ratios, arm / candidate, with their intervals: above 1 the candidate is faster"
     chosen = [element("p", line) for line in rivals(attempt.timings)]
     return [*shown, table(caption, ("case", *arms), rows), _costs(attempt.timings), *chosen]
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _costs(timings: Iterable[Timing]) -> Html:

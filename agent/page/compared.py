@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from agent import account, page
+from agent import account, page, record
 from agent.account import Account, Attempt
 from agent.budget import Spent
 from agent.history import Past, dollars
-from agent.journal import JournalError, glance
+from agent.journal import JournalError
 from agent.page.charts import number
 from agent.page.markup import Html, document, element, table
 from agent.page.rounds import IMPROVEMENT, REPAIR, Round, cost, fates, improved, repaired, rounds
-from agent.runs import folder, names
+from agent.render import interval
+from agent.runs import JOURNAL, folder, names
 from primitives.files import write_atomic
 from verifier.decision import BASELINE, CANDIDATE
 from verifier.report import Ratio
@@ -37,7 +38,7 @@ def members(given: Sequence[str]) -> list[str]:
 def _group(name: str) -> str:
     """What candidates share: the name of the first. A run of its own has its own."""
     try:
-        header, _ = glance(folder(name) / "journal.db")
+        header, _ = record.glance(folder(name) / JOURNAL)
     except JournalError:
         return name
     return str(header.get("group", name))
@@ -158,14 +159,10 @@ def _times(runs: Sequence[Account]) -> Html:
         for t in best.timings if best else ():
             own, ratio = t.milliseconds[CANDIDATE], t.ratios[BASELINE]
             share = f"{t.roofline_milliseconds / own:.0%}"
-            rows.append((f"{run.past.run}{aside}", t.case, number(own), _ratio(ratio), share))
+            rows.append((f"{run.past.run}{aside}", t.case, number(own), interval(ratio), share))
     if not rows:
         return element("p", "None was measured.")
     return table("Times, each by its own measurement", ("run", "case", "ms", BASELINE, "roofline"), rows)
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _said(runs: Sequence[Account]) -> list[str]:

@@ -1,19 +1,14 @@
-"""HTML that cannot be broken by what it shows: `element` escapes all text but its own markup.
-
-Standard library only.
-"""
+"""HTML that cannot be broken by what it shows: `element` escapes all text but its own markup."""
 
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Html", "code", "details", "document", "element", "facts", "table", "visible"]
+from agent.visible import visible
 
-_TERMINAL = re.compile(r"\x1b\[[0-9;]*m")  # a compiler's colours
-# Controls, lone surrogates (no UTF-8 has them), and what would reorder or hide the text around it.
-_UNSEEN = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+__all__ = ["Html", "code", "details", "document", "element", "facts", "table"]
+
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # were escaping to fail, still nothing would run
 
 
@@ -27,11 +22,6 @@ def element(name: str, *children: str, **attributes: str | float) -> Html:
     """``<name>children</name>``; an attribute ``class_`` is class, ``aria_label`` is aria-label."""
     given = "".join(f' {k.rstrip("_").replace("_", "-")}="{_text(str(v))}"' for k, v in attributes.items())
     return Html(f"<{name}{given}>{''.join(map(_text, children))}</{name}>")
-
-
-def visible(text: str) -> str:
-    """``text`` without a terminal's colours, with ``\\u....`` for what a page would not show as it is."""
-    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", _TERMINAL.sub("", text))
 
 
 def _text(text: str) -> str:

@@ -4,13 +4,18 @@ Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` beside 
 line END is whole. One that does not may be its writer's pause: it counts once it has stood still for a while,
 for a long while where it holds no block of code or its last one is open. A file named `stop` in the directory
 ends the wait.
+
+Whoever answers need not be trusted with more than this directory: an answer is a file of its own there, never
+a link to another, whose text would go into the next prompt, and it has a largest size.
 """
 
 from __future__ import annotations
 
 import codecs
 import math
+import os
 import re
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +25,8 @@ from primitives.files import write_atomic
 
 END = "<!-- end -->"
 HOW = "<!-- how to answer -->"
+LARGEST = 1 << 20  # bytes of an answer
+LARGEST_PROMPT = 1 << 26
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # Markdown's, as it opens or closes a block of code
 
 
@@ -79,7 +86,9 @@ class Handoff:
         self._directory.mkdir(parents=True, exist_ok=True)
         if not answer.exists():
             write_atomic(prompt, text)
-        elif prompt.exists() and _asked(prompt.read_text(encoding="utf-8")) != _asked(text):
+        elif prompt.exists() and _asked(_read(prompt, LARGEST_PROMPT).decode("utf-8", "replace")) != _asked(
+            text
+        ):
             raise ProviderError(  # else an old run's answer would pass for this one's
                 f"{answer} answers another prompt than the present one ({prompt} differs)",
                 "use a fresh directory, or remove both files",
@@ -102,7 +111,7 @@ class Handoff:
 
     def _whole(self, answer: Path, still: float) -> str:
         """The answer, if it is whole; ``still``: for how long it has not changed, in seconds."""
-        content = answer.read_bytes()
+        content = _read(answer, LARGEST)
         ended = _ended(content)
         if not ended and still < self._settle:
             return ""
@@ -112,7 +121,7 @@ class Handoff:
         return text if not _lacks(text) or still >= self._patience else ""
 
     def _late(self, answer: Path, there: bool) -> ProviderError:
-        content = answer.read_bytes() if there else b""
+        content = _read(answer, LARGEST) if there else b""
         lacks = _lacks(_text(answer, content))
         if not there:
             late, remedy = "did not come", "resume the run to wait again"
@@ -134,12 +143,33 @@ class Handoff:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """What changes when the file does; None where it is missing or empty."""
+    """What changes when the file does; None where it is missing or empty. Raises ProviderError for what is no
+    file."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except FileNotFoundError:
         return None
+    _refuse_other(path, found.st_mode)
     return (found.st_ino, found.st_size, found.st_mtime_ns) if found.st_size else None
+
+
+def _read(path: Path, largest: int) -> bytes:
+    """A file's bytes. Raises ProviderError for what is no regular file, and for one that is too large."""
+    if path.is_symlink():
+        _refuse_other(path, stat.S_IFLNK)
+    # Opened without following a link that took its place since, and without waiting for a pipe's other end.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        _refuse_other(path, os.fstat(file.fileno()).st_mode)
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ProviderError(f"{path} has more than {largest} bytes", "shorten it and resume the run")
+    return content
+
+
+def _refuse_other(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        what = "a link" if stat.S_ISLNK(mode) else "no regular file"
+        raise ProviderError(f"{path} is {what}", "write the answer itself there and resume the run")
 
 
 def _ended(content: bytes) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent.journal import Event, JournalError, read_export
+from agent.journal import JournalError
 from agent.providers import ProviderError, Question, Turn
+from agent.record import recording
 
 
 class Replay:
@@ -20,19 +21,12 @@ class Replay:
     def __init__(self, path: str | Path):
         self._path = Path(path)
         try:
-            _, events = read_export(self._path)
+            _, events = recording(self._path)
         except JournalError as error:
             raise ProviderError(str(error), "give the export of a recorded run") from error
-        self._turns = [self._turn(event) for event in events if event.kind == "answer"]
+        self._turns = [Turn.from_json(event.payload) for event in events if event.kind == "answer"]
         if not self._turns:
             raise ProviderError(f"{self._path} records no answer", "give the export of a run that got one")
-
-    def _turn(self, event: Event) -> Turn:
-        try:
-            return Turn.from_json(event.payload)
-        except ValueError as error:
-            message = f"{self._path}: event {event.seq}: {error}"
-            raise ProviderError(message, "export the run again") from error
 
     def next_turn(self, question: Question) -> Turn:
         """The recorded turn. Raises ProviderError when the run asks for more than was recorded."""

@@ -19,6 +19,7 @@ from agent import typed
 from agent.scaffold.draft import Draft, Entry
 from agent.scaffold.function import Function, ScaffoldError, read
 from agent.scaffold.infer import Found, halved, infer, trial_sizes
+from agent.visible import echo
 from primitives.dims import NAME, Dim
 from primitives.files import write_atomic
 from primitives.ir import DTYPES, INDICES, READABLE, VALUE_NAME
@@ -66,7 +67,7 @@ def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
     except OSError as error:
         raise ScaffoldError(f"{path}: {error.strerror}; choose another place with --out") from None
     for note in draft.notes():
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     return path, draft
 
 

@@ -130,15 +130,18 @@ def tables(resources: Sequence[Resources] | None, rooflines: Mapping[str, Roofli
 
 def resource_table(resources: Sequence[Resources]) -> Table:
     """One row a compiled kernel and configuration; spills, and a GEMM without HGMMA, stand out."""
+    from rich.text import Text
+
     numbers = ["registers", "stack B", "stages A+B/st/ld", "spills ld/st", "HGMMA", "TMA ld/st", "compile s"]
     table = new_table("resources, compiled for sm_90a", ["kernel", "schedule"], numbers)
     for r in resources:
         spilled = f"{r.spill_loads}/{r.spill_stores}"
-        spills = f"[yellow]{spilled}[/]" if r.spill_loads or r.spill_stores else spilled
+        spills = Text(spilled, "yellow" if r.spill_loads or r.spill_stores else "")
         idle = r.schedule is not None and not r.hgmma
         table.add_row(
             r.kernel.rpartition("_")[0] or r.kernel, schedule_words(r.schedule), str(r.registers),
-            str(r.stack), "/".join(map(str, r.stages or "-")), spills, "[red]0[/]" if idle else str(r.hgmma),
+            str(r.stack), "/".join(map(str, r.stages or "-")), spills,
+            Text(str(r.hgmma), "red" if idle else ""),
             f"{r.tma_loads}/{r.tma_stores}", f"{r.seconds:.1f}",
         )  # fmt: skip
     return table

@@ -10,6 +10,7 @@ import typer
 
 from agent import session, typed
 from agent.options import WeakJail
+from agent.visible import echo
 
 if TYPE_CHECKING:
     from primitives.cubin import Resources
@@ -74,7 +75,7 @@ def show(
         data = shown.to_dict()
         data["sass"] = listings and listing.as_dict(listings, full=full)
         data["counters"] = found and counting.as_dict(found)
-        typer.echo(json.dumps(data, indent=1))
+        echo(json.dumps(data, indent=1))
         return
     drawn = [shown.render(), *(listing.tables(listings, full=full) if listings else ())]
     drawn += [counting.as_table(found, export)] if export and found else []

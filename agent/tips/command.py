@@ -15,6 +15,7 @@ from agent import tips as log
 from agent import typed
 from agent.options import Authoring, Budget, WeakJail, grouped, spelled
 from agent.tips import Added, Lesson, Tip, TipsError
+from agent.visible import echo
 
 if TYPE_CHECKING:
     from agent.budget import Limits
@@ -62,13 +63,13 @@ def listing(
         return
     known = log.read_tips(log.TIPS)
     if as_json:
-        typer.echo(json.dumps({"tips": [asdict(tip) | {"verdict": tip.verdict} for tip in known]}, indent=1))
+        echo(json.dumps({"tips": [asdict(tip) | {"verdict": tip.verdict} for tip in known]}, indent=1))
     elif not known:
-        typer.echo(f"{log.TIPS.name}: no tips yet. Learn from a run: coda-agent tips propose RUN")
+        echo(f"{log.TIPS.name}: no tips yet. Learn from a run: coda-agent tips propose RUN")
     for tip in known if not as_json else ():
-        typer.echo(f"{tip.id} {tip.state}, {tip.verdict}: {tip.lesson}\n    {_evidence(tip)}")
+        echo(f"{tip.id} {tip.state}, {tip.verdict}: {tip.lesson}\n    {_evidence(tip)}")
         if tip.measured:
-            typer.echo(f"    {tip.measured}")
+            echo(f"    {tip.measured}")
 
 
 @tips.command()
@@ -92,12 +93,12 @@ def propose(
         try:
             _say(log.add(told.failure.teaches(told.lesson), log.TIPS))
         except TipsError as error:
-            typer.echo(f"refused what the author proposed: {error}", err=True)
+            echo(f"refused what the author proposed: {error}", err=True)
             refused = REFUSED
     for words in given:
         _say(log.add(words, log.TIPS))
     if not found.told and not found.failures:
-        typer.echo(f"{found.run}: no failure that a later attempt fixed, and no tip of its author's")
+        echo(f"{found.run}: no failure that a later attempt fixed, and no tip of its author's")
     raise typer.Exit(refused)
 
 
@@ -131,8 +132,6 @@ def measure(
     """Author specs with a tip and without, and write down by how much it helps. A second call goes on where
     the first was cut off; with more --runs, and as much more of the budgets, it adds to them. Recorded runs
     answer the same with a tip and without: replay is refused."""
-    from rich.console import Console
-
     from agent import session
     from agent.tips import trials
     from agent.tips.watch import Watch
@@ -146,18 +145,18 @@ def measure(
     session.refuse_uncounted(provider, budget.limits(), authoring.model)
     part = trials.part(budget.limits(), each * len(tried))
     options = authoring.header() | {"provider": provider, "limits": part.to_json(), "weak_jail": weak_jail}
-    typer.echo(_plan(tried, specs, runs, part))
+    echo(_plan(tried, specs, runs, part))
     for tip in tried:
         known = log.read_tips(log.TIPS)
-        with Watch(Console(stderr=True), speaks=provider == "handoff") as watch:
+        with Watch(session.console(True), speaks=provider == "handoff") as watch:
             measurer = session.measurer(gpu, Options(), watch)
-            author = trials.Runs(tip, known, options, watch, each, measurer, typer.echo)
+            author = trials.Runs(tip, known, options, watch, each, measurer, echo)
             with _told_how_to_go_on():
                 trial = trials.measure(tip, known, specs, runs, author)
         if not author.judged:
             remedy = "give more, or fewer --runs"
             raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
-        typer.echo(f"{tip.id} {trial}")  # said before it is kept: a log that refuses it loses nothing
+        echo(f"{tip.id} {trial}")  # said before it is kept: a log that refuses it loses nothing
         on = ", ".join(dict.fromkeys(path.stem for path in specs))
         log.change(tip.id, log.TIPS, measured=f"{trial}; on {on}, by {_writer(authoring, provider)}")
 
@@ -168,7 +167,7 @@ def _told_how_to_go_on() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        typer.echo("stopped; what was measured is kept: the same command goes on from here", err=True)
+        echo("stopped; what was measured is kept: the same command goes on from here", err=True)
         raise
 
 
@@ -231,31 +230,31 @@ def _ask(failure: Failure) -> Lesson | None:
     """The person's lesson of a failure; None where there is none, or the log has one of it."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
-            typer.echo(
+            echo(
                 f"{tip.id} ({tip.state}) is of the failure {failure.failed} already: {tip.lesson}\n"
                 f"    to add another lesson of it: --failed {failure.failed} --lesson '...'"
             )
             return None
-    typer.echo(f"Failed at {failure.failed}, fixed by: {failure.fix}")
+    echo(f"Failed at {failure.failed}, fixed by: {failure.fix}")
     while words := typer.prompt("Lesson (empty: none)", default="", show_default=False):
         try:
             return failure.teaches(words)
         except TipsError as error:
-            typer.echo(f"{error}", err=True)
+            echo(f"{error}", err=True)
     return None
 
 
 def _say(added: Added) -> None:
     tip = added.tip
     if added.merged:
-        typer.echo(f"{tip.id} ({tip.state}) has that already, now with this evidence: {tip.lesson}")
+        echo(f"{tip.id} ({tip.state}) has that already, now with this evidence: {tip.lesson}")
         if tip.state == log.RETIRED:
-            typer.echo(f"    coda-agent tips accept {tip.id} has prompts read it again")
+            echo(f"    coda-agent tips accept {tip.id} has prompts read it again")
         return
-    typer.echo(f"{tip.id} proposed: {tip.lesson}\n    {_evidence(tip)}")
+    echo(f"{tip.id} proposed: {tip.lesson}\n    {_evidence(tip)}")
     for other in added.alike:
-        typer.echo(f"    possible duplicate of {other.id} ({other.state}): {other.lesson}")
-    typer.echo(f"    coda-agent tips accept {tip.id}, or retire it")
+        echo(f"    possible duplicate of {other.id} ({other.state}): {other.lesson}")
+    echo(f"    coda-agent tips accept {tip.id}, or retire it")
 
 
 def _set(ids: list[str], state: str) -> None:
@@ -263,7 +262,7 @@ def _set(ids: list[str], state: str) -> None:
         log.find(id, log.TIPS)  # none is changed where one is wrong
     for id in ids:
         before = log.change(id, log.TIPS, state=state)
-        typer.echo(f"{id} {state}, was {before.state}: {before.lesson}")
+        echo(f"{id} {state}, was {before.state}: {before.lesson}")
 
 
 def _evidence(tip: Tip) -> str:

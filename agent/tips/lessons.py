@@ -10,12 +10,11 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from agent.journal import Event, JournalError, glance
-from agent.loop import OTHER_VERSION, measurement
+from agent import record
+from agent.journal import Event
+from agent.loop import measurement
 from agent.optimize import Base
-from agent.runs import folder
+from agent.runs import JOURNAL, folder
 from agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
 from verifier.decision import NO_FASTER
 from verifier.report import GATES, REPORT, Accepted, Checked, Rejected, joined
@@ -78,17 +77,14 @@ class Learned:
 def learned(name: str) -> Learned:
     """What a run teaches, by its journal as it is now. Raises JournalError."""
     directory = folder(name)
-    header, events = glance(directory / "journal.db")
+    header, events = record.glance(directory / JOURNAL)
     level = CUTEDSL if "optimizes" in header else VOCABULARY
-    try:
-        judged = list(_judged(events))
-        versions = _versions(events)
-        mended = _failures(str(header["spec"]), versions, judged, _began_with(directory, events))
-        failures = tuple(replace(failure, level=level) for failure in mended)
-        spoken = [event.payload for event in events if event.kind == "tip"]
-        told = tuple(_told(said, str(header["spec"]), versions, failures, level) for said in spoken)
-    except (ValidationError, KeyError, TypeError):
-        raise JournalError(f"{directory}: {OTHER_VERSION}") from None
+    judged = list(_judged(events))
+    versions = _versions(events)
+    mended = _failures(header["spec"], versions, judged, _began_with(directory, events))
+    failures = tuple(replace(failure, level=level) for failure in mended)
+    spoken = [event.payload for event in events if event.kind == "tip"]
+    told = tuple(_told(said, header["spec"], versions, failures, level) for said in spoken)
     return Learned(directory.name, failures, told)
 
 
@@ -109,7 +105,11 @@ def _judged(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
 def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
     """The text that a run's edits were made from; None where it edits none."""
     found = next((event.payload for event in events if event.kind == "base"), None)
-    return None if found is None else Base.from_json(found, load(directory / "spec.yaml", check=False)).text
+    if found is None:
+        return None
+    spec = load(directory / "spec.yaml", check=False)
+    record.check_programs(directory / JOURNAL, events, spec)
+    return Base.from_json(found, spec).text
 
 
 def _failures(

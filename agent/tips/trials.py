@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent import prompt, runs
+from agent import prompt, record, runs
 from agent.budget import Limits, OutOfBudget
-from agent.journal import JournalError, glance
+from agent.journal import JournalError
 from agent.loop import Listener, Loop
 from agent.proportions import Difference, difference
 from agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_prompts
@@ -173,7 +173,7 @@ class Runs:
 def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
     """Whether a run was started with this header and has this prompt."""
     try:
-        found, events = glance(runs.runs_dir() / name / "journal.db")
+        found, events = record.glance(runs.runs_dir() / name / runs.JOURNAL)
     except JournalError:  # of some other run, damaged or of another version
         return False
     if any(key not in found or found[key] != value for key, value in header.items()):

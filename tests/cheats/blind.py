@@ -10,14 +10,14 @@ BY_SIZE = rejected("trace", "size_choice", "sizes and literals alone")
 JUMPS = rejected("interpret", "size_choice", "outputs jump")
 
 
-def positions(name: str, tries: str, value: str, ends: Rejection = wrong("q")) -> Cheat:
+def positions(name: str, tries: str, value: str, ends: Rejection | None = None) -> Cheat:
     """A rotation by something else than its positions."""
-    return ROPE.cheat(name, tries, {"rope(t, positions,": f"rope(t, {value},"}, ends)
+    return ROPE.cheat(name, tries, {"rope(t, positions,": f"rope(t, {value},"}, ends or wrong("q"))
 
 
-def rstd(name: str, tries: str, value: str, ends: Rejection = wrong("y")) -> Cheat:
+def rstd(name: str, tries: str, value: str, ends: Rejection | None = None) -> Cheat:
     """A row scale that is something else than given."""
-    return SCALED.cheat(name, tries, {"per_row(rstd)": f"per_row({value})"}, ends)
+    return SCALED.cheat(name, tries, {"per_row(rstd)": f"per_row({value})"}, ends or wrong("y"))
 
 
 def act(name: str, tries: str, factor: str, ends: Rejection) -> Cheat:

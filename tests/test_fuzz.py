@@ -1,0 +1,415 @@
+"""Ten thousand damaged files, of all kinds that are read: no traceback, no exit status but the README's.
+
+Every input follows from its kind and number alone. A kernel's source runs in the jail, or is only looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import traceback
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import comparison
+import pytest
+import typer
+from asking import ASK
+from authoring import (
+    HONEST,
+    RECORDINGS,
+    ROOT,
+    SHIPPED,
+    SPECS,
+    TOY,
+    TOY_KERNEL,
+    Notes,
+    accepted_run,
+    fenced,
+    make_run,
+    measured,
+    program_of,
+    slow,
+    write_toy,
+)
+from commanding import Command
+from fuzzing import VALUES, Damage
+from mcp.server.mcpserver.exceptions import ToolError
+
+import primitives
+from agent import (
+    accept,
+    account,
+    bundle,
+    ending,
+    history,
+    improve,
+    mcp,
+    page,
+    record,
+    render,
+    runs,
+    session,
+    table,
+)
+from agent.bundle import Result, Results
+from agent.compare import markdown, results, terminal
+from agent.compare import page as compared
+from agent.compare.cells import NAMES, lines
+from agent.loop import extract
+from agent.page import compared as side_by_side
+from agent.providers import Question
+from agent.providers.handoff import Handoff
+from agent.providers.replay import Replay
+from agent.terminal import Console
+from primitives.errors import ProgramError
+from primitives.ir import Program
+from primitives.lower import lower
+from verifier import jail, language
+from verifier.report import Checked, Rejected
+from verifier.spec_file import load
+
+COUNTS = {
+    "specs": 200,
+    "programs": 3800,
+    "sources": 3300,
+    "traced sources": 40,
+    "bundles": 350,
+    "results": 300,
+    "comparisons": 300,
+    "journals": 300,
+    "recordings": 800,
+    "answers": 500,
+    "MCP arguments": 120,
+    "commands": 60,
+}
+STATUSES = {ending.OK, ending.REJECTED, ending.USAGE, ending.ABSENT, ending.UNFINISHED, ending.INTERRUPTED}
+Try = Callable[[Damage], object]  # damages something, and has it read
+
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "no_keys")
+
+
+def test_ten_thousand_inputs() -> None:
+    assert sum(COUNTS.values()) >= 10_000 and COUNTS.keys() == TRIES.keys()
+    page = (ROOT / "docs" / "verification.md").read_text(encoding="utf-8")
+    for kind, count in COUNTS.items():
+        assert f"{count:,} {kind}" in page, f"{count:,} {kind}"
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_no_traceback(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attempt = TRIES[kind](tmp_path, request)
+    crashes: dict[str, str] = {}  # by place, the first
+    for number in range(COUNTS[kind]):
+        try:
+            status = ended(partial(attempt, Damage(f"{kind}/{number}")))
+            assert status in STATUSES, status
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            words = f"input {number}: {type(error).__name__}: {str(error)[:300]}"
+            crashes.setdefault(f"{last.filename}:{last.lineno}", words)
+    assert not crashes, "\n".join(f"{place} {words}" for place, words in crashes.items())
+
+
+def ended(act: Callable[[], object]) -> int:
+    """The status that the command would end with. Raises what it would show as a traceback."""
+    try:
+        found = act()
+    except typer.BadParameter:
+        return ending.USAGE
+    except session.Absent:
+        return ending.ABSENT
+    except (ProgramError, ToolError):  # a kernel's, and a client's: values to whoever gave them
+        return ending.REJECTED
+    except Exception as error:
+        return ending.explained(error)
+    return found if type(found) is int else ending.OK
+
+
+# What is read, and by what
+
+
+def specs(place: Path, request: pytest.FixtureRequest) -> Try:
+    sound = [TOY, *((SPECS / f"{name}.yaml").read_text() for name in SHIPPED[:4])]
+    file = place / "spec.yaml"
+
+    def attempt(damage: Damage) -> None:
+        text = damage.random.choice((TOY, TOY, *sound))
+        file.write_bytes(damage.text(text).encode("utf-8", "replace"))
+        load(file, check=damage.random.random() < 0.1)
+
+    return attempt
+
+
+def programs(place: Path, request: pytest.FixtureRequest) -> Try:
+    sound = [json.loads(path.read_text()) for path in sorted(accept.KERNELS.glob("*.program.json"))[:8]]
+
+    def attempt(damage: Damage) -> None:
+        lower(Program.from_json(damage.json(damage.random.choice(sound)).decode("utf-8", "replace")))
+
+    return attempt
+
+
+def sources(place: Path, request: pytest.FixtureRequest) -> Try:
+    # Of other names, for under theirs they are candidates, which no process but the jail's may compile.
+    sound = [source.replace("def ", "def fuzzed_") for source in HONEST.values()]
+
+    def attempt(damage: Damage) -> None:
+        language.check(damage.text(damage.random.choice(sound)), primitives.__all__)
+
+    return attempt
+
+
+def traced(place: Path, request: pytest.FixtureRequest) -> Try:
+    signature = load(write_toy(place), check=False).signature()
+
+    def attempt(damage: Damage) -> None:
+        jail.trace(damage.lines(TOY_KERNEL), signature)
+
+    return attempt
+
+
+def bundles(place: Path, request: pytest.FixtureRequest) -> Try:
+    file = place / "bundle.json"
+    bundle.pack([make_run(write_toy(place))], file)
+    sound = json.loads(file.read_text())
+
+    def attempt(damage: Damage) -> None:
+        file.write_bytes(damage.json(sound))
+        for entry in bundle.read(file).entries:
+            spec, _ = bundle._verified(file, entry)
+            bundle._schedules(file, entry), bundle._quack(file, entry), bundle._rival(file, entry, spec)
+
+    return attempt
+
+
+def imported(place: Path, request: pytest.FixtureRequest) -> Try:
+    spec = load(write_toy(place), check=False)
+    name = make_run(place / "toy.yaml")
+    before, file = place / "before", place / "results.json"
+    shutil.copytree(runs.folder(name), before)
+    sound = [results_of(name, found) for found in (measured(spec, program_of(spec, TOY_KERNEL)), slow(spec))]
+
+    def attempt(damage: Damage) -> None:
+        file.write_bytes(damage.json(damage.random.choice(sound)))
+        if bundle.take(file):
+            shown(name)
+            shutil.rmtree(runs.folder(name))
+            shutil.copytree(before, runs.runs_dir() / name)
+
+    return attempt
+
+
+def results_of(name: str, found: Any) -> Any:
+    report = session.standing(name).report
+    assert isinstance(report, Checked)
+    made = Result(run=name, attempt=1, identity=report.identity, measurement=found.model_dump(mode="json"))
+    return json.loads(Results(results=(made,)).model_dump_json())
+
+
+def comparisons(place: Path, request: pytest.FixtureRequest) -> Try:
+    few = comparison.results([("gemm_rope", "7B"), ("gemm_swiglu_bwd", "70B")])
+    sound, file = json.loads(few.model_dump_json()), place / "results.json"
+
+    def attempt(damage: Damage) -> None:
+        file.write_bytes(damage.json(sound))
+        found = results.read(file)
+        lines(found, NAMES)
+        markdown.markdown(found, NAMES)
+        if damage.random.random() < 0.1:
+            compared.page(found, {}, NAMES)
+            quiet().print(terminal.table(found))
+
+    return attempt
+
+
+def journals(place: Path, request: pytest.FixtureRequest) -> Try:
+    names, damage_one = made_journals(place)
+
+    def attempt(damage: Damage) -> None:
+        name = damage_one(damage)
+        assert len(history.past()) == len(names)  # one that is damaged hides no other
+        shown(name)
+
+    return attempt
+
+
+def made_journals(place: Path) -> tuple[list[str], Callable[[Damage], str]]:
+    """The names of two runs, and what damages one of them, the other being whole; its name."""
+    toy = write_toy(place)
+    names = [make_run(toy, found=slow(load(toy, check=False))), accepted_run(toy)]
+    for name in names:
+        with runs.reopen(name).journal as journal:
+            journal.once("stopped/1", "stopped", lambda: {"reason": "interrupted"})
+            journal.once("tip/1.1", "tip", lambda: {"lesson": "Be brief", "failed": "trace", "fix": "less"})
+    paths = [runs.folder(name) / runs.JOURNAL for name in names]
+    sound = {path: path.read_bytes() for path in paths}
+
+    def damage_one(damage: Damage) -> str:
+        for path, content in sound.items():
+            path.write_bytes(content)
+            for left in ("-wal", "-shm", "-room"):  # of an earlier input
+                path.with_name(f"{path.name}{left}").unlink(missing_ok=True)
+        path = damage.random.choice(paths)
+        if damage.random.random() < 0.3:
+            path.write_bytes(damage.bytes(sound[path]))
+        else:
+            damage_row(path, damage)
+        return path.parent.name
+
+    return names, damage_one
+
+
+def damage_row(path: Path, damage: Damage) -> None:
+    """Another payload, header, key, kind or time in a journal that is whole otherwise."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        rows = db.execute("SELECT seq, key, kind, payload, time FROM events").fetchall()
+        seq, *fields, payload, time = damage.random.choice(rows)
+        what = damage.random.random()
+        if what < 0.15:
+            header = json.loads(db.execute("SELECT json FROM header").fetchone()[0])
+            db.execute("UPDATE header SET json = ?", (json.dumps(damage.value(header)),))
+        elif what < 0.3:
+            column = damage.random.choice(("key", "kind", "time", "payload"))
+            word: object = damage.random.choice((*fields, *VALUES))
+            value = str(word).encode("utf-8", "surrogatepass") if damage.random.random() < 0.5 else str(word)
+            value = value if isinstance(value, bytes) or value.isascii() else "é"
+            db.execute(f"UPDATE OR IGNORE events SET {column} = ? WHERE seq = ?", (value, seq))
+        elif what < 0.35:
+            db.execute("DELETE FROM events WHERE seq = ?", (seq,))
+        else:
+            changed = json.dumps(damage.value(json.loads(payload)))
+            db.execute("UPDATE events SET payload = ? WHERE seq = ?", (changed, seq))
+
+
+def shown(name: str) -> None:
+    """All that is shown of a run."""
+    text = page.page(account.read(runs.folder(name)))
+    assert "\x1b" not in text
+    side_by_side.as_dict([name])
+    outcome = session.standing(name)
+    render.show(quiet(), outcome.report)
+    accept.changes(outcome)
+    if outcome.report.status == "accepted":
+        accept.message(outcome.report, outcome.authorship)
+
+
+def quiet() -> Console:
+    """A console that nobody sees."""
+    return Console(quiet=True)
+
+
+def recordings(place: Path, request: pytest.FixtureRequest) -> Try:
+    paths = sorted(RECORDINGS.glob("*.jsonl"), key=lambda path: path.stat().st_size)[:6]
+    sound = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+    file = place / "toy.jsonl"
+
+    def attempt(damage: Damage) -> None:
+        lines_ = damage.random.choice(sound)
+        damaged = damage.value(lines_) if damage.random.random() < 0.7 else lines_
+        rows = damaged if isinstance(damaged, list) else [damaged]
+        text = "".join(json.dumps(line) + "\n" for line in rows).encode()
+        file.write_bytes(text if damaged is not lines_ else damage.bytes(text))
+        player = Replay(file)
+        player.next_turn(Question("S", ASK))
+        table._run(*record.recording(file), set())
+
+    return attempt
+
+
+def answers(place: Path, request: pytest.FixtureRequest) -> Try:
+    sound = f'{fenced(TOY_KERNEL)}\n```json\n{{"0": {{"swizzle": 16}}}}\n```\n<!-- end -->\n'
+
+    def attempt(damage: Damage) -> None:
+        (place / "answer-1.md").write_bytes(damage.bytes(sound.encode()))
+        asked = Handoff(place, "Ada", time_limit=0, settle=0, patience=0)
+        turn = asked.next_turn(Question("S", ASK))
+        extract(turn.text), improve.schedules(turn.text)
+
+    return attempt
+
+
+def arguments(place: Path, request: pytest.FixtureRequest) -> Try:
+    """What a client may say, as the SDK hands it on: text. What a source comes to is others' to test."""
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    (place / "specs").mkdir()
+    toy = write_toy(place / "specs")
+    monkeypatch.setattr(mcp, "Progress", lambda ctx: Notes())
+    monkeypatch.setattr(mcp, "_client", lambda ctx: "Ada")
+    refused = Rejected(gate="trace", code="python", message="no")
+    monkeypatch.setattr("verifier.verify.check", lambda *_, **__: (refused, None))
+    name, bench = make_run(toy, provider="mcp"), mcp.Bench(2)
+    tip = {"lesson": "Be brief", "failed": "trace/python", "fix": "less"}
+    calls: list[tuple[Any, dict[str, str]]] = [
+        (bench.report, {"run": name}),
+        (bench.read, {"run": name, "page": "per_row"}),
+        (bench.prompt, {"spec": "toy"}),
+        (bench.check, {"run": name, "source": TOY_KERNEL}),
+        (bench.verify, {"run": name, "source": TOY_KERNEL}),
+        (bench.measure, {"run": name}),
+        (bench.propose_tip, {"run": name, **tip}),
+    ]
+
+    def attempt(damage: Damage) -> None:
+        tool, sound = damage.random.choice(calls)
+        given = {k: v if damage.random.random() < 0.5 else damage.text(v) for k, v in sound.items()}
+        context = {} if tool == bench.report else {"ctx": None}
+        mcp._in_words(tool)(**given, **context)
+
+    return attempt
+
+
+def commands(place: Path, request: pytest.FixtureRequest) -> Try:
+    """Whole commands, in this process."""
+    command: Command = request.getfixturevalue("command")
+    request.getfixturevalue("no_compiler")
+    names, damage_one = made_journals(place)
+    program = json.loads((accept.KERNELS / "gemm_rope.program.json").read_text())
+    compared = json.loads(comparison.results([("gemm_rope", "7B")]).model_dump_json())
+    packed = {"coda_agent_bundle": 1, "entries": [{"run": names[0], "attempt": 1}]}
+    spec, kernel = place / "spec.yaml", place / "toy.py"
+
+    def attempt(damage: Damage) -> int:
+        name = damage_one(damage)
+        for file, sound in (("bundle", packed), ("program", program), ("compared", compared)):
+            (place / f"{file}.json").write_bytes(damage.json(sound))
+        spec.write_text(damage.text(TOY), encoding="utf-8", errors="replace")
+        kernel.write_text(damage.lines(TOY_KERNEL), encoding="utf-8", errors="replace")
+        given = damage.random.choice(
+            [
+                *(("runs",), ("runs", "--json"), ("review", name), ("review", name, "--json")),
+                *(("report", name), ("report", "--json", *names), ("report", name, "--jsonl", "out.jsonl")),
+                *(("accept", name), ("bundle", name), ("tips", "propose", name), ("table",)),
+                *(("resume", name, "--no-gpu"), ("import", "bundle.json"), ("measure", "bundle.json")),
+                *(("prompt", "spec.yaml"), ("show", "program.json"), ("runs",)),
+                *(("show", "toy.py", "--spec", "toy.yaml"), ("compare", "--from", "compared.json")),
+            ]
+        )
+        done = command(*given)
+        assert "Traceback" not in done.err and "\x1b" not in done.out + done.err, (given, done)
+        return done.status
+
+    return attempt
+
+
+TRIES: dict[str, Callable[[Path, pytest.FixtureRequest], Try]] = {
+    "specs": specs,
+    "programs": programs,
+    "sources": sources,
+    "traced sources": traced,
+    "bundles": bundles,
+    "results": imported,
+    "comparisons": comparisons,
+    "journals": journals,
+    "recordings": recordings,
+    "answers": answers,
+    "MCP arguments": arguments,
+    "commands": commands,
+}
