@@ -21,10 +21,11 @@ Monomial = tuple[str, ...]
 class Dim:
     """An integer polynomial, kept as sorted (monomial, coefficient) pairs; immutable and hashable."""
 
-    __slots__ = ("terms",)
+    __slots__ = ("names", "terms")
 
     def __init__(self, terms: Mapping[Monomial, int]):
         self.terms: tuple[tuple[Monomial, int], ...] = tuple(sorted((m, c) for m, c in terms.items() if c))
+        self.names = frozenset(name for monomial, _ in self.terms for name in monomial)
 
     @classmethod
     def parse(cls, text: str | int) -> Dim:
@@ -42,10 +43,6 @@ class Dim:
         if len(str(made)) > MAX_TEXT or any(abs(c) >= MAX_SIZE for _, c in made.terms):
             raise ValueError(f"{text!r} multiplies out to too long a size")  # it could not be read back
         return made
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(name for monomial, _ in self.terms for name in monomial)
 
     def __call__(self, sizes: Mapping[str, int]) -> int:
         """The value at given sizes; KeyError for a dim that has none."""

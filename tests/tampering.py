@@ -176,7 +176,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, not a number": (
         lambda k: edit(k, lambda r: r["timings"][1]["ratios"]["torch.compile"].update(low=float("nan"))),
-        "case wide: its ratio to torch.compile is not its samples'",
+        "toy.report.json is no report of an accepted kernel: timings.1.ratios.torch.compile.low",
     ),
     "report, faster samples": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"].update(candidate=[[1.0] * 8] * 3)),
@@ -216,7 +216,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a sample of no time": (
         lambda k: edit(k, lambda r: r["timings"][1]["samples"]["candidate"][0].__setitem__(0, 0.0)),
-        "case wide: its time of candidate is not its samples' median",
+        "toy.report.json is no report of an accepted kernel: timings.1.samples.candidate.0.0",
     ),
     "report, slow samples": (
         lambda k: edit(k, lambda r: resample(r, lambda arm, rows: [[2.0] * len(row) for row in rows])),
@@ -330,7 +330,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, against itself no number": (
         lambda k: edit(k, lambda r: itself(r, estimate=float("nan"))),
-        "gate benchmark says nan [0.999, 1.001] of the kernel against itself",
+        "gate benchmark does not say how the kernel did against itself: estimate",
     ),
     "report, more detectable against itself": (
         lambda k: edit(k, lambda r: itself(r, detectable=0.001)),
@@ -418,7 +418,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "report, a family left out": (
         lambda k: edit(k, lambda r: figures(r, "numerics")["ragged"]["families"].pop()),
-        "low_rank of inputs, not on normal, positive",
+        "faint, loud, mixed of inputs, not on normal, positive",
     ),
     "report, few repeats": (
         lambda k: edit(k, lambda r: figures(r, "stability")["ragged"].update(repeats=8)),

@@ -157,10 +157,18 @@ def test_scaled_sizes_keep_the_ratios_of_the_cases() -> None:
     assert {(s["D"], s["F"]) for s in found} >= {(64, 176)} or any(4 * s["F"] == 11 * s["D"] for s in found)
     ratios = {s["F"] / s["D"] for s in found}
     assert ratios == {case.sizes["F"] / case.sizes["D"] for case in spec.cases}
-    assert {run.family for run in runs(spec, 1) if 4 * run.sizes["F"] == 11 * run.sizes["D"]} >= {
-        "normal",
-        "ends",
-    }
+
+
+def test_all_families_meet_the_ratios_where_a_program_computes_with_sizes() -> None:
+    spec = spec_of("gemm_rmsnorm")
+    ratios = {tuple(s[d] for d in ("K", "N")) for s in scaled(spec, 1)}
+
+    def families(scale: str) -> set[str]:
+        drawn = runs(spec, normed(scale), 1)
+        return {run.family for run in drawn if (run.sizes["K"], run.sizes["N"]) in ratios}
+
+    assert families("rstd / x.columns") >= {"normal", "ends", "spikes", "integers"}
+    assert families("rstd") == {"normal"}
 
 
 def test_a_program_without_choices_has_nothing_open() -> None:

@@ -299,7 +299,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh(h)": torch.tanh,
     "sigmoid(h)": lambda h: 1 / (1 + torch.exp(-h)),
     "silu(h)": silu,
-    "abs(h) + abs(-1)": lambda h: torch.maximum(h, -h) + 1,
+    "abs(h) + 1": lambda h: torch.maximum(h, -h) + 1,
     "gelu(h * 3)": lambda h: (
         3 * h * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (3 * h + 0.044715 * 27 * h**3))
     ),

@@ -7,10 +7,11 @@ from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_to
 
 from verifier.gates import Failed
 from verifier.inputs import FAMILIES, ON_CPU
-from verifier.interpreted import STORED, Comparison, Run, runs
+from verifier.interpreted import REPEATS, STORED, Comparison, Run, runs
 from verifier.sizes import small_sizes
 from verifier.spec import Spec
 from verifier.spec_file import load
+from verifier.stretch import STRETCHED
 from verifier.verify import _interpret
 
 
@@ -26,22 +27,25 @@ def faults(spec: Spec, source: str, run: Run) -> dict[str, set[str]]:
 
 def test_every_family_has_sizes_of_its_own() -> None:
     spec = spec_of("gemm_rmsnorm_swiglu")
-    drawn = list(runs(spec, 5))
-    assert drawn == list(runs(spec, 5)) and drawn != list(runs(spec, 6))
-    assert {run.family for run in drawn} == {*FAMILIES, *ON_CPU}
+    program = program_of(spec, SWIGLU)
+    drawn = list(runs(spec, program, 5))
+    assert drawn == list(runs(spec, program, 5)) and drawn != list(runs(spec, program, 6))
+    assert {run.family for run in drawn} == {*FAMILIES, *STRETCHED, *ON_CPU}
     assert [dict(run.sizes) for run in drawn[:2]] == small_sizes(spec)
-    end = next(i for i, run in enumerate(drawn) if run.sizes["M"] == 1) + 2
-    drawn, between = drawn[:end], drawn[end:]
-    assert min(drawn[-1].sizes.values()) >= 376 and max(drawn[-1].sizes.values()) <= 1024
-    assert len(between) > 50 and all(run.long for run in between)
+    far = [run for run in drawn if run.family in STRETCHED]
+    assert len({tuple(run.sizes.values()) for run in far}) == len(far) / len(STRETCHED) == REPEATS + 1
+    drawn = [run for run in drawn if run not in far]
+    assert len({run.seed for run in drawn}) == len(drawn)
+    end = next(i for i, run in enumerate(drawn) if run.sizes["M"] == 1) + 1
+    assert len({tuple(run.sizes.values()) for run in drawn[:end]}) == end == len(FAMILIES | ON_CPU) + 3
+    wide = next(i for i, run in enumerate(drawn) if min(run.sizes.values()) >= 376)
+    assert max(drawn[wide].sizes.values()) <= 1024
+    long, between = drawn[end:wide], drawn[wide + 1 :]
+    assert len(between) > 50 and all(run.long for run in (*long, *between))
     assert {run.family for run in between if min(run.sizes.values()) >= 32} == {"normal"}
-    long = [run for run in drawn if run.long]
-    assert {name: {run.sizes[name] for run in long if run.sizes[name] > 320} for name in spec.dims} == {
+    assert {name: {run.sizes[name] for run in long if run.sizes[name] > 350} for name in spec.dims} == {
         name: {case.sizes[name] for case in spec.cases} - {128} for name in spec.dims
     }
-    hidden = len(FAMILIES | ON_CPU) + 2
-    assert len({tuple(run.sizes.values()) for run in drawn}) == len(drawn) == hidden + len(long) + 2
-    assert len({run.seed for run in drawn}) == len(drawn)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def test_every_family_has_sizes_of_its_own() -> None:
 )
 def test_honest_kernels_pass_in_every_run(name: str) -> None:
     spec, source = spec_of(name), (KERNELS / f"{name}.py").read_text()
-    for run in runs(spec, 1):
+    for run in runs(spec, program_of(spec, source), 1):
         assert faults(spec, source, run) == {STORED: set(), "not rounded": set()}, run
 
 
@@ -182,7 +186,7 @@ def test_where_one_value_outweighs_a_row_the_worst_element_may_be_far_off(
 )
 def test_what_begins_at_some_extent_is_seen_at_a_long_one(dim: str, old: str, new: str) -> None:
     spec = spec_of("gemm_rmsnorm_swiglu")
-    drawn = [run for run in runs(spec, 2) if run.long]
+    drawn = [run for run in runs(spec, program_of(spec, SWIGLU), 2) if run.long]
     assert all(faults(spec, SWIGLU, run) == {STORED: set(), "not rounded": set()} for run in drawn)
     for run in drawn:
         seen = run.sizes[dim] > (2000 if dim == "M" else 400)
@@ -196,7 +200,7 @@ def test_what_begins_where_two_extents_are_long_at_once_is_seen() -> None:
     rows, columns = (f"gate.{extent} * (gate * 0 + 1) > 330" for extent in ("rows", "columns"))
     new = f"where({rows}, where({columns}, gate * 0, {old}), {old})"
     seen = 0
-    for run in runs(spec, 2):
+    for run in runs(spec, program_of(spec, SWIGLU), 2):
         both = run.sizes["M"] > 330 and run.sizes["F"] > 330
         assert faults(spec, SWIGLU.replace(old, new), run)[STORED] == ({"act"} if both else set()), run
         seen += both

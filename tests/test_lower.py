@@ -124,7 +124,7 @@ PROGRAMS: dict[str, tuple[Signature, tuple[str, ...]]] = {
         TILE,
         (
             H,
-            "k = where(h.columns > h.rows, 1, 2) + maximum(1, h.rows) * exp(0.5) - rsqrt(h.columns)",
+            "k = where(alpha > h.rows, 1, 2) + maximum(alpha, h.rows) * exp(0.5) - rsqrt(h.columns)",
             "return {'o': h / h.columns * k + where(h > -0.5, r, minimum(h, 0.25))}",
         ),
     ),

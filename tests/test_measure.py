@@ -21,7 +21,7 @@ from primitives.schedule import Schedule
 from verifier import measure as measuring
 from verifier.gates import Failed, Gates, Progress, silent
 from verifier.gpu import Lost
-from verifier.inputs import FAMILIES
+from verifier.inputs import EVERY
 from verifier.kept import Kept
 from verifier.measure import Options, _Session, measure
 from verifier.proof import Job, clean, numerics, stability, tune
@@ -489,7 +489,7 @@ def test_a_planted_delay_that_could_be_none_is_not_found() -> None:
 def test_where_the_oracle_is_fast_a_case_meets_every_family(
     spec: Spec, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for few, families in ((math.inf, tuple(FAMILIES)), (0, measuring.ROUTINE)):
+    for few, families in ((math.inf, EVERY), (0, measuring.ROUTINE)):
         monkeypatch.setattr(measuring, "FEW_FLOPS", few)
         workers.jobs.clear()
         run(spec)

@@ -38,7 +38,7 @@ FP32 = 2e-5
 CHAINED = 0.08
 # The same where both sides round, and now and then one of them to the other neighbour.
 FLIPPED = 0.02
-REFUSALS = {"homeless", "pending", "sweep", "width", "updates", "dtype", "outputs"}
+REFUSALS = {"homeless", "pending", "sweep", "width", "updates", "dtype", "outputs", "size_choice"}
 
 PROPERTY = settings(
     derandomize=True,

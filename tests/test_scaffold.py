@@ -209,9 +209,9 @@ summary: >-
   RMSNorm, then a projection: as Llama has it.
 dims: {M: rows of x, K: columns of x, N: rows of w}
 inputs:
-  x:     {shape: [M, K], dtype: bf16}
-  gamma: {shape: [K],    dtype: bf16, init: {uniform: [0.5, 1.5]}}
-  w:     {shape: [N, K], dtype: bf16, init: {normal: {std: K**-0.5}}}
+  x:     {shape: [M, K], dtype: bf16, domain: finite}
+  gamma: {shape: [K],    dtype: bf16, init: {uniform: [0.5, 1.5]}, domain: finite}
+  w:     {shape: [N, K], dtype: bf16, init: {normal: {std: K**-0.5}}, domain: finite}
 constants: {eps: 1.0e-6}
 outputs:
   out: {shape: [M, N], dtype: bf16}

@@ -42,22 +42,24 @@ class Run(NamedTuple):
         return f"inputs {self.family!r}, sizes {dict(self.sizes)}, seed {self.seed}"
 
 
-def runs(spec: Spec, seed: int) -> Iterator[Run]:
-    """Each family at hidden sizes of its own, the stretched ones at several, and where dims have a case's
-    ratios. The first also at the fixed small sizes, at each extent that a dim has in a case, where all are
-    longer at once, and between the cases' extents. One row and few are tried on integers, of which much is
-    exact: a handful of values makes poor statistics."""
+def runs(spec: Spec, program: Program, seed: int) -> Iterator[Run]:
+    """Each family at hidden sizes of its own, the stretched ones at several, and, of a program that computes
+    with sizes or column numbers, where dims have a case's ratios. The first also at the fixed small sizes,
+    at each extent that a dim has in a case, where all are longer at once, and between the cases' extents. One
+    row and few are tried on integers, of which much is exact: a handful of values makes poor statistics."""
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield Run(sizes, "normal", fresh())
-    for family in STRETCHED:  # of little cost, and they show most of what is wrong
-        for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
-            yield Run(hidden(spec, fresh(), largest), family, fresh())
+    for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
+        sizes = hidden(spec, fresh(), largest)
+        for family in STRETCHED:  # of little cost, and they show most of what is wrong
+            yield Run(sizes, family, fresh())
     for family in (*FAMILIES, *ON_CPU):
         yield Run(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
     yield Run(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
+    sized = any(node.op in ("dim", "column_index") for node in program.nodes)
     for sizes in scaled(spec, fresh()):
-        for family in (*FAMILIES, *STRETCHED, *ON_CPU):
+        for family in (*FAMILIES, *STRETCHED, *ON_CPU) if sized else ("normal",):
             yield Run(sizes, family, fresh(), long=True)
     for sizes in stretched(spec, fresh()):
         yield Run(sizes, "normal", fresh(), long=True)

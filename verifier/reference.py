@@ -24,8 +24,8 @@ from verifier.spec import Spec
 from verifier.spec_parts import OutputSpec, TensorSpec
 
 BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take
-# Of matrices as large as the extents allow: where so many fit, nobody asks what is made on the way, for
-# which PyTorch imports 2 s worth of itself.
+# Of matrices as large as two extents of different dims make: where so many fit, nobody asks what is made on
+# the way, for which PyTorch imports 2 s worth of itself.
 AMPLE = 8
 TEMPORARIES = 6  # a guess: how many times all of a block's tensors together a reference keeps alive
 TEXT = "<reference>"
@@ -165,8 +165,9 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
     """Where to cut and how many rows a block takes; None where all fits in one or nothing can be cut."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
-    extents = sorted(d(sizes) for t in tensors for d in t.shape)
-    if math.prod(extents[-2:]) * 8 * TEMPORARIES * AMPLE <= BLOCK_BYTES:
+    extents = {d for t in tensors for d in t.shape}
+    largest = max((a(sizes) * b(sizes) for a in extents for b in extents if not a.names & b.names), default=0)
+    if largest * 8 * TEMPORARIES * AMPLE <= BLOCK_BYTES:
         return None
     made = _made(spec, sizes)
     elements = max([declared, *(shape.numel() for shape in made)])

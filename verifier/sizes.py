@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from random import Random
 
 from primitives.dims import Dim
@@ -51,11 +51,13 @@ def hidden(
     and none is what a case has. Static dims are a case's. ``rows``: the row dims are that many instead.
     ``least``: the share of its largest size that a dim has at least.
     """
-    random = Random(seed)
+    random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
+    ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
+    smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
     for _ in range(DOUBLINGS):
-        for _ in range(TRIES):
-            sizes = _drawn(spec, random, largest, rows, least)
-            if _fits(spec, sizes, largest):
+        for _ in range(TRIES if smallest <= largest else 0):
+            sizes = _drawn(spec, random, largest, rows, least, leading)
+            if _fits(spec, sizes, largest, extents):
                 return sizes
         largest *= 2
     raise ValueError(f"spec {spec.name}: no sizes besides its cases keep rows aligned and extents apart")
@@ -224,22 +226,24 @@ def _heads(spec: Spec) -> set[str]:
     return {name for names in products if names & static for name in names - static}
 
 
-def _drawn(spec: Spec, random: Random, largest: int, rows: int | None, least: float) -> dict[str, int]:
+def _drawn(
+    spec: Spec, random: Random, largest: int, rows: int | None, least: float, leading: frozenset[str]
+) -> dict[str, int]:
     static = {dim: random.choice(spec.cases).sizes[dim] for dim in spec.static}
-    fixed = static | (dict.fromkeys(row_dims(spec), rows) if rows else {})
+    fixed = static | (dict.fromkeys(leading, rows) if rows else {})
     ones = dict.fromkeys(spec.dims, 1) | static
     sizes = {}
     for dim in spec.dims:
         most = max(1, largest // max(_reach(spec, dim, ones), 1))
         # What of these alignment demands is found by trying; rows need none.
-        step = 1 if dim in row_dims(spec) else random.choice((1, 2, 4, 8, 16))
+        step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
         drawn = random.randint(math.ceil(most * least), most) // step * step
         sizes[dim] = fixed.get(dim, max(drawn, 1))
     return sizes
 
 
-def _fits(spec: Spec, sizes: dict[str, int], largest: int) -> bool:
-    extents = [extent(sizes) for extent in _extents(spec) if extent.names]
+def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim]) -> bool:
+    extents = [extent(sizes) for extent in every if extent.names]
     free = [dim for dim in spec.dims if dim not in spec.static]
     return (
         all(1 <= extent <= largest for extent in extents)

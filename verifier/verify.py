@@ -230,7 +230,7 @@ def _interpret(
 
     seed, coverage = secrets.randbits(48), Coverage(program)
     worst: dict[str, float] = {}
-    for run in interpreted.runs(spec, seed):
+    for run in interpreted.runs(spec, program, seed):
         deadline.check()
         compared, counts = interpreted.Comparison.of(spec, run), Counting(program, coverage.open)
         for how, errors in compared.errors(program, counts):
