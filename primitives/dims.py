@@ -10,6 +10,7 @@ import ast
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 MAX_TEXT = 80
@@ -48,8 +49,8 @@ class Dim:
         """The value at given sizes; KeyError for a dim that has none."""
         return int(self.value(sizes))
 
-    def value(self, sizes: Mapping[str, int] | Mapping[str, float]) -> int | float:
-        """The polynomial's value where dims need not be whole."""
+    def value(self, sizes: Mapping[str, Any]) -> Any:
+        """The polynomial's value where dims are numbers or tensors."""
         return sum(
             coefficient * math.prod(sizes[name] for name in monomial) for monomial, coefficient in self.terms
         )

@@ -137,6 +137,7 @@ def test_a_choice_by_sizes_and_literals_alone_is_refused_with_its_line(choice: s
         "1 - 1e-12 / ((x.columns - 2048) ** 2 + 1e-12)",
         "1 - sigmoid(x.columns - 2047)",
         "(x.columns + 0 * rstd != 2048)",
+        "1 - 0.03 / ((x.rows - 1595) ** 2 + 0.03)",  # a size that no case has
     ],
 )
 def test_outputs_do_not_jump_with_a_size(factor: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from primitives import deadline
 from primitives.dims import Dim
 from primitives.interpret import interpret
-from primitives.ir import Program
+from primitives.ir import OPERATIONS, Program
 from verifier.choices import Counting, Coverage, Forcing
 from verifier.gates import Failed, judge
 from verifier.inputs import draw
@@ -19,10 +19,12 @@ from verifier.interpreted import Comparison, Run, unrounded
 from verifier.search import LARGEST, searches
 from verifier.sizes import hidden
 from verifier.spec import Spec
+from verifier.spec_parts import Case
 from verifier.stretch import SEARCHED
 
 NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors of a size
 STEEPEST = 8  # power of a size
+SMALLEST = 8  # size from which on powers are smooth
 NOISE = 1e-4  # of outputs: what fp32 makes of another order
 TRIES = 3  # runs in which a side is taken away: where it decides most, the first shows it
 
@@ -78,11 +80,16 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
     """Hold each size that the program computes with beside a size almost the same.
 
     A kernel uses sizes as a mean does: twice as many columns give about half. Small inputs are run as if
-    their dims were those of a case, then as if one or all of these were a little larger or smaller. Raises
-    Failed where outputs then change by more than the eighth power of a size does.
+    their dims were those of a case, then as if one or all of these were a little larger or smaller; scalars
+    made of sizes alone are computed for every size up to twice a case's. Raises Failed where outputs, or
+    such a scalar, change by more than the eighth power of a size does.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
+    for case in spec.cases if dims else ():
+        deadline.check()
+        for dim in dims:
+            _scan(program, sized, case, dim)
     sizes = hidden(spec, seed, LARGEST)
     inputs, wide = draw(spec, sizes, seed), unrounded(program)
 
@@ -105,6 +112,35 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
                         f"outputs jump with {', '.join(changed)} at case {case.name}: {change:.2g} of them "
                         f"where sizes change by {abs(factor - 1):.2g}; use sizes as a mean does",
                     )
+
+
+def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
+    """Compute the scalars made of sizes alone for every size of one dim, the others being a case's."""
+    extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
+    values: dict[int, Tensor] = {}
+    used: set[int] = set()  # by what is more than sizes
+    for index, node in enumerate(program.nodes):
+        made = OPERATIONS[node.op].torch
+        if index in sized:
+            size = torch.as_tensor(sized[index].value({**case.sizes, dim: extents}), dtype=torch.float64)
+            values[index] = size.expand_as(extents)
+        elif node.op == "constant":
+            values[index] = torch.full_like(extents, float(node.attribute or 0))
+        elif made and node.args and values.keys() >= set(node.args):
+            values[index] = made(torch, *(values[a] for a in node.args))
+        else:
+            used.update(node.args)
+    for index in used & values.keys():
+        before, after = values[index][:-1], values[index][1:]
+        allowed = (1 + 1 / extents[:-1]) ** STEEPEST - 1
+        jumps = (after - before).abs() > allowed * torch.minimum(before.abs(), after.abs()) + NOISE**2
+        if jumps.any():
+            at = int(extents[1:][jumps][0])
+            raise Failed(
+                "size_choice",
+                f"a scalar made of sizes jumps where {dim} is {at}, beside case {case.name}'s other sizes; "
+                "use sizes as a mean does",
+            )
 
 
 def _change(a: Tensor, b: Tensor) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
