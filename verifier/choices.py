@@ -44,9 +44,8 @@ class Side(NamedTuple):
 
 @dataclass
 class Seen:
-    """How much a side decided: the most elements in one run, their share there, and that run's family."""
+    """How much a side decided: the largest share of the elements in a run, and that run's family."""
 
-    elements: int = 0
     share: float = 0.0
     family: str = ""
     needed: str = ""  # the family of the run that failed without it
@@ -58,7 +57,7 @@ class Coverage:
     """What judged runs showed of each side of each choice."""
 
     program: Program
-    seen: dict[Side, Seen] = field(default_factory=dict)
+    seen: dict[Side, Seen] = field(init=False)
 
     def __post_init__(self) -> None:
         self.seen = {Side(node, side): Seen() for node in choices(self.program) for side in (0, 1)}
@@ -73,7 +72,7 @@ class Coverage:
         for side, (decided, elements) in counts.items():
             seen, share = self.seen[side], decided / max(elements, 1)
             if share > seen.share:
-                seen.elements, seen.share, seen.family = decided, share, family
+                seen.share, seen.family = share, family
 
     def unexercised(self) -> list[Side]:
         """Sides that were neither needed, nor decided a share of the elements beside a side that did, too. A
