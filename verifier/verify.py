@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -230,6 +231,7 @@ def _interpret(
 
     seed, coverage = secrets.randbits(48), Coverage(program)
     worst: dict[str, float] = {}
+    undefined: Counter[str] = Counter()
     for run in interpreted.runs(spec, program, seed):
         deadline.check()
         compared, counts = interpreted.Comparison.of(spec, run), Counting(program, coverage.open)
@@ -238,9 +240,15 @@ def _interpret(
             for error in errors if how == interpreted.STORED else ():
                 worst[error.name] = max(worst.get(error.name, 0.0), round(error.rms_ratio, 3))
         exercise.cover(compared, program, coverage, counts)
+        undefined.update(compared.undefined)
     exercise.smooth(spec, program, seed)
     exercise.reach(spec, program, coverage, seed, lines)
     figures |= {"worst_rms_ratio": worst, "choices": coverage.table()}
+    figures["findings"] = [
+        f"output {name} was not judged in {count} run(s) beyond typical inputs: the reference overflows in "
+        "fp32 there, or loses more than its last rounding"
+        for name, count in undefined.items()
+    ]
 
 
 _VALUE = re.compile(r"\bn(\d+)_\d+ =")
