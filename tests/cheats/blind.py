@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from cheats.corpus import Cheat, Rejection, rejected, wrong
+from cheats.corpus import BY_SIZE, Cheat, Rejection, rejected, wrong
 from cheats.twins import ALPHA, CLAMPED, MLP, RMSNORM, ROPE, SCALED
 
 IDLE = rejected("interpret", "idle_choice", "changes nothing within the spec's domain")
-BY_SIZE = rejected("trace", "size_choice", "sizes and literals alone")
-JUMPS = rejected("interpret", "size_choice", "outputs jump")
+JUMPS = rejected("interpret", "size_choice", "jump")
 
 
 def positions(name: str, tries: str, value: str, ends: Rejection | None = None) -> Cheat:

@@ -35,6 +35,9 @@ def rejected(gate: str, code: str, says: str) -> Rejection:
     return Rejection(gate, (code,), says)
 
 
+BY_SIZE = Rejection("trace", ("size_choice",), "sizes and literals alone")
+
+
 def wrong(output: str) -> Rejection:
     """The interpreter's numbers are off: by the error gate, or where integers must come out bit for bit."""
     return Rejection("interpret", ("numerics", "inexact"), f"output {output!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cheats.corpus import wrong
+from cheats.corpus import BY_SIZE, wrong
 from cheats.twins import (
     ACCUMULATE,
     CHAIN,
@@ -90,7 +90,7 @@ PARTS_LEFT_OUT = (
             "    zero = where(n > 4096, where(n < 8192, 0, 1), where(n > 2048, where(n < 4096, 0, 1), 1))\n"
             '    h = h * zero\n    return {"h": h'
         },
-        wrong("h"),
+        BY_SIZE,
     ),
     RMSNORM.cheat(
         "an rstd of its own between two cases' widths",
@@ -100,7 +100,7 @@ PARTS_LEFT_OUT = (
             "    return": "    n = h.columns\n"
             "    twice = where(n > 2048, where(n < 4096, 2, 1), 1)\n    return",
         },
-        wrong("rstd"),
+        BY_SIZE,
     ),
     CROSS_ENTROPY.cheat(
         "a large vocabulary's end left out",
