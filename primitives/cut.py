@@ -7,6 +7,7 @@ refused here, with the line of the kernel file. Standard library only: the jail 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -46,15 +47,16 @@ class Steps(NamedTuple):
     dtypes: dict[int, str]
 
 
-def cut(program: Program, lines: list[int | None] | None = None) -> Steps:
+@functools.lru_cache(maxsize=64)
+def cut(program: Program, lines: tuple[int | None, ...] = ()) -> Steps:
     """The steps of a checked program; ProgramError (with the line, if known) where none exist."""
     return _Cutter(program, lines).cut()
 
 
 class _Cutter:
-    def __init__(self, program: Program, lines: list[int | None] | None):
+    def __init__(self, program: Program, lines: tuple[int | None, ...]):
         self.program, self.nodes, self.types = program, program.nodes, program.types()
-        self.lines = lines or [None] * len(self.nodes)
+        self.lines = lines or (None,) * len(self.nodes)
         self.placed: Placement = place(program, self.types)
         self.steps = [GemmStep(k, g) for k, g in enumerate(self.placed.gemms)]
         self.finishes: dict[int, list[int]] = {}

@@ -51,9 +51,12 @@ class Dim:
 
     def value(self, sizes: Mapping[str, Any]) -> Any:
         """The polynomial's value where dims are numbers or tensors."""
-        return sum(
-            coefficient * math.prod(sizes[name] for name in monomial) for monomial, coefficient in self.terms
-        )
+        total: Any = 0
+        for monomial, product in self.terms:
+            for name in monomial:
+                product = product * sizes[name]
+            total = total + product
+        return total
 
     def ratio(self, other: Dim) -> tuple[int, int] | None:
         """(p, q) in lowest terms such that q * self == p * other for every size, or None."""

@@ -224,6 +224,9 @@ class Program(NamedTuple):
     outputs: dict[str, int]
     schedule: Mapping[int, Schedule] = {}
 
+    def __hash__(self) -> int:
+        return hash((self.nodes, tuple(self.outputs)))
+
     def input_tensor(self, index: int) -> TensorType | None:
         """The tensor that a node names; None for any but an input."""
         node = self.nodes[index]

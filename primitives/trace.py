@@ -401,7 +401,7 @@ def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int
     )
     lines = [trace.lines[i] for i in order]
     program = Program(trace.signature, nodes, {k: order[v] for k, v in outputs.items()}).check(lines)
-    cut(program, lines)
+    cut(program, tuple(lines))
     return program, lines
 
 

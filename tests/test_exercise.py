@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from authoring import KERNELS, SPECS, program_of
+from spec_files import write_changed
 
 import primitives
 from primitives.errors import ProgramError
@@ -16,7 +18,7 @@ from verifier.gates import Failed
 from verifier.interpreted import runs
 from verifier.sizes import scaled
 from verifier.spec import Spec
-from verifier.spec_file import load
+from verifier.spec_file import SpecError, load
 from verifier.verify import _interpret
 
 IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
@@ -170,6 +172,15 @@ def test_all_families_meet_the_ratios_where_a_program_computes_with_sizes() -> N
 
     assert families("rstd / x.columns") >= {"normal", "ends", "spikes", "integers"}
     assert families("rstd") == {"normal"}
+
+
+def test_a_reference_that_raises_at_larger_sizes_only_is_the_specs_mistake(tmp_path: Path) -> None:
+    line = "  y = (x @ w.mT) * rstd[:, None]"
+    late = "  y = (x @ w.mT) * (rstd[:, None] if K < 64 else rstd.view(1, -1))"
+    text = (SPECS / "gemm_rmsnorm.yaml").read_text()
+    spec = load(write_changed(tmp_path / "gemm_rmsnorm.yaml", text, line, late))
+    with pytest.raises(SpecError, match="its reference raises RuntimeError on inputs 'normal'"):
+        interpreted(spec, normed("rstd"))
 
 
 def test_a_program_without_choices_has_nothing_open() -> None:

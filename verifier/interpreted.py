@@ -23,6 +23,7 @@ from verifier.numerics import FEW, OutputError
 from verifier.reference import Tensors
 from verifier.sizes import LARGEST_ON_CPU, between, hidden, scaled, small_sizes, stretched, together
 from verifier.spec import Spec
+from verifier.spec_file import SpecError
 from verifier.stretch import STRETCHED
 
 STORED = "as stored"
@@ -82,9 +83,14 @@ class Comparison(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, run: Run, inputs: Tensors | None = None) -> Comparison:
-        """The trial of a run; ``inputs``: those of a search, in place of a family's."""
+        """The trial of a run; ``inputs``: those of a search, in place of a family's. Raises SpecError where
+        the reference raises, as one may that was only tried at small sizes."""
         inputs = inputs or draw(spec, run.sizes, run.seed, family=run.family)
-        truth, values = (of(spec, inputs, run.sizes) for of in (reference.oracle, reference.fp32))
+        try:
+            truth, values = (of(spec, inputs, run.sizes) for of in (reference.oracle, reference.fp32))
+        except reference.MISTAKES as error:
+            message = f"its reference raises {type(error).__name__} on {run}: {error}"
+            raise SpecError(f"spec {spec.name}", None, message) from error
         exact = numerics.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         undefined = numerics.undefined(run.family, truth, values)
         return cls(spec, run, inputs, truth, values, exact, undefined)

@@ -54,9 +54,15 @@ def hidden(
     random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
     smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
+    reaches: dict[tuple[int, ...], dict[str, int]] = {}  # of each dim, by the static dims
     for _ in range(DOUBLINGS):
         for _ in range(TRIES if smallest <= largest else 0):
-            sizes = _drawn(spec, random, largest, rows, least, leading)
+            static = {dim: random.choice(spec.cases).sizes[dim] for dim in spec.static}
+            fixed = static | (dict.fromkeys(leading, rows) if rows else {})
+            key = tuple(static.values())
+            if key not in reaches:
+                reaches[key] = {dim: max(_reach(spec, dim, static), 1) for dim in spec.dims}
+            sizes = _drawn(reaches[key], fixed, random, largest, least, leading)
             if _fits(spec, sizes, largest, extents):
                 return sizes
         largest *= 2
@@ -227,14 +233,16 @@ def _heads(spec: Spec) -> set[str]:
 
 
 def _drawn(
-    spec: Spec, random: Random, largest: int, rows: int | None, least: float, leading: frozenset[str]
+    reach: Mapping[str, int],
+    fixed: Mapping[str, int],
+    random: Random,
+    largest: int,
+    least: float,
+    leading: Collection[str],
 ) -> dict[str, int]:
-    static = {dim: random.choice(spec.cases).sizes[dim] for dim in spec.static}
-    fixed = static | (dict.fromkeys(leading, rows) if rows else {})
-    ones = dict.fromkeys(spec.dims, 1) | static
     sizes = {}
-    for dim in spec.dims:
-        most = max(1, largest // max(_reach(spec, dim, ones), 1))
+    for dim, factor in reach.items():
+        most = max(1, largest // factor)
         # What of these alignment demands is found by trying; rows need none.
         step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
         drawn = random.randint(math.ceil(most * least), most) // step * step

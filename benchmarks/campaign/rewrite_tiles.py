@@ -103,12 +103,6 @@ def _joined(g: Graph, node: Node, random: Random) -> int:
     return g.add("join", g.add("even", value), g.add("odd", value))
 
 
-@rule("rsqrt", "sqrt", "log")
-def _guarded(g: Graph, node: Node, random: Random) -> int:
-    """A root's argument kept from falling below what it never falls below."""
-    return g.add(node.op, g.add("maximum", node.args[0], g.constant(1e-30)))
-
-
 RULES: dict[str, Rule] = {
     "mean by a reciprocal": _mean,
     "magnitude before the maximum": _abs_max,
@@ -118,5 +112,4 @@ RULES: dict[str, Rule] = {
     "spread before or after": _spread,
     "row scale behind pairs": _behind,
     "taken apart and joined": _joined,
-    "guarded": _guarded,
 }
