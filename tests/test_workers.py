@@ -108,8 +108,8 @@ def test_a_worker_that_dies_fails_its_task_only():
 def test_a_worker_that_hangs_is_ended_with_its_children_and_the_next_goes_on(tmp_path: Path):
     path = tmp_path / "hanging"
     start = time.monotonic()
-    assert workers.run_all(hangs, ["", str(path), "", ""], seconds=1.5) == [True, False, True, True]
-    assert time.monotonic() - start < 20
+    assert workers.run_all(hangs, ["", str(path), "", ""], seconds=8) == [True, False, True, True]
+    assert time.monotonic() - start < 60
     assert len(pids(path)) == 2 and eventually(lambda: not any(map(alive, pids(path))))
 
 
