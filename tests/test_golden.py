@@ -1,0 +1,53 @@
+"""Evidence stays as it was measured: hashes of everything that a report or a recording is bound to.
+
+A new kernel adds lines: ``python tests/test_golden.py`` writes ``golden.json`` again, for a person to review.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from authoring import KERNELS, RECORDINGS, SPECS
+
+from primitives.ir import Program
+from primitives.lower import DEVICE, lower
+from verifier.spec_file import load
+
+GOLDEN = Path(__file__).parent / "golden.json"
+RESULTS = Path(__file__).parent.parent / "docs" / "comparison"
+
+
+def computed() -> dict[str, dict[str, str]]:
+    """By group and name: what specs, programs and lowered or edited texts hash to, and files as bytes."""
+    specs = {p.stem: load(p, check=False) for p in sorted(SPECS.glob("*.yaml"))}
+    golden = {
+        "spec": {name: spec.hash for name, spec in specs.items()},
+        "operator": {name: spec.operator_hash for name, spec in specs.items()},
+        "program": {},
+        "lowered": {},
+    }
+    for path in sorted(KERNELS.glob("*.program.json")):
+        stem = path.name.removesuffix(".program.json")
+        name = stem.removesuffix(".raw")
+        program = Program.from_json(path.read_text(), specs[name].signature())
+        raw = (KERNELS / f"{stem}.py").read_text() if stem != name else ""
+        golden["program"][stem], golden["lowered"][stem] = program.hash, lower(program, raw).hash
+    folders = {"kernels": KERNELS, "device": DEVICE, "recordings": RECORDINGS, "comparison": RESULTS}
+    for group, folder in folders.items():
+        files = sorted(p for p in folder.iterdir() if p.suffix in (".py", ".json", ".jsonl"))
+        golden[group] = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    return golden
+
+
+def test_no_evidence_has_moved() -> None:
+    known, found = json.loads(GOLDEN.read_text()), computed()
+    assert known.keys() == found.keys()
+    assert {group: dict(known[group].items() ^ found[group].items()) for group in known} == dict.fromkeys(
+        known, {}
+    )
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(computed(), indent=1, sort_keys=True) + "\n")
