@@ -71,6 +71,16 @@ def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None)
     wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file of that name is what is meant
 
 
+@pytest.mark.parametrize("words", [("generate", "toy"), ("prompt", "toy"), ("optimize", "toy")])
+def test_a_spec_s_name_outside_a_checkout(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = command(*words, "--provider", "replay") if words[0] != "prompt" else command(*words)
+    wrong(done, "specs/toy.yaml", "path of a YAML file", "checkout")
+    assert done.err.count("\n") == 1 and "no specs" not in done.err
+
+
 def test_tips_are_measured_on_a_spec_s_name(
     command: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
