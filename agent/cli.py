@@ -52,7 +52,9 @@ def verify(
     ],
     measuring: Measuring,
     gpu: Gpu = None,
-    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
+    ] = None,
     weak_jail: WeakJail = False,
     again: Annotated[
         bool, typer.Option("--again", help="Measure anew, whatever is left of one that was cut off.")
