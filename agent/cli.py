@@ -52,7 +52,9 @@ def verify(
     ],
     measuring: Measuring,
     gpu: Gpu = None,
-    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
+    ] = None,
     weak_jail: WeakJail = False,
     again: Annotated[
         bool, typer.Option("--again", help="Measure anew, whatever is left of one that was cut off.")
@@ -172,7 +174,7 @@ def runs(as_json: Json = False) -> None:
 @app.command()
 def report(
     run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN.html, here.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: in the run's folder.")] = None,
     jsonl: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write its events there as JSON lines, and no page.")
     ] = None,
@@ -182,6 +184,7 @@ def report(
     candidates of one command, are also compared: what each cost and came to, and what paid."""
     from agent import accept as accepting
     from agent.page import compared
+    from agent.runs import folder
 
     if jsonl and len(run) > 1:
         raise typer.BadParameter("--jsonl takes one run")
@@ -193,7 +196,7 @@ def report(
         typed.refuse_unused("--json prints, and writes no page; leave one of the two out", out=out)
         echo(json.dumps(compared.as_dict(run), indent=1))
     else:
-        with typed.named(out or Path("RUN.html")):
+        with typed.named(out or folder(run[0])):
             echo("\n".join(map(str, compared.write(run, out))))
 
 

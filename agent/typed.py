@@ -9,6 +9,8 @@ from pathlib import Path
 
 import typer
 
+from agent.visible import echo
+
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
 NO_SOURCE = {  # by how its name ends, what of a kernel's files is no source of one
     ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",
@@ -27,8 +29,23 @@ def spec_file(given: Path) -> Path:
 
 
 def spec_for(kernel: Path, given: Path | None) -> Path:
-    """The spec that is given for a kernel's file, or else the one of its name."""
-    return spec_file(given) if given else SPECS / f"{kernel.name.partition('.')[0]}.yaml"
+    """The spec of a kernel's file: the given one, else NAME.yaml beside the file, else the one in specs/.
+
+    An accepted kernel takes the one in specs/ first: that one is what it was accepted for. Raises
+    BadParameter where there is none."""
+    if given:
+        return spec_file(given)
+    name = kernel.name.partition(".")[0]
+    beside, ours = kernel.parent / f"{name}.yaml", SPECS / f"{name}.yaml"
+    accepted = kernel.parent.resolve() == KERNELS.resolve()
+    found = [path for path in ((ours, beside) if accepted else (beside, ours)) if path.is_file()]
+    if not found:
+        near = get_close_matches(name, [path.stem for path in SPECS.glob("*.yaml")], n=1)
+        remedy = f", such as --spec {near[0]}" if near else ""
+        raise typer.BadParameter(f"{kernel}: neither {beside} nor {ours} is there; give --spec{remedy}")
+    if len(found) > 1 and not found[0].samefile(found[1]):
+        echo(f"coda-agent: the spec is {found[0]}, not {found[1]}; --spec chooses", err=True)
+    return found[0]
 
 
 def name_in(folder: Path, given: str) -> str:

@@ -6,6 +6,7 @@ and keeps a plan (``primitives.plan``) for their sizes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -31,6 +32,13 @@ class Kernel:
     and tunes (seconds to minutes, kept on disk); later ones launch.
     ``schedules`` by step replace tuning; with ``known`` ones it only races those. ``raw``: as for ``Plan``;
     such a text is raced over ``known`` schedules alone, since on others nobody saw that it is right.
+
+    Any threads and CUDA streams may call it at once. Calls of the same shapes share a workspace, so they run
+    one after the other on the GPU: a stream waits for the stream of the call before. For calls that overlap,
+    make a Kernel for each stream. A call that is captured into a CUDA graph waits for nothing, and neither do
+    the graph's replays: keep them from overlapping each other and other calls, and call from no other thread
+    during a capture. An external stream must live until another stream's next call.
+    A copy, or what a pickle gives, plans anew.
     """
 
     def __init__(
@@ -43,6 +51,10 @@ class Kernel:
         self.program, self.known, self.raw = program, known, raw
         self.schedules = {**(schedules or {}), **program.schedule}
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._planning = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.program, self.schedules, self.known, self.raw)
 
     @classmethod
     def load(
@@ -61,16 +73,23 @@ class Kernel:
         sizes = check_tensors(self.program.signature, inputs)
         device = next(iter(inputs.values())).device
         key = (device, *sorted(sizes.items()))
-        if key not in self._plans:
+        found = self._plans.get(key)
+        if found is None:
             check_sizes(self.program, sizes)  # of a plan's sizes this is known
-            steps = {n for n, _ in enumerate(cut(self.program).gemms)}
-            schedules = self.schedules
-            with _current(device):
-                if not steps <= schedules.keys():
-                    self._expect_proved(sizes)
-                    schedules = {**tuned(self.program, inputs, sizes, self.known, self.raw), **schedules}
-                self._plans[key] = Plan(self.program, sizes, schedules, device, raw=self.raw)
-        return self._plans[key]
+            with self._planning, _current(device):  # one thread plans, and the others take its plan
+                found = self._plans.get(key) or self._planned(inputs, sizes, device)
+                self._plans[key] = found
+        return found
+
+    def _planned(
+        self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int], device: torch.device
+    ) -> Plan:
+        steps = {n for n, _ in enumerate(cut(self.program).gemms)}
+        schedules = self.schedules
+        if not steps <= schedules.keys():
+            self._expect_proved(sizes)
+            schedules = {**tuned(self.program, inputs, sizes, self.known, self.raw), **schedules}
+        return Plan(self.program, sizes, schedules, device, raw=self.raw)
 
     def _expect_proved(self, sizes: Mapping[str, int]) -> None:
         for gemm in lower(self.program).gemms if self.raw else ():

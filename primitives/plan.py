@@ -18,6 +18,7 @@ from primitives.launchable import LaunchError
 from primitives.lower import Argument, GemmKernel, VectorKernel, lower
 from primitives.schedule import Schedule
 from primitives.split import share
+from primitives.turns import CudaStreams, Turns
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +110,10 @@ class Plan:
 
     ``plan(inputs)`` returns fresh outputs; ``plan.run(inputs, outputs)`` writes into given ones with
     no allocation and no decision. Tensors must have the shapes, dtypes and device of the plan.
-    One stream at a time: the workspace (bytes; made where none, or too small a one, is given) is shared
-    between calls. ``raw``: an edited text to compile in place of the program's own, in a confined child.
+    The workspace (bytes; made where none, or too small a one, is given) is shared between calls. Any threads
+    and streams may call: the calls run one after the other on the GPU (``primitives.turns``). Plans that are
+    given one workspace do not wait for each other.
+    ``raw``: an edited text to compile in place of the program's own, in a confined child.
     ``parts``: what is launched, in order; ``gaps``: bytes of the workspace in which nothing lies.
     """
 
@@ -138,6 +141,9 @@ class Plan:
         fixed = {key: self._scalar(*key) for key in sorted(scalars)} | self._allocate(workspace)
         for key, value in fixed.items():
             self._slots.fix(key, value)
+        tensors = [self.workspace, *(v for v in fixed.values() if isinstance(v, torch.Tensor))]
+        streams = CudaStreams(self.device) if self.device.type == "cuda" else None
+        self._turns = Turns(streams, tensors)
         kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
         self._launches: list[tuple[Part, Launch]] = []
         for k in kernels:
@@ -321,9 +327,11 @@ class Plan:
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """Launch on the current stream. The caller vouches for shapes, dtypes and device. An output that
         updates an input may be that input's tensor: it is then written over."""
-        slots = self._fill(inputs, outputs)
-        for _, launch in self._launches:
-            launch(slots)
+        with self._turns.lock:
+            self._turns.take()
+            slots = self._fill(inputs, outputs)
+            for _, launch in self._launches:
+                launch(slots)
 
     def run_step(
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
@@ -338,10 +346,12 @@ class Plan:
         outputs: Mapping[str, torch.Tensor],
     ) -> None:
         """Some of ``parts``, in their order, on what ``run`` left for them."""
-        slots = self._fill(inputs, outputs)
-        for part, launch in self._launches:
-            if part in wanted:
-                launch(slots)
+        with self._turns.lock:
+            self._turns.take()
+            slots = self._fill(inputs, outputs)
+            for part, launch in self._launches:
+                if part in wanted:
+                    launch(slots)
 
     def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:
         for output, name in self._added:

@@ -22,7 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from primitives import raw, workers
+from filelock import FileLock, Timeout
+
+from primitives import deadline, raw, workers
 from primitives.compile import compile_gemm, compile_vector
 from primitives.cubin import deepest_stack
 from primitives.files import cache_dir, read_json, write_atomic
@@ -196,7 +198,7 @@ def tuned(
     afresh: bool = False,
 ) -> dict[int, Schedule]:
     """The fastest schedule for each step: from the cache (not ``afresh``), or measured now (seconds to
-    minutes).
+    minutes). Of several processes that want the same one measures; the others wait, and take its result.
 
     ``known``: by step, schedules that were good before, for ``search_again``. What the program says of a step
     itself is not searched for. LaunchError where no tile holds a whole head, NoSchedule if none runs.
@@ -204,9 +206,41 @@ def tuned(
     """
     if not afresh and (found := kept(program, sizes, known, raw)):
         return found
+    first = {g.step: _fitting(g, sizes) for g in lower(program).gemms}
+    with _alone(cache_path(program, sizes, raw)):
+        if not afresh and (found := kept(program, sizes, known, raw)):  # another process's, while we waited
+            return found
+        return _searched(program, inputs, sizes, known, raw, first)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Within: no other thread or process tunes what is kept at ``path``. A lock ends with its process. Raises
+    OSError, and Late at the deadline."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    late = deadline.within(math.inf)
+    lock = FileLock(path.with_name(f"{path.stem}.lock"))
+    try:
+        lock.acquire(timeout=-1 if late == math.inf else max(0.0, late - time.monotonic()))
+    except Timeout:
+        raise deadline.Late from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _searched(
+    program: Program,
+    inputs: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+    known: Known | None,
+    raw: str,
+    first: Mapping[int, list[Schedule]],
+) -> dict[int, Schedule]:
+    """What a search from the ``first`` schedules of each step comes to; it is kept."""
     start = time.monotonic()
     lowered = lower(program)
-    first = {g.step: _fitting(g, sizes) for g in lowered.gemms}
     chosen = {g.step: (probes(program, g, sizes, [Schedule()]) or first[g.step])[0] for g in lowered.gemms}
     chosen |= program.schedule
     evidence: dict[str, Any] = {}

@@ -71,6 +71,41 @@ def test_a_spec_s_name_will_do(command: Command, place: Path, no_compiler: None)
     wrong(command("prompt", "toy"), "toy:1: a spec is a mapping")  # a file of that name is what is meant
 
 
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("looking", ["show", "verify"])
+def test_a_kernel_s_spec_may_lie_beside_it(looking: str, command: Command, place: Path) -> None:
+    mine = place / "mine"
+    mine.mkdir()
+    shutil.copy(place / "generated_kernels" / "toy.py", mine / "own.py")
+    wrong(command(looking, "mine/own.py"), "mine/own.yaml", "specs/own.yaml", "--spec")
+    text = (place / "specs" / "toy.yaml").read_text()
+    (mine / "own.yaml").write_text(text.replace("name: toy", "name: own"))
+    done = command(looking, "mine/own.py", "--json")
+    assert done.status == 0 and json.loads(done.out) and "--spec" not in done.err
+    both = text.replace("name: toy", "name: both")
+    for folder, used, other in (
+        ("mine", "mine", "specs"),
+        ("generated_kernels", "specs", "generated_kernels"),  # which was accepted for that one
+    ):
+        (place / used / "both.yaml").write_text(both)
+        (place / other / "both.yaml").write_text("- no spec")
+        shutil.copy(mine / "own.py", place / folder / "both.py")
+        done = command(looking, f"{folder}/both.py", "--json")
+        assert done.status == 0 and f"{used}/both.yaml" in done.err and "--spec" in done.err
+    (place / "specs" / "bad.yaml").write_text("- no spec")
+    wrong(command(looking, "mine/own.py", "--spec", "bad", "--json"), "specs/bad.yaml")
+
+
+@pytest.mark.parametrize("words", [("generate", "toy"), ("prompt", "toy"), ("optimize", "toy")])
+def test_a_spec_s_name_outside_a_checkout(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = command(*words, "--provider", "replay") if words[0] != "prompt" else command(*words)
+    wrong(done, "specs/toy.yaml", "path of a YAML file", "checkout")
+    assert done.err.count("\n") == 1 and "no specs" not in done.err
+
+
 def test_tips_are_measured_on_a_spec_s_name(
     command: Command, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from pathlib import Path
 
 import comparison
 import pytest
@@ -392,6 +396,44 @@ def test_the_page_has_all_that_was_measured(shown: str) -> None:
     ):  # fmt: skip
         assert words in shown, words
     assert "hidden size 8192 | &lt;none&gt;" in shown
+
+
+def rules(text: str) -> dict[str, str]:
+    """The declarations of the page's style, by selector."""
+    style = text.split("<style>")[1].split("</style>")[0]
+    found: dict[str, str] = {}
+    for selectors, declared in re.findall(r"([^{}]+)\{([^{}]*)\}", style):
+        for selector in selectors.split(","):
+            found[selector.strip()] = found.get(selector.strip(), "") + declared
+    return found
+
+
+def test_on_a_narrow_window_tables_scroll_and_all_else_wraps(shown: str) -> None:
+    assert shown.count("<table>") == len(re.findall(r'<div class="wide" tabindex="0"><table>', shown)) > 3
+    style = rules(shown)
+    assert "overflow-x: auto" in style[".wide"] and "overflow-x: auto" in style["pre"]
+    for wraps in ("h1", "h2", "li", "p", "dd", "summary"):  # operators' names are long words
+        assert "overflow-wrap: anywhere" in style[wraps], wraps
+    assert "minmax(min(14rem, 100%), 1fr)" in style["dl"]
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+def test_a_browser_scrolls_no_page_sideways(shown: str, tmp_path: Path) -> None:
+    """In a frame, as windows have a least width; every part is open."""
+    text = re.sub(r"<meta http-equiv[^>]*>", "", shown).replace("<details>", "<details open>")
+    told = (
+        "<script>onload = () => { const page = document.documentElement; parent.document.title = "
+        "[page.scrollWidth - page.clientWidth, [...document.querySelectorAll('.wide')]"
+        ".filter(box => box.scrollWidth > box.clientWidth).length] }</script>"
+    )
+    frame = html.escape(text.replace("</body>", f"{told}</body>"))
+    outer = tmp_path / "outer.html"
+    outer.write_text(f'<title></title><iframe style="width: 220px" srcdoc="{frame}"></iframe>')
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000"]
+    command += [f"--user-data-dir={tmp_path}/browser", "--dump-dom", outer.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(\d+),(\d+)</title>", done.stdout)
+    assert found and found[1] == "0" and int(found[2]) > 3, done.stdout[:200]
 
 
 def test_the_page_escapes_hostile_text() -> None:

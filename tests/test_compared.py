@@ -97,11 +97,14 @@ def test_candidates_are_set_side_by_side_by_the_name_of_any(toy: Path, tmp_path:
     alone = accepted_run(toy)  # of the same spec, and of no group
     done = CliRunner().invoke(app, ["report", names[1]])
     assert done.exit_code == 0, done.output
-    assert done.output.split() == [f"{names[0]}.compared.html", *(f"{name}.html" for name in names)]
-    text = (tmp_path / f"{names[0]}.compared.html").read_text(encoding="utf-8")
+    home = runs.runs_dir()
+    path = home / names[0] / f"{names[0]}.compared.html"
+    assert done.output.split() == [str(path), *(str(home / name / f"{name}.html") for name in names)]
+    text = path.read_text(encoding="utf-8")
     root = parsed(text)
     links = [a.get("href") for a in root.every("a")]
-    assert links == [f"{name}.html" for name in names] and all((tmp_path / link).is_file() for link in links)
+    assert links == [f"{names[0]}.html", *(f"../{name}/{name}.html" for name in names[1:])]
+    assert all((path.parent / link).is_file() for link in links)
     budget = "4,500 tokens, 1.5 dollars"
     strategy = "of 3 candidates, 6 attempts, 1 improvement rounds"
     assert cells(root, "What each was")[1:] == [
@@ -118,7 +121,7 @@ def test_candidates_are_set_side_by_side_by_the_name_of_any(toy: Path, tmp_path:
         f"attempt 3 was kept, with {GAIN}" in root.text
         and f"{names[2]}: no round after the first attempt." in root.text
     )
-    assert [path.name for path in compared.write([alone])] == [f"{alone}.html"]
+    assert compared.write([alone]) == [home / alone / f"{alone}.html"]
 
 
 def test_what_paid_is_said_with_its_cost(toy: Path) -> None:

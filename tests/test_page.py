@@ -124,7 +124,7 @@ def parsed(text: str) -> Node:
     assert {name for n in root.walk() for name in n.attributes} <= {*ATTRIBUTES.split()}
     (style,) = root.every("style")
     assert "url(" not in style.text and "@import" not in style.text
-    assert all(re.fullmatch(r"[\w.-]+\.html", a.get("href")) for a in root.every("a"))  # beside it
+    assert all(re.fullmatch(r"(\.\./[\w.-]+/)?[\w.-]+\.html", a.get("href")) for a in root.every("a"))
     ids = [n.get("id") for n in root.walk() if n.get("id")]
     assert len(ids) == len(set(ids))
     assert all(svg.get("role") == "img" and svg.get("aria-label") for svg in root.every("svg"))
@@ -480,10 +480,12 @@ def test_the_command_writes_a_file_and_says_where(
     monkeypatch.chdir(tmp_path)
     before = (runs_home / name / "journal.db").read_bytes()
     done = CliRunner().invoke(app, ["report", name])
-    assert (done.exit_code, done.output) == (0, f"{name}.html\n")
+    written = runs_home / name / f"{name}.html"
+    assert (done.exit_code, done.output) == (0, f"{written}\n")
+    assert not list(tmp_path.glob("*.html"))
     done = CliRunner().invoke(app, ["report", str(runs_home / name), "--out", "deep/er.html"])
     assert (done.exit_code, done.output) == (0, "deep/er.html\n")
-    pages = [(tmp_path / path).read_text(encoding="utf-8") for path in (f"{name}.html", "deep/er.html")]
+    pages = [(tmp_path / path).read_text(encoding="utf-8") for path in (written, "deep/er.html")]
     assert pages[0] == pages[1] and name in parsed(pages[0]).every("title")[0].text
     assert (runs_home / name / "journal.db").read_bytes() == before
     with Journal.open(runs_home / name / "journal.db") as journal:  # free for others

@@ -352,7 +352,6 @@ CUTS = {
         "torch.stack((g, u), -1).flatten(-2)"
     ),
     "z = x @ w\n    g, u = z[:, 0::2], z[:, 1::2]": "",
-    "z = x @ w\n    g, u, _ = z.split([8, 4, 4], dim=1)\n    u = 1": "",
     "g, u = x.chunk(2)\n    g, u = x @ w, 1": "",
 }
 
@@ -364,6 +363,102 @@ def test_halves_that_no_kernel_takes_apart_are_named(new: Command, body: str) ->
     read_notes = [note.text for note in read("odd.py:f").notes]
     assert len(read_notes) == bool(CUTS[body])
     assert all(note.endswith(CUTS[body]) for note in read_notes)
+
+
+PARTED = {
+    "q, k, v = (x @ w.T).chunk(3, dim=-1)": 3,
+    "q, k, v = (x @ w.T).chunk(dim=-1, chunks=3)": 3,
+    "z = x @ w.T\n    q, k, v = z.split(z.shape[-1] // 3, dim=-1)": 3,
+    "z = x @ w.T\n    n = z.shape[1] // 3\n    q, k, v = torch.split(z, [n, n, n], dim=1)": 3,
+    "q, k, v = (x @ w.T).unflatten(-1, (3, -1)).unbind(1)": 3,
+    "z = x @ w.T\n    q, k, v = z.view(z.shape[0], 3, -1).unbind(1)": 3,
+    "z = x @ w.T\n    n = z.shape[1] // 3\n    q, k, v = z[:, :n], z[:, n : 2 * n], z[:, 2 * n :]": 3,
+    "a, b, c = w.chunk(3)\n    q, k, v = x @ a.T, x @ b.T, x @ c.T": 3,
+    "z = x @ w.T\n    n = z.shape[1] // 3\n    q, k = z[:, :n], z[:, n:]\n    v = q": 2,
+    "z = x @ w.T\n    n = z.shape[1] // 3\n    q, k = z.split([n, 2 * n], -1)\n    v = q": 2,
+}
+
+
+@pytest.mark.parametrize("body", PARTED)
+def test_parts_that_are_no_halves_are_named_as_such(new: Command, body: str) -> None:
+    Path("odd.py").write_text(f"import torch\ndef f(x, w):\n    {body}\n    return q, k, v\n")
+    done = new("odd.py:f", "--shape", "x=M,K", "--shape", "w=3*N,K")
+    assert done.status == 0, done.err
+    (note,) = [line for line in done.err.splitlines() if line.startswith("note: ")]
+    assert f"{({2: 'two', 3: 'three'})[PARTED[body]]} contiguous parts" in note
+    assert "halves" not in note and "write:" not in note and "spec of its own" in note
+    load("specs/f.yaml")
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_width_that_is_cut_is_asked_for_as_that_many_parts(new: Command, number: int) -> None:
+    Path("odd.py").write_text(f"def f(x, w):\n    return (x @ w.T).chunk({number}, dim=-1)[0]\n")
+    done = new("odd.py:f", "--shape", "x=M,K", "--shape", "w=N,K")
+    assert done.status == 2 and f"--shape w={number}*N,K" in done.err
+    done = new("odd.py:f", "--shape", "x=M,K", "--shape", f"w={number}*N,K")
+    assert done.status == 0, done.err
+
+
+def test_tiles_of_unlike_widths_are_not_stacked(new: Command) -> None:
+    lines = "    q, k = x @ w.T, x @ v.T\n    return torch.cat((q, k), dim=-1)\n"
+    Path("odd.py").write_text(f"import torch\ndef f(x, w, v):\n{lines}")
+    done = new("odd.py:f", "--shape", "x=M,K", "--shape", "w=2*N,K", "--shape", "v=N,K")
+    assert done.status == 0 and "unlike widths" in done.err and "torch.stack" not in done.err
+    shapes = ["--shape", "x=M,K", "--shape", "w=N,K", "--shape", "v=N,K"]
+    done = new("odd.py:f", *shapes, "--out", "g.yaml")
+    assert done.status == 0 and "torch.stack((q, k), -1)" in done.err
+
+
+ROTATIONS = {  # and what becomes of cos and sin
+    "a, b = z.chunk(2, -1)\n    out = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)": (
+        "stay as they are"
+    ),
+    "a, b = z[:, :P], z[:, P:]\n    out = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)": (
+        "stay as they are"
+    ),
+    "a, b = z.chunk(2, -1)\n    r = torch.cat((-b, a), -1)\n    out = z * cos + r * sin": (
+        "repeat_interleave(2, -1)"
+    ),
+    "n = z.shape[-1] // 2\n    r = torch.cat((-z[..., n:], z[..., :n]), -1)\n    out = z * cos + r * sin": (
+        "repeat_interleave(2, -1)"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", ROTATIONS)
+def test_a_rotation_of_halves_says_what_becomes_of_cos_and_sin(new: Command, body: str) -> None:
+    """What it proposes computes the same, once the weight, cos and sin are interleaved as it says."""
+    lines = f"    z = x @ w.T\n    {body}\n    return out\n"
+    Path("odd.py").write_text(f"import torch\ndef f(x, w, cos, sin, *, P: int = 4):\n{lines}")
+    wide = "2*P" if "repeat" in ROTATIONS[body] else "P"
+    shapes = {"x": "M,K", "w": "2*P,K", "cos": f"M,{wide}", "sin": f"M,{wide}"}
+    done = new("odd.py:f", *(text for n, s in shapes.items() for text in ("--shape", f"{n}={s}")))
+    assert done.status == 0, done.err
+    assert "cos and sin" in done.err and ROTATIONS[body] in done.err and "write:" in done.err
+    spec, sizes = load("specs/f.yaml"), {"M": 8, "K": 16, "P": 4}
+    own = {n: t.double() for n, t in draw(spec, sizes, seed=1).items()}
+    half = torch.arange(8).view(2, 4).mT.flatten()  # 0, 4, 1, 5, ...
+    moved = own | {"w": own["w"][half]}
+    if wide == "2*P":
+        own |= {n: own[n][:, :4].repeat(1, 2) for n in ("cos", "sin")}
+        moved |= {n: own[n][:, :4].repeat_interleave(2, -1) for n in ("cos", "sin")}
+    (expected,) = run(spec, own, sizes).values()
+    (given,) = run(spec, moved, sizes, adjacent(done.err, spec.reference)).values()
+    torch.testing.assert_close(given, expected[:, half])
+
+
+def adjacent(said: str, reference: str) -> str:
+    """The reference as the notes would have it: the code that they end in, in place of what they name."""
+    for line in said.splitlines():
+        if line.startswith("note: ") and " write: " in line:
+            words, code = line.split(" write: ")
+            named = words.split(": ", 2)[2].partition(" rotates ")[0].partition(" takes ")[0]
+            if " with " in named:
+                for old, made in zip(named.split(" with "), code.split("], "), strict=True):
+                    reference = reference.replace(old, made if made.endswith("]") else f"{made}]")
+            else:
+                reference = reference.replace(named, code.partition(" = ")[2] or code)
+    return reference
 
 
 def test_a_file_is_never_imported(new: Command) -> None:

@@ -91,4 +91,4 @@ def test_imported_results_do_not_reach_the_terminal(
         assert done.status in (0, 1) and "Traceback" not in done.err, done
         assert not {"\x1b", "\x07", "\x9b", "\x7f", "\u202e"} & set(done.out + done.err), done
     assert ON_SCREEN in command("review", name).out
-    assert "\x1b" not in (tmp_path / f"{name}.html").read_text(encoding="utf-8")
+    assert "\x1b" not in (runs.runs_dir() / name / f"{name}.html").read_text(encoding="utf-8")

@@ -135,7 +135,9 @@ def _nearby(path: Path) -> str:
     close = get_close_matches(path.stem, names, n=1)
     if close:
         return f"did you mean {folder / close[0]}.yaml? {folder} has {', '.join(names)}"
-    return f"{folder} has {', '.join(names) or 'no specs'}"
+    if not names:
+        return "give the path of a YAML file, or run this in a checkout, whose specs/ has names"
+    return f"{folder} has {', '.join(names)}"
 
 
 def plain(node: Any) -> Any:

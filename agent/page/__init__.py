@@ -30,14 +30,19 @@ _CONTROLS = "Controls: the ratio of a kernel to itself, and of one with a plante
 
 
 def write(name: str, out: Path | None = None) -> Path:
-    """Write the page of a run, which may be under way, to ``out`` or RUN.html; where it is.
+    """Write the page of a run, which may be under way, to ``out`` or RUN.html in its folder; where it is.
 
     Raises JournalError for a run that is not there or that another version wrote, and OSError.
     """
     directory = folder(name)
-    path = out or Path(f"{directory.name}.html")
+    path = out or beside(directory)
     write_atomic(path, page(read(directory)))
     return path
+
+
+def beside(directory: Path) -> Path:
+    """The page's place in the folder of a run."""
+    return directory / f"{directory.name}.html"
 
 
 def page(run: Account) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -45,23 +46,25 @@ def _group(name: str) -> str:
 
 
 def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
-    """Write a run's page to ``out`` or RUN.html; with several, or one of several candidates, each run's, and
-    beside them a page that compares them, which then comes first: of several ``out`` is that one.
+    """Write a run's page to ``out`` or RUN.html in its folder; with several, or one of several candidates,
+    each run's, and a page that compares them, which then comes first and lies in the first run's folder.
+
+    Of several, ``out`` is the page that compares them; the others lie beside it.
 
     Raises JournalError, and OSError."""
     found = members(given)
     if len(found) == 1:
         return [page.write(found[0], out)]
-    directory = out.parent if out else Path()
-    pages = {name: directory / f"{name}.html" for name in found}
-    path = directory / f"{found[0]}.compared.html"
+    pages = {name: out.parent / f"{name}.html" if out else page.beside(folder(name)) for name in found}
+    path = pages[found[0]].with_name(f"{found[0]}.compared.html")
     if out and len(given) == 1:
         pages[folder(given[0]).name] = out
     elif out in pages.values():
         raise JournalError(f"{out}: a run's own page will be there; give the comparison another name")
     elif out:
         path = out
-    write_atomic(path, _page([account.read(folder(name)) for name in found], pages))
+    links = {name: os.path.relpath(own, path.parent) for name, own in pages.items()}
+    write_atomic(path, _page([account.read(folder(name)) for name in found], links))
     return [path, *(page.write(name, own) for name, own in pages.items())]
 
 
@@ -108,22 +111,22 @@ def _told(run: Account) -> dict[str, Any]:
     }
 
 
-def _page(runs: Sequence[Account], pages: Mapping[str, Path]) -> str:
+def _page(runs: Sequence[Account], links: Mapping[str, str]) -> str:
     title = f"{len(runs)} runs of {', '.join(dict.fromkeys(run.past.spec for run in runs))}"
     return document(
         title,
         element("header", element("h1", title), element("p", paid(runs)), element("p", _budgets(runs))),
-        element("section", element("h2", "Runs"), _strategies(runs, pages)),
+        element("section", element("h2", "Runs"), _strategies(runs, links)),
         element("section", element("h2", "Best kernels"), _times(runs)),
         element("section", element("h2", "Rounds"), *(element("p", words) for words in _said(runs))),
     )
 
 
-def _strategies(runs: Sequence[Account], pages: Mapping[str, Path]) -> Html:
+def _strategies(runs: Sequence[Account], links: Mapping[str, str]) -> Html:
     headings = ("run", "strategy", "author", "budget", "outcome", "attempts", "tokens", "dollars", "GPU s")
     rows = [
         (
-            element("a", run.past.run, href=quote(pages[run.past.run].name)),
+            element("a", run.past.run, href=quote(links[run.past.run])),
             _strategy(run.header),
             run.past.author,
             page.budget(run.header),

@@ -89,7 +89,8 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 64rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+h1, h2, h3, li, figcaption, summary { overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-top: .8rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
 p { margin: .4rem 0; overflow-wrap: anywhere; }
@@ -99,11 +100,11 @@ pre { margin: .4rem 0; padding: .7rem; overflow-x: auto; background: var(--soft)
 .add { background: var(--plus); } .del { background: var(--minus); } .hunk, .dim { color: var(--dim); }
 .accepted, .passed { color: var(--good); } .checked { color: var(--fair); }
 .rejected, .unmeasured { color: var(--bad); }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .5rem 1.5rem;
-  margin: .6rem 0; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(14rem, 100%), 1fr));
+  gap: .5rem 1.5rem; margin: .6rem 0; }
 dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; overflow-wrap: anywhere; }
 details { margin: .4rem 0; } summary { cursor: pointer; } summary, a { color: var(--fair); }
-.wide { overflow-x: auto; margin: .6rem 0; }
+.wide { max-width: 100%; overflow-x: auto; margin: .6rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--dim); padding-bottom: .2rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0; white-space: pre-line;

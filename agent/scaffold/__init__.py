@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import typer
 from agent import typed
 from agent.scaffold.draft import Draft, Entry
 from agent.scaffold.function import Function, ScaffoldError, read
-from agent.scaffold.infer import Found, halved, infer, trial_sizes
+from agent.scaffold.infer import Found, cut, infer, proven, trial_sizes
 from agent.visible import echo
 from primitives.dims import NAME, Dim
 from primitives.files import write_atomic
@@ -59,6 +60,7 @@ def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
     draft = _drafted(path.stem, function, options)
     for name, found in infer(draft).items():
         draft.outputs[name] = _output(draft, options, name, found)
+    draft.function = replace(function, notes=proven(draft))
     _initialise(draft, options)
     draft.cases = _cases(draft, _measured(draft, options))
     draft.spec(check=True)
@@ -140,9 +142,10 @@ def _output(draft: Draft, options: Options, name: str, found: Found) -> Entry:
     shape = tuple(extent for extent in found.shape if extent is not None)
     if name in options.shape or None in found.shape:
         sizes, tried = trial_sizes(draft)[0], found.extents[0]
-        if name not in options.shape and (dim := halved(draft, found)):
-            doubled = " ".join(f"--shape {n}={shape}" for n, shape in _doubled(draft, dim).items())
-            raise draft.fail(f"output {name} has half of {dim}, which no shape can say; give {doubled}")
+        if name not in options.shape and (part := cut(draft, found)):
+            whole = " ".join(f"--shape {n}={shape}" for n, shape in _multiplied(draft, *part).items())
+            words = {2: "half", 3: "a third", 4: "a quarter"}[part[1]]
+            raise draft.fail(f"output {name} has {words} of {part[0]}, which no shape can say; give {whole}")
         if name not in options.shape and not options.ask:
             raise draft.fail(f"output {name} is {tried} at {sizes}; give --shape {name}=..., its dims")
         shape = _answer(options, "shape", name, f"{name}: shape, which is {tried} at {sizes}", None, _shape)
@@ -150,11 +153,11 @@ def _output(draft: Draft, options: Options, name: str, found: Found) -> Entry:
     return Entry(shape, dtype)
 
 
-def _doubled(draft: Draft, dim: str) -> dict[str, str]:
-    """The shapes of the inputs that a dim is in, as they are where it is half of what it was."""
+def _multiplied(draft: Draft, dim: str, number: int) -> dict[str, str]:
+    """The shapes of the inputs that a dim is in, as they are where it is a part of what it was."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
-    twice = {name: re.sub(rf"\b{dim}\b", f"2*{dim}", shape) for name, shape in shapes.items()}
-    return {name: shape for name, shape in twice.items() if shape != shapes[name]}
+    more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
+    return {name: shape for name, shape in more.items() if shape != shapes[name]}
 
 
 def _initialise(draft: Draft, options: Options) -> None:

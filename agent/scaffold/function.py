@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from agent.scaffold.halves import halves
+from agent.scaffold.halves import Swap, halves
 from agent.scaffold.helpers import Inlined, helpers
 from agent.scaffold.special import Specialised
 from agent.scaffold.words import Names, Words, without_idle_dtypes
@@ -68,11 +68,14 @@ class Line:
 @dataclass(frozen=True)
 class Note:
     """What a person should know of line ``number`` of the file: ``text``, whose second line if any is code,
-    goes into the spec as a comment; ``remedy`` is of use to who has the file."""
+    goes into the spec as a comment; ``remedy`` is of use to who has the file. ``swaps`` and ``otherwise`` are
+    those of an ``Advice``."""
 
     text: str
     number: int
     remedy: str = ""
+    swaps: tuple[Swap, ...] = ()
+    otherwise: str = ""
 
 
 @dataclass(frozen=True)
@@ -247,8 +250,9 @@ class _Reader:
     def _note_halves(self, statements: Sequence[ast.stmt]) -> None:
         made = [node for node in self._reworded(statements, casts=False) if node]
         weights = [t.name for t in self.tensors[1:]]
-        for place, advice in halves(made, weights):
-            self.notes.append(Note(advice, getattr(place, "lineno", self.node.lineno)))
+        for found in halves(made, weights):
+            number = getattr(found.place, "lineno", self.node.lineno)
+            self.notes.append(Note(found.text, number, swaps=found.swaps, otherwise=found.otherwise))
 
     def _check(self, body: Sequence[ast.stmt], depth: int = 0) -> None:
         """No statement that a reference may not hold."""

@@ -1,32 +1,58 @@
-"""Contiguous halves in a reference: usual in PyTorch, but no kernel takes a tile apart there."""
+"""Contiguous parts in a reference: usual in PyTorch, but no kernel takes a tile apart there."""
 
 from __future__ import annotations
 
 import ast
+import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 CUTS = ("chunk", "split", "tensor_split", "split_with_sizes")
 JOINS = ("cat", "concat", "concatenate")
+SHAPES = ("unflatten", "view", "reshape")
 LAST = (-1, 1)  # where the columns are
 ADJACENT = (
     "The vocabulary has no such cut: its pairs takes adjacent columns apart, since both then lie in one "
     "thread's registers. So store the two interleaved (gate, up, gate, up, ...; of a weight, its rows)"
 )
 EXAMPLE = "as specs/gemm_swiglu.yaml does"
+PARTS = (
+    "No kernel cuts a tile into blocks of columns. Where all parts are computed alike, return one output "
+    "that holds them: its reader cuts it without a copy. Else give each part a weight and a spec of its own"
+)
+UNLIKE = "No kernel joins tiles of unlike widths; return each as an output"
+ROTATED = (
+    "rotates contiguous halves, as a rotary embedding does. A kernel rotates adjacent columns, as "
+    "specs/gemm_rope.yaml does: interleave the two halves of each head in the weight's rows (the result's "
+    "columns are permuted alike, which a product of queries and keys does not show). "
+)
+
+Swap = tuple[str, str]  # what of a reference's text becomes what
 
 
-def halves(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[tuple[ast.AST, str]]:
-    """(place, what a kernel wants instead) of each cut into two contiguous halves of columns, or of a
-    weight's rows, and of each two tiles that are put together so."""
+@dataclass(frozen=True)
+class Advice:
+    """What a kernel wants in place of ``place``. ``swaps``: changes of the text that try the advice: it
+    holds where the reference still runs; ``otherwise``: the advice where it does not."""
+
+    place: ast.AST
+    text: str
+    swaps: tuple[Swap, ...] = ()
+    otherwise: str = ""
+
+
+def halves(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
+    """Advice for each cut into contiguous parts of columns, or of a weight's rows, and for each two tiles
+    that are put together so."""
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and (advice := _called(node, statement, weights)):
-                yield node, advice
+                yield advice
     yield from _sliced(statements, weights)
 
 
-def _called(node: ast.Call, statement: ast.stmt, weights: Collection[str]) -> str | None:
+def _called(node: ast.Call, statement: ast.stmt, weights: Collection[str]) -> Advice | None:
     """Of ``z.chunk(2, -1)``, ``torch.split(z, n, dim=-1)`` or ``torch.cat((a, b), -1)``."""
     match node.func:
         case ast.Attribute(value=ast.Name(id="torch"), attr=name):
@@ -42,14 +68,24 @@ def _called(node: ast.Call, statement: ast.stmt, weights: Collection[str]) -> st
             case [ast.Tuple(elts=[a, b]) | ast.List(elts=[a, b])] if dim in LAST:
                 return _joined(node, a, b)
         return None
-    names = _targets(node, statement)
-    if name not in CUTS or not given or not _two(name, given[1:2] or list(keywords.values()), names):
+    names, said = _targets(node, statement), ast.unparse(node)
+    if name == "unbind" and given:
+        found = len(names) > 2 and _blocks(given[0], len(names))
+        return Advice(node, _parts(said, len(names))) if found else None
+    if name not in CUTS or not given:
         return None
+    sizes = given[1:2] or [v for k, v in keywords.items() if k not in ("dim", "input", "tensor")]
+    count, alike = _count(name, sizes, names)
     dim = _dim(given[2:3], keywords)
-    if dim in LAST:
-        return _columns(ast.unparse(node), given[0], ":" if dim == 1 else "...", names)
     rows = dim == 0 and isinstance(given[0], ast.Name) and given[0].id in weights
-    return _rows(ast.unparse(node), given[0]) if rows else None
+    if not (rows or dim in LAST) or count < 2:
+        return None
+    if count > 2 or not alike:
+        return Advice(node, _parts(said, count))
+    base, prefix = given[0], "" if rows else ":, " if dim == 1 else "..., "
+    swap = said, f"(({ast.unparse(base)})[{prefix}0::2], ({ast.unparse(base)})[{prefix}1::2])"
+    text = _rows(said, base) if rows else _columns(said, base, prefix[:-2], names)
+    return Advice(node, text, (swap,), _parts(said, 2))
 
 
 def _dim(given: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int | None:
@@ -61,14 +97,32 @@ def _dim(given: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int
     return value if isinstance(value, int) else None
 
 
-def _two(name: str, given: Sequence[ast.expr], names: list[str]) -> bool:
-    """Whether the cut gives two parts: by its number, its list of sizes, or what they are assigned to."""
+def _count(name: str, given: Sequence[ast.expr], names: list[str]) -> tuple[int, bool]:
+    """How many parts a cut gives, by its number, its list of sizes, or what they are assigned to, and whether
+    they may be alike."""
     match next(iter(given), None):
         case ast.Constant(value=int() as count) if name in ("chunk", "tensor_split"):
-            return count == 2
+            return count, True
         case ast.Tuple(elts=sizes) | ast.List(elts=sizes):
-            return len(sizes) + (name == "tensor_split") == 2
-    return len(names) == 2
+            if name == "tensor_split":
+                return len(sizes) + 1, True
+            return len(sizes), len({ast.dump(size) for size in sizes}) == 1
+    return len(names), True
+
+
+def _blocks(node: ast.expr, count: int) -> bool:
+    """Whether it is ``z.unflatten(-1, (count, -1))`` or such a view: so many blocks, each contiguous."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name), args=[*args]) if name in SHAPES:
+            last = args[-1] if args else None
+            sizes = last.elts if isinstance(last, ast.Tuple | ast.List) else args
+            return any(isinstance(s, ast.Constant) and s.value == count for s in sizes[:-1])
+    return False
+
+
+def _parts(said: str, count: int) -> str:
+    number = {2: "two", 3: "three", 4: "four"}.get(count, str(count))
+    return f"{said} takes {number} contiguous parts. {PARTS}."
 
 
 def _targets(node: ast.Call, statement: ast.stmt) -> list[str]:
@@ -94,17 +148,52 @@ def _rows(said: str, base: ast.expr) -> str:
     )
 
 
-def _joined(node: ast.Call, a: ast.expr, b: ast.expr) -> str:
-    one, other = ast.unparse(a), ast.unparse(b)
-    return (
-        f"{ast.unparse(node)} puts two tiles side by side. The vocabulary's join interleaves their columns, "
-        "as specs/gemm_swiglu_bwd.yaml has it; if they may be stored so, write:\n"
-        f"torch.stack(({one}, {other}), -1).flatten(-2)"
+def _joined(node: ast.Call, a: ast.expr, b: ast.expr) -> Advice:
+    said = ast.unparse(node)
+    one, other = (ast.unparse(_Adjacent().visit(copy.deepcopy(part))) for part in (a, b))
+    code = f"torch.stack(({one}, {other}), -1).flatten(-2)"
+    swap = said, f"torch.stack(({ast.unparse(a)}, {ast.unparse(b)}), -1).flatten(-2)"
+    if tables := _tables(a):
+        return Advice(node, f"{said} {ROTATED}{tables}; write:\n{code}", (swap,), f"{said}: {UNLIKE}.")
+    text = (
+        f"{said} puts two tiles side by side. The vocabulary's join interleaves their columns, "
+        f"as specs/gemm_swiglu_bwd.yaml has it; if they may be stored so, write:\n{code}"
     )
+    return Advice(node, text, (swap,), f"{said} puts tiles side by side. {UNLIKE}.")
 
 
-def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[tuple[ast.AST, str]]:
-    """Of ``z[:, :n]`` and ``z[:, n:]``."""
+def _tables(first: ast.expr) -> str:
+    """What becomes of a rotation's cosines and sines, by its first tile; empty for no rotation."""
+    match first:
+        case ast.UnaryOp(op=ast.USub()):  # which meets cos and sin of both halves later
+            return (
+                "Interleave the columns of cos and sin in the same way: where they are torch.cat((f, f), -1) "
+                "make them f.repeat_interleave(2, -1)"
+            )
+        case ast.BinOp(ast.BinOp(op=ast.Mult(), right=c), ast.Sub(), ast.BinOp(op=ast.Mult(), right=s)):
+            cosine, sine = ast.unparse(c), ast.unparse(s)
+            return (
+                f"{cosine} and {sine}, of one value a pair, stay as they are (or become one table with their "
+                "columns interleaved, as that spec has it)"
+            )
+    return ""
+
+
+class _Adjacent(ast.NodeTransformer):
+    """Contiguous halves ``z[..., :n]`` and ``z[..., n:]`` become adjacent columns."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        match node.slice:
+            case ast.Tuple(elts=[*before, ast.Slice(lower=lower, upper=upper, step=None)]):
+                if (lower is None) != (upper is None):
+                    first = ast.Constant(0 if lower is None else 1)
+                    node.slice = ast.Tuple([*before, ast.Slice(first, None, ast.Constant(2))], ast.Load())
+        return node
+
+
+def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
+    """Of ``z[:, :n]`` and ``z[:, n:]``, with others between them or none."""
     parts: dict[tuple[str, str], list[tuple[ast.Subscript, ast.Slice]]] = defaultdict(list)
     for statement in statements:
         for node in ast.walk(statement):
@@ -115,10 +204,32 @@ def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterato
                     if name in weights:
                         parts[ast.dump(node.value), ""].append((node, cut))
     for (_, prefix), found in parts.items():
-        ends = {ast.dump(cut.upper): node for node, cut in found if cut.upper and not cut.lower}
-        starts = {ast.dump(cut.lower): node for node, cut in found if cut.lower}
-        if len(ends) == len(starts) == 1 and ends.keys() == starts.keys():
-            (first,), (second,) = ends.values(), starts.values()
-            said = f"{ast.unparse(first)} and {ast.unparse(second)}"
-            said = said.replace("] and", "] with")
-            yield first, _columns(said, first.value, prefix, ()) if prefix else _rows(said, first.value)
+        cuts = {ast.unparse(node): (node, cut) for node, cut in found if cut.lower or cut.upper}
+        firsts = [(node, cut) for node, cut in cuts.values() if not cut.lower]
+        lasts = [(node, cut) for node, cut in cuts.values() if not cut.upper]
+        if not firsts or not lasts:
+            continue
+        (first, start), (second, end) = firsts[0], lasts[0]
+        said = f"{ast.unparse(first)} and {ast.unparse(second)}".replace("] and", "] with")
+        if len(cuts) > 2 and len(firsts) == len(lasts) == 1:
+            yield Advice(first, _parts(", ".join(cuts), len(cuts)))
+        elif len(cuts) == 2 and start.upper and end.lower and ast.dump(start.upper) == ast.dump(end.lower):
+            text = _columns(said, first.value, prefix, ()) if prefix else _rows(said, first.value)
+            base, comma = f"({ast.unparse(first.value)})", f"{prefix}, " if prefix else ""
+            one, other = ast.unparse(first), ast.unparse(second)
+            alike = f"0 * ({one} + {other})"  # which fails where they are no halves
+            swaps = (one, f"({base}[{comma}0::2] + {alike})"), (other, f"{base}[{comma}1::2]")
+            yield Advice(first, text, swaps, _parts(said, 2))
+
+
+def swapped(text: str, swaps: Sequence[Swap]) -> str:
+    """A reference's text with each expression that is swapped."""
+
+    class Swapper(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            if isinstance(node, ast.expr) and (new := made.get(ast.unparse(node))):
+                return ast.parse(new, mode="eval").body
+            return self.generic_visit(node)
+
+    made = dict(swaps)
+    return ast.unparse(ast.fix_missing_locations(Swapper().visit(ast.parse(text))))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from agent.scaffold.draft import Draft
+from agent.scaffold.function import Note, ScaffoldError
+from agent.scaffold.halves import Swap, swapped
 from primitives.dims import Dim
 from primitives.ir import DTYPES, INDICES
 
@@ -36,6 +39,30 @@ def infer(draft: Draft) -> dict[str, Found]:
         raise draft.fail(error.message + _indices(draft, error.message), error.key, error.line) from None
     first, second = (_run(draft, spec, sizes) for sizes in trial_sizes(draft))
     return {name: _found(draft, name, first[name], second[name]) for name in draft.outputs}
+
+
+def proven(draft: Draft) -> tuple[Note, ...]:
+    """The notes: each proposal runs, with the same shapes, or gives way to what holds otherwise."""
+    return tuple(
+        note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
+        for note in draft.function.notes
+    )
+
+
+def _runs(draft: Draft, swaps: Sequence[Swap]) -> bool:
+    import torch
+
+    from verifier.inputs import draw
+    from verifier.reference import cast
+
+    spec, sizes = draft.spec(), trial_sizes(draft)[0]
+    inputs = {name: cast(tensor, torch.float64) for name, tensor in draw(spec, sizes, seed=0).items()}
+    try:
+        outputs = _tried(draft, spec, inputs, sizes, swapped(spec.reference, swaps))
+    except (ScaffoldError, NotImplementedError):
+        return False
+    shapes = {name: [dim(sizes) for dim in entry.shape] for name, entry in draft.outputs.items()}
+    return all(list(outputs[name].shape) == shape for name, shape in shapes.items())
 
 
 def _indices(draft: Draft, message: str) -> str:
@@ -110,14 +137,18 @@ def _formula(draft: Draft, extents: list[int]) -> Dim | None:
     return next((f for f in found if [f(sizes) for sizes in every] == extents), None)
 
 
-def halved(draft: Draft, found: Found) -> str | None:
-    """The dim that an extent of no known size is half of, as that of ``chunk(2)`` is."""
+def cut(draft: Draft, found: Found) -> tuple[str, int] | None:
+    """The dim that an extent of no known size is a part of, as that of ``chunk(3)`` is, and the number of
+    parts. A third may be rounded: the sizes that are tried are even."""
     unknown = [place for place, extent in enumerate(found.shape) if extent is None]
-    for dim in draft.dims:
-        sizes = [trial[dim] for trial in trial_sizes(draft)]
-        for place in unknown:
-            if sizes == [2 * extents[place] for extents in found.extents]:
-                return dim
+    for number in (2, 3, 4):
+        for dim in draft.dims:
+            sizes = [trial[dim] for trial in trial_sizes(draft)]
+            for place in unknown:
+                made = [extents[place] for extents in found.extents]
+                rounded = [n // number for n in sizes], [-(-n // number) for n in sizes]
+                if made in rounded:
+                    return dim, number
     return None
 
 

@@ -26,7 +26,9 @@ def show(
             help="An accepted kernel's name or program.json, a kernel file, or one of NAME.raw.*.",
         ),
     ],
-    spec: Annotated[Path | None, typer.Option(help="Its spec. Default: specs/ plus the file's name.")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
+    ] = None,
     cutedsl: Annotated[bool, typer.Option("--cutedsl", help="The lowered CuTeDSL text too.")] = False,
     sass: Annotated[
         bool, typer.Option("--sass", help="The machine instructions that each line of that text became, too.")
