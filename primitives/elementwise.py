@@ -98,6 +98,7 @@ def elementwise(
     cute: str,
     fast: str | None = None,
     sides: Callable[..., Sides] | None = None,
+    limit: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
     """Turn a documented signature into an elementwise primitive with these further meanings."""
 
@@ -109,7 +110,7 @@ def elementwise(
                 raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(types)}")
             return broadcast(name, types)
 
-        register(Operation(name, infer, torch, cute, fast, sides=sides))
+        register(Operation(name, infer, torch, cute, fast, sides=sides, limit=limit))
 
         @functools.wraps(function)
         def primitive(*args: Any, **named: Any) -> Tensor:
@@ -308,7 +309,12 @@ def rsqrt(a):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.tanh(a), cute="cute.math.tanh({0})", fast="tanh_fast({0})")
+@elementwise(
+    torch=lambda torch, a: torch.tanh(a),
+    cute="cute.math.tanh({0})",
+    fast="tanh_fast({0})",
+    limit=lambda torch, a: a.sign(),
+)
 def tanh(a):
     """Hyperbolic tangent.
 
@@ -344,7 +350,12 @@ def cos(a):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.sigmoid(a), cute="sigmoid({0})", fast="sigmoid_fast({0})")
+@elementwise(
+    torch=lambda torch, a: torch.sigmoid(a),
+    cute="sigmoid({0})",
+    fast="sigmoid_fast({0})",
+    limit=lambda torch, a: (a > 0) * 1.0,
+)
 def sigmoid(a):
     """``1 / (1 + exp(-a))``. Compute it once and reuse the value.
 
@@ -357,7 +368,10 @@ def sigmoid(a):
 
 
 @elementwise(
-    torch=lambda torch, a: a * torch.sigmoid(a), cute="({0} * sigmoid({0}))", fast="({0} * sigmoid_fast({0}))"
+    torch=lambda torch, a: a * torch.sigmoid(a),
+    cute="({0} * sigmoid({0}))",
+    fast="({0} * sigmoid_fast({0}))",
+    limit=lambda torch, a: torch.relu(a),
 )
 def silu(a):
     """``a * sigmoid(a)``, also called swish.
@@ -374,6 +388,7 @@ def silu(a):
     torch=lambda torch, a: torch.nn.functional.gelu(a, approximate="tanh"),
     cute="gelu({0})",
     fast="gelu_fast({0})",
+    limit=lambda torch, a: torch.relu(a),
 )
 def gelu(a):
     """GELU in its tanh form: ``0.5 * a * (1 + tanh(0.7978845608 * (a + 0.044715 * a**3)))``. Its derivative
@@ -391,6 +406,7 @@ def gelu(a):
     torch=lambda torch, x: torch.nn.functional.softplus(x),
     cute="softplus({0})",
     fast="softplus_fast({0})",
+    limit=lambda torch, x: torch.relu(x),
 )
 def softplus(x):
     """``log(1 + exp(x))``, without overflow for large x and with full relative accuracy for very negative x.

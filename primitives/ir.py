@@ -180,7 +180,8 @@ class Operation(NamedTuple):
     a bf16 output can see it. ``lanes`` instead, where no instruction is needed: the texts of a pair of lanes'
     values, an argument each, to its own; ``at``, a template over where a lane lies. Of arguments but the
     first ``reads`` it uses the shape alone. ``sides``, of an operation that chooses: (torch, *values) -> for
-    each of its two sides a mask of the elements that it decides, and the value that it gives.
+    each of its two sides a mask of the elements that it decides, and the value that it gives. ``limit``, of a
+    function that is constant or straight away from zero: (torch, value) -> what it is there.
     """
 
     name: str
@@ -195,6 +196,7 @@ class Operation(NamedTuple):
     statistic: Statistic | None = None
     spread: Spread | None = None
     sides: Callable[..., Sides] | None = None
+    limit: Callable[..., Any] | None = None
 
 
 Sides = tuple[tuple[Any, Any], tuple[Any, Any]]

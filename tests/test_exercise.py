@@ -40,6 +40,9 @@ def normed(scale: str, before: str = "") -> Program:
     )
 
 
+SWITCHED = 't = gemm(x, w.mT)\nreturn {{"y": t * per_row(rstd) * {}}}'
+
+
 def relu2(square: str) -> Program:
     body = f'z = gemm(x, w.mT)\nact = {square}\nreturn {{"preact": z, "act": act * act}}'
     return kernel(spec_of("gemm_relu2"), body)
@@ -181,6 +184,17 @@ def test_a_reference_that_raises_at_larger_sizes_only_is_the_specs_mistake(tmp_p
     spec = load(write_changed(tmp_path / "gemm_rmsnorm.yaml", text, line, late))
     with pytest.raises(SpecError, match="its reference raises RuntimeError on inputs 'normal'"):
         interpreted(spec, normed("rstd"))
+
+
+def test_a_sigmoid_that_never_bends_is_refused_and_one_that_does_is_needed() -> None:
+    gate = "per_row(sigmoid(1e4 * (rstd + 1e4)))"  # 1 for every positive rstd
+    with pytest.raises(Failed) as failed:
+        interpreted(spec_of("gemm_rmsnorm"), kernel(spec_of("gemm_rmsnorm"), SWITCHED.format(gate)))
+    assert failed.value.code == "idle_choice"
+    spec = spec_of("gemm_swiglu")
+    figures = interpreted(spec, program_of(spec, (KERNELS / "gemm_swiglu.py").read_text()))
+    (bend,) = figures["choices"]
+    assert bend["op"] == "silu" and [side["needed"] for side in bend["sides"]] == [True]
 
 
 def test_a_program_without_choices_has_nothing_open() -> None:

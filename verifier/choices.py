@@ -2,7 +2,8 @@
 
 A choice that no tried input decides is a blind spot: a clamp beyond what is drawn looks like no clamp at all.
 So each side must be *needed*: with the choice forced to its other side, the program must fail the error gate
-on some inputs on which, as it stands, it passes.
+on some inputs on which, as it stands, it passes. A sigmoid far from zero is a choice, too: its bend must be
+needed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SIDES = {
         ("it is never in the first half", "it is never in the second half"),
     ),
 }
+BEND = 16.0  # beyond, functions that have a limit are within half an fp32 ulp of it
 COMPARED = ("it never holds", "it always holds")
 
 
@@ -39,7 +41,10 @@ class Side(NamedTuple):
 
     def unused(self, program: Program) -> str:
         """Words for a side that decides nothing."""
-        return SIDES.get(program.nodes[self.node].op, COMPARED)[self.side]
+        op = program.nodes[self.node].op
+        if OPERATIONS[op].limit:
+            return "its argument is always far from zero"
+        return SIDES.get(op, COMPARED)[self.side]
 
 
 @dataclass
@@ -60,7 +65,12 @@ class Coverage:
     seen: dict[Side, Seen] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.seen = {Side(node, side): Seen() for node in choices(self.program) for side in (0, 1)}
+        self.seen = {side: Seen() for node in choices(self.program) for side in self._of(node)}
+
+    def _of(self, node: int) -> list[Side]:
+        """A choice's sides; of a function with a limit its bend."""
+        bends = OPERATIONS[self.program.nodes[node].op].limit
+        return [Side(node, side) for side in ((0,) if bends else (0, 1))]
 
     @property
     def open(self) -> list[Side]:
@@ -70,6 +80,8 @@ class Coverage:
     def add(self, counts: Mapping[Side, tuple[int, int]], family: str) -> None:
         """Add a judged run's counts: of a side, elements decided and elements in all."""
         for side, (decided, elements) in counts.items():
+            if side not in self.seen:
+                continue
             seen, share = self.seen[side], decided / max(elements, 1)
             if share > seen.share:
                 seen.share, seen.family = share, family
@@ -96,7 +108,7 @@ class Coverage:
                         "family": seen.needed or seen.family,
                         "needed": bool(seen.needed),
                     }
-                    for seen in (self.seen[Side(node, side)] for side in (0, 1))
+                    for seen in map(self.seen.__getitem__, self._of(node))
                 ],
             }
             for node in choices(self.program)
@@ -112,7 +124,9 @@ def choices(program: Program) -> list[int]:
     return [
         index
         for index, node in enumerate(program.nodes)
-        if OPERATIONS[node.op].sides and (node.op in SIDES or not all(readers.get(index, [False])))
+        if OPERATIONS[node.op].limit
+        or OPERATIONS[node.op].sides
+        and (node.op in SIDES or not all(readers.get(index, [False])))
     ]
 
 
@@ -145,6 +159,11 @@ class Forcing:
 
 
 def _sides(program: Program, index: int, arguments: Sequence[Any]) -> Any:
-    sides = OPERATIONS[program.nodes[index].op].sides
+    operation = OPERATIONS[program.nodes[index].op]
+    if operation.limit:
+        (value,) = arguments
+        near = value.abs() < BEND
+        return (near, None), (~near, operation.limit(torch, value))
+    sides = operation.sides
     assert sides is not None  # only choices are asked
     return sides(torch, *arguments)
