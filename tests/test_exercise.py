@@ -63,7 +63,8 @@ def test_a_comparison_that_only_chooses_is_that_choice() -> None:
     assert ops(relu2("z * (z > 0)")) == ["greater"]
     assert ops(relu2("where((z > 0) * (z > 0), z, 0)")) == ["greater", "where"]
     assert ops(relu2("(z + abs(z)) / 2")) == ["abs"]
-    assert ops(relu2("silu(z)")) == []
+    assert ops(relu2("silu(z)")) == ["silu"]
+    assert ops(relu2("exp(z)")) == []
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def outcome(text: str) -> str:
     except ProgramError:
         return "refused"
     finally:
-        assert time.process_time() - start < 1
+        assert time.process_time() - start < 10  # a bomb takes minutes; a loaded machine a second
     try:
         assert MARK not in lower(program).text
     except ProgramError:
@@ -213,7 +213,7 @@ def test_large_programs_cost_little(text: str, code: str) -> None:
     with pytest.raises(ProgramError) as caught:
         Program.from_json(text, SIGNATURE)
     assert caught.value.code == code, caught.value
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 10  # a bomb takes minutes; a loaded machine a second
     tracemalloc.start()
     with pytest.raises(ProgramError):
         Program.from_json(text, SIGNATURE)
