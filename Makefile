@@ -46,6 +46,7 @@ test-gpu: $(READY)
 lint: $(READY)
 	@$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy benchmarks tests
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo
 
 # A PyTorch with CUDA that $(PYTHON) already has is kept: it suits the machine's driver, and weighs gigabytes.

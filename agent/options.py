@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from agent.budget import Limits
-    from verifier.measure import Options
+    from coda_agent.agent.run.budget import Limits
+    from coda_agent.verifier.measure import Options
 
 
 class ProviderName(StrEnum):
@@ -64,9 +64,9 @@ class Measuring:
     ] = False
 
     def options(self) -> Options:
-        from verifier.baselines import MAX_AUTOTUNE
-        from verifier.measure import DEFAULT_ARMS, Options
-        from verifier.quack_baseline import LIBRARY_ARMS
+        from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
+        from coda_agent.verifier.baselines.quack import LIBRARY_ARMS
+        from coda_agent.verifier.measure import DEFAULT_ARMS, Options
 
         extra = [(MAX_AUTOTUNE, self.max_autotune), *((name, self.quack) for name in LIBRARY_ARMS)]
         arms = (*DEFAULT_ARMS, *(name for name, wanted in extra if wanted))
@@ -93,7 +93,7 @@ class Budget:
     ] = None
 
     def limits(self) -> Limits:
-        from agent.budget import Limits
+        from coda_agent.agent.run.budget import Limits
 
         return Limits.from_json({n.removeprefix("budget_"): value for n, value in _given(self).items()})
 

@@ -17,11 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.show import beside, tuned
-from agent.show.counters import heading, wanted
-from primitives.files import write_atomic
-from primitives.ir import Program
-from verifier.spec_file import load
+from coda_agent.agent.show import beside, tuned
+from coda_agent.agent.show.counters import heading, wanted
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.loading import load
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "generated_kernels"
@@ -111,8 +111,8 @@ def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
 
     import torch
 
-    from primitives.plan import Plan
-    from verifier.inputs import draw
+    from coda_agent.primitives.runtime.executable import Plan
+    from coda_agent.verifier.numerics.inputs import draw
 
     plan = Plan(program, chosen.sizes, schedules, raw=raw.read_text(encoding="utf-8") if raw else "")
     inputs, outputs = draw(spec, chosen.sizes, 0, device="cuda"), plan.outputs()

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from verifier import jail
-from verifier.spec_file import load
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.sandbox import jail
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 5

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from primitives.files import write_atomic
-from primitives.ir import Program
-from verifier.conditions import device
-from verifier.gpu import WorkerError
-from verifier.measure import proved
-from verifier.report import PROTOCOL, Accepted, Gate, Rejected
-from verifier.spec_file import load
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.gpu.telemetry import device
+from coda_agent.verifier.gpu.worker import WorkerError
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.measure import proved
+from coda_agent.verifier.report import PROTOCOL, Accepted, Gate, Rejected
 
 KERNELS, SPECS = Path("generated_kernels"), Path("specs")
 DEVICE = ("gpu", "torch", "cuda")

@@ -14,20 +14,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from primitives.compile import PROBES
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.plan import Plan
-from verifier import strength
-from verifier.conditions import device
-from verifier.inputs import FAMILIES
-from verifier.limits import Limits
-from verifier.mutants import mutants
-from verifier.numerics import OutputError
-from verifier.sizes import hidden, small_sizes
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.strength import Sample
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.verifier.gpu.telemetry import device
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import mutation_score
+from coda_agent.verifier.numerics.error_gate import OutputError
+from coda_agent.verifier.numerics.inputs import FAMILIES
+from coda_agent.verifier.numerics.limits import Limits
+from coda_agent.verifier.numerics.mutants import mutants
+from coda_agent.verifier.numerics.mutation_score import Sample
+from coda_agent.verifier.numerics.sizes import hidden, small_sizes
+from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 CLEAR = 100.0  # times a limit: a mutant that is so far beyond one is not looked at again
@@ -68,7 +68,7 @@ def separation(name: str) -> dict[str, Any]:
                 if wrong[mutant.name] < CLEAR:
                     share = _excess(trial, trial.made(mutant), mutant.spoken)
                     wrong[mutant.name] = max(wrong[mutant.name], share)
-    names = [m.name for m in made if wrong[m.name] > 1 or strength.differs(spec, m, small)]
+    names = [m.name for m in made if wrong[m.name] > 1 or mutation_score.differs(spec, m, small)]
     return {"honest": honest, "mutants": {name: wrong[name] for name in names}}
 
 

@@ -4,7 +4,7 @@ A kernel is written as straight-line tensor code; ``@kernel`` traces it into a P
 interpreter, the lowering and the launcher work on. Importing this needs the standard library only.
 """
 
-from primitives.elementwise import (
+from coda_agent.primitives.lang.ops.elementwise import (
     abs,
     cos,
     exp,
@@ -22,11 +22,18 @@ from primitives.elementwise import (
     tanh,
     where,
 )
-from primitives.reductions import column_abs_max, column_max, column_sums, row_abs_max, row_max, row_sums
-from primitives.stateful import head_sums, row_logsumexp, row_select
-from primitives.tiles import column_index, gemm, join, pairs
-from primitives.trace import kernel
-from primitives.vectors import per_column, per_head, per_row
+from coda_agent.primitives.lang.ops.reductions import (
+    column_abs_max,
+    column_max,
+    column_sums,
+    row_abs_max,
+    row_max,
+    row_sums,
+)
+from coda_agent.primitives.lang.ops.stateful import head_sums, row_logsumexp, row_select
+from coda_agent.primitives.lang.ops.tiles import column_index, gemm, join, pairs
+from coda_agent.primitives.lang.ops.vectors import per_column, per_head, per_row
+from coda_agent.primitives.lang.trace import kernel
 
 __all__ = [
     "abs",

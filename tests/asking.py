@@ -7,8 +7,18 @@ from typing import Any
 
 from fake_messages import FakeMessages, Reply
 
-from agent.providers import FREE, Message, Meter, Provider, ProviderError, Question, Turn, Usage, make
-from agent.providers.patience import Patience
+from coda_agent.agent.providers import (
+    FREE,
+    Message,
+    Meter,
+    Provider,
+    ProviderError,
+    Question,
+    Turn,
+    Usage,
+    make,
+)
+from coda_agent.agent.providers.patience import Patience
 
 KEY = "sk-ant-secret-0123456789"
 

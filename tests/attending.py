@@ -20,7 +20,7 @@ from authoring import ROOT
 # A suite in the background inherits that SIGINT is ignored.
 INTERRUPTIBLE = """
 import signal
-from agent.cli import main
+from coda_agent.agent.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
@@ -51,7 +51,7 @@ def going(
     """The command, once it has written these prompts and waits for answers."""
     given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | streams
     command = [sys.executable, "-c", INTERRUPTIBLE, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "160"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "160"}
     with subprocess.Popen(command, env=environment, **given) as process:  # type: ignore[call-overload]
         try:
             eventually(lambda: all(path.exists() for path in prompts), process)

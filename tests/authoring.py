@@ -16,24 +16,24 @@ from typing import Any
 import operators
 from spec_files import write_changed
 
-from agent import runs
-from agent.budget import Spent
-from agent.providers import Message, Question, Turn, Usage
-from primitives.cubin import Resources
-from primitives.ir import Program
-from primitives.roofline import roofline
-from primitives.schedule import Schedule
-from primitives.trace import trace_source
-from verifier.decision import central, compared
-from verifier.gates import identity
-from verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, ROUTINE, SINGLE_ROW
-from verifier.proof import REPEATS
-from verifier.quack_baseline import MATMUL, OWN_TUNER
-from verifier.report import PROTOCOL, Accepted, Checked, Config, Gate, Measured, Rejected, Timing
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.spec_parts import Case
-from verifier.timing import FEWEST
+from coda_agent.agent.providers import Message, Question, Turn, Usage
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.budget import Spent
+from coda_agent.primitives.compiler.cubin import Resources
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.verifier.baselines.quack import MATMUL, OWN_TUNER
+from coda_agent.verifier.decision import central, compared
+from coda_agent.verifier.gates import identity
+from coda_agent.verifier.gpu.checks import REPEATS
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.measure import FEW_FLOPS, HIDDEN, ONE_ROW, ROUTINE, SINGLE_ROW
+from coda_agent.verifier.report import PROTOCOL, Accepted, Checked, Config, Gate, Measured, Rejected, Timing
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import Case
+from coda_agent.verifier.timing import FEWEST
 
 ROOT = Path(__file__).parent.parent
 SPECS, KERNELS, RECORDINGS = ROOT / "specs", ROOT / "generated_kernels", ROOT / "agent" / "recordings"
@@ -228,7 +228,7 @@ def timing(case: Case, speedup: float = 1.3) -> Timing:
 
 def proofs(spec: Spec, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
     """What numerics and stability say of a kernel that errs as any must."""
-    from verifier.inputs import EVERY
+    from coda_agent.verifier.numerics.inputs import EVERY
 
     outputs = {name: {"rms_ratio": 1.0, "tile_ratio": 1.0, "element_ratio": 1.0} for name in spec.outputs}
     families = {case.name: EVERY for case in spec.cases} | {HIDDEN: EVERY}
@@ -347,7 +347,7 @@ def coda_agent(
 ) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own; without a key."""
     return subprocess.run(
-        [sys.executable, "-m", "agent.cli", *map(str, arguments)],
+        [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)],
         cwd=cwd,
         env={k: v for k, v in os.environ.items() if k != "ANTHROPIC_API_KEY"} | environment,
         capture_output=True,

@@ -7,14 +7,24 @@ from typing import Any
 
 from rich.console import Console
 
-from agent.compare.cells import Cell, Empty, Line
-from agent.compare.results import Arm, Failure, Loss, Results, Sitting
-from agent.compare.terminal import table
-from agent.table import GROUPS
-from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import ANCHOR, COLUMNS, COMPILE, EDITED, FLASHINFER, LIGER, LLM, PROGRAM, UPSTREAM
-from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
-from verifier.statistics import Interval
+from coda_agent.agent.reporting.table import GROUPS
+from coda_agent.comparison.cells import Cell, Empty, Line
+from coda_agent.comparison.competitors import (
+    ANCHOR,
+    COLUMNS,
+    COMPILE,
+    EDITED,
+    FLASHINFER,
+    LIGER,
+    LLM,
+    PROGRAM,
+    UPSTREAM,
+)
+from coda_agent.comparison.results import Arm, Failure, Loss, Results, Sitting
+from coda_agent.comparison.terminal import table
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
+from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
+from coda_agent.verifier.statistics import Interval
 
 TEN = GROUPS["CODA's ten"]
 WIDTHS, SQUARES = ("1B", "7B", "70B"), ("square 2048", "square 4096", "square 8192")

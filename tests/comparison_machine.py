@@ -8,23 +8,16 @@ from typing import Any
 
 import pytest
 
-from agent.compare import environment, keys, measuring, rows, workers
-from agent.compare.cells import Cell, Empty, lines
-from agent.compare.measuring import Asked
-from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Results
-from verifier.columns import (
-    ANCHOR,
-    COMPILE,
-    EAGER,
-    LIGER,
-    PROGRAM,
-    UPSTREAM,
-)
-from verifier.contest import compiled, machine, tuned
-from verifier.contest import gpu as gpu_task
-from verifier.gpu import Lost
-from verifier.proof import clean
-from verifier.quack_baseline import OWN_TUNER
+from coda_agent.comparison import environment, keys, measuring, rows, workers
+from coda_agent.comparison.cells import Cell, Empty, lines
+from coda_agent.comparison.competitors import ANCHOR, COMPILE, EAGER, LIGER, PROGRAM, UPSTREAM
+from coda_agent.comparison.interleaved import compiled, machine, tuned
+from coda_agent.comparison.interleaved import gpu as gpu_task
+from coda_agent.comparison.measuring import Asked
+from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
+from coda_agent.verifier.baselines.quack import OWN_TUNER
+from coda_agent.verifier.gpu.checks import clean
+from coda_agent.verifier.gpu.worker import Lost
 
 H100 = {"tensor": 8e14, "tensor_fp8": 1.6e15, "memory": 3e12}
 ARMS = (EAGER, COMPILE, LIGER, OWN_TUNER, UPSTREAM, PROGRAM, ANCHOR)
@@ -50,7 +43,7 @@ def cells(results: Results) -> dict[str, Cell | Empty]:
 
 
 class Machine:
-    """Stands in for ``verifier.gpu.Worker``: keeps who sat, by interpreter."""
+    """Stands in for ``verifier.gpu.worker.Worker``: keeps who sat, by interpreter."""
 
     def __init__(self) -> None:
         self.sat: list[tuple[str | None, tuple[str, ...]]] = []
@@ -152,7 +145,7 @@ class Seat:
 
 @contextmanager
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """In place of what ``agent.compare.measuring`` starts and asks."""
+    """In place of what ``comparison.measuring`` starts and asks."""
     found = Machine()
     monkeypatch.setattr(workers, "Worker", found)
     monkeypatch.setattr(measuring, "monotonic", lambda: found.now)

@@ -112,10 +112,10 @@ def kernel(tmp_path: Path) -> Callable[[str], Path]:
 def one_probe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compile gate has one of its two schedules, which of them by the test's name: compilers take most of
     the time of tests that check a whole kernel."""
-    from primitives.compile import PROBES
+    from coda_agent.primitives.compiler.probe_schedules import PROBES
 
     turn = zlib.crc32(request.node.name.encode()) % len(PROBES)
-    monkeypatch.setattr("verifier.verify.PROBES", (PROBES[turn],))
+    monkeypatch.setattr("coda_agent.verifier.verify.PROBES", (PROBES[turn],))
 
 
 @pytest.fixture
@@ -124,12 +124,12 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     are real, but on the same inputs each time."""
     from authoring import resources
 
-    import primitives.compile
+    import coda_agent.primitives.runtime.compile
 
     report: Callable[..., object] = resources
-    monkeypatch.setattr(primitives.compile, "report", report)
+    monkeypatch.setattr(coda_agent.primitives.runtime.compile, "report", report)
     seeds = itertools.count(1)
-    monkeypatch.setattr("verifier.verify.secrets.randbits", lambda bits: next(seeds))
+    monkeypatch.setattr("coda_agent.verifier.verify.secrets.randbits", lambda bits: next(seeds))
 
 
 @pytest.fixture
@@ -151,14 +151,14 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """``agent.cli.main`` in this process."""
-    from agent import cli
+    """``agent.cli.main.main`` in this process."""
+    from coda_agent.agent.cli import main
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["coda-agent", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return Done(int(ended.value.code or 0), said.out, said.err)
 

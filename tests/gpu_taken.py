@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from primitives.files import cache_dir
+from coda_agent.primitives.system.files import cache_dir
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def gpu_taken(monkeypatch: pytest.MonkeyPatch, begun: Callable[[], object]) -> I
                 lock.release()
             return super().acquire(timeout, *given, **more)
 
-    monkeypatch.setattr("agent.gpu.FileLock", Waiting)
+    monkeypatch.setattr("coda_agent.agent.artifacts.gpu_lock.FileLock", Waiting)
     with lock:
         yield waited
     with FileLock(cache_dir() / "gpu.lock", timeout=0):  # it is free again

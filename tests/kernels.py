@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from machine import Tensors, kernel_names, run_lowered
 
-import primitives
-from primitives.dims import Dim
-from primitives.interpret import torch_dtype
-from primitives.ir import INDICES, Program, Signature, TensorType
-from primitives.trace import trace_source
+from coda_agent import primitives
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import INDICES, Program, Signature, TensorType
+from coda_agent.primitives.lang.trace import trace_source
 
 __all__ = [
     "EXAMPLES", "IMPORTS", "Example", "Tensors", "draw", "kernel_names", "run_lowered", "signature", "source",

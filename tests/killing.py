@@ -32,14 +32,16 @@ from authoring import (
     program_of,
 )
 
-from agent import accept, journal, providers, runs, session
-from agent.loop import STOPPED
-from agent.providers import Call, ProviderError, Question, Turn, Usage
-from primitives.ir import Program
-from verifier import verify
-from verifier.gates import identity
-from verifier.report import Measured, Rejected, Unmeasured
-from verifier.spec import Spec
+from coda_agent.agent import providers, setup
+from coda_agent.agent.artifacts import accept
+from coda_agent.agent.providers import Call, ProviderError, Question, Turn, Usage
+from coda_agent.agent.run import journal, runs
+from coda_agent.agent.run.loop import STOPPED
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier import verify
+from coda_agent.verifier.gates import identity
+from coda_agent.verifier.report import Measured, Rejected, Unmeasured
+from coda_agent.verifier.spec.model import Spec
 
 MODEL = "claude-opus-5-5"
 READ, WRITTEN = 1000, 500  # what each request reserves
@@ -191,12 +193,12 @@ def _stand_in(cast: Cast, kernels: str) -> None:
     providers.make = make
     verify.check, verify.check_raw = check, check_raw  # type: ignore[assignment]
     here = isinstance(cast, Kernel)
-    session.measurer = lambda gpu, options, watch: cast.measure if here else None
+    setup.measurer = lambda gpu, options, watch: cast.measure if here else None
     accept.KERNELS = Path(kernels)
 
 
 def _perform(errand: Errand) -> None:
-    from agent import cli
+    from coda_agent.agent.cli import main
 
     os.environ["CODA_AGENT_RUNS"] = errand.runs
     log = Path(errand.log)
@@ -212,7 +214,7 @@ def _perform(errand: Errand) -> None:
     _stand_in(Kernel(note) if errand.cast == "Kernel" else Edit(note), errand.kernels)
     kill_at(errand.point)
     sys.argv = ["coda-agent", *errand.arguments]
-    cli.main()
+    main.main()
 
 
 def _serve() -> None:
@@ -220,8 +222,14 @@ def _serve() -> None:
     here, once."""
     import torch  # which lowering imports: no thread of it runs before a fork  # noqa: F401
 
-    import verifier.measure  # noqa: F401
-    from agent import bundle, cli, live, optimize, render  # noqa: F401
+    import coda_agent.verifier.measure  # noqa: F401
+    from coda_agent.agent.artifacts import bundle  # noqa: F401
+    from coda_agent.agent.cli import main  # noqa: F401
+    from coda_agent.agent.reporting import (
+        progress,  # noqa: F401
+        render,  # noqa: F401
+    )
+    from coda_agent.agent.run import optimize  # noqa: F401
 
     gc.freeze()  # else each child's collections would copy this process's memory
     gc.disable()
@@ -242,7 +250,9 @@ def _serve() -> None:
 @contextmanager
 def processes() -> Iterator[Callable[[Errand], int]]:
     """Runs each errand in a process of its own, and gives its exit status: -9 if it was killed."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    }
     command = [sys.executable, __file__]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

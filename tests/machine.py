@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from merged import MERGED
 
-from primitives.dims import Dim
-from primitives.interpret import solve_sizes, torch_dtype
-from primitives.ir import Program
-from primitives.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
+from coda_agent.primitives.compiler.lower import Argument, GemmKernel, Lowered, VectorKernel, lower
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
+from coda_agent.primitives.lang.ir import Program
 
 Tensors = dict[str, torch.Tensor]
 PAST = 4  # rows and lanes beyond the matrix

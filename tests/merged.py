@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import primitives
-from verifier.proposal import Proposal, load
+from coda_agent import primitives
+from coda_agent.verifier.proposal import Proposal, load
 
 VALUES = ("{0}", "{1}", "{1}")
 PROPOSED = Path(__file__).parent.parent / "specs" / "primitives"

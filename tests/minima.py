@@ -1,6 +1,6 @@
-"""Two reductions that the vocabulary lacks, each registered once, as ``primitives.reductions`` does it.
+"""Two reductions that the vocabulary lacks, each registered once, as ``reductions`` does it.
 
-Run as a program, this compiles what it is asked to, as the child of ``primitives.compile`` does.
+Run as a program, this compiles what it is asked to, as the child of ``primitives.runtime.compile`` does.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-import primitives
-from primitives import compile as compiling
-from primitives.ir import OPERATIONS
-from primitives.reductions import Fold, largest, reduces
-from primitives.trace import Tensor, apply
+from coda_agent import primitives
+from coda_agent.primitives.lang.ir import OPERATIONS
+from coda_agent.primitives.lang.ops.reductions import Fold, largest, reduces
+from coda_agent.primitives.lang.trace import Tensor, apply
+from coda_agent.primitives.runtime import compile as compiling
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import primitives
-from primitives.dims import Dim
-from primitives.ir import Program, Signature, TensorType
-from primitives.schedule import Schedule
-from primitives.trace import trace_source
-from verifier.spec_file import load
+from coda_agent import primitives
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import Program, Signature, TensorType
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.verifier.loading import load
 
 SPECS = Path(__file__).parents[1] / "specs"
 BODIES = {

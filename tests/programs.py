@@ -12,13 +12,13 @@ from random import Random
 import torch
 from writing import Init, Writer
 
-from primitives.dims import Dim
-from primitives.interpret import torch_dtype
-from primitives.ir import Program, Signature
-from primitives.launchable import alignment_errors
-from primitives.lower import GemmKernel
-from primitives.schedule import CLUSTERS, SWIZZLES, TILES, Schedule
-from primitives.trace import trace_source
+from coda_agent.primitives.compiler.lower import GemmKernel
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.schedule import CLUSTERS, SWIZZLES, TILES, Schedule
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.runtime.launchable import alignment_errors
 
 Tensors = dict[str, torch.Tensor]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from spec_files import write_changed
 
-from verifier import proposal, proposal_gates
-from verifier.proposal import Proposal
-from verifier.report import Accepted, Checked, Rejected
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.verifier import proposal, proposal_gates
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.proposal import Proposal
+from coda_agent.verifier.report import Accepted, Checked, Rejected
+from coda_agent.verifier.spec.model import Spec
 
 SOFTSIGN = """\
 name: softsign

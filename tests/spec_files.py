@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verifier.spec_file import SpecError, load
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.spec.file import SpecError
 
 
 def write_changed(path: Path, text: str, old: str = "", new: str = "") -> Path:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from primitives.ir import Program
-from primitives.schedule import Schedule
-from verifier.decision import central, compared
-from verifier.evidence import problems
-from verifier.report import PROTOCOL
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.decision import central, compared
+from coda_agent.verifier.provenance import problems
+from coda_agent.verifier.report import PROTOCOL
 
 
 def replace(path: Path, old: str, new: str) -> None:

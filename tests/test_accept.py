@@ -24,16 +24,18 @@ from authoring import (
 )
 from small_disk import mounted
 
-from agent import accept as accepting
-from agent import runs, table, typed
-from agent.accept import AcceptError, accept
-from agent.compare.kernels import written
-from agent.journal import JournalError, read_export
-from agent.loop import Outcome, standing
-from primitives.lower import lower
-from verifier.report import Accepted
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.agent import arguments as typed
+from coda_agent.agent.artifacts import accept as accepting
+from coda_agent.agent.artifacts.accept import AcceptError, accept
+from coda_agent.agent.reporting import table
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import JournalError, read_export
+from coda_agent.agent.run.loop import Outcome, standing
+from coda_agent.comparison.kernels import written
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Accepted
+from coda_agent.verifier.spec.model import Spec
 
 pytestmark = pytest.mark.usefixtures("runs_home")
 NAMES = ["toy.py", "toy.program.json", "toy.cutedsl.py", "toy.report.json", "toy.jsonl"]
@@ -208,7 +210,7 @@ def test_a_disk_that_is_full(spec: Path, small_disk: Path) -> None:
     code = f"""
 import resource, sys
 from pathlib import Path
-from agent import accept, cli
+from coda_agent.agent.artifacts import accept; from coda_agent.agent.cli import main as cli
 {limit}
 accept.accept.__defaults__ = (Path({str(small_disk)!r}), Path({str(small_disk)!r}))
 sys.argv = ["coda-agent", "accept", {name!r}]
@@ -229,8 +231,8 @@ cli.main()
 KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
-from agent import accept, runs
-from agent.loop import standing
+from coda_agent.agent.artifacts import accept; from coda_agent.agent.run import runs
+from coda_agent.agent.run.loop import standing
 
 name, before, here = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 STEPS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
@@ -334,7 +336,7 @@ def test_whoever_reads_a_kernel_ends_an_acceptance_that_was_cut_off(
 ) -> None:
     kernels = tmp_path / "kernels"
     put(accepted_run(spec), kernels)
-    monkeypatch.setattr("agent.accept.KERNELS", kernels)
+    monkeypatch.setattr("coda_agent.agent.artifacts.accept.KERNELS", kernels)
     program = program_of(load(spec, check=False), TOY_KERNEL)
     readers: list[Callable[[], object]] = [
         lambda: written(load(spec, check=False)).hash == program.hash,
@@ -350,8 +352,8 @@ def test_whoever_reads_a_kernel_ends_an_acceptance_that_was_cut_off(
 ACCEPTING = """
 import itertools, sys
 from pathlib import Path
-from agent import accept, runs
-from agent.loop import standing
+from coda_agent.agent.artifacts import accept; from coda_agent.agent.run import runs
+from coda_agent.agent.run.loop import standing
 
 here = Path(sys.argv[3])
 opened = [runs.reopen(name) for name in sys.argv[1:3]]
@@ -495,11 +497,17 @@ def test_no_repository(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
     """The real command, from a checkout of its own: packages, kernels and recordings below one root."""
-    for package in ("agent", "primitives", "verifier"):
+    shutil.copy(ROOT / "__init__.py", repository)
+    (repository / "src").mkdir()
+    (repository / "src" / "coda_agent").symlink_to("..")
+    for package in ("agent", "comparison", "primitives", "verifier"):
         shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))
     name = accepted_run(spec, author="Ada [/x]")
-    command = [sys.executable, "-m", "agent.cli", "accept", name, "--commit"]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "coda_agent.agent.cli.main", "accept", name, "--commit"]
+    environment = os.environ | {"PYTHONPATH": str(repository / "src")}
+    done = subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     *paths, last = done.stdout.splitlines()
     assert paths == [*(f"generated_kernels/{n}" for n in NAMES[:4]), "agent/recordings/toy.jsonl"]

@@ -11,10 +11,10 @@ import pytest
 from asking import ASK, CACHED, KEY, TALK, USAGE, ask, claude, refused
 from fake_messages import FakeMessages
 
-from agent.journal import Journal
-from agent.providers import Call, Message, ProviderError, Question, Turn, make
-from agent.providers.scrub import Scrub, Stream
-from agent.tools import TOOLS
+from coda_agent.agent.providers import Call, Message, ProviderError, Question, Turn, make
+from coda_agent.agent.providers.scrub import Scrub, Stream
+from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.run.tools import TOOLS
 
 pytestmark = pytest.mark.usefixtures("no_keys")
 
@@ -49,7 +49,7 @@ def test_the_default_model_is_one_the_sdk_knows() -> None:
 
     from anthropic.types.model import Model
 
-    from agent.providers.anthropic import DEFAULT_MODEL
+    from coda_agent.agent.providers.anthropic import DEFAULT_MODEL
 
     assert DEFAULT_MODEL in get_args(get_args(Model)[0])
 

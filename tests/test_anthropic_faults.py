@@ -12,10 +12,10 @@ import pytest
 from asking import ASK, KEY, USAGE, Night, Purse, ask, claude, refused
 from fake_messages import FakeMessages, Reply
 
-from agent.budget import Ledger, Limits, OutOfBudget
-from agent.journal import Journal
-from agent.providers import ProviderError, Question, Turn, Usage, make
-from agent.providers.patience import Patience
+from coda_agent.agent.providers import ProviderError, Question, Turn, Usage, make
+from coda_agent.agent.providers.patience import Patience
+from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget
+from coda_agent.agent.run.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("no_keys")
 
@@ -219,7 +219,7 @@ def test_an_answer_that_the_budget_cut_ends_out_of_budget(tmp_path: Path) -> Non
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_what_was_never_sent_costs_nothing(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens, or nobody shakes hands."""
-    monkeypatch.setattr("agent.providers.anthropic.ASIDE", 0.1)
+    monkeypatch.setattr("coda_agent.agent.providers.anthropic.ASIDE", 0.1)
     purse, mute = Purse(), socket.create_server(("127.0.0.1", 0))
     url = f"{scheme}://127.0.0.1:{mute.getsockname()[1]}"
     if scheme == "http":

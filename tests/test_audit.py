@@ -12,10 +12,10 @@ import candidate_watch
 import pytest
 from candidate_watch import DIRECTORY, Account, account
 
-from primitives.dims import Dim
-from primitives.ir import Signature, TensorType
-from primitives.trace import trace_source
-from verifier import jail
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import Signature, TensorType
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.verifier.sandbox import jail
 
 ROOT = Path(__file__).parent.parent
 KERNEL = '''from primitives import gemm, kernel
@@ -51,13 +51,13 @@ def load(path):
 SETTING = """
 import ast, sys, types
 from concurrent.futures import ThreadPoolExecutor
-planted = types.ModuleType("verifier.planted")
+planted = types.ModuleType("coda_agent.verifier.planted")
 exec(compile(open(sys.argv[1]).read(), "planted.py", "exec"), planted.__dict__)
 text = open(sys.argv[2]).read()
 import json, primitives
-from primitives.ir import Signature
-from primitives.trace import trace_source
-from verifier import jail
+from coda_agent.primitives.lang.ir import Signature
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.verifier.sandbox import jail
 signature = Signature.from_json(json.loads(sys.argv[3]))
 trace = lambda: jail.trace(text, signature)
 """
@@ -129,7 +129,7 @@ def test_another_kernel_is_no_violation(files: tuple[Path, Path, Path]) -> None:
 WORKING = """
 sys.path.insert(0, sys.argv[1].rpartition("/")[0])
 import os, task
-from primitives import workers
+from coda_agent.primitives.system import workers
 os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ["PYTHONPATH"]])
 assert workers.run_all(task.execute, [text]) == [True]
 """
@@ -140,14 +140,16 @@ def test_a_candidate_in_a_worker_of_ours_is_heard(files: tuple[Path, Path, Path]
     files[0].with_name("task.py").write_text("def execute(text):\n    exec(text, {})\n    return True\n")
     found = heard(files, "trace()\n" + WORKING)
     assert len(found.candidates) == 1 and found.processes == 2
-    assert found.violations and all("primitives/workers.py:" in v for v in found.violations)
+    assert found.violations and all("primitives/system/workers.py:" in v for v in found.violations)
 
 
 def test_the_confined_child_may_run_an_edited_text(files: tuple[Path, Path, Path]) -> None:
     """The one that is forked for it: its frames are primitives', and the first is the confinement's."""
-    code = "def work():\n    planted.__name__ = 'primitives.planted'\n    planted.run(text)\n"
+    code = "def work():\n    planted.__name__ = 'coda_agent.primitives.planted'\n    planted.run(text)\n"
     code += "    return {'ran': 1}\n"
-    code += "import tempfile\nfrom pathlib import Path\nfrom primitives.raw import child\ntrace()\n"
+    code += (
+        "import tempfile\nfrom pathlib import Path\nfrom coda_agent.primitives.raw import child\ntrace()\n"
+    )
     code += "with tempfile.TemporaryDirectory() as scratch:\n"
     code += "    assert child.run(work, Path(scratch)) == {'ran': 1}"
     found = heard(files, code)
@@ -193,7 +195,7 @@ SUITE = """
 import sys, types
 import test_audit as t
 def test_it():
-    planted = types.ModuleType("verifier.planted")
+    planted = types.ModuleType("coda_agent.verifier.planted")
     exec(t.PLANTED, planted.__dict__)
     t.jail.trace(t.KERNEL, t.SIGNATURE)
     planted.run(%s)
@@ -207,7 +209,7 @@ def test_a_violation_fails_a_session_whose_tests_pass(
     tmp_path: Path, text: str, status: int, words: str
 ) -> None:
     (tmp_path / "test_planted.py").write_text(SUITE % text)
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ["PYTHONPATH"]])
+    paths = os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent), os.environ["PYTHONPATH"]])
     command = [
         sys.executable,
         "-m",

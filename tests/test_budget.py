@@ -32,19 +32,20 @@ from authoring import (
 )
 from filelock import FileLock
 
-from agent import runs, session
-from agent.budget import FEWEST_TOKENS, Ledger, Limits, OutOfBudget, Spent, price, spent
-from agent.journal import Journal
-from agent.loop import Loop
-from agent.providers import ProviderError, Question, Turn, Usage
-from primitives import children, deadline
-from primitives.files import cache_dir
-from primitives.ir import Program
-from verifier import interpreted
-from verifier.gpu import Worker
-from verifier.measure import Keep
-from verifier.report import Checked, Measured, Rejected
-from verifier.spec import Spec
+from coda_agent.agent import setup
+from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.budget import FEWEST_TOKENS, Ledger, Limits, OutOfBudget, Spent, price, spent
+from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.run.loop import Loop
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.system import deadline, subprocesses
+from coda_agent.primitives.system.files import cache_dir
+from coda_agent.verifier.gpu.worker import Worker
+from coda_agent.verifier.measure import Keep
+from coda_agent.verifier.numerics import cpu_numerics
+from coda_agent.verifier.report import Checked, Measured, Rejected
+from coda_agent.verifier.spec.model import Spec
 
 MODEL = "claude-opus-4-5"
 GOOD, BAD = fenced(TOY_KERNEL), fenced(BROKEN)
@@ -201,7 +202,7 @@ class Metered(Scripted):
 
 
 def loop(run: runs.Run, provider: Scripted, notes: Notes | None = None, **options: Any) -> Loop:
-    return Loop(run.journal, run.spec, session.work_of(run), provider, notes or Notes(), **options)
+    return Loop(run.journal, run.spec, setup.work_of(run), provider, notes or Notes(), **options)
 
 
 def test_a_run_out_of_budget_ends_at_its_last_report_and_goes_on_with_more(
@@ -281,7 +282,7 @@ def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
     """Another's measurement has it for 1000 s; then one that is killed in its second piece, and one that
     goes on."""
     now = [0.0]
-    monkeypatch.setattr("agent.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("coda_agent.agent.run.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     lock, held = FileLock(cache_dir() / "gpu.lock", thread_local=False), threading.Event()
 
     def another() -> None:
@@ -369,15 +370,15 @@ def test_gpu_time_is_charged_and_ends_measuring_only(begin: Callable[[], runs.Ru
 def hanging_compiler(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[subprocess.Popen[bytes]]:
     """A compiler that never answers, in place of the real one: its processes."""
     (directory / "hanging.py").write_text("import time; time.sleep(600)")
-    real, started = children.converse, list[subprocess.Popen[bytes]]()
+    real, started = subprocesses.converse, list[subprocess.Popen[bytes]]()
 
     def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         started.append(real("hanging", **options | {"env": os.environ | {"PYTHONPATH": str(directory)}}))
         return started[-1]
 
-    monkeypatch.setattr(children, "converse", converse)
-    monkeypatch.setattr("primitives.compile._kept", None)
-    monkeypatch.setattr("verifier.verify._interpret", lambda *given: None)
+    monkeypatch.setattr(subprocesses, "converse", converse)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile._kept", None)
+    monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *given: None)
     monkeypatch.setenv("CODA_AGENT_CACHE", str(directory / "cache"))
     return started
 
@@ -392,8 +393,8 @@ def test_a_gate_is_cut_off_at_the_deadline(
         if gate == "compile":
             compilers = hanging_compiler(patch, tmp_path)
         else:
-            real = interpreted.runs
-            patch.setattr(interpreted, "runs", lambda *given: itertools.repeat(next(real(*given))))
+            real = cpu_numerics.runs
+            patch.setattr(cpu_numerics, "runs", lambda *given: itertools.repeat(next(real(*given))))
         with pytest.raises(OutOfBudget, match="of 1.2 seconds are used up.*--budget-seconds"):
             loop(run, Scripted([GOOD]), notes, limits=Limits(seconds=1.2)).run()
         assert [e.key for e in run.journal.events()] == ["prompt", "answer/1", "stopped/1"]

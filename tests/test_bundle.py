@@ -32,18 +32,20 @@ from authoring import (
     write_toy,
 )
 
-from agent import bundle, runs, session
-from agent.accept import accept
-from agent.bundle import BundleError
-from agent.journal import JournalError
-from agent.loop import Loop, standing
-from primitives.ir import Program
-from primitives.schedule import Schedule
-from verifier.kept import Kept, Known
-from verifier.measure import DEFAULT_ARMS, Keep, Options
-from verifier.quack_baseline import MATMUL, OWN_TUNER
-from verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
-from verifier.spec import Spec
+from coda_agent.agent import setup
+from coda_agent.agent.artifacts import bundle
+from coda_agent.agent.artifacts.accept import accept
+from coda_agent.agent.artifacts.bundle import BundleError
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.run.loop import Loop, standing
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.baselines.quack import MATMUL, OWN_TUNER
+from coda_agent.verifier.incumbent import Kept, Known
+from coda_agent.verifier.measure import DEFAULT_ARMS, Keep, Options
+from coda_agent.verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
+from coda_agent.verifier.spec.model import Spec
 
 pytestmark = pytest.mark.usefixtures("runs_home")
 
@@ -105,14 +107,14 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Which of the workers that were started ahead, one an entry, were closed, by number."""
     closed: list[int] = []
     started = (SimpleNamespace(close=partial(closed.append, number)) for number in itertools.count())
-    monkeypatch.setattr("verifier.measure.started", lambda: [next(started)])
+    monkeypatch.setattr("coda_agent.verifier.measure.started", lambda: [next(started)])
     return closed
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, ended: list[int]) -> Gpu:
     made = Gpu()
-    monkeypatch.setattr("verifier.measure.measure", made.measure)
+    monkeypatch.setattr("coda_agent.verifier.measure.measure", made.measure)
     return made
 
 
@@ -154,7 +156,7 @@ def entry_of(data: Any) -> Any:
 
 
 def test_the_stand_in_is_called_as_the_real_one_is() -> None:
-    from verifier.measure import measure as real
+    from coda_agent.verifier.measure import measure as real
 
     assert set(inspect.signature(Gpu().measure).parameters) == set(inspect.signature(real).parameters)
 
@@ -195,7 +197,7 @@ def test_a_rejection_is_fed_back(packed: tuple[str, Path], gpu: Gpu) -> None:
     assert isinstance(found, Rejected) and found.code == "slow" and stands(name) == "rejected"
     run, provider = runs.reopen(name), Scripted(["", "no code", fenced(TOY_KERNEL)])
     with run.journal:
-        Loop(run.journal, run.spec, session.work_of(run), provider, Notes(), attempts=2).run()
+        Loop(run.journal, run.spec, setup.work_of(run), provider, Notes(), attempts=2).run()
     assert "reason `slow`" in provider.asked[0][1][-1].text
 
 
@@ -478,7 +480,7 @@ def accepted_before(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The report of the kernel that was accepted before."""
     kernels = tmp_path / "kernels"
     kernels.mkdir()
-    monkeypatch.setattr("agent.accept.KERNELS", kernels)
+    monkeypatch.setattr("coda_agent.agent.artifacts.accept.KERNELS", kernels)
     run = runs.reopen(accepted_run(spec))
     with run.journal:
         outcome = standing(run.journal, run.spec)

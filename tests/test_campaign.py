@@ -13,8 +13,8 @@ from benchmarks.campaign.differs import Sample
 from benchmarks.campaign.draws import draws
 from benchmarks.campaign.graph import Graph, accepted, program_of, spec_of
 from benchmarks.campaign.judge import Task, judge_of, judged, made_mutant, verdict
-from primitives.ir import Program
-from verifier.spec_domain import LARGEST
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.spec.domain import LARGEST
 
 # Kinds that need something which not all programs have: a constant, a comparison, inputs of one type.
 PARTIAL = {

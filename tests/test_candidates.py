@@ -29,11 +29,11 @@ from authoring import (
 )
 from typer.testing import CliRunner
 
-from agent import candidates, history, runs
-from agent.authoring import begun
-from agent.cli import app
-from agent.journal import JournalError, glance
-from verifier.spec_file import load
+from coda_agent.agent.cli.authoring import begun
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.run import candidates, history, runs
+from coda_agent.agent.run.journal import JournalError, glance
+from coda_agent.verifier.loading import load
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_ctrl_c_stops_all_and_says_how_to_go_on(toy: Path, tmp_path: Path) -> No
 # The command where no file may be longer: a disk that has no room for a run's answer, but for a few words.
 LITTLE_ROOM = """
 import resource
-from agent.cli import main
+from coda_agent.agent.cli.main import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 main()
 """
@@ -115,7 +115,7 @@ def test_one_that_no_answer_could_be_kept_of_says_why(toy: Path, tmp_path: Path,
     """Each of two in the words of a single run, and all with its status."""
     more = [*options(tmp_path / "hands"), "--candidates", str(number)]
     command = [sys.executable, "-c", LITTLE_ROOM, "generate", str(toy), *more]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 3 and len(runs.names()) == number, done.stderr
     for name in runs.names():

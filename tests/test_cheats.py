@@ -10,9 +10,9 @@ from cheats import PROGRAMS, THEMES
 from cheats.child import TAKEN_OVER, nothing_left
 from cheats.corpus import Cheat, Contained, Twin
 
-from verifier import jail
-from verifier.report import Checked, Rejected
-from verifier.verify import Verdict, check
+from coda_agent.verifier.report import Checked, Rejected
+from coda_agent.verifier.sandbox import jail
+from coda_agent.verifier.verify import Verdict, check
 
 CHEATS = {f"{theme}: {cheat.name}": cheat for theme, cheats in THEMES.items() for cheat in cheats}
 TWINS = {

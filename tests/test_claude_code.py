@@ -38,17 +38,18 @@ from claude_says import (
 from small_disk import mounted
 from typer.testing import CliRunner
 
-from agent import runs, session
-from agent.budget import Ledger, Limits, OutOfBudget, Spent, price
-from agent.cli import app
-from agent.history import past
-from agent.journal import Journal
-from agent.loop import Loop
-from agent.options import Budget
-from agent.prompt import tokens
-from agent.providers import Call, Message, ProviderError, Question, Turn, Usage, make
-from agent.providers.patience import UNKNOWN, Patience
-from agent.tools import TOOLS, submission
+from coda_agent.agent import setup
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.options import Budget
+from coda_agent.agent.prompts.prompt import tokens
+from coda_agent.agent.providers import Call, Message, ProviderError, Question, Turn, Usage, make
+from coda_agent.agent.providers.patience import UNKNOWN, Patience
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget, Spent, price
+from coda_agent.agent.run.history import past
+from coda_agent.agent.run.journal import Journal
+from coda_agent.agent.run.loop import Loop
+from coda_agent.agent.run.tools import TOOLS, submission
 
 # It keeps what it was started with, and does as the first of its plans says, which it then crosses out
 # unless it is the last.
@@ -283,7 +284,7 @@ def test_a_run_with_tools(plan: Plan, tmp_path: Path, runs_home: Path, no_compil
     here = plan(RESULT | {"result": looks}, RESULT | {"result": fenced(TOY_KERNEL)})
     run, notes = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"}), Notes()
     with run.journal:
-        outcome = Loop(run.journal, run.spec, session.work_of(run), make("claude-code"), notes).run()
+        outcome = Loop(run.journal, run.spec, setup.work_of(run), make("claude-code"), notes).run()
         kinds = [event.kind for event in run.journal.events()]
         (answer, *_) = [e.payload for e in run.journal.events() if e.kind == "answer"]
     assert outcome.report.status == "checked" and outcome.authorship.attempts == 1
@@ -471,10 +472,10 @@ def test_dollars_that_cannot_be_reserved_are_refused_at_the_start(
     plan(RESULT)
     limits = Budget(budget_dollars=1.0).limits()
     with pytest.raises(typer.BadParameter, match="no price is known for .*; give --model a full name"):
-        session.refuse_uncounted("claude-code", limits, model)
+        setup.refuse_uncounted("claude-code", limits, model)
     for provider, named in (("claude-code", "claude-opus-5-5"), ("anthropic", model), ("replay", model)):
-        session.refuse_uncounted(provider, limits, named)
-    session.refuse_uncounted("claude-code", Budget(budget_tokens=9).limits(), model)
+        setup.refuse_uncounted(provider, limits, named)
+    setup.refuse_uncounted("claude-code", Budget(budget_tokens=9).limits(), model)
     flags = ["--model", model] if model else []
     options = ["--provider", "claude-code", "--no-gpu", "--budget-dollars", "1", *flags]
     found = CliRunner().invoke(app, ["generate", str(write_toy(tmp_path)), *options])
@@ -487,7 +488,7 @@ def test_dollars_end_a_run(plan: Plan, tmp_path: Path, runs_home: Path) -> None:
     run = runs.start(write_toy(tmp_path), HEADER | {"provider": "claude-code"})
     with run.journal:
         author, limits = make("claude-code"), Limits(dollars=0.001)
-        loop = Loop(run.journal, run.spec, session.work_of(run), author, Notes(), limits=limits)
+        loop = Loop(run.journal, run.spec, setup.work_of(run), author, Notes(), limits=limits)
         assert "of 0.001 dollars are used up" in loop.run().stopped
     (found,) = past()
     assert (found.attempts, found.spent) == (1, Spent(WHOLE, 0.001242))

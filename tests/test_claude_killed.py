@@ -13,9 +13,9 @@ import pytest
 from attending import eventually
 from authoring import ROOT
 
-from agent.providers import Message, ProviderError, Question, make
-from agent.providers.patience import Patience
-from primitives import children
+from coda_agent.agent.providers import Message, ProviderError, Question, make
+from coda_agent.agent.providers.patience import Patience
+from coda_agent.primitives.system import subprocesses
 
 # It notes who it is, and would go on for ten minutes.
 ENDLESS = f"""#!{sys.executable}
@@ -26,7 +26,7 @@ os.rename(note + ".draft", note)
 time.sleep(600)
 """
 ASKING = """
-from agent.providers import Message, Question, make
+from coda_agent.agent.providers import Message, Question, make
 make("claude-code").next_turn(Question("S", [Message("user", "write a kernel")]))
 """
 
@@ -73,7 +73,7 @@ def test_a_program_is_as_if_it_were_started_at_once(tmp_path: Path) -> None:
     command = ["/bin/sh", "-c", 'cat; pwd; echo "$1"; grep SigIgn /proc/self/status; exit 7', "sh", "a b"]
     found = [
         subprocess.run(each, input="given\n", cwd=tmp_path, capture_output=True, text=True)
-        for each in (command, children.dying_with_us(command))
+        for each in (command, subprocesses.dying_with_us(command))
     ]
     assert (found[1].returncode, found[1].stdout) == (7, found[0].stdout)
     assert found[0].stdout.startswith(f"given\n{tmp_path}\na b\nSigIgn:")

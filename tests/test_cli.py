@@ -1,6 +1,6 @@
 """The command: exit statuses, one clear message for each mistake, JSON on stdout and nothing else.
 
-Most run ``agent.cli.main`` in this process; each exit status also comes from a real process once.
+Most run ``agent.cli.main.main`` in this process; each exit status also comes from a real process once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from authoring import (
 )
 from commanding import Command, of_process
 
-from agent import runs, session
-from agent.budget import Limits
-from agent.options import Budget, Measuring, flags
-from verifier.measure import Options
-from verifier.report import REPORT
+from coda_agent.agent import setup
+from coda_agent.agent.options import Budget, Measuring, flags
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.budget import Limits
+from coda_agent.verifier.measure import Options
+from coda_agent.verifier.report import REPORT
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
@@ -121,7 +122,7 @@ def test_a_kernel_mistake(
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_good_kernel(command: Command) -> None:
-    path = ROOT / "agent" / "examples" / "gemm_l1norm_gemm.py"
+    path = ROOT / "agent" / "prompts" / "examples" / "gemm_l1norm_gemm.py"
     done = command("verify", path, "--spec", path.with_suffix(".yaml"))
     assert done.status == 0 and done.err == ""
     assert "2 step(s), 1 vector kernel(s)" in done.out and "checked, not benchmarked" in done.out
@@ -175,8 +176,8 @@ def test_a_budget_that_nobody_counts(command: Command, spec: Path, budget: tuple
     done = command("resume", other, mine, "--no-gpu", *budget)
     assert done.status == 2 and words in done.err and "author by mcp" in done.err
     assert Budget(budget_seconds=9.0).limits().to_json() == {"seconds": 9.0}
-    session.refuse_uncounted("handoff", Budget(budget_seconds=9.0, budget_gpu_seconds=9.0).limits())
-    session.refuse_uncounted("replay", Budget(budget_dollars=1.0).limits())
+    setup.refuse_uncounted("handoff", Budget(budget_seconds=9.0, budget_gpu_seconds=9.0).limits())
+    setup.refuse_uncounted("replay", Budget(budget_dollars=1.0).limits())
 
 
 def test_no_key_and_no_recording(command: Command, spec: Path) -> None:
@@ -218,7 +219,8 @@ def test_a_run_that_another_process_has(command: Command, spec: Path) -> None:
 def test_a_tips_log_with_a_mistake(
     command: Command, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agent import prompt, tips
+    from coda_agent.agent import tips
+    from coda_agent.agent.prompts import prompt
 
     log = tmp_path / "tips.md"
     log.write_text("## tip-1: a lesson without its fields\n")
@@ -233,7 +235,7 @@ def test_our_own_bug_is_not_explained_away(
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("agent.prompt.assemble", fail)
+    monkeypatch.setattr("coda_agent.agent.prompts.prompt.assemble", fail)
     with pytest.raises(ZeroDivisionError):
         command("prompt", spec)
 
@@ -304,6 +306,6 @@ def test_a_gpu_of_another_kind_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for capability, used in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda c=capability: c)
-        assert session.use_gpu(None) is used
-    with pytest.raises(session.Absent, match="no H100"):
-        session.use_gpu(True)
+        assert setup.use_gpu(None) is used
+    with pytest.raises(setup.Absent, match="no H100"):
+        setup.use_gpu(True)

@@ -28,15 +28,17 @@ from authoring import (
 )
 from commanding import Command, Done, of_process
 
-from agent import live, runs, session
-from agent.budget import Limits
-from agent.journal import read_export
-from agent.options import Further, flags
-from verifier.gates import Progress
-from verifier.kept import Kept
-from verifier.measure import Keep, Options
-from verifier.quack_baseline import LIBRARY_ARMS, MATMUL
-from verifier.report import REPORT, Checked, QuackTuned
+from coda_agent.agent import setup
+from coda_agent.agent.options import Further, flags
+from coda_agent.agent.reporting import progress as live
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.budget import Limits
+from coda_agent.agent.run.journal import read_export
+from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL
+from coda_agent.verifier.gates import Progress
+from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.measure import Keep, Options
+from coda_agent.verifier.report import REPORT, Checked, QuackTuned
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
@@ -79,24 +81,24 @@ def test_resume_takes_what_may_be_more(command: Command, spec: Path, tmp_path: P
 
 def test_what_is_given_replaces_the_header_s(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
-    monkeypatch.setattr("agent.providers.make", lambda name, **options: made.update(options))
-    monkeypatch.setattr("agent.loop.Loop.run", lambda loop: made.update(vars(loop)))
+    monkeypatch.setattr("coda_agent.agent.providers.make", lambda name, **options: made.update(options))
+    monkeypatch.setattr("coda_agent.agent.run.loop.Loop.run", lambda loop: made.update(vars(loop)))
     limits = {"tokens": 5000, "dollars": 2.0}
     run = runs.reopen(make_run(spec, provider="claude-code", limits=limits, improve=1))
     given = Further(attempts=9, improve=3, max_tokens=2048, time_limit=5.0).header()
-    with run.journal, live.Watch(session.console(True)) as watch:
-        session.author(run, watch, None, given | {"limits": {"dollars": 9.0}})
+    with run.journal, live.Watch(setup.console(True)) as watch:
+        setup.author(run, watch, None, given | {"limits": {"dollars": 9.0}})
         assert (made["max_tokens"], made["time_limit"]) == (2048, 5.0)
         assert (made["attempts"], made["improve"]) == (9, 3)
         assert made["limits"] == Limits(tokens=5000, dollars=9.0)
-        session.author(run, watch, None)
+        setup.author(run, watch, None)
         assert (made["attempts"], made["improve"], made["limits"]) == (6, 1, Limits(5000, 2.0))
 
 
 def test_a_run_s_name_is_not_coloured_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    console = session.console(False)
+    console = setup.console(False)
     with console.capture() as shown:
         console.print("the best: toy-20261121-032539")
     assert shown.get() == "the best: toy-20261121-032539\n"
@@ -108,7 +110,7 @@ def test_generate_with_a_gpu(
 ) -> None:
     arms: list[tuple[str, ...]] = []
     before = {"large": QuackTuned(gpu="a GPU", version="1", arms={})}
-    monkeypatch.setattr("agent.rivals.quack", lambda spec: before)
+    monkeypatch.setattr("coda_agent.agent.artifacts.quack_tunings.quack", lambda spec: before)
 
     def measure(
         spec: Any,
@@ -128,7 +130,7 @@ def test_generate_with_a_gpu(
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr("verifier.measure.measure", measure)
+    monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     directory = answered(tmp_path / "handoff", fenced(TOY_KERNEL))
     done = command("generate", spec, "--provider", "handoff", "--directory", directory, "--gpu", "--quack")
     assert done.status == 0 and "accepted: toy" in done.out
@@ -149,7 +151,7 @@ def test_json_is_all_there_is_on_stdout(command: Command, spec: Path, tmp_path: 
 def background(*arguments: object) -> subprocess.Popen[str]:
     # Ctrl-C of a shell reaches a process whose SIGINT is as it was born with
     return subprocess.Popen(
-        [sys.executable, "-m", "agent.cli", *map(str, arguments)],
+        [sys.executable, "-m", "coda_agent.agent.cli.main", *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "220"},
         stdout=subprocess.PIPE,
@@ -244,7 +246,16 @@ def test_a_key_is_in_nothing_that_a_run_leaves(
     with fake.FakeMessages(fake.answer(fenced(BROKEN)), passing, final) as server:
         monkeypatch.setenv("ANTHROPIC_BASE_URL", server.url)
         done = subprocess.run(
-            [sys.executable, "-m", "agent.cli", "generate", str(spec), "--provider", "anthropic", "--no-gpu"],
+            [
+                sys.executable,
+                "-m",
+                "coda_agent.agent.cli.main",
+                "generate",
+                str(spec),
+                "--provider",
+                "anthropic",
+                "--no-gpu",
+            ],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -14,10 +14,10 @@ from authoring import (
 from commanding import Command, Done
 from gpu_taken import gpu_taken
 
-from agent import session
-from primitives.ir import Program
-from verifier.report import Measured
-from verifier.spec import Spec
+from coda_agent.agent import setup
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.report import Measured
+from coda_agent.verifier.spec.model import Spec
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU, and figures as it might give them."""
-    monkeypatch.setattr(session, "use_gpu", lambda gpu: True)
+    monkeypatch.setattr(setup, "use_gpu", lambda gpu: True)
     monkeypatch.setattr(
-        "verifier.measure.measure", lambda spec, program, *_, **options: measured(spec, program)
+        "coda_agent.verifier.measure.measure", lambda spec, program, *_, **options: measured(spec, program)
     )
 
 
@@ -55,7 +55,7 @@ def test_a_bundle_is_measured_when_the_gpu_is_free(
         begun.append(program)
         return measured(spec, program)
 
-    monkeypatch.setattr("verifier.measure.measure", measure)
+    monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     command("bundle", make_run(spec), "-o", tmp_path / "b.json")
     with gpu_taken(monkeypatch, lambda: begun) as waited:
         done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")
@@ -65,7 +65,9 @@ def test_a_bundle_is_measured_when_the_gpu_is_free(
 def test_a_slow_kernel_there(
     command: Command, spec: Path, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: slow(spec))
+    monkeypatch.setattr(
+        "coda_agent.verifier.measure.measure", lambda spec, program, *_, **options: slow(spec)
+    )
     name = make_run(spec)
     command("bundle", name, "-o", tmp_path / "b.json")
     done = command("measure", tmp_path / "b.json", "-o", tmp_path / "r.json")

@@ -20,17 +20,18 @@ from authoring import (
 )
 from commanding import Command, Done
 
-from agent import cli, runs
-from agent.loop import Outcome
-from primitives.refusal import CompileError
-from verifier.report import REPORT, Checked
-from verifier.spec_file import load
+from coda_agent.agent.cli import main
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.loop import Outcome
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import REPORT, Checked
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 
 
 def test_prompt(command: Command, spec: Path) -> None:
-    from agent.prompt import assemble
+    from coda_agent.agent.prompts.prompt import assemble
 
     done = command("prompt", spec)
     assert done == Done(0, f"{assemble(load(spec), TOY)}\n", "")
@@ -67,7 +68,7 @@ def test_review_asks_at_a_terminal_before_it_accepts(
 
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("typer.confirm", lambda question: asked.append(question) or agreed)  # type: ignore[func-returns-value]
-    monkeypatch.setattr(cli, "_accept", accept)
+    monkeypatch.setattr(main, "_accept", accept)
     name = accepted_run(spec)
     assert command("review", name).status == 0
     assert asked == ["you have read it: accept it and commit?"]
@@ -90,7 +91,7 @@ def test_what_is_accepted_is_what_was_shown(
 
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("typer.confirm", confirm)
-    monkeypatch.setattr("agent.accept.accept", None)  # it would write into the checkout
+    monkeypatch.setattr("coda_agent.agent.artifacts.accept.accept", None)  # it would write into the checkout
     done = command("review", name)
     assert done.status == 1 and f"run {name} went on while it was read: coda-agent review {name}" in done.err
 
@@ -138,7 +139,7 @@ def test_show_of_what_does_not_compile(
     def refuse(*given: object, raw: str) -> None:
         raise CompileError("error: too many registers")
 
-    monkeypatch.setattr("primitives.compile.report", refuse)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", refuse)
     done = command("show", kernel(TOY_KERNEL), "--spec", spec)
     assert done.status == 1 and "error: too many registers" in done.said()
 

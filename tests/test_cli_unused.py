@@ -10,9 +10,10 @@ import pytest
 from authoring import TOY_KERNEL, make_run
 from commanding import Command
 
-from agent import runs, tips
-from agent.compare.options import Choice, Drawing, Effort
-from agent.options import Authoring, Budget, Measuring, spelled
+from coda_agent.agent import tips
+from coda_agent.agent.options import Authoring, Budget, Measuring, spelled
+from coda_agent.agent.run import runs
+from coda_agent.comparison.options import Choice, Drawing, Effort
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
 

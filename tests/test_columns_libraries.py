@@ -20,13 +20,22 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from verifier import reference
-from verifier.baselines import eager
-from verifier.columns import APART, APART_AUTOTUNE, EAGER_APART, apart, entries, flashinfer, liger, upstream
-from verifier.columns.entry import Entry, Given
-from verifier.inputs import draw
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.comparison.competitors import (
+    APART,
+    APART_AUTOTUNE,
+    EAGER_APART,
+    apart,
+    entries,
+    flashinfer,
+    liger,
+    upstream,
+)
+from coda_agent.comparison.competitors.entry import Entry, Given
+from coda_agent.verifier.baselines.pytorch import eager
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import reference
+from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.spec.model import Spec
 
 SPECS = Path(__file__).parent.parent / "specs"
 TEN = {
@@ -228,7 +237,7 @@ def test_rows_are_scaled_by_one_compiled_pass(
 @pytest.fixture(scope="module")
 def interpreted() -> Told:
     """What ``main`` prints, in a process where Triton interprets and nothing is compiled."""
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parent.parent / "src")
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": paths}
     done = subprocess.run(

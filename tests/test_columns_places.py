@@ -16,10 +16,7 @@ import pytest
 import torch
 from test_columns_libraries import case
 
-from agent.compare.options import Effort
-from verifier import quack_epilogue
-from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import (
+from coda_agent.comparison.competitors import (
     APART_AUTOTUNE,
     AUTOTUNED,
     COLUMNS,
@@ -30,9 +27,12 @@ from verifier.columns import (
     tuner,
     upstream,
 )
-from verifier.columns.entry import Prepared
-from verifier.quack_baseline import OUR_SEARCH
-from verifier.quack_epilogue import fused
+from coda_agent.comparison.competitors.entry import Prepared
+from coda_agent.comparison.options import Effort
+from coda_agent.verifier.baselines import quack_epilogue
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
+from coda_agent.verifier.baselines.quack import OUR_SEARCH
+from coda_agent.verifier.baselines.quack_epilogue import fused
 
 ITEM = 2  # bytes of bf16
 
@@ -354,7 +354,7 @@ def test_a_finishing_pass_is_compiled_for_each_shape_once(monkeypatch: pytest.Mo
         made.append(function)
         return function
 
-    monkeypatch.setattr("verifier.baselines.under_compile", under_compile)
+    monkeypatch.setattr("coda_agent.verifier.baselines.pytorch.under_compile", under_compile)
     quack_epilogue._compiled.cache_clear()
 
     def scaled(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -376,11 +376,11 @@ def test_a_pass_for_more_shapes_than_a_code_object_keeps_stays_static() -> None:
         seen.append(inputs[0].shape)
         return graph.forward
 
-    from verifier import baselines
+    from coda_agent.verifier.baselines import pytorch
 
-    step: Any = baselines.under_compile
+    step: Any = pytorch.under_compile
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(baselines, "under_compile", lambda f, mode: step(f, mode, backend))
+        patched.setattr(pytorch, "under_compile", lambda f, mode: step(f, mode, backend))
         quack_epilogue._compiled.cache_clear()
         for rows in (*range(2, 14), 2):
             assert fused(_doubled)(torch.ones(rows)).sum() == 2 * rows

@@ -14,7 +14,7 @@ from test_columns_libraries import LIBRARIES, case, check, flops, flops_wanted, 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verifier.columns import apart, flashinfer, upstream
+from coda_agent.comparison.competitors import apart, flashinfer, upstream
 
 
 def _act_and_mul(input: Tensor, out: Tensor, **act: str) -> Tensor:

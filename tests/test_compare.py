@@ -12,18 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison import arm, sitting
 from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_nowhere, never, stood_in
 
-from agent import rivals
-from agent.compare import environment, kernels, keys, rows, workers
-from agent.compare.cells import CHANGED, Cell, Empty, lines, standing
-from agent.compare.measuring import OutOfTime, measure
-from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Present, Results, ResultsError, read, write
-from primitives.roofline import roofline
-from primitives.schedule import Schedule
-from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import (
+from coda_agent.agent.artifacts import quack_tunings
+from coda_agent.comparison import environment, kernels, keys, rows, workers
+from coda_agent.comparison.cells import CHANGED, Cell, Empty, lines, standing
+from coda_agent.comparison.competitors import (
     ANCHOR,
     COMPILE,
     EAGER,
@@ -36,11 +30,25 @@ from verifier.columns import (
     PROGRAM,
     UPSTREAM,
 )
-from verifier.gpu import Lost
-from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
-from verifier.report import QuackTuned
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.comparison.measuring import OutOfTime, measure
+from coda_agent.comparison.results import (
+    LAYER_BOTH,
+    LAYER_FORWARD,
+    Present,
+    Results,
+    ResultsError,
+    read,
+    write,
+)
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
+from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
+from coda_agent.verifier.gpu.worker import Lost
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import QuackTuned
+from coda_agent.verifier.spec.model import Spec
+from comparison import arm, sitting
 
 
 @pytest.fixture
@@ -186,7 +194,7 @@ def test_a_spec_s_other_cases_and_thresholds_make_no_row_stale(
         assert loaded[-1].hash != spec.hash
         return loaded[-1]
 
-    monkeypatch.setattr("agent.compare.rows.load", fewer)
+    monkeypatch.setattr("coda_agent.comparison.rows.load", fewer)
     assert measure(asked(), first, never) == first and loaded
 
 
@@ -289,7 +297,7 @@ def test_what_all_of_them_run_is_compiled_before_the_first_sits(gpu: Machine) ->
     assert gpu.compiled == [[ours, ours]] and gpu.tuned == [ours, ours]
     assert gpu.ready[0] == 8  # the ceilings' worker, the compilers', its own, the next three, the others' two
     assert all(seat.ahead == workers.AHEAD for seat in gpu.opened if seat.python is None)
-    assert "verifier.columns.ahead" in workers.AHEAD
+    assert "coda_agent.comparison.competitors.ahead" in workers.AHEAD
     assert measure(wanted, found, never) == found and len(gpu.compiled) == 1
     gpu.compiler_dies = True  # each arm tells of what it cannot compile
     assert len(measure(wanted, Results(), kept_nowhere).sittings) == len(found.sittings)
@@ -434,7 +442,9 @@ def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> No
 
 def test_quacks_arms_come_with_what_they_were_tuned_to(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = QuackTuned(gpu="a GPU", version="1", arms={})
-    monkeypatch.setattr(rivals, "quack", lambda spec: {"7B": tuned} if spec.name == "gemm_swiglu" else {})
+    monkeypatch.setattr(
+        quack_tunings, "quack", lambda spec: {"7B": tuned} if spec.name == "gemm_swiglu" else {}
+    )
     chosen = rows.chosen(("gemm_swiglu", "gemm_rope"), ("7B", "square 8192"), everything=False, quick=False)
     given = {(row.operator, row.case): row.task((OWN_TUNER,), 12)[1].quack for row in chosen}
     assert given.pop(("gemm_swiglu", "7B")) is tuned and len(given) == 3 and set(given.values()) == {None}

@@ -10,14 +10,23 @@ from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
-import comparison
 import pytest
-from comparison import line
 
-from agent.compare import charts
-from agent.compare.cells import Line, lines
-from agent.compare.charts import draw
-from verifier.columns import COLUMNS, COMPILE, FLASHINFER, HUMAN, LIGER, LLM, MATMUL, UPSTREAM
+import comparison
+from coda_agent.comparison import charts
+from coda_agent.comparison.cells import Line, lines
+from coda_agent.comparison.charts import draw
+from coda_agent.comparison.competitors import (
+    COLUMNS,
+    COMPILE,
+    FLASHINFER,
+    HUMAN,
+    LIGER,
+    LLM,
+    MATMUL,
+    UPSTREAM,
+)
+from comparison import line
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +83,8 @@ def test_every_column_has_its_own_colour_and_shape() -> None:
 
 
 def test_matplotlib_is_imported_only_to_draw() -> None:
-    code = "import agent.compare.page, agent.compare.terminal, sys; sys.exit('matplotlib' in sys.modules)"
+    imports = "import coda_agent.comparison.html_page, coda_agent.comparison.terminal, sys"
+    code = f"{imports}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison import results as made_up
 from comparison_machine import Machine, stood_in
 from gpu_taken import gpu_taken
 
-from agent import cli
-from agent.accept import ROOT
-from agent.compare import rows
-from agent.compare.cells import lines
-from agent.compare.options import QUICK_ROUNDS, Choice
-from agent.compare.results import read, write
-from agent.compare.summary import against
-from agent.ending import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
-from verifier.columns import (
+from coda_agent.agent.artifacts.accept import ROOT
+from coda_agent.agent.cli import main
+from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
+from coda_agent.comparison import rows
+from coda_agent.comparison.cells import lines
+from coda_agent.comparison.competitors import (
     ANCHOR,
     AUTOTUNED,
     COMPILE,
@@ -35,8 +31,12 @@ from verifier.columns import (
     PROGRAM,
     UPSTREAM,
 )
-from verifier.gpu import Lost
-from verifier.quack_baseline import OWN_TUNER
+from coda_agent.comparison.options import QUICK_ROUNDS, Choice
+from coda_agent.comparison.results import read, write
+from coda_agent.comparison.summary import against
+from coda_agent.verifier.baselines.quack import OWN_TUNER
+from coda_agent.verifier.gpu.worker import Lost
+from comparison import results as made_up
 
 NUMBER = re.compile(r"(?<![\w#.-])-?\d+(?:\.\d+)?(?![\w%])")  # coordinates, not colours or identifiers
 
@@ -54,7 +54,7 @@ def command(
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["coda-agent", "compare", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err
 
@@ -209,8 +209,8 @@ def test_an_option_that_would_do_nothing_is_refused(
     why: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
-    monkeypatch.setattr("agent.compare.environment.install", lambda: pytest.fail("installed"))
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("coda_agent.comparison.environment.install", lambda: pytest.fail("installed"))
     write(tmp_path / "there" / "results.json", made_up((("gemm_rope", "7B"),)))
     status, said, told = command(*words)
     told = " ".join(told.split())
@@ -248,7 +248,7 @@ def test_a_file_that_is_none_is_wrong_usage(command: Callable[..., Any], tmp_pat
 def test_the_command_measures_keeps_and_draws(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     words = ("--out", tmp_path, "--only", "gemm_swiglu", "--cases", "1B", "--quick", "--columns", "tor")
     status, said, told = command(*words)
     assert status == 0 and "gemm_swiglu 1B, process 1, 0 to come: torch.compile" in told, told
@@ -260,7 +260,7 @@ def test_the_command_measures_keeps_and_draws(
 def test_a_columns_whole_name_is_that_column_alone(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     words = ("--only", "gemm_swiglu", "--cases", "1B", "--processes", 1, "--columns")
     for name in ("torch", "Torch"):
         assert command("--out", tmp_path / name, *words, name)[0] == 0
@@ -272,7 +272,7 @@ def test_a_columns_whole_name_is_that_column_alone(
 def test_where_ratios_are_to_be_written_is_looked_at_before_anything_is_measured(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     (tmp_path / "placeless.md").write_text("no place\n")
     words = ("--out", tmp_path / "out", "--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch")
     for name, why in (("none.md", "there is no such file"), ("placeless.md", "mark one place")):
@@ -286,7 +286,7 @@ def test_two_comparisons_at_once_measure_one_after_the_other(
 ) -> None:
     """And what the first has measured is not lost, nor measured again."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     words = ("--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch", "--processes", 1)
     command("--out", tmp_path / "first", *words)
     sat = len(gpu.sat)
@@ -303,7 +303,7 @@ def test_two_comparisons_at_once_measure_one_after_the_other(
 def test_a_quick_look_leaves_out_what_takes_long(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     gpu.seconds = 50.0
     status, _, told = command("--out", tmp_path, "--quick")
     assert UNFINISHED not in (OK, REJECTED, USAGE, ABSENT, INTERRUPTED)
@@ -319,7 +319,7 @@ def test_a_quick_look_leaves_out_what_takes_long(
 def test_a_quick_look_is_as_long_as_it_is_told(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     rounds: list[int] = []
     real = gpu.ask
 
@@ -338,7 +338,7 @@ def test_a_quick_look_is_as_long_as_it_is_told(
 def test_a_gpu_that_is_gone_is_one_message_and_what_was_measured_is_drawn(
     gpu: Machine, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.session.use_gpu", lambda wanted: True)
+    monkeypatch.setattr("coda_agent.agent.setup.use_gpu", lambda wanted: True)
     words = ("--out", tmp_path, "--only", "gemm_swiglu", "--cases", "1B", "--columns", "torch")
     assert command(*words, "--processes", 1)[0] == 0
     (tmp_path / "table.md").unlink()

@@ -7,20 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-import comparison
 import pytest
-from comparison import arm, interval, line, printed, sitting
 
-from agent.compare import charts, rows
-from agent.compare.cells import Cell, Empty, Line, lines
-from agent.compare.charts import draw
-from agent.compare.markdown import brief, markdown, sheets, summed
-from agent.compare.page import page
-from agent.compare.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
-from agent.compare.summary import CLAIMS, Row, against, findings, measured, shown
-from agent.compare.terminal import NAME
-from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import (
+import comparison
+from coda_agent.comparison import charts, rows
+from coda_agent.comparison.cells import Cell, Empty, Line, lines
+from coda_agent.comparison.charts import draw
+from coda_agent.comparison.competitors import (
     ANCHOR,
     COMPILE,
     EAGER,
@@ -35,8 +28,15 @@ from verifier.columns import (
     helped,
     note,
 )
-from verifier.quack_baseline import LIBRARY_ARMS, OWN_TUNER
-from verifier.spec_file import load
+from coda_agent.comparison.html_page import page
+from coda_agent.comparison.markdown import brief, markdown, sheets, summed
+from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
+from coda_agent.comparison.summary import CLAIMS, Row, against, findings, measured, shown
+from coda_agent.comparison.terminal import NAME
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
+from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OWN_TUNER
+from coda_agent.verifier.loading import load
+from comparison import arm, interval, line, printed, sitting
 
 TWO = (0, 1)
 

@@ -13,12 +13,8 @@ from typing import Any
 import pytest
 from comparison_machine import ARMS, Machine, asked, cells, kept_nowhere, never, stood_in
 
-from agent.compare.cells import Cell, Empty, lines
-from agent.compare.measuring import OutOfTime, measure
-from agent.compare.results import LAYER_FORWARD, Results, read, write
-from primitives import deadline
-from primitives.deadline import Late
-from verifier.columns import (
+from coda_agent.comparison.cells import Cell, Empty, lines
+from coda_agent.comparison.competitors import (
     ANCHOR,
     COMPILE,
     EAGER,
@@ -30,10 +26,14 @@ from verifier.columns import (
     TORCH,
     UPSTREAM,
 )
-from verifier.contest import PREPARING, TIMING, compiled, tuned
-from verifier.contest import gpu as gpu_task
-from verifier.gpu import Lost, WorkerError
-from verifier.quack_baseline import OWN_TUNER
+from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, tuned
+from coda_agent.comparison.interleaved import gpu as gpu_task
+from coda_agent.comparison.measuring import OutOfTime, measure
+from coda_agent.comparison.results import LAYER_FORWARD, Results, read, write
+from coda_agent.primitives.system import deadline
+from coda_agent.primitives.system.deadline import Late
+from coda_agent.verifier.baselines.quack import OWN_TUNER
+from coda_agent.verifier.gpu.worker import Lost, WorkerError
 
 
 @pytest.fixture

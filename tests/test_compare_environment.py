@@ -13,12 +13,12 @@ import torch
 import worker_tasks
 from comparison_machine import stood_in
 
-from agent.compare import environment, rows
-from agent.compare.cells import Cell, Empty, lines
-from agent.compare.measuring import Asked, measure
-from agent.compare.results import Results, ResultsError
-from verifier.columns import EAGER, TORCH, UPSTREAM
-from verifier.gpu import Worker
+from coda_agent.comparison import environment, rows
+from coda_agent.comparison.cells import Cell, Empty, lines
+from coda_agent.comparison.competitors import EAGER, TORCH, UPSTREAM
+from coda_agent.comparison.measuring import Asked, measure
+from coda_agent.comparison.results import Results, ResultsError
+from coda_agent.verifier.gpu.worker import Worker
 
 NAME, VERSION = "typer", "0.0.1"  # one that this project has too, in another version
 versions = environment.versions

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from comparison_machine import Machine, stood_in
 
-from agent.compare import kernels, rows
-from agent.compare.cells import Cell, Empty, lines
-from agent.compare.measuring import Asked, measure
-from agent.compare.results import LAYER_FORWARD, Results
-from primitives import lower as lowering
-from verifier.columns import EAGER, EDITED, LLM, PROGRAM, TORCH
+from coda_agent.comparison import kernels, rows
+from coda_agent.comparison.cells import Cell, Empty, lines
+from coda_agent.comparison.competitors import EAGER, EDITED, LLM, PROGRAM, TORCH
+from coda_agent.comparison.measuring import Asked, measure
+from coda_agent.comparison.results import LAYER_FORWARD, Results
+from coda_agent.primitives.compiler import lower as lowering
 
 DSL, QUACK = (version(name) for name in lowering.PACKAGES)
 ELSEWHERE = (

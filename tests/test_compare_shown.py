@@ -11,19 +11,13 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
-import comparison
 import pytest
-from comparison import WIDE, arm, interval, line, printed, sitting
 
-from agent.compare import summary
-from agent.compare.cells import Line, lines
-from agent.compare.charts import draw
-from agent.compare.markdown import markdown, plain, sheets
-from agent.compare.page import page
-from agent.compare.results import Failure, Loss, Present, Results
-from agent.compare.summary import CLAIMS, NOTHING, against, findings, measured, ordered, together
-from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import (
+import comparison
+from coda_agent.comparison import summary
+from coda_agent.comparison.cells import Line, lines
+from coda_agent.comparison.charts import draw
+from coda_agent.comparison.competitors import (
     ANCHOR,
     APART,
     COLUMNS,
@@ -36,7 +30,13 @@ from verifier.columns import (
     PROGRAM,
     UPSTREAM,
 )
-from verifier.quack_baseline import OUR_SEARCH, OWN_TUNER
+from coda_agent.comparison.html_page import page
+from coda_agent.comparison.markdown import markdown, plain, sheets
+from coda_agent.comparison.results import Failure, Loss, Present, Results
+from coda_agent.comparison.summary import CLAIMS, NOTHING, against, findings, measured, ordered, together
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
+from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
+from comparison import WIDE, arm, interval, line, printed, sitting
 
 HOSTILE = (
     '| </td><script src="https://evil.example/x">alert(1)</script>\n'

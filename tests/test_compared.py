@@ -27,15 +27,15 @@ from authoring import (
 from test_page import cells, judged, parsed
 from typer.testing import CliRunner
 
-from agent import runs
-from agent.budget import GPU_SECONDS
-from agent.cli import app
-from agent.journal import JournalError
-from agent.page import compared
-from agent.providers import Turn
-from verifier.decision import KEPT
-from verifier.report import Measured, Rejected
-from verifier.spec_file import load
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.providers import Turn
+from coda_agent.agent.reporting import compared
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.run.record import GPU_SECONDS
+from coda_agent.verifier.decision import KEPT
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Measured, Rejected
 
 
 @pytest.fixture

@@ -13,16 +13,17 @@ import pytest
 import triton
 from kernels import BACKWARD, NORM, QK_NORM, ROPE, kernel_names, signature, tensor, trace
 
-from primitives import compile as compiling
-from primitives import tune, workers
-from primitives.compile import PROBES, report
-from primitives.cubin import Resources, deepest_stack
-from primitives.files import cache_dir, write_atomic
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.probes import operand_stages
-from primitives.refusal import CompileError, refusal
-from primitives.schedule import Schedule
+from coda_agent.primitives.compiler.compile_error import CompileError, refusal
+from coda_agent.primitives.compiler.cubin import Resources, deepest_stack
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES, operand_stages
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime import compile as compiling
+from coda_agent.primitives.runtime import tune
+from coda_agent.primitives.runtime.compile import report
+from coda_agent.primitives.system import workers
+from coda_agent.primitives.system.files import cache_dir, write_atomic
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -290,7 +291,7 @@ def test_the_compilers_environment_is_ours(stand_in: Path, monkeypatch: pytest.M
     play(stand_in, f"{noted}\nprint([], flush=True)")
     assert report(NORM.program, {}) == ()
     arguments, environment, request = json.loads(seen.read_text())
-    assert arguments[1:3] == ["-m", "primitives.compile"] and Path(arguments[3]).is_dir()
+    assert arguments[1:3] == ["-m", "coda_agent.primitives.runtime.compile"] and Path(arguments[3]).is_dir()
     settings = {k: v for k, v in environment.items() if k.startswith(("CUTE_DSL_", "QUACK_"))}
     assert settings == {
         "CUTE_DSL_ARCH": "sm_90a",
@@ -323,12 +324,14 @@ def test_a_lowered_text_is_imported_from_a_file_of_its_content() -> None:
     path = cache_dir() / "lowered" / f"{lowered.module}.py"
     write_atomic(path, "raise SystemExit('tampered')")
     code = (
-        "import sys\nfrom primitives.ir import Program\nfrom primitives.jit import load_module\n"
-        "from primitives.lower import lower\nlowered = lower(Program.from_json(sys.stdin.read()))\n"
+        "import sys\nfrom coda_agent.primitives.lang.ir import Program\n"
+        "from coda_agent.primitives.compiler.jit import load_module\n"
+        "from coda_agent.primitives.compiler.lower import lower\n"
+        "lowered = lower(Program.from_json(sys.stdin.read()))\n"
         "module = load_module(lowered)\nassert load_module(lowered) is module\n"
         "print([hasattr(module, k.name) for k in (*lowered.gemms, *lowered.vectors)], module.__file__)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src")}
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=NORM.program.to_json(),

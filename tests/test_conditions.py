@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from verifier import conditions
-from verifier.conditions import Monitor, device, findings, unread
+from coda_agent.verifier.gpu import telemetry
+from coda_agent.verifier.gpu.telemetry import Monitor, device, findings, unread
 
 # NVML's names of why a clock is held back, by the report's.
 REASONS = {
@@ -77,7 +77,7 @@ class FakeNvml(ModuleType):
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     made = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", made)
-    monkeypatch.setattr(conditions, "card", lambda: "1-2")
+    monkeypatch.setattr(telemetry, "card", lambda: "1-2")
     return made
 
 

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from agent import accept
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.probes import candidates
-from primitives.schedule import Schedule
-from primitives.workers import Job
-from verifier import contest as contests
-from verifier import scoring, timing
-from verifier.contest import Contender, Entrant, Stage
-from verifier.gates import Failed
-from verifier.gpu import cuda_error
+from coda_agent.agent.artifacts import accept
+from coda_agent.comparison import interleaved as contests
+from coda_agent.comparison.interleaved import Contender, Entrant, Stage
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import candidates
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.system.workers import Job
+from coda_agent.verifier import timing
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu import benchmark
+from coda_agent.verifier.gpu.worker import cuda_error
 
 
 class Toy(Stage):
@@ -170,7 +171,7 @@ def test_who_has_no_room_on_the_clock_goes_the_largest_first(monkeypatch: pytest
     class OutOfMemoryError(RuntimeError):
         pass
 
-    usual, raced = scoring.timed, []
+    usual, raced = benchmark.timed, []
 
     def crowded(arms: Any, rounds: int, **more: Any) -> Any:
         raced.append([arm.name for arm in arms])
@@ -216,7 +217,7 @@ def test_who_leaves_the_clock_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
         pass
 
     kept: dict[str, weakref.ref[Large]] = {}
-    usual, raced = scoring.timed, []
+    usual, raced = benchmark.timed, []
 
     class Stage(Toy):
         def enter(self, arm: str) -> Entrant:
@@ -370,7 +371,8 @@ def test_what_sittings_load_is_compiled_ahead_all_at_once(monkeypatch: pytest.Mo
     said, asked = list[str](), list[list[bool]]()
     monkeypatch.setattr(contests, "report", lambda gate, words: said.append(words))
     monkeypatch.setattr(
-        "primitives.workers.run_jobs", lambda jobs: asked.append([task(given) for task, given in jobs])
+        "coda_agent.primitives.system.workers.run_jobs",
+        lambda jobs: asked.append([task(given) for task, given in jobs]),
     )
 
     def refused() -> list[Job]:
@@ -431,7 +433,7 @@ def test_what_a_sitting_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatc
 
 def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("primitives.tune.to_compile", lambda *given: asked.append(given))
+    monkeypatch.setattr("coda_agent.primitives.runtime.tune.to_compile", lambda *given: asked.append(given))
     text = (accept.KERNELS / "gemm_qk_norm_rope.program.json").read_text()
     program, sizes = Program.from_json(text), {"M": 128, "K": 256, "H": 2, "P": 64}
     one, other, never = Schedule(128, 128), Schedule(128, 256, False), Schedule(128, 160)

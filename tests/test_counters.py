@@ -15,20 +15,21 @@ from operators import SPECS, of_spec, two_steps
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agent import show
-from agent.accept import KernelError
-from agent.cli import app
-from agent.optimize import _counted
-from agent.show import counters
-from agent.show.counters import Counters, CountersError, Export
 from benchmarks import counters as command
-from primitives.compile import PROBES, report
-from primitives.ir import Program
-from primitives.lower import editable, lower
-from primitives.raw import Wanted
-from primitives.sass import Listing
-from primitives.schedule import Schedule, by_step
-from verifier.spec_file import load
+from coda_agent.agent import show
+from coda_agent.agent.artifacts.accept import KernelError
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.run.optimize import _counted
+from coda_agent.agent.show import counters
+from coda_agent.agent.show.counters import Counters, CountersError, Export
+from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule, by_step
+from coda_agent.primitives.raw import Wanted
+from coda_agent.primitives.runtime.compile import report
+from coda_agent.primitives.runtime.sass import Listing
+from coda_agent.verifier.loading import load
 
 PROGRAM = of_spec("gemm_swiglu_bwd")
 KEPT = SPECS.parent / "generated_kernels" / "gemm_swiglu_bwd.program.json"
@@ -222,7 +223,7 @@ def test_the_command_takes_the_export_beside_the_kernel(path: Path, monkeypatch:
         asked.append(given)
         return (listing,)
 
-    monkeypatch.setattr("primitives.sass.disassemble", disassemble)
+    monkeypatch.setattr("coda_agent.primitives.runtime.sass.disassemble", disassemble)
     kernel = path.with_name("gemm_swiglu_bwd.program.json")
     kernel.write_text(KEPT.read_text())
     kernel.with_name("gemm_swiglu_bwd.report.json").write_text(
@@ -261,7 +262,7 @@ OTHER = {0: Schedule(tile_m=64, tile_n=64, cluster_m=1, cluster_n=2, evict_loads
 @pytest.fixture
 def kernel(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An accepted kernel with its report, beside its export."""
-    monkeypatch.setattr("primitives.compile.report", lambda *given, **more: ())
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", lambda *given, **more: ())
     for suffix in ("program.json", "report.json"):
         there = KEPT.with_name(f"gemm_swiglu_bwd.{suffix}")
         path.with_name(there.name).write_text(there.read_text())
@@ -291,8 +292,8 @@ def test_what_is_counted_says_its_schedules(
         def outputs(self) -> dict[str, Any]:
             return {}
 
-    monkeypatch.setattr("primitives.plan.Plan", Plan)
-    monkeypatch.setattr("verifier.inputs.draw", lambda *given, **more: {})
+    monkeypatch.setattr("coda_agent.primitives.runtime.executable.Plan", Plan)
+    monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, **more: {})
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     command.main(["gemm_swiglu_bwd", "--case", "7B", "--compile-only"])
     path.write_text(raw(launched(ACCEPTED), said=capsys.readouterr().out.strip()))
@@ -379,7 +380,7 @@ def test_the_command_and_an_author_find_an_edited_texts_export_beside_it(
         "raw.counters.csv": edited_export().replace("1B square", "1B"),
     }.items():
         path.with_name(f"gemm_swiglu_bwd.{suffix}").write_text(text)
-    monkeypatch.setattr("primitives.compile.report", lambda *given, **more: ())
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", lambda *given, **more: ())
     kernel = path.with_name("gemm_swiglu_bwd.raw.py")
     options = ["--spec", str(SPECS / "gemm_swiglu_bwd.yaml"), "--counters", "--json"]
     data = json.loads(CliRunner().invoke(app, ["show", str(kernel), *options]).output)

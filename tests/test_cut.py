@@ -19,10 +19,10 @@ from kernels import (
     trace,
 )
 
-from primitives.cut import GemmStep, Steps, cut
-from primitives.errors import ProgramError
-from primitives.ir import MAX_NODES, Node, Program, Signature, TensorType
-from primitives.trace import trace_source
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import MAX_NODES, Node, Program, Signature, TensorType
+from coda_agent.primitives.lang.partition import GemmStep, Steps, cut
+from coda_agent.primitives.lang.trace import trace_source
 
 INPUTS = {
     "x": tensor("M, K"),

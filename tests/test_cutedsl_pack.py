@@ -17,10 +17,10 @@ import pytest
 from authoring import KERNELS, ROOT, SHIPPED
 from kernels import signature, tensor, trace
 
-from agent.prompt import tokens
-from primitives.lower import lower
+from coda_agent.agent.prompts.prompt import tokens
+from coda_agent.primitives.compiler.lower import lower
 
-PACK = ROOT / "agent" / "pack" / "cutedsl.md"
+PACK = ROOT / "agent" / "prompts" / "pack" / "cutedsl.md"
 TEXT = PACK.read_text(encoding="utf-8")
 MOST = 14_000  # tokens
 DEVICE = [p for p in sorted((ROOT / "primitives" / "device").glob("*.py")) if p.stem != "__init__"]
@@ -59,10 +59,10 @@ def missing(name):
                 return True
     return False
 answer = {"missing": [name for name in names if missing(name)]}
-from primitives import cubin as cubins
-from primitives.ir import Schedule
-from primitives.jit import compile_kernel
-from primitives.lower import lower
+from coda_agent.primitives.compiler import cubin as cubins
+from coda_agent.primitives.lang.ir import Schedule
+from coda_agent.primitives.compiler.jit import compile_kernel
+from coda_agent.primitives.compiler.lower import lower
 from test_cutedsl_pack import SUFFIX, TOY
 own = lower(TOY)
 def sass(example, text, kernel, schedule):
@@ -88,7 +88,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "CUTE_DSL_ARCH": "sm_90a",
         "CUTE_DSL_DUMP_DIR": str(scratch),
         "CUTE_DSL_KEEP_CUBIN": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        ),
         "QUACK_ARCH": "90",
     }
     done = subprocess.run(
@@ -122,8 +124,8 @@ def test_the_size() -> None:
 
 def test_it_is_packaged() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["agent"]
-    assert any(PACK in (ROOT / "agent").glob(pattern) for pattern in patterns)
+    patterns = project["tool"]["setuptools"]["package-data"]["coda_agent.agent.prompts"]
+    assert any(PACK in (ROOT / "agent" / "prompts").glob(pattern) for pattern in patterns)
 
 
 # what it names exists

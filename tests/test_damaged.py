@@ -10,16 +10,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import comparison
 import pytest
 from authoring import SPECS, TOY, accepted_run, make_run, write_toy
 from commanding import Command
 
-from agent import history, record, runs
-from agent.compare.results import ResultsError, read
-from agent.ending import USAGE
-from agent.journal import DamagedError
-from verifier.spec_file import DEEPEST, LARGEST, SpecError, load
+import comparison
+from coda_agent.agent.cli.exit_codes import USAGE
+from coda_agent.agent.run import history, record, runs
+from coda_agent.agent.run.journal import DamagedError
+from coda_agent.comparison.results import ResultsError, read
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.spec.file import DEEPEST, LARGEST, SpecError
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain")
 

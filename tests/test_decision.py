@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from authoring import TOY, TOY_KERNEL, checked, measured, program_of, timing
 
-from verifier.claims import unfounded
-from verifier.decision import BASELINE, KEPT, NO_FASTER, Void, central, compared, decide
-from verifier.gates import Failed
-from verifier.report import Accepted, Authorship, Ratio, Timing, accepted
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.verifier.decision import BASELINE, KEPT, NO_FASTER, Void, central, compared, decide
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Accepted, Authorship, Ratio, Timing, accepted
+from coda_agent.verifier.report_audit import unfounded
+from coda_agent.verifier.spec.model import Spec
 
 
 def toy(tmp_path: Path, wide: str) -> Spec:

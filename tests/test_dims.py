@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primitives.dims import MAX_SIZE, Dim
+from coda_agent.primitives.lang.dims import MAX_SIZE, Dim
 
 SIZES = {"M": 7, "F": 11, "H_2": 13}
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from rich.console import Console, RenderableType
 
-from agent import doctor
-from agent.doctor import Finding, Requirement
-from verifier import jail
-from verifier.report import Rejected
+from coda_agent.agent.cli import doctor
+from coda_agent.agent.cli.doctor import Finding, Requirement
+from coda_agent.verifier.report import Rejected
+from coda_agent.verifier.sandbox import jail
 
 
 def printed(what: RenderableType) -> str:

@@ -9,11 +9,12 @@ import torch
 from authoring import SHIPPED, SPECS, TOY
 from spec_files import write_changed
 
-from verifier.inputs import DTYPES, draw
-from verifier.sizes import hidden
-from verifier.spec import Spec
-from verifier.spec_file import SpecError, load
-from verifier.stretch import STRETCHED
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.inputs import DTYPES, draw
+from coda_agent.verifier.numerics.sizes import hidden
+from coda_agent.verifier.numerics.stretch import STRETCHED
+from coda_agent.verifier.spec.file import SpecError
+from coda_agent.verifier.spec.model import Spec
 
 V = "  v: {shape: [M], dtype: fp32, init: {uniform: [0.5, 1.5]}}"
 

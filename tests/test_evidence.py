@@ -18,17 +18,18 @@ from authoring import (
 )
 from tampering import TAMPERED, edit, found, replace, replaced
 
-from agent import runs, session
-from agent.accept import accept, files, superseded
-from agent.journal import read_export
-from agent.loop import Loop, standing
-from agent.providers.replay import Replay
-from agent.table import edited
-from primitives.ir import Program
-from primitives.lower import lower
-from verifier.evidence import UNTOLD, problems
-from verifier.report import Accepted, Checked
-from verifier.spec_file import load
+from coda_agent.agent import setup
+from coda_agent.agent.artifacts.accept import accept, files, superseded
+from coda_agent.agent.providers.replay import Replay
+from coda_agent.agent.reporting.table import edited
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import read_export
+from coda_agent.agent.run.loop import Loop, standing
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.provenance import UNTOLD, problems
+from coda_agent.verifier.report import Accepted, Checked
 
 COMMITTED = sorted(
     p.name.removesuffix(".report.json") for p in KERNELS.glob("*.report.json") if not edited(p)
@@ -100,7 +101,7 @@ def replayed(name: str, specs: Path, recording: Path) -> Program:
     """The program that the recorded answers end in, by the real gates but for the compiler."""
     run = runs.start(specs / f"{name}.yaml", {})
     with run.journal:
-        outcome = Loop(run.journal, run.spec, session.work_of(run), Replay(recording), Notes()).run()
+        outcome = Loop(run.journal, run.spec, setup.work_of(run), Replay(recording), Notes()).run()
     assert isinstance(outcome.report, Checked) and outcome.program is not None, outcome.report
     return outcome.program
 

@@ -9,17 +9,18 @@ import pytest
 from authoring import KERNELS, SPECS, program_of
 from spec_files import write_changed
 
-import primitives
-from primitives.errors import ProgramError
-from primitives.ir import Program
-from verifier.choices import Coverage, choices
-from verifier.exercise import smooth
-from verifier.gates import Failed
-from verifier.interpreted import runs
-from verifier.sizes import scaled
-from verifier.spec import Spec
-from verifier.spec_file import SpecError, load
-from verifier.verify import _interpret
+from coda_agent import primitives
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.choices import Coverage, choices
+from coda_agent.verifier.numerics.cpu_numerics import runs
+from coda_agent.verifier.numerics.exercise import smooth
+from coda_agent.verifier.numerics.sizes import scaled
+from coda_agent.verifier.spec.file import SpecError
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.verify import _interpret
 
 IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
 

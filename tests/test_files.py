@@ -11,14 +11,15 @@ import pytest
 from commanding import Command
 from kernels import NORM
 
-from primitives import compile as compiling
-from primitives.compile import PROBES, report
-from primitives.files import CacheError, read_json, usable_cache
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.runtime import compile as compiling
+from coda_agent.primitives.runtime.compile import report
+from coda_agent.primitives.system.files import CacheError, read_json, usable_cache
 
 ROOT = Path(__file__).parent.parent
 LOOK = """\
 import os, sys
-from agent import cli
+from coda_agent.agent.cli import main as cli
 sys.argv = ["coda-agent", "--help"]
 try:
     cli.main()

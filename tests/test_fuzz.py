@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import comparison
 import pytest
 import typer
 from asking import ASK
@@ -40,38 +39,30 @@ from commanding import Command
 from fuzzing import VALUES, Damage
 from mcp.server.mcpserver.exceptions import ToolError
 
-import primitives
-from agent import (
-    accept,
-    account,
-    bundle,
-    ending,
-    history,
-    improve,
-    mcp,
-    page,
-    record,
-    render,
-    runs,
-    session,
-    table,
-)
-from agent.bundle import Result, Results
-from agent.compare import markdown, results, terminal
-from agent.compare import page as compared
-from agent.compare.cells import NAMES, lines
-from agent.loop import extract
-from agent.page import compared as side_by_side
-from agent.providers import Question
-from agent.providers.handoff import Handoff
-from agent.providers.replay import Replay
-from agent.terminal import Console
-from primitives.errors import ProgramError
-from primitives.ir import Program
-from primitives.lower import lower
-from verifier import jail, language
-from verifier.report import Checked, Rejected
-from verifier.spec_file import load
+import comparison
+from coda_agent import primitives
+from coda_agent.agent import setup
+from coda_agent.agent.artifacts import accept, bundle
+from coda_agent.agent.artifacts.bundle import Result, Results
+from coda_agent.agent.cli import exit_codes, mcp
+from coda_agent.agent.providers import Question
+from coda_agent.agent.providers.handoff import Handoff
+from coda_agent.agent.providers.replay import Replay
+from coda_agent.agent.reporting import compared as side_by_side
+from coda_agent.agent.reporting import html_report as page
+from coda_agent.agent.reporting import render, table
+from coda_agent.agent.reporting.terminal import Console
+from coda_agent.agent.run import history, improve, record, run_summary, runs
+from coda_agent.agent.run.loop import extract
+from coda_agent.comparison import html_page as compared
+from coda_agent.comparison import markdown, results, terminal
+from coda_agent.comparison.cells import NAMES, lines
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Checked, Rejected
+from coda_agent.verifier.sandbox import jail, language
 
 COUNTS = {
     "specs": 200,
@@ -87,7 +78,14 @@ COUNTS = {
     "MCP arguments": 120,
     "commands": 60,
 }
-STATUSES = {ending.OK, ending.REJECTED, ending.USAGE, ending.ABSENT, ending.UNFINISHED, ending.INTERRUPTED}
+STATUSES = {
+    exit_codes.OK,
+    exit_codes.REJECTED,
+    exit_codes.USAGE,
+    exit_codes.ABSENT,
+    exit_codes.UNFINISHED,
+    exit_codes.INTERRUPTED,
+}
 Try = Callable[[Damage], object]  # damages something, and has it read
 
 pytestmark = pytest.mark.usefixtures("runs_home", "plain", "no_keys")
@@ -123,14 +121,14 @@ def ended(act: Callable[[], object]) -> int:
     try:
         found = act()
     except typer.BadParameter:
-        return ending.USAGE
-    except session.Absent:
-        return ending.ABSENT
+        return exit_codes.USAGE
+    except setup.Absent:
+        return exit_codes.ABSENT
     except (ProgramError, ToolError):  # a kernel's, and a client's: values to whoever gave them
-        return ending.REJECTED
+        return exit_codes.REJECTED
     except Exception as error:
-        return ending.explained(error)
-    return found if type(found) is int else ending.OK
+        return exit_codes.explained(error)
+    return found if type(found) is int else exit_codes.OK
 
 
 # What is read, and by what
@@ -208,7 +206,7 @@ def imported(place: Path, request: pytest.FixtureRequest) -> Try:
 
 
 def results_of(name: str, found: Any) -> Any:
-    report = session.standing(name).report
+    report = setup.standing(name).report
     assert isinstance(report, Checked)
     made = Result(run=name, attempt=1, identity=report.identity, measurement=found.model_dump(mode="json"))
     return json.loads(Results(results=(made,)).model_dump_json())
@@ -291,10 +289,10 @@ def damage_row(path: Path, damage: Damage) -> None:
 
 def shown(name: str) -> None:
     """All that is shown of a run."""
-    text = page.page(account.read(runs.folder(name)))
+    text = page.page(run_summary.read(runs.folder(name)))
     assert "\x1b" not in text
     side_by_side.as_dict([name])
-    outcome = session.standing(name)
+    outcome = setup.standing(name)
     render.show(quiet(), outcome.report)
     accept.changes(outcome)
     if outcome.report.status == "accepted":
@@ -344,7 +342,7 @@ def arguments(place: Path, request: pytest.FixtureRequest) -> Try:
     monkeypatch.setattr(mcp, "Progress", lambda ctx: Notes())
     monkeypatch.setattr(mcp, "_client", lambda ctx: "Ada")
     refused = Rejected(gate="trace", code="python", message="no")
-    monkeypatch.setattr("verifier.verify.check", lambda *_, **__: (refused, None))
+    monkeypatch.setattr("coda_agent.verifier.verify.check", lambda *_, **__: (refused, None))
     name, bench = make_run(toy, provider="mcp"), mcp.Bench(2)
     tip = {"lesson": "Be brief", "failed": "trace/python", "fix": "less"}
     calls: list[tuple[Any, dict[str, str]]] = [

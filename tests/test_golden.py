@@ -11,9 +11,9 @@ from pathlib import Path
 
 from authoring import KERNELS, RECORDINGS, SPECS
 
-from primitives.ir import Program
-from primitives.lower import DEVICE, lower
-from verifier.spec_file import load
+from coda_agent.primitives.compiler.lower import DEVICE, lower
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.loading import load
 
 GOLDEN = Path(__file__).parent / "golden.json"
 RESULTS = Path(__file__).parent.parent / "docs" / "comparison"

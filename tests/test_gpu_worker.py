@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import worker_tasks as tasks
 
-from verifier import gpu
-from verifier.gates import Failed
-from verifier.gpu import Lost, Worker, WorkerError
-from verifier.sanitizer import SanitizerMissing, errors
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu import worker as gpu
+from coda_agent.verifier.gpu.sanitizer import SanitizerMissing, errors
+from coda_agent.verifier.gpu.worker import Lost, Worker, WorkerError
 
 PATIENCE = 60.0  # seconds: a worker imports PyTorch first
 
@@ -135,13 +135,13 @@ def test_a_library_that_does_not_load_ahead_costs_no_worker(
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "__init__.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    with Worker(ahead=("verifier.columns.ahead",)) as broken:
+    with Worker(ahead=("coda_agent.comparison.competitors.ahead",)) as broken:
         assert broken.ask(tasks.double, 4, patience=PATIENCE)["twice"] == 8
 
 
 def test_a_worker_ends_with_its_asker() -> None:
     code = (
-        "import worker_tasks as tasks, os; from verifier.gpu import Worker; w = Worker();"
+        "import worker_tasks as tasks, os; from coda_agent.verifier.gpu.worker import Worker; w = Worker();"
         "print(w.ask(tasks.double, 1, patience=60.0)['process'], flush=True);"
         "w.ask(tasks.hang, None, patience=600.0)"
     )

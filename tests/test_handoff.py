@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from asking import ASK, TALK
 
-from agent.providers import Provider, ProviderError, Question, Turn, Usage, handoff, make
+from coda_agent.agent.providers import Provider, ProviderError, Question, Turn, Usage, handoff, make
 
 
 def hand(directory: Path, **options: Any) -> Provider:
@@ -173,7 +173,7 @@ def test_handoff_says_a_word_when_interrupted(tmp_path: Path, monkeypatch: pytes
 
     told: list[str] = []
     provider = hand(tmp_path)
-    monkeypatch.setattr("agent.providers.handoff.time.sleep", interrupt)
+    monkeypatch.setattr("coda_agent.agent.providers.handoff.time.sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         provider.next_turn(Question("S", ASK, say=told.append))
     assert "interrupted" in told[-1] and "prompt-1.md" in told[-1]

@@ -26,12 +26,12 @@ from authoring import (
 )
 from typer.testing import CliRunner
 
-from agent import account, history, runs
-from agent.budget import Ledger, Spent
-from agent.cli import app
-from agent.journal import Journal, JournalError, glance
-from agent.providers import Turn, Usage
-from verifier.spec_file import load
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.providers import Turn, Usage
+from coda_agent.agent.run import history, run_summary, runs
+from coda_agent.agent.run.budget import Ledger, Spent
+from coda_agent.agent.run.journal import Journal, JournalError, glance
+from coda_agent.verifier.loading import load
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_run_runs_while_a_process_has_it_and_no_longer(toy: Path) -> None:
     name = make_run(toy)
     stop(name, "no connection; check the network")
     code = f"""
-from agent import runs
+from coda_agent.agent.run import runs
 run = runs.reopen({name!r})
 print("open", flush=True)
 input()
@@ -96,12 +96,12 @@ input()
         found = history.of(name)
         assert (found.running, found.stopped, found.status) == (True, "", "checked")
         assert "checked (running) Ada" in listed(name)
-        assert account.read(runs.runs_dir() / name).past == found
+        assert run_summary.read(runs.runs_dir() / name).past == found
         child.send_signal(signal.SIGKILL)
     found = history.of(name)
     assert (found.running, found.stopped) == (False, "no connection; check the network")
     assert "checked (stopped: no connection) Ada" in listed(name)
-    assert account.read(runs.runs_dir() / name).past == found
+    assert run_summary.read(runs.runs_dir() / name).past == found
 
 
 def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:

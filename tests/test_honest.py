@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from authoring import program_of
 
-from verifier.interpreted import Comparison, Run
-from verifier.report import Checked
-from verifier.spec_file import load
-from verifier.verify import check
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run
+from coda_agent.verifier.report import Checked
+from coda_agent.verifier.verify import check
 
 HERE = Path(__file__).parent
 KERNELS = {f"{path.parent.name}: {path.stem}": path for path in sorted((HERE / "honest").glob("*/*.py"))}

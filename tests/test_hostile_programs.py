@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primitives.errors import ProgramError
-from primitives.interpret import interpret, solve_sizes, torch_dtype
-from primitives.ir import MAX_BYTES, OPERATIONS, Program
-from primitives.lower import lower
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.interpret import interpret, solve_sizes, torch_dtype
+from coda_agent.primitives.lang.ir import MAX_BYTES, OPERATIONS, Program
 
 ROOT = Path(__file__).parent.parent
 MARK = "zq"  # every name of theirs begins with it, and no text of ours holds it

@@ -21,20 +21,22 @@ from authoring import (
     write_toy,
 )
 
-from agent import bundle, history, improve, runs, session
-from agent.accept import accept
-from agent.loop import Loop, Outcome, standing
-from primitives.errors import ProgramError
-from primitives.ir import Program
-from primitives.schedule import Schedule
-from verifier.decision import BASELINE, KEPT, compared, decide
-from verifier.evidence import problems
-from verifier.gates import Failed
-from verifier.kept import Kept
-from verifier.measure import Options
-from verifier.report import Accepted, Checked, Measured, Rejected
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.agent import setup
+from coda_agent.agent.artifacts import bundle
+from coda_agent.agent.artifacts.accept import accept
+from coda_agent.agent.run import history, improve, runs
+from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.decision import BASELINE, KEPT, compared, decide
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.measure import Options
+from coda_agent.verifier.provenance import problems
+from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
+from coda_agent.verifier.spec.model import Spec
 
 GOOD = fenced(TOY_KERNEL)
 
@@ -70,7 +72,7 @@ def author(
     run: runs.Run, answers: list[str], gpu: Gpu | None, rounds: int
 ) -> tuple[Outcome, Scripted, Notes]:
     provider, notes = Scripted(answers), Notes()
-    loop = Loop(run.journal, run.spec, session.work_of(run), provider, notes, measure=gpu, improve=rounds)
+    loop = Loop(run.journal, run.spec, setup.work_of(run), provider, notes, measure=gpu, improve=rounds)
     return loop.run(), provider, notes
 
 
@@ -186,7 +188,7 @@ def test_a_kernel_with_schedules_can_be_accepted_and_stands(toy: Path, tmp_path:
 def test_a_change_travels_with_what_it_has_to_beat(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verifier.spec_file import load
+    from coda_agent.verifier.loading import load
 
     spec = load(toy, check=False)
     first = program_of(spec, TOY_KERNEL)
@@ -204,7 +206,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
         seen.update(given, program=program)
         return measured(spec, program)
 
-    monkeypatch.setattr("verifier.measure.measure", measure)
+    monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     bundle.measure(
         tmp_path / "bundle.json",
         bundle.read(tmp_path / "bundle.json"),
@@ -242,7 +244,7 @@ def decided(toy: Path) -> Callable[..., None]:
     """Decides on a change whose speeds over the kept kernel are these, in cases large and wide."""
     from authoring import timing
 
-    from verifier.spec_file import load
+    from coda_agent.verifier.loading import load
 
     spec = load(toy, check=False)
 

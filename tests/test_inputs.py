@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from verifier import reference
-from verifier.inputs import FAMILIES, ON_CPU, draw
-from verifier.numerics import compare
-from verifier.spec import Spec
-from verifier.strength import weak_spots
+from coda_agent.verifier.numerics import reference
+from coda_agent.verifier.numerics.error_gate import compare
+from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
+from coda_agent.verifier.numerics.mutation_score import weak_spots
+from coda_agent.verifier.spec.model import Spec
 
 SPEC: dict[str, Any] = {
     "name": "wide",

@@ -9,9 +9,9 @@ import torch
 from kernels import EXAMPLES, Tensors, draw, signature, tensor, trace
 from torch.nn.functional import gelu, one_hot, rms_norm, silu
 
-from primitives.cut import cut
-from primitives.interpret import interpret, solve_sizes
-from primitives.ir import Signature
+from coda_agent.primitives.lang.interpret import interpret, solve_sizes
+from coda_agent.primitives.lang.ir import Signature
+from coda_agent.primitives.lang.partition import cut
 
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}  # fp32: with its sums
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from authoring import KERNELS, SPECS, TOY_KERNEL, UNSCALED, program_of, write_toy
 
-from verifier.gates import Failed
-from verifier.inputs import FAMILIES, ON_CPU
-from verifier.interpreted import REPEATS, STORED, Comparison, Run, runs
-from verifier.sizes import small_sizes
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.stretch import STRETCHED
-from verifier.verify import _interpret
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.cpu_numerics import REPEATS, STORED, Comparison, Run, runs
+from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU
+from coda_agent.verifier.numerics.sizes import small_sizes
+from coda_agent.verifier.numerics.stretch import STRETCHED
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.verify import _interpret
 
 
 def spec_of(name: str) -> Spec:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from kernels import ACCUMULATE, BACKWARD, EXAMPLES, NORM, QK_NORM, signature, source, tensor, trace
 
-from primitives.errors import ProgramError
-from primitives.ir import MAX_BYTES, MAX_NODES, Node, Operation, Program, Signature, register
-from primitives.schedule import Schedule
-from primitives.trace import trace_source
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import MAX_BYTES, MAX_NODES, Node, Operation, Program, Signature, register
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.lang.trace import trace_source
 
 ROOT = Path(__file__).parent.parent
 PLAIN = signature({"x": tensor("M, K"), "w": tensor("N, K")}, {"o": tensor("M, N")}, c=0.5)
@@ -124,15 +124,15 @@ def test_hash_covers_signature_and_schedule() -> None:
 def test_hash_is_the_same_in_every_process() -> None:
     code = (
         "import json, sys\n"
-        "from primitives.ir import Signature\n"
-        "from primitives.trace import trace_source\n"
+        "from coda_agent.primitives.lang.ir import Signature\n"
+        "from coda_agent.primitives.lang.trace import trace_source\n"
         "text, data = json.load(sys.stdin)\n"
         "print(trace_source(text, Signature.from_json(data)).hash)\n"
     )
     request = json.dumps([source(BACKWARD.signature, *BACKWARD.lines), BACKWARD.signature.to_json()])
 
     def child(seed: str) -> str:
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT / "src")}
         return subprocess.run(
             [sys.executable, "-c", code],
             input=request,
@@ -499,13 +499,13 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return "[]"
 
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr("primitives.compile._run_child", child)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile._run_child", child)
     return asked
 
 
 def test_reports_are_kept_by_program_not_by_text_alone(requests: list[str]) -> None:
-    from primitives.compile import report
-    from primitives.lower import lower
+    from coda_agent.primitives.compiler.lower import lower
+    from coda_agent.primitives.runtime.compile import report
 
     made = []
     for dtype in ("bf16", "fp16"):
@@ -519,7 +519,7 @@ def test_reports_are_kept_by_program_not_by_text_alone(requests: list[str]) -> N
 
 
 def test_reports_are_kept_by_the_sizes_of_static_dims(requests: list[str]) -> None:
-    from primitives.compile import report
+    from coda_agent.primitives.runtime.compile import report
 
     for p, m in ((16, 8), (32, 8), (16, 4096)):
         report(QK_NORM.program, {"P": p, "M": m})

@@ -17,13 +17,13 @@ from cheats import hostile
 from cheats.child import TAKEN_OVER, nothing_left
 from cheats.twins import RMSNORM
 
-from primitives import children
-from primitives.compile import report
-from primitives.refusal import CompileError
-from verifier import jail
-from verifier.jail import JailUnavailable, Traced
-from verifier.report import Checked, Rejected
-from verifier.verify import check
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.runtime.compile import report
+from coda_agent.primitives.system import subprocesses
+from coda_agent.verifier.report import Checked, Rejected
+from coda_agent.verifier.sandbox import jail
+from coda_agent.verifier.sandbox.jail import JailUnavailable, Traced
+from coda_agent.verifier.verify import check
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,8 +80,8 @@ LINUX_ONLY = ("parent_death", "undumpable", "no_new_privileges", "limits", "land
 
 LACKING = """
 import sys; sys.path.append(sys.argv[1])
-from primitives import sandbox
-from verifier import jail_child
+from coda_agent.primitives.system import sandbox
+from coda_agent.verifier.sandbox import jail_child
 def refuse(): raise OSError("not here")
 sandbox.LAYERS = tuple((n, refuse if n in %r else f) for n, f in sandbox.LAYERS)
 jail_child.main()
@@ -109,7 +109,7 @@ def test_a_limit_that_a_system_lacks_takes_no_other_with_it(monkeypatch: pytest.
 @pytest.mark.parametrize("missing", [(), ("seccomp",), ("landlock", "seccomp")])
 def test_what_is_missing_is_in_the_report(monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]) -> None:
     monkeypatch.setattr(jail, "BOOT", LACKING % (missing,))
-    monkeypatch.setattr("verifier.verify._interpret", lambda *given: None)  # takes seconds
+    monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *given: None)  # takes seconds
     report = check(RMSNORM.spec, RMSNORM.source, weak_jail=True).report
     assert isinstance(report, Checked)
     words = f"the jail lacks {', '.join(missing)} on this machine"
@@ -167,8 +167,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 def test_a_compiler_is_ended_with_all_it_started(
     compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, body: str, words: str
 ) -> None:
-    monkeypatch.setattr("primitives.compile.COMPILE_SECONDS", 1 if "sleep" in body else 60)
-    monkeypatch.setattr(children, "MEMORY_BYTES", 256 << 20)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.COMPILE_SECONDS", 1 if "sleep" in body else 60)
+    monkeypatch.setattr(subprocesses, "MEMORY_BYTES", 256 << 20)
     pids = compiler(body)
     with pytest.raises(CompileError, match=f"(?s){words}") as caught:
         report(RMSNORM.program, {})
@@ -177,7 +177,8 @@ def test_a_compiler_is_ended_with_all_it_started(
     assert len(started) == 2 and eventually(lambda: not any(map(alive, started)))
 
 
-COMPILE = "import sys\nfrom primitives.compile import report\nfrom primitives.ir import Program\n"
+COMPILE = "import sys\nfrom coda_agent.primitives.runtime.compile import report\n"
+COMPILE += "from coda_agent.primitives.lang.ir import Program\n"
 COMPILE += "report(Program.from_json(sys.stdin.read()), {})"
 
 

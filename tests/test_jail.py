@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 from cheats.child import BARE, nothing_left
 
-import primitives  # noqa: F401  # trace_source looks the vocabulary up
-from primitives.dims import Dim
-from primitives.ir import Signature, TensorType
-from primitives.trace import trace_lines, trace_source
-from verifier import jail
-from verifier.jail import JailUnavailable, Traced
-from verifier.report import Rejected
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import Signature, TensorType
+from coda_agent.primitives.lang.trace import trace_lines, trace_source
+from coda_agent.verifier.report import Rejected
+from coda_agent.verifier.sandbox import jail
+from coda_agent.verifier.sandbox.jail import JailUnavailable, Traced
 
 
 def tensor(dtype: str, *shape: str) -> TensorType:
@@ -324,11 +323,11 @@ else:
 
 
 def test_the_child_dies_with_its_parent() -> None:
-    slow = "import sys; sys.path[:0] = sys.argv[1:]\nimport test_jail as t\nfrom verifier import jail\n"
-    slow += "jail.BOOT = t.BARE + 'jail_child.main()'\n"
+    slow = "import sys; sys.path[:0] = sys.argv[1:]\nimport test_jail as t\n"
+    slow += "from coda_agent.verifier.sandbox import jail\njail.BOOT = t.BARE + 'jail_child.main()'\n"
     slow += "jail.trace('while 1: pass', t.SIGNATURE, wall_seconds=60)"
     tests = Path(__file__).resolve().parent
-    with subprocess.Popen([sys.executable, "-c", slow, str(tests.parent), str(tests)]) as parent:
+    with subprocess.Popen([sys.executable, "-c", slow, str(tests.parent / "src"), str(tests)]) as parent:
         try:
             jailed = _jailed_child(parent.pid)
             assert alive(jailed)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.journal import Event, Journal, JournalError, glance, held, read_export
-from primitives.files import write_atomic
+from coda_agent.agent.run.journal import Event, Journal, JournalError, glance, held, read_export
+from coda_agent.primitives.system.files import write_atomic
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 RUN = """
 import functools, os, signal, sqlite3, sys, uuid
 from pathlib import Path
-from agent.journal import Journal
+from coda_agent.agent.run.journal import Journal
 
 directory, steps, kill = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
@@ -152,7 +152,7 @@ def test_commits_are_durable(tmp_path: Path) -> None:
 def test_a_second_opener_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     code = f"""
-from agent.journal import Journal
+from coda_agent.agent.run.journal import Journal
 from pathlib import Path
 journal = Journal.create(Path({str(path)!r}), {{}})
 print("open", flush=True)
@@ -176,7 +176,7 @@ def test_asking_who_has_a_journal_takes_it_from_nobody(tmp_path: Path) -> None:
     assert not held(path) and list(tmp_path.iterdir()) == []
     Journal.create(path, {}).close()
     code = f"""
-from agent.journal import held
+from coda_agent.agent.run.journal import held
 from pathlib import Path
 print("asking", flush=True)
 while True:
@@ -301,7 +301,7 @@ def cut_off(path: Path) -> None:
     """A journal whose process was killed: its one event is in the log alone."""
     code = f"""
 import os, signal
-from agent.journal import Journal
+from coda_agent.agent.run.journal import Journal
 from pathlib import Path
 journal = Journal.create(Path({str(path)!r}), {{"spec": "s"}})
 journal.once("a", "answer", lambda: {{"text": "kept"}})
@@ -340,7 +340,7 @@ def test_what_can_be_read_nowhere_says_why(tmp_path: Path) -> None:
     cut_off(killed)
     code = f"""
 import resource
-from agent.journal import JournalError, glance
+from coda_agent.agent.run.journal import JournalError, glance
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 print(glance(Path({str(ended)!r})))
@@ -350,7 +350,7 @@ except JournalError as error:
     print(error)
 """
     command = [sys.executable, "-c", code]
-    environment = {"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT)}
+    environment = {"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT / "src")}
     (tmp_path / "temporary").mkdir()
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     read, refused = done.stdout.splitlines()

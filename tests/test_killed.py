@@ -24,13 +24,14 @@ from authoring import (
 )
 from killing import FAILED, READ, REFUSED, VOID, WRITTEN, Errand, processes
 
-from agent import accept, budget, bundle, runs
-from agent.ending import OK
-from agent.journal import Event, glance
-from agent.loop import standing
-from primitives.ir import Program
-from verifier.gates import identity
-from verifier.report import Accepted, Measured, Rejected
+from coda_agent.agent.artifacts import accept, bundle
+from coda_agent.agent.cli.exit_codes import OK
+from coda_agent.agent.run import budget, runs
+from coda_agent.agent.run.journal import Event, glance
+from coda_agent.agent.run.loop import standing
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.gates import identity
+from coda_agent.verifier.report import Accepted, Measured, Rejected
 
 # What a process that is killed at a point on its way to an event has added to the ledger.
 RESERVING: dict[str, list[str]] = {"before reserved": [], "after reserved": ["reserved"]}
@@ -155,8 +156,9 @@ def results(name: str, attempt: int, path: Path) -> list[str]:
 
 def the_command(point: str, *arguments: str) -> int:
     """The real one with its own author, in a process of its own that ends at a point."""
-    code = "import killing, sys; killing.kill_at(sys.argv.pop(1)); from agent.cli import main; main()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    code = "import killing, sys; killing.kill_at(sys.argv.pop(1)); "
+    code += "from coda_agent.agent.cli.main import main; main()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
     command = [sys.executable, "-c", code, point, *arguments]
     return subprocess.run(command, env=environment, check=False, capture_output=True).returncode
 

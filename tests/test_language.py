@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-import primitives
-from primitives.errors import ProgramError
-from verifier import language
+from coda_agent import primitives
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.verifier.sandbox import language
 
 HEAD = "from primitives import gemm, kernel, pairs, rsqrt, where\n"
 
@@ -58,7 +58,7 @@ def test_honest_files_pass(source: str) -> None:
         ("import os", "the one import is: from primitives"),
         ("from os import system", "the one import is: from primitives"),
         ("from .primitives import gemm", "the one import is: from primitives"),
-        ("from primitives.trace import sys", "the one import is: from primitives"),
+        ("from coda_agent.primitives.lang.trace import sys", "the one import is: from primitives"),
         ("import primitives", "the one import is: from primitives"),
         ("from primitives import gemm as g", "without as"),
         ("().__class__", "goes nowhere"),

@@ -11,15 +11,15 @@ import kernels
 import pytest
 import torch
 
-from primitives import launch, tune
-from primitives.interpret import solve_sizes, torch_dtype
-from primitives.ir import Program
-from primitives.launch import Kernel
-from primitives.launchable import LaunchError, alignment_errors
-from primitives.lower import editable, lower
-from primitives.plan import GAP, Plan
-from primitives.probes import candidates
-from primitives.schedule import Schedule
+from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.compiler.probe_schedules import candidates
+from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime import launch, tune
+from coda_agent.primitives.runtime.executable import GAP, Plan
+from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.primitives.runtime.launchable import LaunchError, alignment_errors
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 
@@ -31,8 +31,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
     def stand_in(lowered: Any, kernel: Any, *rest: Any) -> Callable[..., None]:
         return lambda *arguments: recorded.append((kernel.name, arguments))
 
-    monkeypatch.setattr("primitives.plan.compile_gemm", stand_in)
-    monkeypatch.setattr("primitives.plan.compile_vector", stand_in)
+    monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_gemm", stand_in)
+    monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_vector", stand_in)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
     return recorded
 

@@ -10,12 +10,12 @@ import kernels
 import pytest
 import torch
 
-from primitives import launch
-from primitives.interpret import torch_dtype
-from primitives.ir import Program
-from primitives.launch import Kernel
-from primitives.launchable import LaunchError, check_sizes, check_tensors
-from primitives.schedule import Schedule
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime import launch
+from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.primitives.runtime.launchable import LaunchError, check_sizes, check_tensors
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 

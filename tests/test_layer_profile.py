@@ -17,12 +17,12 @@ from benchmarks.layer_profile.__main__ import main
 from benchmarks.layer_profile.ledger import ATTENTION, DATA, PASSES, UNKNOWN, WEIGHTS
 from benchmarks.layer_profile.measuring import Budget, run
 from benchmarks.layer_profile.page import write
-from primitives.schedule import Schedule
-from verifier.columns import COMPILE, EAGER, PROGRAM
-from verifier.contest import Contender
-from verifier.layers import variant
-from verifier.layers.runners import Interpreted, accepted, calls
-from verifier.layers.shape import WIDTHS, draw
+from coda_agent.comparison.competitors import COMPILE, EAGER, PROGRAM
+from coda_agent.comparison.interleaved import Contender
+from coda_agent.comparison.layers import variant
+from coda_agent.comparison.layers.runners import Interpreted, accepted, calls
+from coda_agent.comparison.layers.shape import WIDTHS, draw
+from coda_agent.primitives.lang.schedule import Schedule
 
 T, D, F = 16384, 2048, 5632
 SIZES = {"tokens": T, "width": D, "ffn": F, "heads": 32, "sequences": 8, "length": 2048}

@@ -17,20 +17,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from agent.compare.rows import LayerRow
-from primitives.interpret import torch_dtype
-from primitives.launchable import ALIGNMENT, LaunchError, check_sizes
-from verifier import contest, layers
-from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import COMPILE, EAGER, LIGER, LIGER_APART, PROGRAM
-from verifier.layers import liger as liger_layer
-from verifier.layers.errors import relative, results, truth
-from verifier.layers.fused import Fused, packed, table, unpacked, unrotated
-from verifier.layers.layer import Gradients, Layer
-from verifier.layers.plain import Differentiated, Plain, rmsnorm, rotated
-from verifier.layers.runners import Call, Interpreted, Launched, Tensors, accepted, calls
-from verifier.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
-from verifier.layers.sitting import LayerSeats, _Stage, sit
+from coda_agent.comparison import interleaved, layers
+from coda_agent.comparison.competitors import COMPILE, EAGER, LIGER, LIGER_APART, PROGRAM
+from coda_agent.comparison.layers import liger as liger_layer
+from coda_agent.comparison.layers.errors import relative, results, truth
+from coda_agent.comparison.layers.fused import Fused, packed, table, unpacked, unrotated
+from coda_agent.comparison.layers.layer import Gradients, Layer
+from coda_agent.comparison.layers.plain import Differentiated, Plain, rmsnorm, rotated
+from coda_agent.comparison.layers.runners import Call, Interpreted, Launched, Tensors, accepted, calls
+from coda_agent.comparison.layers.session import LayerSeats, _Stage, sit
+from coda_agent.comparison.layers.shape import EPS, WIDTHS, Drawn, Shape, Weights, draw, rotary
+from coda_agent.comparison.rows import LayerRow
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError, check_sizes
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 
 KERNELS = Path(__file__).parent.parent / "generated_kernels"
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
@@ -197,7 +197,7 @@ def test_a_sitting_runs_of_every_variant_what_it_will_time_and_no_more(
 ) -> None:
     """Else a forward row would have each compiler make, and tune, a backward that nobody times."""
     drawn, trained = draw(SMALL, 13, "cpu"), list[Tensor]()
-    monkeypatch.setattr("verifier.layers.shape.draw", lambda shape, seed: drawn)
+    monkeypatch.setattr("coda_agent.comparison.layers.shape.draw", lambda shape, seed: drawn)
     usual = Plain.train
 
     def train(layer: Plain, stream: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -221,11 +221,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     untimed = SimpleNamespace(seconds=())
-    monkeypatch.setattr(contest, "timed", lambda arms, *_, **__: ({arm.name: untimed for arm in arms}, {}))
+    monkeypatch.setattr(
+        interleaved, "timed", lambda arms, *_, **__: ({arm.name: untimed for arm in arms}, {})
+    )
     monkeypatch.setattr(layers, "under_compile", lambda function, mode: function)
     drawn = draw(SMALL, 15, "cpu")
-    monkeypatch.setattr("verifier.layers.shape.draw", lambda shape, seed: drawn)
-    monkeypatch.setattr("verifier.layers.runners.Launched", lambda made: Interpreted(PROGRAMS))
+    monkeypatch.setattr("coda_agent.comparison.layers.shape.draw", lambda shape, seed: drawn)
+    monkeypatch.setattr("coda_agent.comparison.layers.runners.Launched", lambda made: Interpreted(PROGRAMS))
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -235,7 +237,7 @@ def test_a_layers_kernels_are_tuned_in_their_places_ahead(
 ) -> None:
     """All that it calls, unless it is known what they run on."""
     runner, tuned = Watched(SMALL), SimpleNamespace(is_tuned=lambda sizes: True, made=lambda: None)
-    monkeypatch.setattr("verifier.layers.runners.Launched", lambda made: runner)
+    monkeypatch.setattr("coda_agent.comparison.layers.runners.Launched", lambda made: runner)
     wanted: Any = dict.fromkeys(calls(SMALL, backward=backward).values(), tuned)
     seats = LayerSeats(SMALL, (EAGER, PROGRAM), wanted, 12, backward)
     assert not [*seats.tunes()]
@@ -502,7 +504,7 @@ def test_variants_are_built_by_name() -> None:
 
 
 def test_naming_the_variants_needs_no_torch() -> None:
-    code = "import sys, verifier.layers; sys.exit('torch' in sys.modules)"
+    code = "import sys, coda_agent.comparison.layers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=KERNELS.parent, check=False).returncode == 0
 
 

@@ -25,13 +25,14 @@ from authoring import (
 )
 from typer.testing import CliRunner, Result
 
-from agent import runs, session, tips
-from agent.cli import app
-from agent.journal import Journal, JournalError
-from agent.loop import Loop
-from agent.tips import Tip, TipsError, read_tips
-from agent.tips.lessons import UNSEEN, changed, learned
-from verifier.spec_file import load
+from coda_agent.agent import setup, tips
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import Journal, JournalError
+from coda_agent.agent.run.loop import Loop
+from coda_agent.agent.tips import Tip, TipsError, read_tips
+from coda_agent.agent.tips.lessons import UNSEEN, changed, learned
+from coda_agent.verifier.loading import load
 
 VERSIONS = ", ".join(f"{name} {version(name)}" for name in ("nvidia-cutlass-dsl", "quack-kernels"))
 UNSCALED_FIX = '-`return {"c": gemm(a, b)}` +`return {"c": gemm(a, b) * per_row(v)}`'
@@ -46,7 +47,7 @@ def author(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., 
         run = runs.start(write_toy(tmp_path), HEADER | {"provider": "handoff", "author": "Ada"})
         answers = Scripted([fenced(source) for source in sources])
         with run.journal:
-            Loop(run.journal, run.spec, session.work_of(run), answers, Notes(), attempts=len(sources)).run()
+            Loop(run.journal, run.spec, setup.work_of(run), answers, Notes(), attempts=len(sources)).run()
             more(run.journal)
         return run.name
 

@@ -12,15 +12,24 @@ from unittest import mock
 import pytest
 from authoring import KERNELS, program_of
 
-from verifier import numerics, reference, strength
-from verifier.inputs import FAMILIES, ON_CPU
-from verifier.interpreted import Comparison, Run
-from verifier.limits import EXTREME, FEW, SPIKES, USUAL, VALUES, Limits, of_stored, of_unrounded
-from verifier.mutants import Mutant
-from verifier.proof import Job, Trial
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.strength import Sample
+from coda_agent.verifier.gpu.checks import Job, Trial
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import error_gate, mutation_score, reference
+from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run
+from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU
+from coda_agent.verifier.numerics.limits import (
+    EXTREME,
+    FEW,
+    SPIKES,
+    USUAL,
+    VALUES,
+    Limits,
+    of_stored,
+    of_unrounded,
+)
+from coda_agent.verifier.numerics.mutants import Mutant
+from coda_agent.verifier.numerics.mutation_score import Sample
+from coda_agent.verifier.spec.model import Spec
 
 NAME = "gemm_rmsnorm_swiglu"
 SIZES = {"M": 40, "D": 24, "F": 32}
@@ -35,13 +44,13 @@ def spec() -> Spec:
 def allowed() -> Iterator[list[Limits]]:
     """The limits of each judgement made meanwhile."""
     found: list[Limits] = []
-    compare = numerics.compare
+    compare = error_gate.compare
 
     def noted(spec: Spec, got: Any, truth: Any, yard: Any, limits: Limits = USUAL, exact: Any = ()) -> Any:
         found.append(limits)
         return compare(spec, got, truth, yard, limits, exact)
 
-    with mock.patch.object(numerics, "compare", noted):
+    with mock.patch.object(error_gate, "compare", noted):
         yield found
 
 
@@ -90,8 +99,8 @@ def test_what_no_program_could_say_is_left_to_the_families_of_a_gpu(spec: Spec) 
         return honest(trial, mutant) and trial.family not in ON_CPU
 
     with (
-        mock.patch.object(strength, "mutants", lambda _: iter((spoilt, said))),
+        mock.patch.object(mutation_score, "mutants", lambda _: iter((spoilt, said))),
         mock.patch.object(Sample, "passes", shown_on_a_cpu),
     ):
-        assert strength.weak_spots(spec, SIZES) == ["spoilt"]
+        assert mutation_score.weak_spots(spec, SIZES) == ["spoilt"]
     assert set(families) == set(FAMILIES)

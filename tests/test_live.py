@@ -12,8 +12,8 @@ from attending import PATIENCE, eventually, going, terminal
 from authoring import BROKEN, ROOT, fenced, write_toy
 from rich.console import Console
 
-from agent import history
-from agent.live import Watch
+from coda_agent.agent.reporting.progress import Watch
+from coda_agent.agent.run import history
 
 
 def test_the_live_view_takes_white_space() -> None:
@@ -86,7 +86,7 @@ def test_a_run_has_a_row_and_a_key_that_stops_it(runs_home: Path, tmp_path: Path
 # A shell: what has its terminal, and a job in the background, which is stopped for changing how that works.
 SHELL = """
 import fcntl, os, signal, termios
-from agent import live
+from coda_agent.agent.reporting import progress as live
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 job = os.fork()
 if not job:
@@ -105,7 +105,7 @@ with live.keys() as pressed:
 
 
 def test_a_job_in_the_background_leaves_the_keys_to_others() -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     with terminal() as screen:
         end = screen.theirs
         shell = subprocess.Popen(

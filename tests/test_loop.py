@@ -24,12 +24,13 @@ from authoring import (
     write_toy,
 )
 
-from agent import runs, session
-from agent.loop import Loop, Outcome, _same, extract, standing
-from agent.providers import ProviderError, Usage
-from primitives.ir import Program
-from verifier.report import Accepted, Checked, Measured, Rejected, joined
-from verifier.spec import Spec
+from coda_agent.agent import setup
+from coda_agent.agent.providers import ProviderError, Usage
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.loop import Loop, Outcome, _same, extract, standing
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected, joined
+from coda_agent.verifier.spec.model import Spec
 
 GOOD, BAD, WRONG = fenced(TOY_KERNEL), fenced(BROKEN), fenced(UNSCALED)
 
@@ -40,7 +41,7 @@ def begin(runs_home: Path, tmp_path: Path, no_compiler: None) -> Callable[..., r
 
 
 def author(run: runs.Run, provider: Scripted, **options: Any) -> Outcome:
-    return Loop(run.journal, run.spec, session.work_of(run), provider, Notes(), **options).run()
+    return Loop(run.journal, run.spec, setup.work_of(run), provider, Notes(), **options).run()
 
 
 def keys(run: runs.Run) -> list[str]:
@@ -72,7 +73,7 @@ def test_no_block(answer: str) -> None:
 def test_checked_on_the_first_attempt(begin: Callable[..., runs.Run]) -> None:
     run, notes = begin(), Notes()
     with run.journal:
-        outcome = Loop(run.journal, run.spec, session.work_of(run), Scripted([GOOD]), notes).run()
+        outcome = Loop(run.journal, run.spec, setup.work_of(run), Scripted([GOOD]), notes).run()
     assert isinstance(outcome.report, Checked) and outcome.source == TOY_KERNEL
     assert [g.gate for g in outcome.report.gates] == ["trace", "contract", "interpret", "compile"]
     assert outcome.program is not None and outcome.program.hash == outcome.report.identity.program_hash
@@ -292,7 +293,7 @@ def test_the_prompt_of_a_resumed_run_is_the_first_ones(
     run = begin()
     with run.journal, pytest.raises(ProviderError):
         author(run, Scripted([ProviderError("no answer", "wait")]))
-    monkeypatch.setattr("agent.prompt.ROLE", "another version's words")
+    monkeypatch.setattr("coda_agent.agent.prompts.prompt.ROLE", "another version's words")
     again, provider = runs.reopen(run.name), Scripted([GOOD])
     with again.journal:
         author(again, provider)

@@ -35,11 +35,11 @@ from kernels import (
 )
 from machine import LANGUAGE
 
-from primitives import lower as lowering
-from primitives.interpret import interpret
-from primitives.ir import Node, Program, Signature, TensorType
-from primitives.lower import GemmKernel, VectorKernel, lower
-from primitives.schedule import TILES, Schedule
+from coda_agent.primitives.compiler import lower as lowering
+from coda_agent.primitives.compiler.lower import GemmKernel, VectorKernel, lower
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType
+from coda_agent.primitives.lang.schedule import TILES, Schedule
 
 ROOT = Path(__file__).parent.parent
 INPUTS = {
@@ -408,10 +408,11 @@ def test_the_machine_knows_every_word_of_device_code() -> None:
 
 def test_text_and_hash_are_the_same_in_every_process() -> None:
     code = (
-        "import sys\nfrom primitives.ir import Program\nfrom primitives.lower import lower\n"
+        "import sys\nfrom coda_agent.primitives.lang.ir import Program\n"
+        "from coda_agent.primitives.compiler.lower import lower\n"
         "made = lower(Program.from_json(sys.stdin.read()))\nprint(made.hash, made.text)\n"
     )
-    environment = os.environ | {"PYTHONHASHSEED": "31337", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONHASHSEED": "31337", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=CHAIN.program.to_json(),

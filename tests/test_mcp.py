@@ -31,15 +31,17 @@ from mcp import Client, StdioServerParameters
 from mcp.client.session import IncomingMessage
 from mcp_types import CallToolResult, Implementation, TextContent, Tool
 
-from agent import history, prompt, runs, session, tools
-from agent.loop import standing
-from agent.mcp import Submission, server
-from agent.providers import ProviderError, Question, Turn, Usage
-from agent.tips.lessons import learned
-from verifier import verify
-from verifier.jail import JailUnavailable
-from verifier.report import Checked, Rejected
-from verifier.verify import Verdict
+from coda_agent.agent import setup
+from coda_agent.agent.cli.mcp import Submission, server
+from coda_agent.agent.prompts import prompt
+from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
+from coda_agent.agent.run import history, runs, tools
+from coda_agent.agent.run.loop import standing
+from coda_agent.agent.tips.lessons import learned
+from coda_agent.verifier import verify
+from coda_agent.verifier.report import Checked, Rejected
+from coda_agent.verifier.sandbox.jail import JailUnavailable
+from coda_agent.verifier.verify import Verdict
 
 pytestmark = pytest.mark.anyio
 LOOKING = {"list_specs", "report", "read"}
@@ -134,9 +136,9 @@ class Story:
 async def lived(place: Path) -> Story:
     """One client's session: a prompt, a draft, a failure, a run that is in use, and a kernel that passes."""
     environment = os.environ | {"ANTHROPIC_API_KEY": KEY, "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment["PYTHONPATH"]])
     command = StdioServerParameters(
-        command=sys.executable, args=["-m", "agent.cli", "mcp"], env=environment, cwd=place
+        command=sys.executable, args=["-m", "coda_agent.agent.cli.main", "mcp"], env=environment, cwd=place
     )
     before = {path: path.read_text() for path in (place / "specs").iterdir()}
     strange: list[Exception] = []
@@ -352,7 +354,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]
     """Let what is given measure here."""
 
     def be(measure: Callable[..., Any]) -> None:
-        monkeypatch.setattr(session, "measurer", lambda *_: measure)
+        monkeypatch.setattr(setup, "measurer", lambda *_: measure)
 
     return be
 
@@ -395,7 +397,7 @@ async def test_long_verifies_take_turns_and_block_nothing_else(
         return real(*given, **options)
 
     real = verify.check
-    monkeypatch.setattr("verifier.verify.check", check)
+    monkeypatch.setattr("coda_agent.verifier.verify.check", check)
     async with here as client:
         name = await begun(client)
 
@@ -471,7 +473,7 @@ async def test_our_failures_have_words_and_our_bugs_keep_theirs(
         def check(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("verifier.verify.check", check)
+        monkeypatch.setattr("coda_agent.verifier.verify.check", check)
 
     async with here as client:
         name = await begun(client)

@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 from authoring import TOY_KERNEL, program_of, write_toy
 
-from primitives.lower import editable, lower
-from primitives.roofline import roofline
-from primitives.schedule import Schedule
-from verifier import measure as measuring
-from verifier.gates import Failed, Gates, Progress, silent
-from verifier.gpu import Lost
-from verifier.inputs import EVERY
-from verifier.kept import Kept
-from verifier.measure import Options, _Session, measure
-from verifier.proof import Job, clean, numerics, stability, tune
-from verifier.quack_baseline import MATMUL
-from verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured
-from verifier.scoring import PREPARES, RACES, Race, faults, score
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.statistics import Interval, ratio
+from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier import measure as measuring
+from coda_agent.verifier.baselines.quack import MATMUL
+from coda_agent.verifier.gates import Failed, Gates, Progress, silent
+from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Race, faults, score
+from coda_agent.verifier.gpu.checks import Job, clean, numerics, stability, tune
+from coda_agent.verifier.gpu.worker import Lost
+from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.measure import Options, _Session, measure
+from coda_agent.verifier.numerics.inputs import EVERY
+from coda_agent.verifier.report import PROTOCOL, Measured, QuackTuned, Rejected, Unmeasured
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.statistics import Interval, ratio
 
 SCHEDULE = {"tile_m": 128, "tile_n": 192, "pingpong": True}
 TUNED = {"schedules": {"0": SCHEDULE}, "finalists": {}, "seconds": 1.0, "seeds": {"tuning": 1}}
@@ -38,7 +38,7 @@ Answer = Callable[[Any], dict[str, Any]]
 
 
 class Workers:
-    """Stands in for ``verifier.gpu.Worker``: keeps what each of them was asked for."""
+    """Stands in for ``verifier.gpu.worker.Worker``: keeps what each of them was asked for."""
 
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []
@@ -278,7 +278,7 @@ def test_what_the_sanitizer_has_seen_it_is_not_shown_again(
             raise KeyboardInterrupt
         return {"memcheck": 0, "racecheck": 0}
 
-    monkeypatch.setattr("verifier.sanitizer.sanitized", sanitized)
+    monkeypatch.setattr("coda_agent.verifier.gpu.sanitizer.sanitized", sanitized)
     memory, options = Memory(), Options(sanitize=True)
     with pytest.raises(KeyboardInterrupt):
         run(spec, options, keep=memory)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from verifier import mutants as made
-from verifier import reference
-from verifier.inputs import FAMILIES, ON_CPU, draw
-from verifier.mutants import Mutant, mutants
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.strength import Sample, weak_spots
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import mutants as made
+from coda_agent.verifier.numerics import reference
+from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
+from coda_agent.verifier.numerics.mutants import Mutant, mutants
+from coda_agent.verifier.numerics.mutation_score import Sample, weak_spots
+from coda_agent.verifier.spec.model import Spec
 
 SPECS = Path(__file__).parent.parent / "specs"
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from verifier import exactness, limits, numerics, reference
-from verifier.inputs import FAMILIES, draw
-from verifier.numerics import compare
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.spec_parts import Tolerance
-from verifier.strength import weak_spots
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import error_gate, exactness, limits, reference
+from coda_agent.verifier.numerics.error_gate import compare
+from coda_agent.verifier.numerics.inputs import FAMILIES, draw
+from coda_agent.verifier.numerics.mutation_score import weak_spots
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import Tolerance
 
 ROOT = Path(__file__).parent.parent
 NORM, SWIGLU, BACKWARD = "gemm_residual_partial_rmsnorm", "gemm_rmsnorm_swiglu", "gemm_swiglu_bwd"
@@ -206,8 +206,8 @@ def test_independent_rounding_of_the_same_quality_passes():
             other = truth * (1 + 2**-9 * (torch.rand(m, n, generator=generator, dtype=torch.float64) - 0.5))
             bench.truth["h"], bench.yard["h"] = truth, truth.bfloat16()
             got = truth + (other - truth) * ((bench.yard["h"] - truth).norm() / (other - truth).norm())
-            stats, tiles = numerics._measure(got, truth, bench.yard["h"], torch.bfloat16)
-            tile, excess, _ = numerics._worst_tile(stats, tiles, 4)
+            stats, tiles = error_gate._measure(got, truth, bench.yard["h"], torch.bfloat16)
+            tile, excess, _ = error_gate._worst_tile(stats, tiles, 4)
             slack = 1 + 4 / math.sqrt(m * n)
             assert excess < 1.5 and stats.ratio(stats.e_max, stats.r_max) < 2 * slack
             assert abs(stats.slope - 1) < 2e-4 + 4 * stats.slope_error
@@ -286,10 +286,10 @@ def test_infinite_truth_is_expected_and_overflow_excused():
     truth = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     truth[0, 0], truth[0, 1], truth[0, 2] = math.inf, math.nan, 1e300
     honest = truth.bfloat16()
-    stats, _ = numerics._measure(honest, truth, honest, torch.bfloat16)
+    stats, _ = error_gate._measure(honest, truth, honest, torch.bfloat16)
     assert stats.wrong == 0 and stats.e2 == stats.r2 > 0
     honest[0, 0] = 3.0
-    stats, _ = numerics._measure(honest, truth, honest, torch.bfloat16)
+    stats, _ = error_gate._measure(honest, truth, honest, torch.bfloat16)
     assert stats.wrong == 1 and stats.first_wrong == (0, 0)
 
 
@@ -299,7 +299,7 @@ def test_what_overflows_in_the_reference_too_is_excused_and_nothing_else():
     got[7, 3] = math.inf
 
     def wrong() -> tuple[int, tuple[int, int]]:
-        stats, _ = numerics._measure(got, truth, yard, torch.bfloat16)
+        stats, _ = error_gate._measure(got, truth, yard, torch.bfloat16)
         return stats.wrong, stats.first_wrong
 
     assert wrong() == (1, (7, 3))
@@ -327,7 +327,7 @@ def test_one_overflow_of_the_yardstick_excuses_no_other():
 
 def values(got: Tensor, truth: Tensor, yard: Tensor, allowed: limits.Limits = limits.VALUES) -> str:
     spec = SPECS[SWIGLU].model_copy(update={"outputs": {"preact": SPECS[SWIGLU].outputs["preact"]}})
-    one, unrounded = {"preact": got}, numerics.unrounded(spec)
+    one, unrounded = {"preact": got}, error_gate.unrounded(spec)
     (error,) = compare(unrounded, one, {"preact": truth}, {"preact": yard}, allowed)
     return error.reason
 
@@ -399,10 +399,10 @@ def test_an_exact_yardstick_leaves_room_for_fp32():
     truth = torch.arange(1.0, 4097).double().reshape(64, 64)
     exact = truth.float()
     near = exact * (1 + 2**-23)
-    stats, tiles = numerics._measure(near, truth, exact, torch.float32)
+    stats, tiles = error_gate._measure(near, truth, exact, torch.float32)
     assert stats.r2 == 0
     assert stats.ratio(math.sqrt(stats.e2 / stats.count), 0.0) < 4
-    far, _ = numerics._measure(exact * 1.00001, truth, exact, torch.float32)
+    far, _ = error_gate._measure(exact * 1.00001, truth, exact, torch.float32)
     assert far.ratio(math.sqrt(far.e2 / far.count), 0.0) > 100
 
 
@@ -418,16 +418,16 @@ def test_what_cancels_beside_a_long_extent_may_leave_more_in_a_loud_row_and_colu
     for place, loud in (((3, 7), 35.0), ((3, 8), 4.4), ((20, 20), 1.0)):
         for share, off in ((0.6, False), (0.6 * loud, not long and loud > 1), (1.6 * loud, True)):
             got = yard.clone()
-            got[place] = share * numerics.CANCELLED * 2.0**-24 * truth.square().mean().sqrt()
+            got[place] = share * error_gate.CANCELLED * 2.0**-24 * truth.square().mean().sqrt()
             said = values(got, truth, yard, allowed)
             assert said.startswith("output 'preact': 1 values off") if off else said == "", (place, share)
 
 
 def test_zero_truth_wants_zeros():
     zero = torch.zeros(8, 8)
-    stats, _ = numerics._measure(zero, zero.double(), zero, torch.float32)
+    stats, _ = error_gate._measure(zero, zero.double(), zero, torch.float32)
     assert stats.ratio(stats.e_max, stats.r_max) == 0 and stats.slope == 1
-    stats, _ = numerics._measure(zero + 1e-20, zero.double(), zero, torch.float32)
+    stats, _ = error_gate._measure(zero + 1e-20, zero.double(), zero, torch.float32)
     assert stats.ratio(stats.e_max, stats.r_max) > 1e20
     assert values(zero, zero.double(), zero) == ""
     for allowed in (limits.VALUES, replace(limits.VALUES, loud=True)):
@@ -459,7 +459,7 @@ def whole():
     return bench, exactness.exact_outputs(values, bench.truth)
 
 
-def exactly(bench: Bench, got: Outputs, exact: frozenset[str]) -> numerics.OutputError:
+def exactly(bench: Bench, got: Outputs, exact: frozenset[str]) -> error_gate.OutputError:
     return compare(bench.spec, got, bench.truth, bench.yard, exact=exact)[0]
 
 

@@ -24,28 +24,30 @@ from authoring import (
 )
 from typer.testing import CliRunner
 
-from agent import accept, bundle, runs, session, tips
-from agent.cli import app
-from agent.ending import OK
-from agent.loop import Loop, Outcome, standing
-from agent.optimize import NothingToOptimize, base
-from agent.table import read
-from agent.tips.lessons import changed, learned
-from agent.work import Measure
-from primitives.compile import PROBES
-from primitives.ir import Program
-from primitives.lower import editable, lower
-from primitives.refusal import CompileError
-from primitives.schedule import Schedule
-from verifier.decision import KEPT, NO_FASTER, central, compared
-from verifier.evidence import UNTOLD, problems
-from verifier.gates import identity
-from verifier.kept import Kept
-from verifier.measure import Options
-from verifier.report import Accepted, Checked, Measured, Rejected
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.timing import FEWEST
+from coda_agent.agent import setup, tips
+from coda_agent.agent.artifacts import accept, bundle
+from coda_agent.agent.cli.exit_codes import OK
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.reporting.table import read
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.agent.run.optimize import NothingToOptimize, base
+from coda_agent.agent.run.task import Measure
+from coda_agent.agent.tips.lessons import changed, learned
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.decision import KEPT, NO_FASTER, central, compared
+from coda_agent.verifier.gates import identity
+from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.measure import Options
+from coda_agent.verifier.provenance import UNTOLD, problems
+from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.timing import FEWEST
 
 # Milliseconds of the kernel before, whose edit takes 2.0.
 SAMPLES = ((2.2,) * FEWEST, (2.21,) * FEWEST, (2.19,) * FEWEST)
@@ -63,9 +65,9 @@ def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         outcome = standing(run.journal, run.spec)
         assert outcome is not None
         accept.accept(outcome, run.journal, kept, recorded)
-    monkeypatch.setattr("agent.accept.KERNELS", kept)
-    monkeypatch.setattr("agent.accept.RECORDINGS", recorded)
-    monkeypatch.setattr("primitives.compile.report", compiled)
+    monkeypatch.setattr("coda_agent.agent.artifacts.accept.KERNELS", kept)
+    monkeypatch.setattr("coda_agent.agent.artifacts.accept.RECORDINGS", recorded)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", compiled)
     return path
 
 
@@ -123,7 +125,7 @@ class Gpu:
 
 
 def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improve: int = 0) -> Outcome:
-    work = session.work_of(run)
+    work = setup.work_of(run)
     provider, attempts = Scripted(answers), len(answers)
     return Loop(run.journal, run.spec, work, provider, Notes(), attempts, gpu, improve=improve).run()
 
@@ -149,7 +151,7 @@ def optimized(spec: Path) -> str:
 def test_the_author_gets_the_module_and_what_was_measured(spec: Path) -> None:
     run = start(spec)
     with run.journal:
-        given = session.work_of(run).opening()
+        given = setup.work_of(run).opening()
     assert editable(program(spec)).strip() in given.task and "class Step0(FusedGemm)" in given.task
     assert "1.300x torch.compile" in given.task and "GFLOP" in given.task and "168 registers" in given.task
     assert "CuTeDSL" in given.system
@@ -164,10 +166,10 @@ def test_tips_of_this_level_are_read_and_no_others(
     ):
         tips.add(tips.Lesson(lesson, about, f"compile/{number}", "so", "now", level), log)
         tips.change(f"tip-{number}", log, state="accepted")
-    monkeypatch.setattr("agent.optimize.read_tips", lambda: tips.read_tips(log))
+    monkeypatch.setattr("coda_agent.agent.run.optimize.read_tips", lambda: tips.read_tips(log))
     run = start(spec)
     with run.journal:
-        system = session.work_of(run).opening().system
+        system = setup.work_of(run).opening().system
     assert "- Hoist it" in system and "per_row" not in system.partition("# Tips")[2]
     assert "Unroll it" not in system  # it was learned on this very kernel
 
@@ -238,10 +240,10 @@ def test_the_author_may_set_schedules(spec: Path) -> None:
 def test_the_kernel_it_starts_from_is_that_of_the_runs_first_moment(spec: Path) -> None:
     run = start(spec)
     with run.journal:
-        first = session.work_of(run).opening()
+        first = setup.work_of(run).opening()
         for path in accept.files("toy", accept.KERNELS):
             path.unlink()
-        assert session.work_of(run).opening() == first
+        assert setup.work_of(run).opening() == first
 
 
 def test_there_must_be_a_kernel(spec: Path, tmp_path: Path) -> None:
@@ -255,7 +257,9 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert isinstance(author(run, [fenced(edit(spec))]).report, Checked)
     path, results = tmp_path / "bundle.json", tmp_path / "results.json"
     wanted: list[tuple[int, Schedule]] = []
-    monkeypatch.setattr("primitives.tune.compile_all", lambda *given: wanted.extend(given[2]))
+    monkeypatch.setattr(
+        "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])
+    )
     bundle.pack([run.name], path)
     assert {(0, s) for s in (*PROBES, Schedule(swizzle=16), Schedule(256, 128, False))} <= set(wanted)
     seen: dict[str, Any] = {}
@@ -264,7 +268,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         seen.update(given)
         return faster(spec, program, given["raw"])
 
-    monkeypatch.setattr("verifier.measure.measure", measure)
+    monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     quiet = lambda name: lambda gate, words: None  # noqa: E731
     bundle.measure(path, bundle.read(path), results, Options(), progress=quiet)
     assert seen["raw"] == edit(spec) and seen["kept"].program == program(spec)
@@ -302,7 +306,7 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     assert base(load(spec)).raw == edit(spec)  # the next edit starts from this one
     replay = start(spec, provider="replay")
     with replay.journal:
-        rival = session.work_of(replay).rival()
+        rival = setup.work_of(replay).rival()
         assert rival is not None and not rival.raw  # as the run that it plays back began
     own = accept.KERNELS / "toy.report.json"
     report = json.loads(own.read_text())

@@ -29,19 +29,20 @@ from authoring import (
 )
 from typer.testing import CliRunner
 
-from agent import page, runs
-from agent.budget import GPU_SECONDS
-from agent.cli import app
-from agent.journal import Journal, JournalError
-from agent.page.charts import LEFT, LONG, Mark, duration, number, timeline
-from agent.page.markup import Html, element
-from agent.providers import Turn, Usage
-from agent.render import rivals
-from agent.visible import visible
-from verifier.decision import KEPT
-from verifier.report import GATES, Gate, Measured, Rejected, Unmeasured
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.providers import Turn, Usage
+from coda_agent.agent.reporting import html_report
+from coda_agent.agent.reporting.charts import LEFT, LONG, Mark, duration, number, timeline
+from coda_agent.agent.reporting.markup import Html, element
+from coda_agent.agent.reporting.render import rivals
+from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import Journal, JournalError
+from coda_agent.agent.run.record import GPU_SECONDS
+from coda_agent.verifier.decision import KEPT
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import GATES, Gate, Measured, Rejected, Unmeasured
+from coda_agent.verifier.spec.model import Spec
 
 HOSTILE = '</script></pre><script>alert(1)</script><img src="https://evil.example/x" onerror=alert(1)>'
 ODD = "\x00\x1b[31mred\x1b[0m \u202egnp.exe \ud800 \r é λ 𝛾 & &amp; ]]> <!--"
@@ -132,7 +133,7 @@ def parsed(text: str) -> Node:
 
 
 def shown(run: str, out: Path) -> Node:
-    return parsed(page.write(run, out).read_text(encoding="utf-8"))
+    return parsed(html_report.write(run, out).read_text(encoding="utf-8"))
 
 
 def cells(section: Node, caption: str) -> list[list[str]]:
@@ -494,13 +495,13 @@ def test_the_command_writes_a_file_and_says_where(
 
 def test_what_cannot_be_shown_is_an_error_and_writes_nothing(toy: Path, runs_home: Path, out: Path) -> None:
     with pytest.raises(JournalError, match="there is no run 'nowhere'"):
-        page.write("nowhere", out)
+        html_report.write("nowhere", out)
     for payload in ({"report": {"status": "new"}, "source": ""}, {"source": ""}, {"report": 7, "source": ""}):
         name = make_run(toy)
         with sqlite3.connect(runs_home / name / "journal.db") as db:
             db.execute("UPDATE events SET payload = ? WHERE key = 'report/1'", (json.dumps(payload),))
         with pytest.raises(JournalError, match="another version of coda-agent"):
-            page.write(name, out)
+            html_report.write(name, out)
     assert not out.exists()
 
 

@@ -14,15 +14,15 @@ from authoring import TOY_KERNEL, program_of, write_toy
 from gpu_taken import gpu_taken
 from test_measure import Workers
 
-from agent import cli
-from agent.pieces import resumed
-from primitives.files import cache_dir
-from verifier import measure as measuring
-from verifier.gates import identity
-from verifier.measure import Options
-from verifier.report import PROTOCOL, REPORT, Accepted, Identity, QuackTuned
-from verifier.scoring import score
-from verifier.spec_file import load
+from coda_agent.agent.artifacts.checkpoint import resumed
+from coda_agent.agent.cli import main
+from coda_agent.primitives.system.files import cache_dir
+from coda_agent.verifier import measure as measuring
+from coda_agent.verifier.gates import identity
+from coda_agent.verifier.gpu.benchmark import score
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.measure import Options
+from coda_agent.verifier.report import PROTOCOL, REPORT, Accepted, Identity, QuackTuned
 
 USUAL = Options()
 Verify = Callable[..., tuple[int, str, str]]
@@ -39,7 +39,7 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
     monkeypatch.setattr(measuring, "Worker", made)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr("verifier.conditions.card", lambda: made.card)
+    monkeypatch.setattr("coda_agent.verifier.gpu.telemetry.card", lambda: made.card)
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     yield made
 
@@ -49,14 +49,16 @@ def verify(
     tmp_path: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Verify:
     spec, kernel = write_toy(tmp_path), tmp_path / "toy.py"
-    monkeypatch.setattr("verifier.verify._interpret", lambda *given: None)  # it is not what this is about
+    monkeypatch.setattr(
+        "coda_agent.verifier.verify._interpret", lambda *given: None
+    )  # it is not what this is about
 
     def run(*more: str, source: str = TOY_KERNEL) -> tuple[int, str, str]:
         kernel.write_text(source)
         words = ["coda-agent", "verify", str(kernel), "--spec", str(spec), "--gpu", "--json", *more]
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, " ".join(said.err.split())
 
@@ -116,7 +118,10 @@ def test_what_quack_won_with_before_is_raced_again(
     workers: Workers, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned = QuackTuned(gpu="a GPU", version="1", arms={})
-    monkeypatch.setattr("agent.rivals.quack", lambda spec: {"wide": tuned} if spec.name == "toy" else {})
+    monkeypatch.setattr(
+        "coda_agent.agent.artifacts.quack_tunings.quack",
+        lambda spec: {"wide": tuned} if spec.name == "toy" else {},
+    )
     assert verify()[0] == 0
     assert [race.quack for race in workers.races] == [None, tuned] * 3
 
@@ -138,7 +143,7 @@ def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) ->
     def left(identity: Identity = made, options: Options = USUAL, protocol: int = PROTOCOL) -> object:
         """What a measurement finds that is cut off at once."""
         with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-            patch.setattr("verifier.report.PROTOCOL", protocol)
+            patch.setattr("coda_agent.verifier.report.PROTOCOL", protocol)
             with resumed(options, False, said.append) as keep:
                 kept = keep(identity)
                 found.append(kept.load("tune/8/16"))

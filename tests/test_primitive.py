@@ -15,15 +15,19 @@ from authoring import HEADER, ROOT, Notes, Scripted, coda_agent, fenced
 from softsign import EXACT, GOOD, SOFTSIGN, write
 from typer.testing import CliRunner
 
-from agent import accept, bundle, primitive, prompt, runs, session
-from agent.cli import app, main
-from agent.ending import OK, USAGE
-from agent.journal import read_export
-from agent.loop import Loop, Outcome, standing
-from verifier import proposal, proposal_gates
-from verifier.report import Checked, Measured
-from verifier.spec import Spec
-from verifier.spec_file import SpecError, load
+from coda_agent.agent import setup
+from coda_agent.agent.artifacts import accept, bundle, primitive
+from coda_agent.agent.cli.exit_codes import OK, USAGE
+from coda_agent.agent.cli.main import app, main
+from coda_agent.agent.prompts import prompt
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import read_export
+from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.verifier import proposal, proposal_gates
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Checked, Measured
+from coda_agent.verifier.spec.file import SpecError
+from coda_agent.verifier.spec.model import Spec
 
 # a run
 
@@ -39,7 +43,7 @@ def begun(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_c
 def author(run: runs.Run, *answers: str, measure: Any = None) -> tuple[Outcome, Scripted]:
     provider = Scripted([fenced(a) for a in answers])
     with run.journal:
-        work = session.work_of(run)
+        work = setup.work_of(run)
         outcome = Loop(run.journal, run.spec, work, provider, Notes(), measure=measure).run()
     return outcome, provider
 
@@ -175,7 +179,7 @@ def test_what_a_page_lacks_is_said() -> None:
     parts = {"Shapes: as for operators. ": "Shapes:", "        rest = t - bent\n": "an example of two lines"}
     for part, name in parts.items():
         cut = inspect.cleandoc(PAGE.strip('"').replace(part, ""))
-        assert primitive.lacking(cut).startswith(f"its page lacks {name}: complete it in primitives/element")
+        assert primitive.lacking(cut).startswith(f"its page lacks {name}: complete it in primitives/lang/ops/element")
 
 
 def test_the_command_from_proposal_to_patch(
@@ -202,7 +206,7 @@ def test_the_command_from_proposal_to_patch(
     for number, source in enumerate((EXACT, GOOD), 1):  # the first lacks a constant
         (handoff / f"answer-{number}.md").write_text(f"{fenced(source)}<!-- end -->")
     options = ("--provider", "handoff", "--directory", handoff, "--author", "Ada")
-    place = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    place = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = coda_agent("primitive", "softsign", *options, cwd=tmp_path, **place)
     assert done.returncode == OK, done.stdout + done.stderr
     assert "attempt 2: checked" in done.stdout and "primitive softsign --merge" in done.stdout
@@ -213,17 +217,20 @@ def test_the_command_from_proposal_to_patch(
 
 def _check_merged(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
-    for folder in ("primitives", "verifier", "agent", "tests", "specs"):
+    for folder in ("primitives", "verifier", "agent", "comparison", "tests", "specs"):
         files = [p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
         for path in files:
             (clone / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             (clone / path.relative_to(ROOT)).write_bytes(path.read_bytes())
-    (clone / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    for name in ("pyproject.toml", "__init__.py"):
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    (clone / "src").mkdir()
+    (clone / "src" / "coda_agent").symlink_to("..")
     (clone / "specs" / "primitives").mkdir(exist_ok=True)
     (clone / "specs" / "primitives" / "softsign.yaml").write_text(SOFTSIGN)
 
     def run(*command: str | Path) -> str:
-        environment = os.environ | {"PYTHONPATH": str(clone)}
+        environment = os.environ | {"PYTHONPATH": str(clone / "src")}
         told = subprocess.run(
             command, cwd=clone, env=environment, capture_output=True, text=True, check=False
         )
@@ -233,7 +240,7 @@ def _check_merged(tmp_path: Path) -> None:
     run("git", "init", "--quiet", ".")
     run("git", "apply", tmp_path / "softsign.patch")
     run(sys.executable, "-c", MERGED)
-    made = [f"primitives/{path}.py" for path in ("__init__", "elementwise", "device/softsign")]
+    made = [f"primitives/{path}.py" for path in ("__init__", "lang/ops/elementwise", "device/softsign")]
     header, events = read_export(clone / "agent" / "recordings" / "softsign.raw.jsonl")
     assert header["author"] == "Ada" and [e.kind for e in events].count("answer") == 2
     assert str(tmp_path) not in json.dumps(header)
@@ -248,12 +255,12 @@ import torch
 
 sys.path.append("tests")
 from machine import run_lowered
-from primitives.interpret import interpret
-from primitives.ir import Signature, TensorType
-from primitives.dims import Dim
-from primitives.lower import lower
-from primitives.raw import arithmetic
-from primitives.trace import trace_source
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import Signature, TensorType
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.raw import arithmetic
+from coda_agent.primitives.lang.trace import trace_source
 
 m, n, k = map(Dim.parse, "MNK")
 signature = Signature(

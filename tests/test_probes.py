@@ -13,20 +13,20 @@ import pytest
 from authoring import KERNELS, SPECS, resources
 from kernels import EXAMPLES, QK_NORM, ROPE, signature, source, tensor, trace
 
-from agent import bundle
-from primitives.compile import PROBES, report
-from primitives.ir import Program
-from primitives.lower import editable, lower
-from primitives.probes import choices, fits, operand_stages, probes
-from primitives.refusal import CompileError
-from primitives.schedule import TILES, Schedule
-from primitives.trace import trace_lines
-from verifier.gates import Failed, Gates, silent
-from verifier.kept import Kept
-from verifier.measure import Options, _Session
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.verify import compile_gate
+from coda_agent.agent.artifacts import bundle
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES, choices, fits, operand_stages, probes
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import TILES, Schedule
+from coda_agent.primitives.lang.trace import trace_lines
+from coda_agent.primitives.runtime.compile import report
+from coda_agent.verifier.gates import Failed, Gates, silent
+from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.measure import Options, _Session
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.verify import compile_gate
 
 PINGPONG, COOPERATIVE = PROBES
 ROOT = Path(__file__).parent.parent
@@ -77,9 +77,9 @@ FULL = crowd(6, 6, "M, 2*N")
 COUNT = """
 import json, sys
 from primitives.device.mainloop import FusedGemm
-from primitives.ir import Program, Schedule
-from primitives.jit import compile_kernel
-from primitives.lower import editable, lower
+from coda_agent.primitives.lang.ir import Program, Schedule
+from coda_agent.primitives.compiler.jit import compile_kernel
+from coda_agent.primitives.compiler.lower import editable, lower
 
 class Counted(BaseException):
     pass
@@ -118,7 +118,7 @@ def test_stages_of_operands_are_counted_as_quack_does(tmp_path: Path) -> None:
                     counted.append(operand_stages(program, gemm, schedule, sizes))
     environment = os.environ | {
         "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a",
-        "PYTHONPATH": str(ROOT), "CODA_AGENT_CACHE": str(tmp_path),
+        "PYTHONPATH": str(ROOT / "src"), "CODA_AGENT_CACHE": str(tmp_path),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COUNT],
@@ -195,7 +195,7 @@ def test_each_set_of_static_dims_is_compiled_once(monkeypatch: pytest.MonkeyPatc
         asked.append(dict(sizes))
         return resources(program)
 
-    monkeypatch.setattr("primitives.compile.report", compiled)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", compiled)
     figures: dict[str, Any] = {}
     compile_gate(spec, program, PROBES, figures)
     assert asked == [{"P": 32}, {"P": 64}] and [k["static"] for k in figures["kernels"]] == asked
@@ -214,8 +214,10 @@ def test_the_gates_of_a_gpu_try_what_the_compile_gate_does() -> None:
 
 def test_a_bundle_holds_objects_of_what_is_tried_there(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[tuple[int, Schedule]] = []
-    monkeypatch.setattr("primitives.tune.compile_all", lambda *given: wanted.extend(given[2]))
-    monkeypatch.setattr("primitives.raw.packed", lambda lowered: {})
+    monkeypatch.setattr(
+        "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])
+    )
+    monkeypatch.setattr("coda_agent.primitives.raw.packed", lambda lowered: {})
     spec = load(SPECS / "gemm_rmsnorm.yaml", check=False)
     monkeypatch.setattr(Program, "from_json", lambda text, signature: ROOMY["six and six"])
     bundle._objects(spec, "", "# edited", None)
@@ -227,8 +229,10 @@ def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
 ) -> None:
     """The edit is raced over those, among them what a report of an earlier day could not know."""
     wanted: list[tuple[int, Schedule]] = []
-    monkeypatch.setattr("primitives.tune.compile_all", lambda *given: wanted.extend(given[2]))
-    monkeypatch.setattr("primitives.raw.packed", lambda lowered: {})
+    monkeypatch.setattr(
+        "coda_agent.primitives.runtime.tune.compile_all", lambda *given: wanted.extend(given[2])
+    )
+    monkeypatch.setattr("coda_agent.primitives.raw.packed", lambda lowered: {})
     spec = load(SPECS / "gemm_relu2.yaml", check=False)
     text = (KERNELS / "gemm_relu2.program.json").read_text()
     known = [Schedule(128, 128, True, 1, 2), Schedule(192, 128, True, 1, 2), Schedule(128, 256, False, 2, 1)]

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from authoring import HONEST, KERNELS, RECORDINGS, ROOT, SHIPPED, SPECS, write_toy
 
-import primitives
-from agent import prompt
-from agent.journal import read_export
-from agent.loop import extract
-from agent.prompt import BUDGET, EXAMPLES, Prompt, assemble, tokens
-from agent.tips import PROPOSED, RETIRED, Tip
-from verifier.report import Rejected
-from verifier.spec_file import load
-from verifier.verify import check
+from coda_agent import primitives
+from coda_agent.agent.prompts import prompt
+from coda_agent.agent.prompts.prompt import BUDGET, EXAMPLES, Prompt, assemble, tokens
+from coda_agent.agent.run.journal import read_export
+from coda_agent.agent.run.loop import extract
+from coda_agent.agent.tips import PROPOSED, RETIRED, Tip
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Rejected
+from coda_agent.verifier.verify import check
 
 PRODUCT = re.compile(r"\w+ = gemm\(\w+, \w+(\.mT)?\)")
 OTHERS = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))

@@ -15,12 +15,12 @@ from test_scoring import SCALED, CpuPlan, doubled, on_a_cpu
 from test_timing import SIZES, updating
 from torch import Tensor
 
-from primitives.ir import Program
-from primitives.launchable import ALIGNMENT, LaunchError
-from verifier.gates import Failed
-from verifier.guards import GUARD, POISONS, Guarded
-from verifier.proof import REPEATS, Job, numerics, stability
-from verifier.spec import Spec
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu.checks import REPEATS, Job, numerics, stability
+from coda_agent.verifier.gpu.guards import GUARD, POISONS, Guarded
+from coda_agent.verifier.spec.model import Spec
 
 __all__ = ["on_a_cpu"]  # a fixture, which counts here too
 
@@ -53,7 +53,7 @@ def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch:
     def misfit(*given: object) -> object:
         raise LaunchError("step 0: a tile of 208 columns does not hold whole heads of 64 columns")
 
-    monkeypatch.setattr("primitives.plan.Plan", misfit)
+    monkeypatch.setattr("coda_agent.primitives.runtime.executable.Plan", misfit)
     with pytest.raises(Failed, match="case tiny: step 0: a tile of 208") as caught:
         Job(SCALED, Program(SCALED.signature(), (), {}), "tiny", SIZES, ({},)).plans()
     assert caught.value.code == "schedule"

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from kernels import CHAIN, Tensors, run_lowered, signature, source, tensor
 from programs import Made, make, random_program
 
-import primitives
-from primitives.compile import report
-from primitives.cut import cut
-from primitives.errors import ProgramError
-from primitives.interpret import interpret
-from primitives.ir import OPERATIONS, Program, TensorType
-from primitives.lower import lower
-from primitives.trace import trace_source
+from coda_agent import primitives
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, TensorType
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.runtime.compile import report
 
 # Of an output that is rounded to nearest: half a unit in the last place, relative to the value.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.proportions import Difference, difference, wilson
+from coda_agent.agent.reporting.proportions import Difference, difference, wilson
 
 
 @pytest.mark.parametrize(

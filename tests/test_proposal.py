@@ -16,19 +16,21 @@ from authoring import ROOT
 from rich.console import Console
 from softsign import CONSTANT, EXACT, FAST, GOOD, NAIVE, proposed, verdict, write
 
-from agent import primitive, render
-from primitives import lower as lowering
-from primitives.compile import PROBES, report
-from primitives.ir import OPERATIONS, Program
-from primitives.lower import lower
-from primitives.raw import arithmetic
-from primitives.raw.error import RawError
-from verifier import proposal, proposal_gates
-from verifier.gates import Failed
-from verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
-from verifier.proposal_gates import Proof
-from verifier.report import Accepted, Checked, Measured, Rejected
-from verifier.spec_file import SpecError
+from coda_agent.agent.artifacts import primitive
+from coda_agent.agent.reporting import render
+from coda_agent.primitives.compiler import lower as lowering
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.raw import arithmetic
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.runtime.compile import report
+from coda_agent.verifier import proposal, proposal_gates
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
+from coda_agent.verifier.proposal_gates import Proof
+from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
+from coda_agent.verifier.spec.file import SpecError
 
 # what an owner may say
 
@@ -307,7 +309,7 @@ def test_a_device_module_that_an_edit_does_not_name_is_no_part_of_it(
     device = tmp_path / "device"
     shutil.copytree(ROOT / "primitives" / "device", device)
     (device / "another.py").write_text('__all__ = ["another"]\n')
-    monkeypatch.setattr("primitives.lower.DEVICE", device)
+    monkeypatch.setattr("coda_agent.primitives.compiler.lower.DEVICE", device)
     caches = (lowering.exports, lowering.device_source)
     try:
         for changed in ("another", "values"):

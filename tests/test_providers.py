@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from asking import ASK, KEY, TALK
 
-from agent.journal import Journal
-from agent.providers import Message, ProviderError, Question, Turn, Usage, make
+from coda_agent.agent.providers import Message, ProviderError, Question, Turn, Usage, make
+from coda_agent.agent.run.journal import Journal
 
 pytestmark = pytest.mark.usefixtures("no_keys")
 
@@ -49,13 +49,14 @@ def test_an_unknown_provider_lists_the_known() -> None:
 
 def test_no_sdk_is_imported_before_its_use() -> None:
     heavy = "{'anthropic', 'torch', 'httpx2', 'pydantic', 'rich'}"
-    code = f"import sys, agent.providers, agent.journal; print(sorted({heavy} & set(sys.modules)))"
+    code = "import sys, coda_agent.agent.providers, coda_agent.agent.run.journal; "
+    code += f"print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "agent.providers.anthropic", raising=False)
+    monkeypatch.delitem(sys.modules, "coda_agent.agent.providers.anthropic", raising=False)
     monkeypatch.setitem(sys.modules, "anthropic", None)
     with pytest.raises(ProviderError, match="pip install anthropic"):
         make("anthropic", api_key=KEY)

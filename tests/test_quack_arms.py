@@ -21,24 +21,14 @@ import torch
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from agent.compare import rows
-from primitives.files import cache_dir
-from primitives.tune import FINALISTS
-from primitives.workers import Job
-from verifier import (
-    contest,
-    numerics,
-    quack_baseline,
-    quack_library,
-    quack_norms,
-    reference,
-    scoring,
-    sitting,
-)
-from verifier.baselines import products
-from verifier.columns import PROGRAM
-from verifier.inputs import draw
-from verifier.quack_baseline import (
+from coda_agent.comparison import interleaved, rows, session
+from coda_agent.comparison.competitors import PROGRAM
+from coda_agent.primitives.runtime.tune import FINALISTS
+from coda_agent.primitives.system.files import cache_dir
+from coda_agent.primitives.system.workers import Job
+from coda_agent.verifier.baselines import quack, quack_library, quack_norms
+from coda_agent.verifier.baselines.pytorch import products
+from coda_agent.verifier.baselines.quack import (
     ARMS,
     LIBRARY_ARMS,
     MATMUL,
@@ -50,11 +40,14 @@ from verifier.quack_baseline import (
     config,
     tuned,
 )
-from verifier.quack_epilogue import QuackEpilogue
-from verifier.quack_library import LIBRARY
-from verifier.report import QuackTuned
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.verifier.baselines.quack_epilogue import QuackEpilogue
+from coda_agent.verifier.baselines.quack_library import LIBRARY
+from coda_agent.verifier.gpu import benchmark
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import error_gate, reference
+from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.report import QuackTuned
+from coda_agent.verifier.spec.model import Spec
 
 SPECS = Path(__file__).parent.parent / "specs"
 TILE = 64
@@ -213,7 +206,7 @@ def test_an_arm_computes_the_outputs_of_its_spec(name: str, played: Any) -> None
     inputs = draw(spec, sizes, seed=3)
     before = {n: t.clone() for n, t in inputs.items()}
     truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
-    errors = numerics.compare(spec, played(spec, inputs, sizes)(), truth, yard)
+    errors = error_gate.compare(spec, played(spec, inputs, sizes)(), truth, yard)
     assert all(e.passed for e in errors), [e.reason for e in errors]
     assert all(torch.equal(before[n].float(), inputs[n].float()) for n in inputs)
 
@@ -263,7 +256,7 @@ def stage_of(name: str) -> Any:
     [("gemm_relu2", 11, True), ("gemm_row_abs_max", 11, False), ("gemm_swiglu", 9, False)],
 )
 def test_its_own_tuners_space_is_quacks(name: str, tiles: int, swaps: bool) -> None:
-    space = quack_baseline.own_space(stage_of(name))
+    space = quack.own_space(stage_of(name))
     assert len({(c.tile_m, c.tile_n, c.pingpong) for c in space}) == tiles
     assert {(c.cluster_m, c.cluster_n) for c in space} == {(1, 2), (2, 1)}
     assert {c.max_swizzle_size for c in space} == {8}
@@ -287,7 +280,7 @@ def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Races:
         return [(config, float(at)) for at, (_, config) in enumerate(ranked)]
 
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr(quack_baseline, "_race", race)
+    monkeypatch.setattr(quack, "_race", race)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     return races
 
@@ -328,8 +321,8 @@ def test_what_any_process_compiled_is_not_compiled_again(
     once the cache was emptied."""
     spec, asked = spec_of("gemm_relu2"), list[Any]()
     narrow, wide, deadly = config(128, 128, True), config(128, 256, False), config(256, 128, False)
-    monkeypatch.setattr(quack_baseline, "objects", lambda: tmp_path / "objects")
-    monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: draw(*given))
+    monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
+    monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, device: draw(*given))
 
     def prepare(stage: Any, chosen: Any) -> None:
         asked.append(chosen)
@@ -343,16 +336,16 @@ def test_what_any_process_compiled_is_not_compiled_again(
                 task(each)
 
     monkeypatch.setattr(QuackEpilogue, "prepare", prepare)
-    monkeypatch.setattr("primitives.workers.run_all", run_all)
-    monkeypatch.setattr(quack_baseline, "refusals", lambda: (ValueError,))
+    monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", run_all)
+    monkeypatch.setattr(quack, "refusals", lambda: (ValueError,))
 
     def compiled(factor: int, *configs: Any, arm: str = OWN_TUNER, digest: str = "") -> tuple[Any, Any]:
         asked.clear()
         sizes = {dim: factor * size for dim, size in small(spec).items()}
-        (stage,) = quack_baseline._stages(spec, draw(spec, sizes, 0), sizes, arm)
+        (stage,) = quack._stages(spec, draw(spec, sizes, 0), sizes, arm)
         if digest:
             stage = replace(stage, mod=SimpleNamespace(semantic_digest=digest))
-        return quack_baseline._compiled(spec, sizes, arm, 0, stage, list(configs)), list(asked)
+        return quack._compiled(spec, sizes, arm, 0, stage, list(configs)), list(asked)
 
     other = replace(narrow, max_swizzle_size=4)
     assert compiled(1, narrow, other) == ([narrow, other], [narrow])
@@ -411,16 +404,16 @@ def test_what_is_raced_first_is_compiled_ahead(
     relu: Callable[..., Tuned], raced: Races, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first race of a search, or what was raced last before."""
-    monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: draw(*given))
-    monkeypatch.setattr(quack_baseline, "objects", lambda: tmp_path / "objects")
+    monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, device: draw(*given))
+    monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
     finalists = relu(OWN_TUNER).finalists
     spec = spec_of("gemm_relu2")
     for known, expected in (
         (None, raced[0][1]),
         (known_of(OWN_TUNER, finalists), [GemmConfig(**each) for each in finalists[0]]),
     ):
-        jobs = quack_baseline.to_compile(OWN_TUNER, spec, small(spec), known)
-        assert {task for task, _ in jobs} == {quack_baseline._compile_one}
+        jobs = quack.to_compile(OWN_TUNER, spec, small(spec), known)
+        assert {task for task, _ in jobs} == {quack._compile_one}
         assert {chosen for _, (*_, chosen) in jobs} == {replace(c, max_swizzle_size=8) for c in expected}
 
 
@@ -429,25 +422,28 @@ def test_every_row_of_a_comparison_says_what_it_will_run(
 ) -> None:
     said, asked = list[str](), list[Job]()
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: draw(*given))
-    monkeypatch.setattr(quack_baseline, "_here", lambda: ["a GPU", "1"])
-    monkeypatch.setattr(quack_baseline, "objects", lambda: tmp_path / "objects")
-    monkeypatch.setattr("primitives.tune.compiled", lambda *given: None)
-    monkeypatch.setattr(contest, "report", lambda gate, words: said.append(words))
-    monkeypatch.setattr("primitives.workers.run_jobs", asked.extend)
+    monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, device: draw(*given))
+    monkeypatch.setattr(quack, "_here", lambda: ["a GPU", "1"])
+    monkeypatch.setattr(quack, "objects", lambda: tmp_path / "objects")
+    monkeypatch.setattr("coda_agent.primitives.runtime.tune.compiled", lambda *given: None)
+    monkeypatch.setattr(interleaved, "report", lambda gate, words: said.append(words))
+    monkeypatch.setattr("coda_agent.primitives.system.workers.run_jobs", asked.extend)
     chosen = rows.chosen((), ("1B",), everything=False, quick=False)
     seats = [row.task((PROGRAM, *LIBRARY_ARMS), 12)[1] for row in chosen]
-    contest.compiled(seats)
+    interleaved.compiled(seats)
     assert said == [f"compiling what {len(chosen)} row(s) run"]
     per_task = Counter(task.__module__ for task, _ in asked)
-    assert per_task["primitives.tune"] >= 10 and per_task["verifier.quack_baseline"] > 300
+    assert (
+        per_task["coda_agent.primitives.runtime.tune"] >= 10
+        and per_task["coda_agent.verifier.baselines.quack"] > 300
+    )
 
 
 @pytest.mark.parametrize("arm", LIBRARY_ARMS)
 def test_a_schedule_that_an_arms_own_search_never_comes_to_is_not_raced(
     arm: str, relu: Callable[..., Tuned], raced: Races
 ) -> None:
-    wide = asdict(quack_baseline.config(256, 128, False))
+    wide = asdict(quack.config(256, 128, False))
     strange = [wide | change for change in ({"tile_n": 64}, {"cluster_m": 4}, {"split_k": 2})]
     relu(arm, known_of(arm, [strange]))
     searched = len(raced)
@@ -478,15 +474,15 @@ def test_scores_and_sittings_hand_on_what_is_known(monkeypatch: pytest.MonkeyPat
         given.append(asked)
         return Tuned([dict], [[{"tile_m": 128}]])
 
-    monkeypatch.setattr(quack_baseline, "tuned", found)
+    monkeypatch.setattr(quack, "tuned", found)
     sizes: dict[str, int] = {}
     sets: Any = SimpleNamespace(inputs=[{}], arm=lambda name, calls: (name, calls))
     job: Any = SimpleNamespace(spec=spec, sizes=sizes)
     arm: Any
-    arm, finalists = scoring._rival(OWN_TUNER, job, sets, known)
+    arm, finalists = benchmark._rival(OWN_TUNER, job, sets, known)
     assert arm == (OWN_TUNER, [dict]) and finalists == [[{"tile_m": 128}]]
-    seats = sitting.Seats(spec, sizes, (OWN_TUNER,), {}, 12, known)
-    assert sitting.prepare(OWN_TUNER, seats, {}).call is dict
+    seats = session.Seats(spec, sizes, (OWN_TUNER,), {}, 12, known)
+    assert session.prepare(OWN_TUNER, seats, {}).call is dict
     assert given == [(OWN_TUNER, spec, [{}], sizes, known)] * 2
 
 

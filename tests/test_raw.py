@@ -11,17 +11,18 @@ from pathlib import Path
 import kernels
 import pytest
 
-from primitives import raw
-from primitives.compile import PROBES, compile_gemm, report
-from primitives.files import write_atomic
-from primitives.jit import load_module
-from primitives.lower import device_source, editable, lower
-from primitives.lowered import Lowered, VectorKernel
-from primitives.raw import child
-from primitives.raw.error import RawError
-from primitives.refusal import CompileError
-from primitives.sass import disassemble
-from primitives.tune import compile_all
+from coda_agent.primitives import raw
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.jit import load_module
+from coda_agent.primitives.compiler.lower import device_source, editable, lower
+from coda_agent.primitives.compiler.lowered import Lowered, VectorKernel
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.raw import child
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.runtime.compile import compile_gemm, report
+from coda_agent.primitives.runtime.sass import disassemble
+from coda_agent.primitives.runtime.tune import compile_all
+from coda_agent.primitives.system.files import write_atomic
 
 PROGRAM = kernels.BACKWARD.program  # sums of rows and columns: vector kernels too
 SIZES = {dim: 256 for dim in PROGRAM.signature.dims}
@@ -105,7 +106,8 @@ def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.M
 
     def changed(name: str) -> str:
         monkeypatch.setattr(
-            "primitives.lower.device_source", lambda m: usual(m) + ("# more\n" if m == name else "")
+            "coda_agent.primitives.compiler.lower.device_source",
+            lambda m: usual(m) + ("# more\n" if m == name else ""),
         )
         return lower(PROGRAM, text).hash
 
@@ -116,7 +118,7 @@ def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.M
 def test_an_object_is_for_heads_of_one_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A kernel's own, and its arguments' too: nothing that is kept for another width is served."""
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr("primitives.workers.run_all", lambda *given: [False])
+    monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
     program = kernels.ROPE.program
     lowered = lower(program, editable(program))
     (kernel,) = lowered.gemms
@@ -168,7 +170,7 @@ def test_another_machine_need_not_run_the_text(
     given = raw.packed(built)
     wanted = raw.Wanted(built, built.gemms[0], ONE[0], SIZES)
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr("primitives.workers.run_all", lambda *given: [False])
+    monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
     with pytest.raises(CompileError, match="does not compile"):
         raw.load(wanted)
     raw.unpack(built, given)

@@ -19,13 +19,13 @@ from cheats.raw.games import FINISH_KERNEL, GAMES, HONEST, STALE, changed
 from cheats.raw.language import BOMBS, LIMIT
 from cheats.raw.twin import TWIN
 
-from primitives import raw
-from primitives.compile import _child, _environment
-from primitives.files import write_atomic
-from primitives.lower import lower
-from primitives.refusal import CompileError
-from verifier.report import Checked, Rejected
-from verifier.verify import check_raw
+from coda_agent.primitives import raw
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.runtime.compile import _child, _environment
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.report import Checked, Rejected
+from coda_agent.verifier.verify import check_raw
 
 TESTS = Path(__file__).parent
 CHEATS = {f"{theme}: {cheat.name}": cheat for theme, cheats in THEMES.items() for cheat in cheats}
@@ -41,7 +41,7 @@ def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     scratch = tmp_path_factory.mktemp("scratch")
     environment = _environment() | {
         "CUTE_DSL_DUMP_DIR": str(scratch),
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]),
     }
     command = [sys.executable, "-W", "ignore", "-m", "cheats.raw.compiler", str(scratch)]
     process = subprocess.Popen(
@@ -90,11 +90,11 @@ def test_a_game_compiles_and_is_left_to_a_gpu(cheat: Cheat, compiling: Compile) 
 def test_the_honest_twin_is_checked_and_a_refusal_is_the_compile_gates(
     compiling: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verifier.verify.PROBES", (SMALL,))
+    monkeypatch.setattr("coda_agent.verifier.verify.PROBES", (SMALL,))
     report, program = check_raw(TWIN.spec, TWIN.program, TWIN.source)
     assert isinstance(report, Checked) and program == TWIN.program, report
     assert report.identity.raw and not report.gates[-1].findings
-    monkeypatch.setattr("verifier.verify._interpret", lambda *program: None)  # as before
+    monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *program: None)  # as before
     cheat = CHEATS["host: a second launch"]
     report, program = check_raw(TWIN.spec, TWIN.program, cheat.source)
     assert isinstance(report, Rejected) and program is None
@@ -119,7 +119,7 @@ def test_the_twins_object_is_not_served(
     cheat: Cheat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
-    monkeypatch.setattr("primitives.workers.run_all", lambda *given: [False])
+    monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
     write_atomic(wanted(TWIN.source).path(), b"kept")
     with pytest.raises(CompileError, match="no 64-bit"):
         raw.load(wanted(TWIN.source))

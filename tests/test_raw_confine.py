@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from primitives.raw.confine import CALLS, LIMITS, environment
+from coda_agent.primitives.raw.confine import CALLS, LIMITS, environment
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "generated_kernels"
@@ -24,11 +24,11 @@ PARENT = """
 import json, os, sys, threading, time, traceback, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
-from primitives import jit
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.probes import PROBES
-from primitives.raw.confine import confine
+from coda_agent.primitives.compiler import jit
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.raw.confine import confine
 import torch
 
 def lowered(name):
@@ -231,7 +231,7 @@ def run(scratch: Path, works: dict[str, str]) -> dict[str, Any]:
     inner.mkdir()
     environ = os.environ | {
         "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a",
-        "PYTHONPATH": str(ROOT), "CODA_AGENT_CACHE": str(scratch),
+        "PYTHONPATH": str(ROOT / "src"), "CODA_AGENT_CACHE": str(scratch),
         "ANTHROPIC_API_KEY": "sk-secret", "AWS_SECRET_ACCESS_KEY": "x",
     }  # fmt: skip
     command = [sys.executable, "-c", PARENT, str(KERNELS), str(inner), json.dumps(works)]
@@ -305,7 +305,7 @@ def test_a_confined_child_dies_with_its_parent(tmp_path: Path) -> None:
     code = """
 import os, sys, time
 from pathlib import Path
-from primitives.raw.confine import confine
+from coda_agent.primitives.raw.confine import confine
 parent, (reading, answer) = os.getpid(), os.pipe()
 if os.fork() == 0:
     confine(parent, Path(sys.argv[1]), keep=(answer,))
@@ -316,7 +316,7 @@ print("confined", flush=True)
 time.sleep(60)
 """
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "confined\n"
         (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()

@@ -9,9 +9,9 @@ from types import FunctionType, ModuleType
 
 import pytest
 
-from primitives.raw.error import RawError
-from primitives.raw.language import MAX_BYTES, _Checker, check
-from primitives.raw.names import permitted
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.raw.language import MAX_BYTES, _Checker, check
+from coda_agent.primitives.raw.names import permitted
 
 KERNELS = Path(__file__).parent.parent / "generated_kernels"
 HEADER = """
@@ -144,7 +144,7 @@ def test_honest_edits_pass(text: str) -> None:
         ("from quack.epilogue.ops import inspect", "'inspect' to use"),
         ("from quack.copy_utils import llvm", "'llvm' to use"),
         ("from primitives.device.lanes import llvm", "'llvm' to use"),
-        ("from primitives.compile import subprocess", "cannot be imported"),
+        ("from coda_agent.primitives.runtime.compile import subprocess", "cannot be imported"),
         ("from typing import NamedTuple", "'NamedTuple' to use"),
         ("from typing import get_type_hints", "'get_type_hints' to use"),
         ("from functools import reduce", "'reduce' to use"),

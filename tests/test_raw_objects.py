@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from primitives.raw.error import RawError
-from primitives.raw.objects import MOST_BYTES, MOST_SHARED, UNDEFINED, inspect, same_host
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.raw.objects import MOST_BYTES, MOST_SHARED, UNDEFINED, inspect, same_host
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="forges x86-64's relocations")
 ROOT = Path(__file__).parent.parent
@@ -23,10 +23,10 @@ PROGRAM = ROOT / "generated_kernels" / "gemm_row_abs_max.program.json"
 COMPILE = """
 import sys
 from pathlib import Path
-from primitives import jit
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.probes import PROBES
+from coda_agent.primitives.compiler import jit
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
 lowered = lower(Program.from_json(Path(sys.argv[1]).read_text()))
 target = Path(sys.argv[2])
 visit = "    @cute.jit\\n    def epi_visit"
@@ -55,7 +55,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     target = tmp_path_factory.mktemp("objects")
     environment = os.environ | {
         "QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a",
-        "PYTHONPATH": str(ROOT), "CODA_AGENT_CACHE": str(target),
+        "PYTHONPATH": str(ROOT / "src"), "CODA_AGENT_CACHE": str(target),
     }  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-c", COMPILE, str(PROGRAM), str(target)]
     subprocess.run(command, env=environment, check=True, cwd=ROOT)
@@ -146,7 +146,7 @@ def test_the_compilers_own_objects_pass(objects: dict[str, bytes]) -> None:
 
 
 def test_the_cubin_is_one_that_the_tools_read(objects: dict[str, bytes], tmp_path: Path) -> None:
-    from primitives.cubin import usage
+    from coda_agent.primitives.compiler.cubin import usage
 
     path = tmp_path / "step.cubin"
     path.write_bytes(inspect(objects["step"]))

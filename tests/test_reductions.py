@@ -13,12 +13,13 @@ import pytest
 import torch
 from kernels import draw, kernel_names, run_lowered, signature, source, tensor
 
-from agent.words import steps
-from primitives.compile import PROBES, _environment
-from primitives.interpret import interpret
-from primitives.ir import OPERATIONS, Program, Signature
-from primitives.lower import lower
-from primitives.trace import trace_source
+from coda_agent.agent.show.explain import steps
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, Signature
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.primitives.runtime.compile import _environment
 
 # Of a tile and of ones half and twice as wide, and of one that is not 0 past the matrix's edge.
 DECLARED = signature(

@@ -12,15 +12,15 @@ from authoring import KERNELS, SPECS, TOY_KERNEL, write_toy
 from kernels import QK_NORM, ROPE, Example, draw, signature, source, tensor, trace
 from spec_files import write_changed
 
-from primitives.errors import ProgramError
-from primitives.interpret import interpret
-from primitives.ir import Signature, TensorType
-from primitives.lower import lower
-from primitives.probes import candidates
-from primitives.trace import trace_source
-from verifier.report import Rejected
-from verifier.spec_file import load
-from verifier.verify import check
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import candidates
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import Signature, TensorType
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Rejected
+from coda_agent.verifier.verify import check
 
 INPUTS = {
     "x": tensor("M, K"),

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from authoring import QUACK, TOY_KERNEL, measured, program_of, write_toy
 
-from agent import accept, rivals
-from verifier.quack_baseline import OWN_TUNER
-from verifier.report import Accepted
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.agent.artifacts import accept, quack_tunings
+from coda_agent.verifier.baselines.quack import OWN_TUNER
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Accepted
+from coda_agent.verifier.spec.model import Spec
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def commit(directory: Path, spec: Spec, *, raw: bool = False, **identity: str) -
 
 
 def test_what_a_report_of_the_spec_says(spec: Spec, tmp_path: Path) -> None:
-    assert rivals.quack(spec) == {}
+    assert quack_tunings.quack(spec) == {}
     commit(tmp_path, spec, lowered_hash="another lowering")
-    told = rivals.quack(spec)
+    told = quack_tunings.quack(spec)
     assert told.keys() == {"large", "wide"}
     for tuned in told.values():
         assert (tuned.gpu, tuned.version) == ("NVIDIA H100 80GB HBM3", version("quack-kernels"))
@@ -46,15 +46,15 @@ def test_what_a_report_of_the_spec_says(spec: Spec, tmp_path: Path) -> None:
 def test_an_edited_texts_report_says_so_too(spec: Spec, tmp_path: Path) -> None:
     commit(tmp_path, spec, raw=True)
     accept.files(spec.name, tmp_path)[-1].write_text("{}")  # of another version
-    assert rivals.quack(spec).keys() == {"large", "wide"}
+    assert quack_tunings.quack(spec).keys() == {"large", "wide"}
 
 
 def test_what_was_raced_of_another_spec_or_by_another_quack_is_not_known(
     spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(tmp_path, spec, spec_hash="another")
-    assert rivals.quack(spec) == {}
+    assert quack_tunings.quack(spec) == {}
     commit(tmp_path, spec)
-    assert rivals.quack(spec)
-    monkeypatch.setattr(rivals, "version", lambda name: "0.1")
-    assert rivals.quack(spec) == {}
+    assert quack_tunings.quack(spec)
+    monkeypatch.setattr(quack_tunings, "version", lambda name: "0.1")
+    assert quack_tunings.quack(spec) == {}

@@ -15,11 +15,11 @@ import pytest
 import torch
 from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 
-from primitives.interpret import torch_dtype
-from primitives.ir import Signature
-from primitives.plan import Plan
-from primitives.roofline import H100, Ceiling, roofline
-from primitives.schedule import Schedule
+from coda_agent.primitives.compiler.roofline import H100, Ceiling, roofline
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import Signature
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.executable import Plan
 
 ROOT = Path(__file__).parents[1]
 TILE = 16384 * 2048 * 2  # bytes of a bf16 tile at 1B: 64 MiB
@@ -252,8 +252,8 @@ def test_counts_the_bytes_that_launches_are_given(
     def stand_in(*_: Any) -> Callable[..., None]:
         return lambda *arguments: launched.append(given_bytes(arguments))
 
-    monkeypatch.setattr("primitives.plan.compile_gemm", stand_in)
-    monkeypatch.setattr("primitives.plan.compile_vector", stand_in)
+    monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_gemm", stand_in)
+    monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_vector", stand_in)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
     program = PROGRAMS[name]
     program = program._replace(schedule=dict.fromkeys(range(2 if name == "two" else 1), schedule))
@@ -274,6 +274,7 @@ def test_counts_the_bytes_that_launches_are_given(
 
 
 def test_needs_the_standard_library_only() -> None:
-    code = "import sys, primitives.roofline; print(*{'torch', 'cutlass', 'pydantic'} & set(sys.modules))"
+    code = "import sys, coda_agent.primitives.compiler.roofline; "
+    code += "print(*{'torch', 'cutlass', 'pydantic'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -20,12 +20,13 @@ from authoring import HEADER, ROOT, TOY_KERNEL, Notes, Scripted, fenced, write_t
 from fake_messages import FakeMessages
 from small_disk import mounted
 
-from agent import runs, session
-from agent.budget import spent
-from agent.journal import Journal, JournalError
-from agent.loop import Loop
-from agent.providers import Question, Turn, make
-from agent.room import BYTES, Room
+from coda_agent.agent import setup
+from coda_agent.agent.providers import Question, Turn, make
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.budget import spent
+from coda_agent.agent.run.journal import Journal, JournalError
+from coda_agent.agent.run.loop import Loop
+from coda_agent.agent.run.room import BYTES, Room
 
 FEW = 8 << 20  # bytes
 
@@ -65,7 +66,7 @@ ASKING = """
 import os, signal, sys
 from contextlib import suppress
 from pathlib import Path
-from agent.journal import Journal, JournalError
+from coda_agent.agent.run.journal import Journal, JournalError
 
 path = Path(sys.argv[1])
 journal = Journal.open(path)
@@ -113,7 +114,7 @@ def test_a_run_whose_disk_fills_up_during_an_answer_pays_once(
 
         def loop(run: runs.Run, watch: Notes) -> Loop:
             author = make("anthropic", api_key="sk-ant-secret", base_url=server.url)
-            return Loop(run.journal, run.spec, session.work_of(run), author, watch)
+            return Loop(run.journal, run.spec, setup.work_of(run), author, watch)
 
         with run.journal, pytest.raises(JournalError, match="answer/1 is kept in journal.db-room"):
             loop(run, Filling(journal=run.journal, disk=small_disk)).run()
@@ -155,7 +156,7 @@ def test_an_interruption_on_a_full_disk_is_one(
             raise KeyboardInterrupt
 
     with run.journal, pytest.raises(KeyboardInterrupt):
-        Loop(run.journal, run.spec, session.work_of(run), Interrupted([]), Notes()).run()
+        Loop(run.journal, run.spec, setup.work_of(run), Interrupted([]), Notes()).run()
     with runs.reopen(run.name).journal as journal:
         assert journal.events()[-1].payload == {"reason": "interrupted"}  # it was kept in the room
 
@@ -213,7 +214,7 @@ def test_a_write_that_the_system_breaks_off(tmp_path: Path) -> None:
     Journal.create(path, {}).close()
     code = f"""
 import resource
-from agent.journal import Journal, JournalError
+from coda_agent.agent.run.journal import Journal, JournalError
 from pathlib import Path
 journal = Journal.open(Path({str(path)!r}))
 journal.once("small", "answer", lambda: {{"text": "kept"}})

@@ -14,8 +14,8 @@ import torch
 from kernels import Tensors, draw, run_lowered, signature, tensor, trace
 from machine import fp32
 
-from primitives.interpret import interpret
-from primitives.ir import Program
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import Program
 
 DECLARED = signature(
     {"x": tensor("M, K"), "w": tensor("N, K"), "mask": tensor("M, N", "fp32"), "index": tensor("M", "int64")},

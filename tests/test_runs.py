@@ -10,13 +10,15 @@ import pytest
 from authoring import BROKEN, HEADER, TOY, Notes, Scripted, fenced, make_run, write_toy
 from typer.testing import CliRunner
 
-from agent import runs, session
-from agent.cli import app
-from agent.ending import OK, REJECTED
-from agent.journal import JournalError, read_export
-from agent.loop import Loop
-from verifier.report import REPORT
-from verifier.spec_file import SpecError, load
+from coda_agent.agent import setup
+from coda_agent.agent.cli.exit_codes import OK, REJECTED
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.journal import JournalError, read_export
+from coda_agent.agent.run.loop import Loop
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import REPORT
+from coda_agent.verifier.spec.file import SpecError
 
 STAMPED = re.compile(r"toy-\d{8}-\d{6}(-\d+)?")
 
@@ -91,10 +93,10 @@ def test_a_run_is_looked_at_while_it_is_open(runs_home: Path, tmp_path: Path) ->
 
 def test_review_of_a_run_that_has_nothing_yet(runs_home: Path, tmp_path: Path) -> None:
     run = runs.start(write_toy(tmp_path), HEADER)
-    with run.journal, pytest.raises(session.Absent, match=f"{run.name} has no verified .*: it is under way"):
-        session.standing(run.name)
-    with pytest.raises(session.Absent, match=f"no verified kernel yet: coda-agent resume {run.name}"):
-        session.standing(run.name)
+    with run.journal, pytest.raises(setup.Absent, match=f"{run.name} has no verified .*: it is under way"):
+        setup.standing(run.name)
+    with pytest.raises(setup.Absent, match=f"no verified kernel yet: coda-agent resume {run.name}"):
+        setup.standing(run.name)
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -102,7 +104,7 @@ def test_a_run_that_failed_is_exported_even_while_it_goes_on(runs_home: Path, tm
     header = HEADER | {"attempts": 1, "directory": "/home/ada/secret project"}
     run, out = runs.start(write_toy(tmp_path), header), tmp_path / "out" / "run.jsonl"
     with run.journal:
-        work = session.work_of(run)
+        work = setup.work_of(run)
         outcome = Loop(run.journal, run.spec, work, Scripted([fenced(BROKEN)]), Notes(), attempts=1).run()
         run.journal.once("stopped/1", "stopped", lambda: {"reason": "of 1 dollars are used up"})
         done = CliRunner().invoke(app, ["report", run.name, "--jsonl", str(out)])

@@ -12,13 +12,14 @@ import pytest
 from operators import of_spec
 from rich.console import Console
 
-from agent.show import sass as shown
-from primitives import sass
-from primitives.compile import PROBES, report
-from primitives.lower import lower
-from primitives.refusal import CompileError
-from primitives.sass import LOWERED, Instruction, Listing, disassemble, parse
-from primitives.schedule import Schedule
+from coda_agent.agent.show import sass as shown
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime import sass
+from coda_agent.primitives.runtime.compile import report
+from coda_agent.primitives.runtime.sass import LOWERED, Instruction, Listing, disassemble, parse
 
 BACKWARD, SIZES = of_spec("gemm_swiglu_bwd"), {"D": 64, "F": 64}
 TEXT = """\

@@ -14,14 +14,14 @@ import pytest
 import torch
 from authoring import RECORDINGS, ROOT
 
-from agent import cli
-from agent.journal import read_export
-from agent.scaffold.function import read
 from benchmarks.operators import OPTIONS
-from verifier.inputs import DTYPES, draw
-from verifier.reference import run
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.agent.cli import main
+from coda_agent.agent.run.journal import read_export
+from coda_agent.agent.scaffold.function import read
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.inputs import DTYPES, draw
+from coda_agent.verifier.numerics.reference import run
+from coda_agent.verifier.spec.model import Spec
 
 OPS = '''\
 import math
@@ -148,7 +148,7 @@ def new(
         monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr()
         return Done(int(ended.value.code or 0), said.out, said.err)
 

@@ -15,15 +15,15 @@ import torch
 from test_timing import SIZES, SimulatedClock, tiny, updating
 from torch import Tensor
 
-import verifier.fingerprint
-from primitives.plan import Plan
-from verifier import timing
-from verifier.fingerprint import Fingerprints, overwrite, words
-from verifier.gates import Failed
-from verifier.inputs import draw
-from verifier.proof import Job, poisoned_run
-from verifier.scoring import MOST_SETS, _kept, _Sets, sets_wanted
-from verifier.spec import Spec
+import coda_agent.verifier.gpu.fingerprint
+from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.verifier import timing
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu.benchmark import MOST_SETS, _kept, _Sets, sets_wanted
+from coda_agent.verifier.gpu.checks import Job, poisoned_run
+from coda_agent.verifier.gpu.fingerprint import Fingerprints, overwrite, words
+from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.spec.model import Spec
 
 DTYPES = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn,
@@ -70,7 +70,9 @@ def test_changes_that_linear_sums_do_not_see_are_found(change: Callable[[Tensor]
 def test_one_bit_anywhere_is_found(
     dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier.fingerprint, "BLOCK", 5)  # words: several blocks, the last one short
+    monkeypatch.setattr(
+        coda_agent.verifier.gpu.fingerprint, "BLOCK", 5
+    )  # words: several blocks, the last one short
     tensor = drawn(dtype, *shape)
     for byte in tensor.view(-1).view(torch.uint8):
         assert changed(tensor, lambda _, byte=byte: byte.bitwise_xor_(1))  # type: ignore[misc]
@@ -194,8 +196,10 @@ def race(arms: list[timing.Arm]) -> None:
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    on_gpu = verifier.inputs.draw
-    monkeypatch.setattr("verifier.inputs.draw", lambda *args, device="cpu", **more: on_gpu(*args, **more))
+    on_gpu = coda_agent.verifier.numerics.inputs.draw
+    monkeypatch.setattr(
+        "coda_agent.verifier.numerics.inputs.draw", lambda *args, device="cpu", **more: on_gpu(*args, **more)
+    )
 
 
 SCALED = tiny(outputs={"s": {"shape": ("M",), "dtype": "fp32"}}, reference="s = rstd * 2")

@@ -13,12 +13,11 @@ import torch
 from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 from rich.console import Console, RenderableType
 
-from agent import words
-from agent.show import Shown
-from primitives.cubin import Resources
-from primitives.interpret import interpret, torch_dtype
-from primitives.ir import Program, Signature
-from primitives.schedule import Schedule
+from coda_agent.agent.show import Shown, explain
+from coda_agent.primitives.compiler.cubin import Resources
+from coda_agent.primitives.lang.interpret import interpret, torch_dtype
+from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.schedule import Schedule
 
 
 def body(expression: str) -> Program:
@@ -29,7 +28,7 @@ def body(expression: str) -> Program:
 
 
 def said(program: Program) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    return [(s.title, [(x.verb, x.text, x.tensor) for x in s.lines]) for s in words.steps(program)]
+    return [(s.title, [(x.verb, x.text, x.tensor) for x in s.lines]) for s in explain.steps(program)]
 
 
 def test_residual_rmsnorm_reads_as_mathematics() -> None:
@@ -51,7 +50,7 @@ def test_residual_rmsnorm_reads_as_mathematics() -> None:
 
 
 def test_what_passes_between_steps_has_one_name_on_both_sides() -> None:
-    first, finish, second = words.steps(two_steps())
+    first, finish, second = explain.steps(two_steps())
     assert ("store", "t0 = r0 * per_column(gamma)") in [(x.verb, x.text) for x in first.lines]
     assert finish.lines[-1].text == "v0 = rsqrt(sum(partials0) / N + 1e-06)"
     assert [x.text for x in second.lines] == ["t0", "u", "v0", "up = gemm(t0, u) * per_row(v0)"]
@@ -152,7 +151,7 @@ def evaluate(program: Program, inputs: dict[str, torch.Tensor], sizes: dict[str,
     known: dict[str, Any] = {k: v.float() for k, v in inputs.items()}
     heads = sizes.get("H", 1)
     scope = SCOPE | sizes | {"per_head": per_head(2 * heads * sizes["P"] if "P" in sizes else 1, heads)}
-    for step in words.steps(program):
+    for step in explain.steps(program):
         local = {line.text: known[line.text] for line in step.lines if line.verb == "load"}
         for line in step.lines:
             if line.verb == "load":
@@ -234,7 +233,7 @@ def test_render_shows_steps_resources_and_floors() -> None:
 
 
 def test_cutedsl_is_the_lowered_text_on_request() -> None:
-    from primitives.lower import lower
+    from coda_agent.primitives.compiler.lower import lower
 
     program = two_steps()
     text = printed(Shown(program, cutedsl=True).render())

@@ -19,24 +19,27 @@ from comparison_machine import stood_in
 from test_timing import SimulatedClock
 from torch import Tensor
 
-import verifier.inputs
-from agent.compare import kernels, rows
-from agent.compare.keys import text
-from agent.compare.measuring import Asked, measure
-from agent.compare.results import Results
-from primitives import tune
-from primitives.files import write_atomic
-from primitives.interpret import interpret
-from primitives.ir import Program
-from primitives.lower import editable
-from primitives.schedule import Schedule
-from verifier import quack_baseline, reference, scoring, sitting, timing
-from verifier.columns import ANCHOR, EAGER, EDITED, LIGER, PROGRAM
-from verifier.contest import Contender
-from verifier.quack_baseline import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER
-from verifier.report import QuackTuned
-from verifier.sitting import Seats, _Operator, sit
-from verifier.spec_file import load
+import coda_agent.verifier.numerics.inputs
+from coda_agent.comparison import kernels, rows, session
+from coda_agent.comparison.competitors import ANCHOR, EAGER, EDITED, LIGER, PROGRAM
+from coda_agent.comparison.interleaved import Contender
+from coda_agent.comparison.keys import text
+from coda_agent.comparison.measuring import Asked, measure
+from coda_agent.comparison.results import Results
+from coda_agent.comparison.session import Seats, _Operator, sit
+from coda_agent.primitives.compiler.lower import editable
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime import tune
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier import timing
+from coda_agent.verifier.baselines import quack
+from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER
+from coda_agent.verifier.gpu import benchmark
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import reference
+from coda_agent.verifier.report import QuackTuned
 
 SPECS = Path(__file__).parent.parent / "specs"
 SIZES = {
@@ -83,8 +86,8 @@ def l2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     found = SimpleNamespace(L2_cache_size=0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    on_gpu = verifier.inputs.draw
-    monkeypatch.setattr("verifier.inputs.draw", lambda *given, device: on_gpu(*given))
+    on_gpu = coda_agent.verifier.numerics.inputs.draw
+    monkeypatch.setattr("coda_agent.verifier.numerics.inputs.draw", lambda *given, device: on_gpu(*given))
     yield found
 
 
@@ -117,7 +120,7 @@ def seats(name: str, *arms: str, change: Change = as_it_is) -> tuple[Seats, Inte
 # Inputs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("holds", "wanted"), [(0.0, 2), (1.9, 2), (2.1, 3), (100.0, scoring.MOST_SETS)])
+@pytest.mark.parametrize(("holds", "wanted"), [(0.0, 2), (1.9, 2), (2.1, 3), (100.0, benchmark.MOST_SETS)])
 def test_arms_take_turns_with_two_sets_of_inputs_or_with_what_no_l2_holds(
     l2: Any, holds: float, wanted: int
 ) -> None:
@@ -232,7 +235,7 @@ def test_the_truth_of_few_bits_is_kept_in_fp32_and_let_go_of() -> None:
 @pytest.mark.parametrize("cold", [True, False])
 def test_what_is_timed_finds_a_cold_l2_where_it_is_asked_for(clock: SimulatedClock, cold: bool) -> None:
     arms = [clock.work(name, lambda: 0.0) for name in "ab"]
-    samples, _ = scoring.timed(arms, 12, cold=cold)
+    samples, _ = benchmark.timed(arms, 12, cold=cold)
     assert {name: len(found.seconds) for name, found in samples.items()} == {"a": 12, "b": 12}
     starts = [i for i, word in enumerate(clock.log) if word == "start"]
     assert len(starts) > 24
@@ -254,9 +257,9 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     spec, base, sizes = load(SPECS / "gemm_swiglu.yaml", check=False), contender(), SIZES["gemm_swiglu"]
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(quack_baseline, "_here", lambda: ["a GPU", "1"])
+    monkeypatch.setattr(quack, "_here", lambda: ["a GPU", "1"])
     asked = list[tuple[str, ...]]()
-    monkeypatch.setattr(sitting, "prepare", lambda arm, seats, inputs: asked.append((arm, *inputs)))
+    monkeypatch.setattr(session, "prepare", lambda arm, seats, inputs: asked.append((arm, *inputs)))
 
     def tuned(seats: Seats) -> list[str]:
         asked.clear()
@@ -274,11 +277,13 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     assert tuned(new) == [PROGRAM, EDITED, *LIBRARY_ARMS]
     kept(both[PROGRAM], OTHER)
     kept(both[EDITED], OTHER)  # on which nobody saw that it is right
-    there = quack_baseline._stages(spec, verifier.inputs.draw(spec, sizes, 0, device="cuda"), sizes, "")
-    write_atomic(quack_baseline._kept(spec, sizes, OUR_SEARCH, there), "[]")
+    there = quack._stages(
+        spec, coda_agent.verifier.numerics.inputs.draw(spec, sizes, 0, device="cuda"), sizes, ""
+    )
+    write_atomic(quack._kept(spec, sizes, OUR_SEARCH, there), "[]")
     assert tuned(new) == [EDITED, OWN_TUNER]
     kept(both[EDITED], ONE)
-    raced = asdict(quack_baseline.config(128, 128, True))
+    raced = asdict(quack.config(128, 128, True))
     told = QuackTuned(gpu="a GPU", version="1", arms={OWN_TUNER: ((raced,),)})
     assert tuned(replace(new, quack=told.model_copy(update={"gpu": "another"}))) == [OWN_TUNER]
     assert tuned(replace(new, quack=told)) == []

@@ -7,11 +7,12 @@ import math
 import pytest
 from authoring import KERNELS, SHIPPED, SPECS, program_of
 
-from primitives.dims import Dim
-from primitives.launchable import alignment_errors
-from primitives.lower import lower
-from primitives.probes import candidates
-from verifier.sizes import (
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import candidates
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.runtime.launchable import alignment_errors
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.sizes import (
     ELEMENTS,
     LARGEST,
     LARGEST_ON_CPU,
@@ -21,9 +22,8 @@ from verifier.sizes import (
     small_sizes,
     together,
 )
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.spec_parts import OutputSpec, TensorSpec
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 
 def spec_of(name: str) -> Spec:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from spec_files import fails, write_changed
 
-from primitives.dims import Dim
-from verifier import reference
-from verifier.inputs import DTYPES
-from verifier.spec import BadReference, Spec
-from verifier.spec_file import SpecError, load
-from verifier.spec_trial import check_reference
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import reference
+from coda_agent.verifier.numerics.inputs import DTYPES
+from coda_agent.verifier.numerics.trial import check_reference
+from coda_agent.verifier.spec.file import SpecError
+from coda_agent.verifier.spec.model import BadReference, Spec
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
@@ -87,11 +88,11 @@ def test_signature_survives_json(write):
 
 def test_loading_without_check_needs_no_torch(write):
     code = (
-        "import sys; from verifier.spec_file import load; load({!r}, check=False); "
+        "import sys; from coda_agent.verifier.loading import load; load({!r}, check=False); "
         "print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code.format(str(write()))]
-    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from spec_files import fails, write_changed
 
-from verifier import reference
-from verifier.inputs import draw, trial
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import reference
+from coda_agent.verifier.numerics.inputs import draw, trial
+from coda_agent.verifier.spec.model import Spec
 
 WIDE = """\
 name: wide

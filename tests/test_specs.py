@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verifier import reference
-from verifier.baselines import formulation
-from verifier.inputs import DTYPES, draw
-from verifier.numerics import compare
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.strength import weak_spots
+from coda_agent.verifier.baselines.pytorch import formulation
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import reference
+from coda_agent.verifier.numerics.error_gate import compare
+from coda_agent.verifier.numerics.inputs import DTYPES, draw
+from coda_agent.verifier.numerics.mutation_score import weak_spots
+from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primitives.errors import ProgramError
-from primitives.schedule import Schedule
-from primitives.split import ordered, share
+from coda_agent.primitives.compiler.split import ordered, share
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.schedule import Schedule
 
 SPLIT = Schedule(128, 128, True, 2, 2, split=True)
 

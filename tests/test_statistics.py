@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from verifier.statistics import Interval, across, detectable, ratio, through
+from coda_agent.verifier.statistics import Interval, across, detectable, ratio, through
 
 ROUNDS, TRIALS = 24, 40
 

@@ -10,11 +10,12 @@ import pytest
 from authoring import KERNELS, RECORDINGS, ROOT, SPECS
 from typer.testing import CliRunner
 
-from agent import cli, table
-from agent.accept import KernelError
-from agent.ending import USAGE
-from agent.table import Interval, TableError
-from verifier.report import Accepted, Authorship, Identity, Ratio, Timing
+from coda_agent.agent.artifacts.accept import KernelError
+from coda_agent.agent.cli import main
+from coda_agent.agent.cli.exit_codes import USAGE
+from coda_agent.agent.reporting import table
+from coda_agent.agent.reporting.table import Interval, TableError
+from coda_agent.verifier.report import Accepted, Authorship, Identity, Ratio, Timing
 
 BASE = {"candidate": 2.0, "torch.compile": 3.0, "cuBLAS matmul": 1.6}
 H100 = {"gpu": "NVIDIA H100", "driver": "580.1", "torch": "2.11.0+cu130"}
@@ -364,7 +365,7 @@ def test_the_command_prints_writes_and_gives_data(tmp_path: Path, monkeypatch: p
     page.write_text(MARKED, encoding="utf-8")
 
     def said(*arguments: str) -> str:
-        done = CliRunner().invoke(cli.app, ["table", *arguments])
+        done = CliRunner().invoke(main.app, ["table", *arguments])
         assert done.exit_code == 0, done.output
         return done.stdout
 
@@ -384,7 +385,7 @@ def test_a_mistake_is_one_message(
     page.write_text("no table", encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["coda-agent", "table", "--write", str(page)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert ended.value.code == USAGE
     assert capsys.readouterr().err.startswith(f"coda-agent: {page}: has tables none;")
 

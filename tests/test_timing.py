@@ -12,11 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from verifier.baselines import BASELINES, calls, compiled, eager, formulation, matmul, products
-from verifier.inputs import draw
-from verifier.spec import Spec
-from verifier.statistics import across, detectable, ratio, student_quantile
-from verifier.timing import FEWEST, Arm, host_time, measure
+from coda_agent.verifier.baselines.pytorch import (
+    BASELINES,
+    calls,
+    compiled,
+    eager,
+    formulation,
+    matmul,
+    products,
+)
+from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.statistics import across, detectable, ratio, student_quantile
+from coda_agent.verifier.timing import FEWEST, Arm, host_time, measure
 
 
 @dataclass

@@ -14,8 +14,20 @@ from authoring import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent import tips
-from agent.tips import ACCEPTED, PROPOSED, RETIRED, TIPS, Lesson, Tip, TipsError, add, change, kept, read_tips
+from coda_agent.agent import tips
+from coda_agent.agent.tips import (
+    ACCEPTED,
+    PROPOSED,
+    RETIRED,
+    TIPS,
+    Lesson,
+    Tip,
+    TipsError,
+    add,
+    change,
+    kept,
+    read_tips,
+)
 
 LOG = """\
 # Tips log
@@ -312,7 +324,7 @@ def test_another_lesson_of_the_same_failure_is_a_tip_of_its_own(log: Path) -> No
 ADDING = """
 import sys, time
 from pathlib import Path
-from agent.tips import Lesson, add, change
+from coda_agent.agent.tips import Lesson, add, change
 
 log, number = Path(sys.argv[1]), sys.argv[2]
 (log.parent / f"ready-{number}").touch()

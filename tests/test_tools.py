@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from authoring import BROKEN, HEADER, TOY_KERNEL, UNSCALED, USAGE, Notes, Scripted, fenced, write_toy
 
-from agent import runs, session
-from agent.loop import CALLS, Loop, Outcome, standing
-from agent.providers import Call, Turn
-from agent.tools import LONGEST, TOOLS, results, submission
-from verifier.report import Checked, Rejected
+from coda_agent.agent import setup
+from coda_agent.agent.providers import Call, Turn
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.loop import CALLS, Loop, Outcome, standing
+from coda_agent.agent.run.tools import LONGEST, TOOLS, results, submission
+from coda_agent.verifier.report import Checked, Rejected
 
 GOOD = fenced(TOY_KERNEL)
 
@@ -31,7 +32,7 @@ def run(runs_home: Path, tmp_path: Path, no_compiler: None) -> runs.Run:
 
 def author(run: runs.Run, *answers: Any, attempts: int = 6) -> tuple[Outcome, Scripted, Notes]:
     provider, notes = Scripted(answers), Notes()
-    return Loop(run.journal, run.spec, session.work_of(run), provider, notes, attempts).run(), provider, notes
+    return Loop(run.journal, run.spec, setup.work_of(run), provider, notes, attempts).run(), provider, notes
 
 
 def said(provider: Scripted) -> str:
@@ -141,7 +142,7 @@ def test_a_resumed_run_uses_no_tool_again(
     def never(*_: object, **__: object) -> Callable[[], object]:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("verifier.verify.check", never)
+    monkeypatch.setattr("coda_agent.verifier.verify.check", never)
     again = runs.reopen(run.name)
     with again.journal:
         outcome, provider, notes = author(again)

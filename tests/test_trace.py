@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from kernels import BACKWARD, IMPORTS, NORM, signature, source, tensor, trace
 
-from primitives.errors import ProgramError
-from primitives.ir import Node, Program, Signature
-from primitives.trace import Tensor, trace_source
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Node, Program, Signature
+from coda_agent.primitives.lang.trace import Tensor, trace_source
 
 TILE = signature(
     {

@@ -13,15 +13,16 @@ from authoring import BROKEN, SPECS, TOY_KERNEL, USAGE, fenced, write_toy
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from agent import runs, session, tips
-from agent.budget import Limits, OutOfBudget
-from agent.cli import app
-from agent.journal import glance
-from agent.providers import ProviderError, Question, Turn
-from agent.tips import PROPOSED, RETIRED, Tip, TipsError, read_tips
-from agent.tips.trials import Effect, Trial, measure, part, refuse_without_effect
-from agent.tips.watch import Watch
-from verifier.report import Unmeasured
+from coda_agent.agent import setup, tips
+from coda_agent.agent.cli.main import app
+from coda_agent.agent.providers import ProviderError, Question, Turn
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.budget import Limits, OutOfBudget
+from coda_agent.agent.run.journal import glance
+from coda_agent.agent.tips import PROPOSED, RETIRED, Tip, TipsError, read_tips
+from coda_agent.agent.tips.trials import Effect, Trial, measure, part, refuse_without_effect
+from coda_agent.agent.tips.watch import Watch
+from coda_agent.verifier.report import Unmeasured
 
 PAIR = [SPECS / "gemm_rope.yaml", SPECS / "gemm_geglu.yaml"]
 
@@ -138,7 +139,7 @@ def test_prompts_that_would_be_the_same_are_refused(monkeypatch: pytest.MonkeyPa
     ):
         with pytest.raises(TipsError, match=words):
             refuse_without_effect(measured, KNOWN, specs)
-    monkeypatch.setattr("agent.prompt.BUDGET", 4000)
+    monkeypatch.setattr("coda_agent.agent.prompts.prompt.BUDGET", 4000)
     with pytest.raises(TipsError, match="the prompt's budget has no room for tip-1"):
         refuse_without_effect(KNOWN[0], KNOWN, PAIR)
 
@@ -174,7 +175,7 @@ def taught(runs_home: Path, tmp_path: Path, no_compiler: None, monkeypatch: pyte
     log.write_text(f"## tip-1: {LESSON}\n{fields}\n## tip-2: Be brief\n{fields}- state: proposed\n")
     monkeypatch.setattr(tips, "TIPS", log)
     provider = Taught([])
-    monkeypatch.setattr(session, "provider_of", lambda run: provider)
+    monkeypatch.setattr(setup, "provider_of", lambda run: provider)
     write_toy(tmp_path)
     return provider
 
@@ -291,7 +292,7 @@ def test_a_run_that_cannot_be_read_is_in_nobodys_way(taught: Taught, tmp_path: P
 
 
 def test_a_recording_cannot_tell(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "choose_provider", lambda name, spec: name)
+    monkeypatch.setattr(setup, "choose_provider", lambda name, spec: name)
     arguments = ["tips", "measure", "tip-1", "--specs", str(tmp_path / "toy.yaml"), "--provider", "replay"]
     error = CliRunner().invoke(app, arguments).exception
     assert isinstance(error, TipsError) and "a recording answers the same with a tip" in str(error)
@@ -345,7 +346,7 @@ def test_on_a_gpu_only_what_was_measured_has_passed(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     void = Unmeasured(reason="the worker was lost")
-    monkeypatch.setattr(session, "need_gpu", lambda gpu: None)
-    monkeypatch.setattr(session, "measurer", lambda gpu, options, watch: lambda *_: void)
+    monkeypatch.setattr(setup, "need_gpu", lambda gpu: None)
+    monkeypatch.setattr(setup, "measurer", lambda gpu, options, watch: lambda *_: void)
     result = command(tmp_path, "tip-1", "--runs", 1, "--gpu")
     assert "1/2 toy with tip-1: did not pass: its kernel of attempt 1 was not measured (" in result.output

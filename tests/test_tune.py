@@ -10,11 +10,11 @@ from pathlib import Path
 import kernels
 import pytest
 
-from primitives import tune
-from primitives.lower import GemmKernel, editable, lower
-from primitives.probes import candidates
-from primitives.roofline import H100
-from primitives.schedule import SMALL_TILES, TILES, Schedule
+from coda_agent.primitives.compiler.lower import GemmKernel, editable, lower
+from coda_agent.primitives.compiler.probe_schedules import candidates
+from coda_agent.primitives.compiler.roofline import H100
+from coda_agent.primitives.lang.schedule import SMALL_TILES, TILES, Schedule
+from coda_agent.primitives.runtime import tune
 
 SIZES = {"M": 16384, "D": 2048, "F": 5632}
 
@@ -196,7 +196,9 @@ def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(
     monkeypatch.setattr(tune, "MOST_STACK", -1)
     assert not tune._compile_one(task)
     monkeypatch.setattr(tune, "_compiled", {})
-    monkeypatch.setattr("primitives.workers.run_all", lambda task, asked: [True for _ in asked])
+    monkeypatch.setattr(
+        "coda_agent.primitives.system.workers.run_all", lambda task, asked: [True for _ in asked]
+    )
     asked = [(0, schedule), (0, schedule._replace(swizzle=16)), (0, Schedule())]
     assert tune.compile_all(program, SIZES, asked) == [False, False, True]
 

@@ -19,12 +19,13 @@ import kernels
 import pytest
 from test_launch import SIZES, inputs_of
 
-from primitives import deadline, launch, tune
-from primitives.interpret import solve_sizes
-from primitives.launch import Kernel
-from primitives.plan import Plan
-from primitives.schedule import Schedule
-from primitives.turns import Turns
+from coda_agent.primitives.lang.interpret import solve_sizes
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime import launch, tune
+from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.primitives.runtime.turns import Turns
+from coda_agent.primitives.system import deadline
 
 PROGRAM = kernels.CHAIN.program
 TUNED_SIZES = {d: SIZES[d] for d in PROGRAM.signature.dims}
@@ -109,8 +110,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return run
 
-    monkeypatch.setattr("primitives.plan.compile_gemm", stand_in)
-    monkeypatch.setattr("primitives.plan.compile_vector", stand_in)
+    monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_gemm", stand_in)
+    monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_vector", stand_in)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
     sizes = lambda signature, given: solve_sizes(signature, {k: tuple(t.shape) for k, t in given.items()})  # noqa: E731
     monkeypatch.setattr(launch, "check_tensors", sizes)  # a GPU's or not

@@ -22,18 +22,18 @@ from authoring import (
     write_toy,
 )
 
-from primitives.cubin import Resources
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.refusal import CompileError
-from primitives.schedule import Schedule
-from verifier import verify as gates
-from verifier.jail import JailUnavailable
-from verifier.measure import Options
-from verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected, Unmeasured
-from verifier.spec import Spec
-from verifier.spec_file import load
-from verifier.verify import check, line_behind, verify
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.cubin import Resources
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier import verify as gates
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.measure import Options
+from coda_agent.verifier.report import GATES, MEASUREMENT, REPORT, Accepted, Checked, Rejected, Unmeasured
+from coda_agent.verifier.sandbox.jail import JailUnavailable
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.verify import check, line_behind, verify
 
 pytestmark = pytest.mark.usefixtures("no_compiler")
 
@@ -88,7 +88,7 @@ def test_figures(spec: Spec) -> None:
 
 def test_spills_are_findings(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     spilling = Resources("Step0_x", None, 255, 512, None, 44, 40, 0, 0, 0, 1.0)
-    monkeypatch.setattr("primitives.compile.report", lambda *given: (spilling,))
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", lambda *given: (spilling,))
     report, _ = check(spec, TOY_KERNEL)
     assert isinstance(report, Checked)
     assert report.gates[3].findings == ("Step0_x spills 44 loads and 40 stores",)
@@ -141,7 +141,7 @@ def test_the_contract_gate_demands_16_bytes(tmp_path: Path) -> None:
 
 
 def test_the_contract_gate_has_the_lowerings_words(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    from primitives.errors import ProgramError
+    from coda_agent.primitives.lang.errors import ProgramError
 
     def refuse(program: Program) -> None:
         raise ProgramError("width", "a tile has no home", 8)
@@ -181,7 +181,7 @@ def test_the_schedule_that_its_author_chose_is_compiled(spec: Spec, monkeypatch:
         asked.extend(schedules)
         return ()
 
-    monkeypatch.setattr("primitives.compile.report", compiler)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", compiler)
     report, _ = check(spec, TOY_KERNEL, schedules={0: Schedule(128, 192)})
     assert isinstance(report, Checked) and Schedule(128, 192) in asked
 
@@ -242,7 +242,7 @@ def test_the_compile_gate_has_the_compilers_words(spec: Spec, monkeypatch: pytes
     def refuse(*given: object) -> None:
         raise CompileError("error: too many registers")
 
-    monkeypatch.setattr("primitives.compile.report", refuse)
+    monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", refuse)
     report = rejected(spec, TOY_KERNEL)
     assert (report.gate, report.code) == ("compile", "compiler")
     assert "does not compile for sm_90a: error: too many registers" in report.message
@@ -262,7 +262,7 @@ def test_progress_of_a_rejection(spec: Spec) -> None:
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The workers that were started ahead of the gates, as they end."""
     closed: list[object] = []
-    monkeypatch.setattr("verifier.measure.started", lambda: [closing(Ahead(closed))])
+    monkeypatch.setattr("coda_agent.verifier.measure.started", lambda: [closing(Ahead(closed))])
     return closed
 
 
@@ -284,7 +284,7 @@ def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch, ended
         asked.append(options)
         return measured(spec, program)
 
-    monkeypatch.setattr("verifier.measure.measure", measure)
+    monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     options = Options(("torch.compile",), rounds=9)
     report, program = verify(spec, TOY_KERNEL, gpu=True, options=options)
     assert isinstance(report, Accepted) and program == program_of(spec, TOY_KERNEL)
@@ -297,7 +297,9 @@ def test_with_a_gpu_all_gates(spec: Spec, monkeypatch: pytest.MonkeyPatch, ended
 
 @pytest.mark.usefixtures("ended")
 def test_a_rejection_on_the_gpu_keeps_the_gates_before(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: slow(spec))
+    monkeypatch.setattr(
+        "coda_agent.verifier.measure.measure", lambda spec, program, *_, **options: slow(spec)
+    )
     report, program = verify(spec, TOY_KERNEL, gpu=True)
     assert isinstance(report, Rejected) and report.code == "slow" and program is not None
     assert passed(report) == list(GATES[:4])
@@ -306,7 +308,7 @@ def test_a_rejection_on_the_gpu_keeps_the_gates_before(spec: Spec, monkeypatch: 
 @pytest.mark.usefixtures("ended")
 def test_a_void_measurement_leaves_a_checked_kernel(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     void = Unmeasured(reason="a kernel against itself came out at 1.02")
-    monkeypatch.setattr("verifier.measure.measure", lambda spec, program, *_, **options: void)
+    monkeypatch.setattr("coda_agent.verifier.measure.measure", lambda spec, program, *_, **options: void)
     report, program = verify(spec, TOY_KERNEL, gpu=True)
     assert isinstance(report, Checked) and program is not None
     assert report.unmeasured == "checked; the measurement is void: a kernel against itself came out at 1.02"
@@ -319,7 +321,7 @@ def test_no_jail_is_no_verdict(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> N
     def unavailable(*arguments: object, **options: object) -> None:
         raise JailUnavailable("neither seccomp nor Landlock")
 
-    monkeypatch.setattr("verifier.jail.trace", unavailable)
+    monkeypatch.setattr("coda_agent.verifier.sandbox.jail.trace", unavailable)
     with pytest.raises(JailUnavailable):
         check(spec, TOY_KERNEL)
 

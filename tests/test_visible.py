@@ -11,13 +11,13 @@ import pytest
 from authoring import ROOT, make_run
 from commanding import Command
 
-from agent import runs
-from agent.bundle import Result, Results
-from agent.live import Watch
-from agent.loop import standing
-from agent.terminal import Console
-from agent.visible import visible
-from verifier.report import Checked, Rejected
+from coda_agent.agent.artifacts.bundle import Result, Results
+from coda_agent.agent.reporting.progress import Watch
+from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.agent.reporting.terminal import Console
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.loop import standing
+from coda_agent.verifier.report import Checked, Rejected
 
 HOSTILE = "\x1b]0;owned\x07\x9b2J [/x] [red]\u202egnp.exe :smile: \x7f"
 SHOWN = r"\u001b]0;owned\u0007\u009b2J [/x] [red]\u202egnp.exe :smile: \u007f"
@@ -54,7 +54,7 @@ def test_one_place_prints() -> None:
         name = path.relative_to(ROOT).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        assert name == "agent/visible.py" or not called & PRINTS, f"{name} prints"
+        assert name == "agent/reporting/safe_text.py" or not called & PRINTS, f"{name} prints"
         imported = {
             f"{node.module}.{alias.name}"
             for node in ast.walk(tree)

@@ -12,11 +12,11 @@ import pytest
 from authoring import KERNELS
 from kernels import signature, tensor, trace
 
-import primitives
-from agent.primitive import formed
-from agent.prompt import FAMILIES, tokens, vocabulary
-from primitives.errors import ProgramError
-from primitives.ir import Program
+from coda_agent import primitives
+from coda_agent.agent.artifacts.primitive import formed
+from coda_agent.agent.prompts.prompt import FAMILIES, tokens, vocabulary
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
 
 PAGES = sorted(set(primitives.__all__) - {"kernel"})
 COLUMNS = {
@@ -43,7 +43,9 @@ def example(name: str) -> list[str]:
 def test_a_page_says_shapes_dtypes_cost_and_family(name: str) -> None:
     found = page(name)
     module = import_module(getattr(primitives, name).__module__)
-    assert module.__name__ == f"primitives.{found['family']}" and found["family"] in FAMILIES
+    assert (
+        module.__name__ == f"coda_agent.primitives.lang.ops.{found['family']}" and found["family"] in FAMILIES
+    )
     assert (module.__doc__ or "").startswith(f"Family {found['number']}, {found['family']}")
     assert re.search(r"\d|none|half", found["cost"])
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from primitives import children, workers
-from verifier.gpu import Worker
+from coda_agent.primitives.system import subprocesses, workers
+from coda_agent.verifier.gpu.worker import Worker
 
 ROOT = Path(__file__).parent.parent
 
@@ -123,7 +123,7 @@ def test_a_dead_workers_child_keeps_nobody_waiting(tmp_path: Path):
 
 def test_a_worker_that_takes_too_much_memory_fails_its_task_only(monkeypatch: pytest.MonkeyPatch):
     workers.run_all(raises, range(workers.count()))  # ends all workers: the next have the limit
-    monkeypatch.setattr(children, "MEMORY_BYTES", 512 << 20)
+    monkeypatch.setattr(subprocesses, "MEMORY_BYTES", 512 << 20)
     assert workers.run_all(allocates, [64, 1024, 64]) == [True, False, True]
 
 
@@ -146,7 +146,7 @@ def test_one_that_died_idle_is_replaced():
     assert worker.run((positive, 1), seconds=60)
     assert worker.process is not None
     worker.process.kill()
-    assert eventually(lambda: worker.process is not None and children.ended(worker.process))
+    assert eventually(lambda: worker.process is not None and subprocesses.ended(worker.process))
     assert worker.run((positive, 1), seconds=60)
     worker.end()
 
@@ -162,7 +162,7 @@ t.workers.run_all(t.hangs, sys.argv[1:])
 def test_workers_end_with_their_parent(tmp_path: Path, by: signal.Signals):
     """Killed or interrupted: a busy worker cannot see its input end."""
     path = tmp_path / "hanging"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ["PYTHONPATH"]])}
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(path)], env=environment, stderr=subprocess.DEVNULL
     ) as parent:
@@ -180,10 +180,10 @@ def test_workers_end_with_their_parent(tmp_path: Path, by: signal.Signals):
 def test_a_script_without_a_main_guard_can_use_them(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os.path\nfrom primitives import workers\n"
+        "import os.path\nfrom coda_agent.primitives.system import workers\n"
         "print(workers.run_all(os.path.isabs, ['/', 'a', '/b']), flush=True)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "QUACK_COMPILE_WORKERS": "2"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "QUACK_COMPILE_WORKERS": "2"}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
     )
@@ -207,4 +207,4 @@ def test_a_gpu_worker_of_another_environment_is_not_given_our_pythonpath(
     with Worker(python=str(other)) as worker:
         found = worker.ask(eval, look, patience=60.0)
     assert found["quack"].endswith("site-packages/quack/__init__.py")
-    assert str(ROOT) in found["path"] and str(tmp_path) not in found["path"]
+    assert str(ROOT / "src") in found["path"] and str(tmp_path) not in found["path"]

@@ -10,8 +10,8 @@ import sys
 import time
 from typing import Any
 
-from verifier.gates import Failed
-from verifier.gpu import report
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu.worker import report
 
 
 def double(number: int) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from merged import calls
 
-import primitives
-from primitives.dims import Dim
-from primitives.ir import Signature, TensorType
+from coda_agent import primitives
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import Signature, TensorType
 
 # What is done to a value, to two, and to tiles.
 UNARY = (

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from primitives.ir import Program
-from primitives.roofline import roofline
-from verifier import statistics
-from verifier.gates import Failed
-from verifier.report import CANDIDATE as CANDIDATE
-from verifier.report import Ratio, Timing
-from verifier.spec import Spec
-from verifier.timing import FEWEST
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier import statistics
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.report import CANDIDATE, Ratio, Timing
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.timing import FEWEST
 
 BASELINE = "torch.compile"
 KEPT = "the kernel before"  # which a change has to beat

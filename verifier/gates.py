@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from primitives.ir import Program
-from primitives.lower import PACKAGES, lower
-from verifier.report import Gate, Identity, Rejected
-from verifier.spec import Spec
+from coda_agent.primitives.compiler.lower import PACKAGES, lower
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.report import Gate, Identity, Rejected
+from coda_agent.verifier.spec.model import Spec
 
 Progress = Callable[[str, str], None]  # (gate, "started" or words on how it ended)
 

@@ -1,6 +1,6 @@
 """The gates that need a GPU: numerics, stability, benchmark, decision, for a program that was checked.
 
-Never runs candidate source: it takes a Program. All GPU work happens in workers (``verifier.gpu``), in
+Never runs candidate source: it takes a Program. All GPU work happens in workers (``verifier.gpu.worker``), in
 pieces that are kept, so that a measurement which was cut off goes on: tuning and proofs in one process,
 scoring in several fresh ones on inputs of their own.
 """
@@ -19,19 +19,21 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.roofline import roofline
-from primitives.schedule import by_step
-from verifier.baselines import CUBLAS
-from verifier.conditions import findings
-from verifier.decision import BASELINE, CANDIDATE, KEPT, PROCESSES, Void, central, compared, decide
-from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
-from verifier.gpu import Lost, Task, Worker
-from verifier.kept import Kept, Known, raced, worth_racing
-from verifier.proof import Job, Schedules, clean, numerics, stability, tune
-from verifier.quack_baseline import MATMUL, admitted
-from verifier.report import (
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import by_step
+from coda_agent.verifier.baselines.pytorch import CUBLAS
+from coda_agent.verifier.baselines.quack import MATMUL, admitted
+from coda_agent.verifier.decision import BASELINE, KEPT, PROCESSES, Void, central, compared, decide
+from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
+from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Race, score
+from coda_agent.verifier.gpu.checks import Job, Schedules, clean, numerics, stability, tune
+from coda_agent.verifier.gpu.telemetry import findings
+from coda_agent.verifier.gpu.worker import Lost, Task, Worker
+from coda_agent.verifier.incumbent import Kept, Known, raced, worth_racing
+from coda_agent.verifier.report import (
+    CANDIDATE,
     PROTOCOL,
     Finalists,
     Gate,
@@ -42,9 +44,8 @@ from verifier.report import (
     Timing,
     Unmeasured,
 )
-from verifier.scoring import PREPARES, RACES, Race, score
-from verifier.spec import Spec
-from verifier.spec_parts import Case
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import Case
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
 ROUNDS = 40  # a process, at most
@@ -57,14 +58,14 @@ RETRIES = 2  # processes whose controls may fail before the measurement is void
 # Seconds without a word after which a worker counts as hung: tuning compiles, max-autotune searches.
 PATIENCE = 300.0
 # What workers import while another works; those that prove have no use for torch.compile's compiler.
-PROVES = ("verifier.proof", "quack.gemm_sm90")
-SCORES = ("verifier.scoring", "torch._inductor.compile_fx", "quack.gemm_sm90")
+PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
+SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "quack.gemm_sm90")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. ``arms``: names of ``verifier.baselines.BASELINES`` or of
-    ``verifier.quack_baseline.ARMS``; those of QuACK are left out where it cannot compute the spec, and the
+    """How to measure. ``arms``: names of ``verifier.baselines.pytorch.BASELINES`` or of
+    ``verifier.baselines.quack.ARMS``; those of QuACK are left out where it cannot compute the spec, and the
     decision needs torch.compile among them. ``rounds`` a process, fewer of long kernels. ``sanitize``: the
     kernel at small sizes once more, under compute-sanitizer."""
 
@@ -315,7 +316,7 @@ class _Session:
         return {job.case: self._proved("stability", job) for job in small}
 
     def _sanitized(self) -> dict[str, Any]:
-        from verifier.sanitizer import sanitized
+        from coda_agent.verifier.gpu.sanitizer import sanitized
 
         return {
             job.case: self._kept(f"sanitizer/{job.case}", partial(sanitized, job)) for job in self._small()
@@ -435,7 +436,7 @@ class _Session:
 
     def _job(self, case: Case) -> Job:
         """A measured case as it was tuned; where the oracle is fast, on every family of inputs."""
-        from verifier.inputs import EVERY
+        from coda_agent.verifier.numerics.inputs import EVERY
 
         flops = roofline(self.program, case.sizes).flops
         families = EVERY if flops <= FEW_FLOPS else ROUTINE
@@ -477,8 +478,8 @@ class _Session:
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[Job]:
         """The cases that are not measured, and hidden sizes that no candidate has seen; each on those of the
         ``tuned`` schedules that fit it, or on one that does; where none are given, on the compile gate's."""
-        from primitives.probes import choices, fits
-        from verifier.inputs import EVERY
+        from coda_agent.primitives.compiler.probe_schedules import choices, fits
+        from coda_agent.verifier.numerics.inputs import EVERY
 
         gemms = lower(self.program).gemms
         named = [(case.name, dict(case.sizes)) for case in self.spec.cases if not case.bench]
@@ -501,7 +502,7 @@ class _Session:
 
 def _hidden(spec: Spec) -> dict[str, Any]:
     """Sizes that no candidate has seen, one of them with a single row, and the seeds that give them."""
-    from verifier.sizes import hidden
+    from coda_agent.verifier.numerics.sizes import hidden
 
     seeds = {name: secrets.randbits(48) for name in (HIDDEN, ONE_ROW)}
     sizes = {HIDDEN: hidden(spec, seeds[HIDDEN]), ONE_ROW: hidden(spec, seeds[ONE_ROW], rows=1)}

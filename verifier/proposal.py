@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from primitives.ir import OPERATIONS, VALUE_NAME, Node, Operation, Program, register
-from primitives.lower import editable, exports
-from verifier.gates import Failed
-from verifier.spec import BadReference, Spec
-from verifier.spec_file import of_text, read
-from verifier.spec_model import Model, fault
+from coda_agent.primitives.compiler.lower import editable, exports
+from coda_agent.primitives.lang.ir import OPERATIONS, VALUE_NAME, Node, Operation, Program, register
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.spec.fields import Model, fault
+from coda_agent.verifier.spec.file import of_text, read
+from coda_agent.verifier.spec.model import BadReference, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ USUAL = 8.0  # where activations are used
 FAMILIES = ("usual", "wide", "edges", "accumulator")
 SCOPE = (
     "a primitive of this kind works element by element on one to three arguments; a reduction, a change of "
-    "width or a table is a family's own work (primitives/reductions.py, tiles.py, stateful.py)"
+    "width or a table is a family's own work (primitives/lang/ops/reductions.py, tiles.py, stateful.py)"
 )
 
 
@@ -108,7 +108,7 @@ class Proposal(Model):
         """The reference, torch's names in full, as the interpreter's meaning has it. Raises BadReference."""
         import torch
 
-        from verifier.reference import scope
+        from coda_agent.verifier.numerics.reference import scope
 
         try:
             tree = ast.parse(self.reference.strip(), mode="eval")
@@ -252,7 +252,7 @@ def _check(proposal: Proposal) -> None:
     """That the reference is a function of elements, finite somewhere, and not in the vocabulary yet."""
     import torch
 
-    from verifier.reference import MISTAKES
+    from coda_agent.verifier.numerics.reference import MISTAKES
 
     device = {*exports(), *(name for names in exports().values() for name in names)}
     if proposal.name in OPERATIONS or {proposal.name, f"{proposal.name}_fast"} & device:
@@ -420,11 +420,11 @@ def judged(
     proposal: Proposal, spec: Spec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str
 ) -> dict[str, float]:
     """Outputs of the frame against fp64, on the tensors' device: how far they are off, or Failed."""
-    from verifier import numerics, reference
+    from coda_agent.verifier.numerics import error_gate, reference
 
     fused = spec.model_copy(update={"outputs": {"fused": spec.outputs["fused"]}})
     truth, yard = (f(spec, inputs, SIZES) for f in (reference.oracle, reference.yardstick))
-    (error,) = numerics.compare(fused, outputs, truth, yard)
+    (error,) = error_gate.compare(fused, outputs, truth, yard)
     if not error.passed:
         raise Failed("numerics", f"{where}, rounded to bf16: {error.reason}", outputs=[error.model_dump()])
     found = {"fused": round(error.rms_ratio, 3)}

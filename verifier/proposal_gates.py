@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from primitives.compile import PROBES
-from primitives.raw.arithmetic import Answer, Calls, answer
-from primitives.raw.error import RawError
-from verifier import verify
-from verifier.gates import Failed, Gates, Progress, Stop, identity, silent
-from verifier.gpu import Worker, report
-from verifier.measure import PATIENCE
-from verifier.proof import Job
-from verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
-from verifier.report import Checked, Measured, Measurement
-from verifier.spec import Spec
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.raw.arithmetic import Answer, Calls, answer
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.verifier import verify
+from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
+from coda_agent.verifier.gpu.checks import Job
+from coda_agent.verifier.gpu.worker import Worker, report
+from coda_agent.verifier.measure import PATIENCE
+from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
+from coda_agent.verifier.report import Checked, Measured, Measurement
+from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,9 @@ UNMEASURED = "checked; what the hardware's functions lose, only an H100 can tell
 
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
     """The gates of any machine: the functions' form, their arithmetic in fp32, a compile in confinement."""
-    sys.audit("verifier.verify.check_raw", source)  # as of an edited text: it must not run anywhere else
+    sys.audit(
+        "coda_agent.verifier.verify.check_raw", source
+    )  # as of an edited text: it must not run anywhere else
     gates = Gates(progress)
     program = proposal.program(spec)
     try:
@@ -91,7 +93,7 @@ class Proof(Job):
 
 def numerics(job: Proof) -> dict[str, Any]:
     """In a worker: every family of points on every schedule, against fp64."""
-    from verifier.proof import poisoned_run
+    from coda_agent.verifier.gpu.checks import poisoned_run
 
     assert job.proposal is not None
     outputs: dict[str, dict[str, float]] = {}
@@ -113,7 +115,7 @@ def numerics(job: Proof) -> dict[str, Any]:
 
 
 def _conditions() -> dict[str, Any]:
-    from verifier.conditions import Monitor
+    from coda_agent.verifier.gpu.telemetry import Monitor
 
     with Monitor() as monitor:
         monitor.sample()
@@ -124,7 +126,7 @@ def measure(
     proposal: Proposal, spec: Spec, source: str, progress: Progress = silent, worker: Worker | None = None
 ) -> Measurement:
     """The gates of a GPU: the framed kernel against fp64, and repeats of it bit for bit."""
-    from verifier.proof import stability
+    from coda_agent.verifier.gpu.checks import stability
 
     gates, program = Gates(progress), proposal.program(spec)
     schedules = tuple({0: probe} for probe in PROBES)

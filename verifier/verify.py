@@ -13,23 +13,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from primitives import deadline
-from primitives.compile import CROWDED, PROBES
-from primitives.errors import ProgramError
-from primitives.ir import Node, Program
-from primitives.lower import lower
-from primitives.probes import fits
-from primitives.refusal import CompileError
-from primitives.schedule import Schedule
-from verifier import jail
-from verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
-from verifier.report import Accepted, Checked, Identity, QuackTuned, Rejected, joined
-from verifier.spec import Spec
-from verifier.spec_parts import Case
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES, fits
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Node, Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.compile import CROWDED
+from coda_agent.primitives.system import deadline
+from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, judge, silent
+from coda_agent.verifier.report import Accepted, Checked, Identity, QuackTuned, Rejected, joined
+from coda_agent.verifier.sandbox import jail
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import Case
 
 if TYPE_CHECKING:
-    from primitives.cubin import Resources
-    from verifier.measure import Keep, Options
+    from coda_agent.primitives.compiler.cubin import Resources
+    from coda_agent.verifier.measure import Keep, Options
 
 MAX_STEPS = 16  # each is compiled and tuned by itself
 
@@ -75,7 +75,9 @@ def check_raw(
 ) -> Verdict:
     """As ``check``, of an edited text of a program's: it is compiled in confinement, on the ``tuned``
     schedules too. What it computes only a GPU can tell."""
-    sys.audit("verifier.verify.check_raw", raw)  # so that an audit hook knows what must not run anywhere else
+    sys.audit(
+        "coda_agent.verifier.verify.check_raw", raw
+    )  # so that an audit hook knows what must not run anywhere else
     gates = Gates(progress)
     try:
         with gates.gate("edit") as figures:
@@ -104,7 +106,7 @@ def verify(
     finished pieces are kept where ``keep`` says; ``quack`` is for it."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
-    from verifier.measure import measure, started
+    from coda_agent.verifier.measure import measure, started
 
     with ExitStack() as stack:
         # Their imports take as long as the gates.
@@ -174,9 +176,9 @@ def _unmeasured() -> str:
 
 def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None]) -> None:
     """Names and shapes were checked with the types; here what the hardware demands of them."""
-    from primitives.cut import cut
-    from primitives.launchable import alignment_errors
-    from primitives.probes import candidates, fits
+    from coda_agent.primitives.compiler.probe_schedules import candidates, fits
+    from coda_agent.primitives.lang.partition import cut
+    from coda_agent.primitives.runtime.launchable import alignment_errors
 
     try:
         lowered = lower(program)
@@ -226,18 +228,18 @@ def _first_line(nodes: Iterable[int], lines: Sequence[int | None]) -> int | None
 def _interpret(
     spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None] = ()
 ) -> None:
-    from verifier import exercise, interpreted
-    from verifier.choices import Counting, Coverage
+    from coda_agent.verifier.numerics import cpu_numerics, exercise
+    from coda_agent.verifier.numerics.choices import Counting, Coverage
 
     seed, coverage = secrets.randbits(48), Coverage(program)
     worst: dict[str, float] = {}
     undefined: Counter[str] = Counter()
-    for run in interpreted.runs(spec, program, seed):
+    for run in cpu_numerics.runs(spec, program, seed):
         deadline.check()
-        compared, counts = interpreted.Comparison.of(spec, run), Counting(program, coverage.open)
+        compared, counts = cpu_numerics.Comparison.of(spec, run), Counting(program, coverage.open)
         for how, errors in compared.errors(program, counts):
             judge(errors, f"in the interpreter, {run}, outputs {how}")
-            for error in errors if how == interpreted.STORED else ():
+            for error in errors if how == cpu_numerics.STORED else ():
                 worst[error.name] = max(worst.get(error.name, 0.0), round(error.rms_ratio, 3))
         exercise.cover(compared, program, coverage, counts)
         undefined.update(compared.undefined)
@@ -277,7 +279,7 @@ def _compiled(
     raw: str,
 ) -> Sequence[Resources]:
     """The compiler's account; Failed with its words, and the line of the kernel file where it is known."""
-    from primitives.compile import report
+    from coda_agent.primitives.runtime.compile import report
 
     try:
         return report(program, dims, schedules, raw)

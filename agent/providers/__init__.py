@@ -32,11 +32,11 @@ OnText = Callable[[str], None]
 
 #: name -> (module, class)
 PROVIDERS = {
-    "anthropic": ("agent.providers.anthropic", "Anthropic"),
-    "claude-code": ("agent.providers.claude_code", "ClaudeCode"),
-    "handoff": ("agent.providers.handoff", "Handoff"),
-    "mcp": ("agent.mcp", "Submission"),
-    "replay": ("agent.providers.replay", "Replay"),
+    "anthropic": ("coda_agent.agent.providers.anthropic", "Anthropic"),
+    "claude-code": ("coda_agent.agent.providers.claude_code", "ClaudeCode"),
+    "handoff": ("coda_agent.agent.providers.handoff", "Handoff"),
+    "mcp": ("coda_agent.agent.cli.mcp", "Submission"),
+    "replay": ("coda_agent.agent.providers.replay", "Replay"),
 }
 
 

@@ -22,9 +22,8 @@ import anthropic
 import httpx2
 from anthropic.lib.streaming import MessageStream
 
-from agent.budget import OutOfBudget
-from agent.providers import Call, Charge, Message, OnText, ProviderError, Question, Turn, Usage
-from agent.providers.patience import (
+from coda_agent.agent.providers import Call, Charge, Message, OnText, ProviderError, Question, Turn, Usage
+from coda_agent.agent.providers.patience import (
     EMPTY,
     Fault,
     Patience,
@@ -33,7 +32,8 @@ from agent.providers.patience import (
     retry_after,
     whole_within,
 )
-from agent.providers.scrub import Scrub, Stream
+from coda_agent.agent.providers.scrub import Scrub, Stream
+from coda_agent.agent.run.budget import OutOfBudget
 
 DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too

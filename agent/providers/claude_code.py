@@ -26,12 +26,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agent.blocks import PYTHON, blocks
-from agent.budget import OutOfBudget, is_priced, price
-from agent.prompt import tokens
-from agent.providers import Call, Charge, Message, ProviderError, Question, Tool, Turn, Usage
-from agent.providers.patience import EMPTY, Fault, Patience, persist
-from primitives import children
+from coda_agent.agent.prompts.markdown_fences import PYTHON, blocks
+from coda_agent.agent.prompts.prompt import tokens
+from coda_agent.agent.providers import Call, Charge, Message, ProviderError, Question, Tool, Turn, Usage
+from coda_agent.agent.providers.patience import EMPTY, Fault, Patience, persist
+from coda_agent.agent.run.budget import OutOfBudget, is_priced, price
+from coda_agent.primitives.system import subprocesses
 
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
 FLAGS = (
@@ -127,7 +127,7 @@ class ClaudeCode:
         if status is None:
             remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
             return Fault(f"claude did not answer within {seconds:.6g} s", remedy, math.inf, unknown=True)
-        if status in (children.NOT_STARTED, children.NOT_FOUND) and not printed:
+        if status in (subprocesses.NOT_STARTED, subprocesses.NOT_FOUND) and not printed:
             return _not_started(charge, " ".join(words.split())[-WORDS:])
         said = _parse(printed)
         told = _told(said.result, printed, words)
@@ -162,7 +162,7 @@ class ClaudeCode:
 
         def begin(**files: Any) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
-                children.dying_with_us([*self._command, "--system-prompt-file", str(prefix)]),
+                subprocesses.dying_with_us([*self._command, "--system-prompt-file", str(prefix)]),
                 cwd=scratch / "empty",
                 # its socket and other files, which it leaves when it is killed, lie in the scratch folder
                 env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
@@ -170,7 +170,7 @@ class ClaudeCode:
                 **files,
             )
 
-        return children.attend(begin, prompt, seconds)
+        return subprocesses.attend(begin, prompt, seconds)
 
 
 def _not_started(charge: Charge, why: str) -> Fault:

@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.providers import Message, ProviderError, Question, Turn, Usage
-from primitives.files import write_atomic
+from coda_agent.agent.providers import Message, ProviderError, Question, Turn, Usage
+from coda_agent.primitives.system.files import write_atomic
 
 END = "<!-- end -->"
 HOW = "<!-- how to answer -->"

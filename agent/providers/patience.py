@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import httpx2
 
-from agent.budget import OutOfBudget
-from agent.providers import ProviderError, Question, Turn
+from coda_agent.agent.providers import ProviderError, Question, Turn
+from coda_agent.agent.run.budget import OutOfBudget
 
 EMPTY = 3  # answers to one question that may hold nothing, before it is given up
 UNKNOWN = 12  # requests for one that may break off when they may have cost something: a night of them is dear

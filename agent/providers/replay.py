@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent.journal import JournalError
-from agent.providers import ProviderError, Question, Turn
-from agent.record import recording
+from coda_agent.agent.providers import ProviderError, Question, Turn
+from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.run.record import recording
 
 
 class Replay:

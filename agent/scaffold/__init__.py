@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import typer
 
-from agent import typed
-from agent.scaffold.draft import Draft, Entry
-from agent.scaffold.function import Function, ScaffoldError, read
-from agent.scaffold.infer import Found, cut, infer, proven, trial_sizes
-from agent.visible import echo
-from primitives.dims import NAME, Dim
-from primitives.files import write_atomic
-from primitives.ir import DTYPES, INDICES, READABLE, VALUE_NAME
+from coda_agent.agent import arguments
+from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.scaffold.draft import Draft, Entry
+from coda_agent.agent.scaffold.function import Function, ScaffoldError, read
+from coda_agent.agent.scaffold.infer import Found, cut, infer, proven, trial_sizes
+from coda_agent.primitives.lang.dims import NAME, Dim
+from coda_agent.primitives.lang.ir import DTYPES, INDICES, READABLE, VALUE_NAME
+from coda_agent.primitives.system.files import write_atomic
 
 __all__ = ["Options", "ScaffoldError", "new"]
 
@@ -223,7 +223,7 @@ def _answer(
     try:
         if given is not None:
             return parse(given)
-        with typed.asking():
+        with arguments.asking():
             return typer.prompt(question, default, value_proc=parse)
     except typer.BadParameter as error:
         raise ScaffoldError(f"--{kind} {name}={given}: {error.message}") from None

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agent.scaffold.function import Function, Line, ScaffoldError
-from primitives.dims import Dim
-from primitives.files import write_atomic
+from coda_agent.agent.scaffold.function import Function, Line, ScaffoldError
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.system.files import write_atomic
 
 if TYPE_CHECKING:
-    from verifier.spec import Spec
+    from coda_agent.verifier.spec.model import Spec
 
 TEXTS = ("reference", "baseline")
 WRAP = 100
@@ -72,7 +72,8 @@ class Draft:
 
     def spec(self, check: bool = False) -> Spec:
         """What the loader reads in it; ScaffoldError at the user's line where it objects."""
-        from verifier.spec_file import SpecError, load
+        from coda_agent.verifier.loading import load
+        from coda_agent.verifier.spec.file import SpecError
 
         text = str(self)
         with tempfile.TemporaryDirectory() as directory:
@@ -91,7 +92,7 @@ class Draft:
 
     def rows(self) -> frozenset[str]:
         """Dims that count rows; where none leads two tensors, the first dim."""
-        from verifier.sizes import row_dims
+        from coda_agent.verifier.numerics.sizes import row_dims
 
         return row_dims(self.spec()) or frozenset([next(iter(self.dims))])
 

@@ -14,11 +14,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from agent.scaffold.halves import Swap, halves
-from agent.scaffold.helpers import Inlined, helpers
-from agent.scaffold.special import Specialised
-from agent.scaffold.words import Names, Words, without_idle_dtypes
-from primitives.ir import VALUE_NAME
+from coda_agent.agent.scaffold.halves import Swap, halves
+from coda_agent.agent.scaffold.helpers import Inlined, helpers
+from coda_agent.agent.scaffold.special import Specialised
+from coda_agent.agent.scaffold.words import Names, Words, without_idle_dtypes
+from coda_agent.primitives.lang.ir import VALUE_NAME
 
 __all__ = ["Function", "Line", "Note", "ScaffoldError", "Size", "Tensor", "read"]
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from agent.scaffold.words import top_level
+from coda_agent.agent.scaffold.words import top_level
 
 Fail = Callable[[ast.AST, str], Exception]
 

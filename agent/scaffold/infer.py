@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from agent.scaffold.draft import Draft
-from agent.scaffold.function import Note, ScaffoldError
-from agent.scaffold.halves import Swap, swapped
-from primitives.dims import Dim
-from primitives.ir import DTYPES, INDICES
+from coda_agent.agent.scaffold.draft import Draft
+from coda_agent.agent.scaffold.function import Note, ScaffoldError
+from coda_agent.agent.scaffold.halves import Swap, swapped
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import DTYPES, INDICES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from verifier.spec import Spec
+    from coda_agent.verifier.spec.model import Spec
 
 
 class Found(NamedTuple):
@@ -29,8 +29,8 @@ class Found(NamedTuple):
 
 def infer(draft: Draft) -> dict[str, Found]:
     """Outputs by name; ScaffoldError for a reference that does not run, with the user's line."""
-    from verifier.spec import BadReference
-    from verifier.spec_trial import check_reference
+    from coda_agent.verifier.numerics.trial import check_reference
+    from coda_agent.verifier.spec.model import BadReference
 
     spec = draft.spec()
     try:
@@ -52,8 +52,8 @@ def proven(draft: Draft) -> tuple[Note, ...]:
 def _runs(draft: Draft, swaps: Sequence[Swap]) -> bool:
     import torch
 
-    from verifier.inputs import draw
-    from verifier.reference import cast
+    from coda_agent.verifier.numerics.inputs import draw
+    from coda_agent.verifier.numerics.reference import cast
 
     spec, sizes = draft.spec(), trial_sizes(draft)[0]
     inputs = {name: cast(tensor, torch.float64) for name, tensor in draw(spec, sizes, seed=0).items()}
@@ -77,8 +77,8 @@ def _run(draft: Draft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor
     """The outputs in the dtypes that they have by themselves, or in fp64 where this machine cannot say."""
     import torch
 
-    from verifier.inputs import draw
-    from verifier.reference import cast
+    from coda_agent.verifier.numerics.inputs import draw
+    from coda_agent.verifier.numerics.reference import cast
 
     own = draw(spec, sizes, seed=0)
     wide = {name: cast(tensor, torch.float64) for name, tensor in own.items()}
@@ -94,7 +94,7 @@ def _tried(
 ) -> dict[str, Tensor]:
     import torch
 
-    from verifier.reference import MISTAKES, run
+    from coda_agent.verifier.numerics.reference import MISTAKES, run
 
     before = {name: tensor.clone() for name, tensor in inputs.items()}
     try:
@@ -114,7 +114,7 @@ def _tried(
 
 
 def _found(draft: Draft, name: str, first: Tensor, second: Tensor) -> Found:
-    from verifier.inputs import DTYPES as TORCH
+    from coda_agent.verifier.numerics.inputs import DTYPES as TORCH
 
     both = list(first.shape), list(second.shape)
     shape = tuple(_formula(draft, list(extents)) for extents in zip(*both, strict=True))

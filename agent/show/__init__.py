@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.words import StepText, steps
-from primitives.ir import Program
-from primitives.roofline import H100, Machine, Roofline, StepFloor, roofline
-from primitives.schedule import Schedule, by_step
+from coda_agent.agent.show.explain import StepText, steps
+from coda_agent.primitives.compiler.roofline import H100, Machine, Roofline, StepFloor, roofline
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule, by_step
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
-    from primitives.cubin import Resources
+    from coda_agent.primitives.compiler.cubin import Resources
 
 Cases = Mapping[str, Mapping[str, int]]
 
@@ -43,10 +43,10 @@ def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
     """The schedules that a case was measured with, by step: from the report beside a kernel's file
     (NAME.report.json, or NAME.raw.report.json), if it is of this program and has them. KernelError for one
     that cannot be read."""
-    from agent import accept, staging
+    from coda_agent.agent.artifacts import accept, atomic_files
 
     path = beside(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
-    with staging.settled(path.parent, path.name):
+    with atomic_files.settled(path.parent, path.name):
         if not path.exists():
             return {}
         report = accept.report(path)
@@ -102,7 +102,7 @@ class Shown:
         return Group(*parts)
 
     def _lowered(self) -> str:
-        from primitives.lower import lower
+        from coda_agent.primitives.compiler.lower import lower
 
         return lower(self.program, self.raw).text
 

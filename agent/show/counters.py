@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.show import new_table, tuned
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.roofline import StepFloor, roofline
-from primitives.schedule import Schedule
+from coda_agent.agent.show import new_table, tuned
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.roofline import StepFloor, roofline
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from verifier.spec import Spec
+    from coda_agent.verifier.spec.model import Spec
 
 TOP_STALLS = 3
 MISSING = "–"

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agent.show import new_table, schedule_words
-from primitives.sass import KINDS, LOWERED, Instruction, Listing
+from coda_agent.agent.show import new_table, schedule_words
+from coda_agent.primitives.runtime.sass import KINDS, LOWERED, Instruction, Listing
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

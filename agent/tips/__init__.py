@@ -19,10 +19,10 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from agent import locks
-from primitives.files import write_atomic
+from coda_agent.agent.artifacts import locks
+from coda_agent.primitives.system.files import write_atomic
 
-TIPS = Path(__file__).parent.parent.parent / "tips_log.md"
+TIPS = Path(__file__).resolve().parents[2] / "tips_log.md"
 HEADING = re.compile(r"^## (tip-\d+): (.+)$")
 FIELD = re.compile(r"^- (\w+): (.+)$")
 LAST = re.compile(r"^<!-- last id: tip-(\d+) -->$")

@@ -10,15 +10,15 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
-from agent import record
-from agent.journal import Event
-from agent.loop import measurement
-from agent.optimize import Base
-from agent.runs import JOURNAL, folder
-from agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
-from verifier.decision import NO_FASTER
-from verifier.report import GATES, REPORT, Accepted, Checked, Rejected, joined
-from verifier.spec_file import load
+from coda_agent.agent.run import record
+from coda_agent.agent.run.journal import Event
+from coda_agent.agent.run.loop import measurement
+from coda_agent.agent.run.optimize import Base
+from coda_agent.agent.run.runs import JOURNAL, folder
+from coda_agent.agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
+from coda_agent.verifier.decision import NO_FASTER
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import GATES, REPORT, Accepted, Checked, Rejected, joined
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 SOURCES = ("report", "draft")  # kinds of events that judge a source

@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent import prompt, record, runs
-from agent.budget import Limits, OutOfBudget
-from agent.journal import JournalError
-from agent.loop import Listener, Loop
-from agent.proportions import Difference, difference
-from agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_prompts
-from agent.work import Authoring, Measure
-from verifier.spec_file import load
+from coda_agent.agent.prompts import prompt
+from coda_agent.agent.reporting.proportions import Difference, difference
+from coda_agent.agent.run import record, runs
+from coda_agent.agent.run.budget import Limits, OutOfBudget
+from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.run.loop import Listener, Loop
+from coda_agent.agent.run.task import Authoring, Measure
+from coda_agent.agent.tips import ACCEPTED, VOCABULARY, Tip, TipsError, in_prompts
+from coda_agent.verifier.loading import load
 
 Author = Callable[[Path, Sequence[Tip]], "int | None"]
 """Authors a spec's kernel with these tips in the prompt: attempts needed, None if it did not pass in time."""
@@ -132,7 +133,7 @@ class Runs:
     judged: int = 0  # attempts, of all runs
 
     def __call__(self, path: Path, tips: Sequence[Tip]) -> int | None:
-        from agent.session import provider_of
+        from coda_agent.agent.setup import provider_of
 
         run = self._run(path, tips)
         self.taken.append(run.name)

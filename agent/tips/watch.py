@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.text import Text
 
-from agent.budget import Spent
-from verifier.report import Accepted, Checked, Rejected
+from coda_agent.agent.run.budget import Spent
+from coda_agent.verifier.report import Accepted, Checked, Rejected
 
 
 class Watch:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.campaign import fp64
 from benchmarks.campaign.draws import Draw, draws, fitted, long, made, small
-from primitives.ir import OPERATIONS, Program
-from verifier import numerics, reference
-from verifier.inputs import DTYPES
-from verifier.spec import Spec
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.verifier.numerics import error_gate, reference
+from coda_agent.verifier.numerics.inputs import DTYPES
+from coda_agent.verifier.spec.model import Spec
 
 AIMED = 24  # draws towards the values that a mutant's conditions are about
 STEPS = 4  # by which one is brought there
@@ -37,7 +37,7 @@ class Sample:
         for name, output in self.spec.outputs.items():
             truth = self.truth[name]  # where it is not finite it says nothing
             got[name] = torch.where(truth.isfinite(), found[name], truth).to(DTYPES[output.dtype])
-        return any(not e.passed for e in numerics.compare(self.spec, got, self.truth, self.yard))
+        return any(not e.passed for e in error_gate.compare(self.spec, got, self.truth, self.yard))
 
 
 class Judge:

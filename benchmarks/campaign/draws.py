@@ -13,11 +13,11 @@ from random import Random
 import torch
 from torch import Tensor
 
-from primitives.dims import Dim
-from primitives.interpret import torch_dtype
-from verifier.sizes import row_dims
-from verifier.spec import Spec
-from verifier.spec_parts import OutputSpec, TensorSpec
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.verifier.numerics.sizes import row_dims
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
 SCALED = 90  # draws of other magnitudes
 MODERATE, FAR = 5.0, 30.0  # decades

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primitives.dims import Dim
-from primitives.ir import Node, Program, Type
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import Node, Program, Type
 
 Values = list[Tensor]
 ROOT_2_OVER_PI = 0.7978845608028654

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-from primitives.cut import cut
-from primitives.dims import Dim
-from primitives.elementwise import covers
-from primitives.errors import ProgramError
-from primitives.ir import OPERATIONS, Attribute, Node, Program, Type
-from primitives.trace import trace_source
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import OPERATIONS, Attribute, Node, Program, Type
+from coda_agent.primitives.lang.ops.elementwise import covers
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGED = ("size_choice",)  # codes of a check that are a verdict on a mutant

@@ -10,11 +10,11 @@ from benchmarks.campaign.differs import Judge
 from benchmarks.campaign.graph import program_of, spec_of
 from benchmarks.campaign.mutate import Mutant, mutant
 from benchmarks.campaign.rewrite import Rewritten, rewritten
-from primitives.errors import ProgramError
-from primitives.ir import Program
-from verifier.reference import MISTAKES
-from verifier.spec import Spec
-from verifier.verify import check_program
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.numerics.reference import MISTAKES
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
 MORE = 3  # times as many aimed draws before what was accepted counts as equivalent

@@ -9,9 +9,9 @@ from random import Random
 from benchmarks.campaign import clamps, conditions, sizes, terms
 from benchmarks.campaign.graph import Graph, Skip
 from benchmarks.campaign.site import Edit, Site
-from primitives.errors import ProgramError
-from primitives.ir import Program
-from verifier.spec import Spec
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.spec.model import Spec
 
 KINDS: dict[str, Edit] = clamps.KINDS | terms.KINDS | conditions.KINDS | sizes.KINDS
 TRIES = 40  # before a kind does not apply to a program

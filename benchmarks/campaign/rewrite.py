@@ -8,8 +8,8 @@ from typing import NamedTuple
 from benchmarks.campaign import rewrite_arithmetic, rewrite_functions, rewrite_tiles
 from benchmarks.campaign.graph import Graph, Skip, honest
 from benchmarks.campaign.rules import Rule
-from primitives.errors import ProgramError
-from primitives.ir import Program
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
 
 RULES: dict[str, Rule] = rewrite_arithmetic.RULES | rewrite_functions.RULES | rewrite_tiles.RULES
 COMBINED = "several"

@@ -6,7 +6,7 @@ from random import Random
 
 from benchmarks.campaign.graph import Graph, Skip
 from benchmarks.campaign.rules import Rule, known, rule
-from primitives.ir import Node, Type
+from coda_agent.primitives.lang.ir import Node, Type
 
 
 @rule("divide")

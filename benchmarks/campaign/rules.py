@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from benchmarks.campaign.graph import Graph, Skip
-from primitives.ir import Node
+from coda_agent.primitives.lang.ir import Node
 
 Rule = Callable[[Graph, Random], str]
 Made = Callable[[Graph, Node, Random], int]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from benchmarks.campaign.graph import Graph, Skip, meeting
-from primitives.dims import Dim
-from primitives.ir import OPERATIONS
-from verifier.spec import Spec
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import OPERATIONS
+from coda_agent.verifier.spec.model import Spec
 
 VALUES = ("tile", "vector", "head", "row", "column", "spread", "repeated", "scalar")
 LARGEST = 3e38  # of a threshold

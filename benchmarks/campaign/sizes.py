@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from benchmarks.campaign.site import Edit, Site
-from primitives.dims import Dim
+from coda_agent.primitives.lang.dims import Dim
 
 Sizes = Mapping[str, int]
 

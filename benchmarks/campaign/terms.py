@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.campaign.graph import Skip, same_type
 from benchmarks.campaign.site import Edit, Site
-from primitives.ir import Node
+from coda_agent.primitives.lang.ir import Node
 
 UNARY = ("exp", "log", "sqrt", "rsqrt", "tanh", "sin", "cos", "sigmoid", "silu", "gelu", "abs", "negative")
 OTHERS = {

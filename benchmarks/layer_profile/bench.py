@@ -12,29 +12,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.compare import kernels as accepted
-from agent.compare.rows import SPECS, LayerRow
 from benchmarks.layer_profile.traces import operators, regions, summary
-from primitives import tune
-from primitives.lower import lower
-from primitives.roofline import roofline
-from primitives.schedule import Schedule
-from verifier.columns import PROGRAM
-from verifier.conditions import Monitor
-from verifier.contest import Contender, compiled
-from verifier.kept import worth_racing
-from verifier.layers import variant
-from verifier.layers.sitting import LayerSeats
-from verifier.scoring import milliseconds, timed
-from verifier.spec_file import load
-from verifier.timing import Arm
+from coda_agent.comparison import kernels as accepted
+from coda_agent.comparison.competitors import PROGRAM
+from coda_agent.comparison.interleaved import Contender, compiled
+from coda_agent.comparison.layers import variant
+from coda_agent.comparison.layers.session import LayerSeats
+from coda_agent.comparison.rows import SPECS, LayerRow
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime import tune
+from coda_agent.verifier.gpu.benchmark import milliseconds, timed
+from coda_agent.verifier.gpu.telemetry import Monitor
+from coda_agent.verifier.incumbent import worth_racing
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.timing import Arm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from verifier.layers.layer import Layer
-    from verifier.layers.runners import Call
-    from verifier.layers.shape import Shape
+    from coda_agent.comparison.layers.layer import Layer
+    from coda_agent.comparison.layers.runners import Call
+    from coda_agent.comparison.layers.shape import Shape
 
 SEED = 20
 ROUNDS, LONGEST = 40, 8.0  # of timing: rounds, and seconds of them
@@ -70,7 +70,7 @@ class Bench:
         self.backwards: dict[str, Backward] = {}
 
     def prepare(self) -> dict[str, Any]:
-        from verifier.layers.shape import draw
+        from coda_agent.comparison.layers.shape import draw
 
         row = LayerRow(self.width, True)
         if row.contenders is None:
@@ -89,7 +89,7 @@ class Bench:
 
     def _agreement(self, drawn: Any) -> dict[str, dict[str, float]]:
         """How far each result of the other arms is from the first arm's, relatively."""
-        from verifier.layers.errors import relative, results
+        from coda_agent.comparison.layers.errors import relative, results
 
         first, *others = self.names
         exact = results(self.layers[first], drawn)
@@ -214,7 +214,7 @@ def on_known_schedules(call: Call, kernel: Contender, case: str) -> Contender:
 
 def backward_parts(shape: Shape, kernels: Mapping[Call, Contender]) -> list[dict[str, Any]]:
     """Our kernels of the backward in the order they run: names, schedules, FLOPs and compulsory bytes."""
-    from verifier.layers.runners import calls
+    from coda_agent.comparison.layers.runners import calls
 
     places = calls(shape)
     backward = places.keys() - calls(shape, backward=False).keys()

@@ -1,6 +1,6 @@
 """Which part of the layer's backward each kernel is, its FLOPs and bytes, and the group that it counts in.
 
-D is the model's width, F the FFN's, names are those of ``verifier.layers.fused``. Bytes are compulsory: each
+D is the model's width, F the FFN's, names are those of ``fused``. Bytes are compulsory: each
 operand and output once. Standard library only.
 """
 

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from primitives.files import write_atomic
-from verifier.baselines import MAX_AUTOTUNE
-from verifier.columns import COMPILE, PROGRAM
+from coda_agent.comparison.competitors import COMPILE, PROGRAM
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 
 ARMS = (PROGRAM, COMPILE)
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels")
@@ -133,7 +133,7 @@ def _stage(
 
 
 def _conditions() -> dict[str, Any]:
-    from verifier.conditions import Monitor, device
+    from coda_agent.verifier.gpu.telemetry import Monitor, device
 
     known = device()
     if "multiprocessors" not in known:

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from agent.compare.charts import ANONYMOUS, STYLE
 from benchmarks.layer_profile.ledger import (
     ATTENTION,
     DATA,
@@ -25,9 +24,10 @@ from benchmarks.layer_profile.ledger import (
     peak,
     rows,
 )
-from primitives.files import write_atomic
-from verifier.columns import PROGRAM
-from verifier.statistics import MIN_ROUNDS, ratio
+from coda_agent.comparison.charts import ANONYMOUS, STYLE
+from coda_agent.comparison.competitors import PROGRAM
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.statistics import MIN_ROUNDS, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,7 @@ def _head(found: Mapping[str, Any]) -> str:
 
 {at.get("gpu", "unknown GPU")}, driver {at.get("driver", "unknown")}, {made}, {found["date"][:10]}.
 Drawn by `python -m benchmarks.layer_profile draw` from what `measure` wrote. "{PROGRAM}" is the layer in this
-project's kernels (`verifier/layers/fused.py`, whose names the tables use), the other arm the plain layer
+project's kernels (`comparison/layers/fused.py`, whose names the tables use), the other arm the plain layer
 under `torch.compile`. Both run the same attention of PyTorch's.
 
 Times of kernels are means over the steps of one profile (torch.profiler, CUDA activities only), in which

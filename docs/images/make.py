@@ -24,14 +24,16 @@ import fake_messages  # noqa: E402
 from authoring import TOY, TOY_KERNEL, fenced, measured, slow  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from agent import history, live, page, runs, session  # noqa: E402
-from agent.authoring import begun  # noqa: E402
-from agent.budget import Limits  # noqa: E402
-from agent.options import Authoring  # noqa: E402
-from primitives.ir import Program  # noqa: E402
-from verifier.decision import BASELINE, KEPT  # noqa: E402
-from verifier.report import Measured, Rejected, Timing  # noqa: E402
-from verifier.spec import Spec  # noqa: E402
+from coda_agent.agent import setup  # noqa: E402
+from coda_agent.agent.cli.authoring import begun  # noqa: E402
+from coda_agent.agent.options import Authoring  # noqa: E402
+from coda_agent.agent.reporting import html_report, progress  # noqa: E402
+from coda_agent.agent.run import history, runs  # noqa: E402
+from coda_agent.agent.run.budget import Limits  # noqa: E402
+from coda_agent.primitives.lang.ir import Program  # noqa: E402
+from coda_agent.verifier.decision import BASELINE, KEPT  # noqa: E402
+from coda_agent.verifier.report import Measured, Rejected, Timing  # noqa: E402
+from coda_agent.verifier.spec.model import Spec  # noqa: E402
 
 NAME = "stand_in_figures"
 MODEL = "claude-opus-4-5"  # whose prices are known
@@ -77,7 +79,7 @@ def author(name: str, answers: Answers, speedup: float, log: StringIO) -> None:
     run = runs.reopen(name)
     with fake_messages.FakeMessages(*answers) as server, run.journal:
         os.environ |= {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": "of-nobody"}
-        session.author(run, live.Watch(Console(file=log, width=80)), stand_in(speedup))
+        setup.author(run, progress.Watch(Console(file=log, width=80)), stand_in(speedup))
 
 
 def candidates(spec: Path) -> list[str]:
@@ -100,7 +102,7 @@ def table(names: list[str], path: Path) -> None:
     says = ["ended", "ended", "waiting for an answer"]
     rows = [(n, history.of(name), said) for n, (name, said) in enumerate(zip(names, says, strict=True), 1)]
     console = Console(record=True, width=130, file=StringIO(), force_terminal=True)
-    console.print(live.table(rows, f"a number stops that candidate, {live.STOP_ALL} stops all"))
+    console.print(progress.table(rows, f"a number stops that candidate, {progress.STOP_ALL} stops all"))
     console.save_svg(str(path), title="coda-agent generate --candidates 3: stand-in figures, no measurement")
 
 
@@ -120,7 +122,7 @@ def main() -> None:
         spec.write_text(TOY.replace("name: toy", f"name: {NAME}"), encoding="utf-8")
         names = candidates(spec)
         table(names, HERE / "candidates.svg")
-        screenshot(page.write(names[0], Path(temporary) / "run.html"), HERE / "report.png")
+        screenshot(html_report.write(names[0], Path(temporary) / "run.html"), HERE / "report.png")
     print(*names)
 
 

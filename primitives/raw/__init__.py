@@ -23,17 +23,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from primitives import workers
-from primitives.files import cache_dir, write_atomic
-from primitives.jit import compile_kernel, import_file, noting_stages
-from primitives.lowered import GemmKernel, Lowered, VectorKernel
-from primitives.raw import child
-from primitives.raw.error import RawError
-from primitives.raw.language import check
-from primitives.raw.objects import inspect, same_host
-from primitives.refusal import CompileError
-from primitives.schedule import Schedule
-from primitives.split import ORDER
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.jit import compile_kernel, import_file, noting_stages
+from coda_agent.primitives.compiler.lowered import GemmKernel, Lowered, VectorKernel
+from coda_agent.primitives.compiler.split import ORDER
+from coda_agent.primitives.frozen_names import device
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.raw import child
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.raw.language import check
+from coda_agent.primitives.raw.objects import inspect, same_host
+from coda_agent.primitives.system import workers
+from coda_agent.primitives.system.files import cache_dir, write_atomic
 
 FORMAT = 2  # of what is kept of a compile: what is asked of a text and its object
 FUNCTION = "func"  # what an object exports
@@ -254,8 +255,5 @@ def _import_compilers() -> None:
     import quack.compile_utils
     import quack.gemm_runtime.host  # noqa: F401
 
-    import primitives.device.finish
-    import primitives.device.heads
-    import primitives.device.lanes
-    import primitives.device.mainloop
-    import primitives.device.tables  # noqa: F401
+    for module in ("finish", "heads", "lanes", "mainloop", "tables"):
+        device(module)

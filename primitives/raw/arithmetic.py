@@ -23,10 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from primitives import children
-from primitives.raw import child
-from primitives.raw.confine import confine
-from primitives.raw.error import RawError
+from coda_agent.primitives.raw import child
+from coda_agent.primitives.raw.confine import confine
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.system import subprocesses
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
     given = [[coarse, [_packed(t.numpy().tobytes()) for t in tensors]] for coarse, tensors in calls]
     request = json.dumps({"source": source, "name": name, "arity": arity, "calls": given})
     with TemporaryDirectory(prefix="coda-arithmetic-") as scratch:
-        status, said, words = children.attend(lambda **files: _start(scratch, files), request, SECONDS)
+        status, said, words = subprocesses.attend(lambda **files: _start(scratch, files), request, SECONDS)
     try:
         told = json.loads(said)
     except ValueError:
@@ -85,8 +85,8 @@ def _packed(data: bytes) -> str:
 
 
 def _start(scratch: str, files: dict[str, Any]) -> subprocess.Popen[bytes]:
-    kept = children.environment() | ONE_THREAD
-    return children.start("primitives.raw.arithmetic", scratch, env=kept, **files)
+    kept = subprocesses.environment() | ONE_THREAD
+    return subprocesses.start("coda_agent.primitives.raw.arithmetic", scratch, env=kept, **files)
 
 
 # In the child

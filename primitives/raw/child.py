@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from primitives.raw.confine import confine
-from primitives.raw.error import RawError
+from coda_agent.primitives.raw.confine import confine
+from coda_agent.primitives.raw.error import RawError
 
 SECONDS = 120.0  # for one configuration: an honest one takes 2
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes

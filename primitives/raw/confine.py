@@ -17,14 +17,14 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
-from primitives import children, sandbox
-from primitives.sandbox import Rule
+from coda_agent.primitives.system import sandbox, subprocesses
+from coda_agent.primitives.system.sandbox import Rule
 
 LIMITS = {
     "CPU": 300,
     "FSIZE": 64 << 20,
     "NOFILE": 128,
-    "DATA": children.MEMORY_BYTES,
+    "DATA": subprocesses.MEMORY_BYTES,
     "CORE": 0,
 }
 PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")  # they load parts of theirs late

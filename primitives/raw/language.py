@@ -17,9 +17,10 @@ from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import NoReturn
 
-from primitives.raw.error import RawError
-from primitives.raw.names import GIVEN, MODULES, RESOURCE_METHODS, SETTINGS, STAGES, STEP_METHODS
-from primitives.raw.reader import Reader, is_docstring, is_super
+from coda_agent.primitives.frozen_names import device
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.raw.names import GIVEN, MODULES, RESOURCE_METHODS, SETTINGS, STAGES, STEP_METHODS
+from coda_agent.primitives.raw.reader import Reader, is_docstring, is_super
 
 MAX_BYTES = 128 << 10
 
@@ -140,14 +141,12 @@ class _Checker(Reader):
     def _base(self, node: ast.expr) -> type | None:
         from quack.epilogue.ops import EpiOp
 
-        from primitives.device.mainloop import FusedGemm
-
         if not isinstance(node, ast.Name):
             self._refuse("a base is named as it is imported")
         if node.id in self._classes:
             return self._classes[node.id]
         found = self._imported.get(node.id)
-        if not isinstance(found, type) or not issubclass(found, FusedGemm | EpiOp):
+        if not isinstance(found, type) or not issubclass(found, device("mainloop").FusedGemm | EpiOp):
             self._refuse(
                 f"{node.id} is no base: a step is a FusedGemm or TableGemm, a resource one of "
                 "quack.epilogue.ops or primitives.device"
@@ -155,14 +154,12 @@ class _Checker(Reader):
         return found
 
     def _overridable(self, name: str, base: type | None) -> None:
-        from primitives.device.mainloop import FusedGemm
-
         if base is None or not hasattr(base, name):
             if name != "__call__" or base is not None:
                 self._identifier(name)
             self._no_hook(name)
             return
-        step = issubclass(base, FusedGemm)
+        step = issubclass(base, device("mainloop").FusedGemm)
         known = STEP_METHODS | {STAGES} if step else RESOURCE_METHODS
         if name not in known:
             self._refuse(
@@ -219,10 +216,8 @@ class _Checker(Reader):
     def _makes_resources(self, name: str) -> bool:
         from quack.epilogue.ops import EpiOp
 
-        from primitives.device.mainloop import arguments
-
         found = self._classes.get(name, self._imported.get(name))
-        return found is arguments or isinstance(found, type) and issubclass(found, EpiOp)
+        return found is device("mainloop").arguments or isinstance(found, type) and issubclass(found, EpiOp)
 
     def _is_number_type(self, name: str) -> bool:
         import cutlass

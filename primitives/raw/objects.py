@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
-from primitives.raw.error import RawError
+from coda_agent.primitives.raw.error import RawError
 
 MOST_BYTES = 16 << 20
 MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # honest: 15 sections, some 600 relocations

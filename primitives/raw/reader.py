@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
-from primitives.raw.error import RawError
-from primitives.raw.names import (
+from coda_agent.primitives.frozen_names import frozen_names
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.raw.names import (
     BANNED,
     BANNED_PREFIXES,
     BUILTINS,
@@ -83,7 +84,8 @@ class Reader:
         if name not in MODULES and name not in CHOSEN:
             known = ", ".join(sorted({*MODULES, *CHOSEN}))
             self._refuse(f"{name} cannot be imported here; there are {known}", "vocabulary")
-        return importlib.import_module(name)
+        with frozen_names():
+            return importlib.import_module(name)
 
     def _member(self, module: ModuleType | str, name: str) -> Any:
         module = self._listed(module) if isinstance(module, str) else module

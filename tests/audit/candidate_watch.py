@@ -1,6 +1,6 @@
 """Hears every candidate and every text that is compiled beneath the project: the two may never be the same.
 
-``verifier.jail.trace`` raises an audit event (PEP 578) with each candidate's source, ``verifier.verify`` one
+``trace`` raises an audit event (PEP 578) with each candidate's source, ``verify`` one
 with each edited text, Python one for each text or file that it compiles or executes. What this process heard
 goes to a log of its own in a directory that all
 processes of a test session share, so that a candidate of one may be compiled in another, before or after.
@@ -27,18 +27,23 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 DIRECTORY = "CODA_AGENT_AUDIT"  # the variable that names the logs' directory
-PACKAGES = ("verifier", "agent", "primitives")
-TRACER = "primitives.trace"  # executes kernel files for whoever calls it
-CONFINED = ("primitives.raw.child", "_in_child")  # the first function of the child that runs edited texts
+PACKAGES = ("agent", "comparison", "primitives", "verifier")
+TRACER = "coda_agent.primitives.lang.trace"  # executes kernel files for whoever calls it
+CONFINED = (
+    "coda_agent.primitives.raw.child",
+    "_in_child",
+)  # the first function of the child that runs edited texts
 POOLS = ("threading", "concurrent.futures.thread", __name__)
-CANDIDATES = ("verifier.jail.trace", "verifier.verify.check_raw")
+CANDIDATES = ("coda_agent.verifier.sandbox.jail.trace", "coda_agent.verifier.verify.check_raw")
 TELLING = 40  # bytes that no other text holds by chance
 WORDS = (b"primitives", b"cutlass")  # a kernel file imports one, an edited text the other
 DIGEST = 32  # characters
 HERE = os.path.dirname(os.path.abspath(__file__))
 TESTS = os.path.dirname(HERE) + os.sep
 # Modules of the project's own: one of them holds a candidate as a string, for doctor to try the jail with.
-OWN = tuple(os.path.join(os.path.dirname(os.path.dirname(HERE)), package) + os.sep for package in PACKAGES)
+ROOT = os.path.dirname(os.path.dirname(HERE))
+ROOTS = (ROOT, os.path.join(ROOT, "src", "coda_agent"))  # one folder, by two names
+OWN = tuple(os.path.join(root, package) + os.sep for root in ROOTS for package in PACKAGES)
 FOREIGN = tuple({os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix)})
 
 _logged: set[int] = set()  # hashes of (path, line): a session has thousands of candidates
@@ -156,7 +161,7 @@ def _beneath() -> str | None:
         name = str(getattr(spec, "name", None) or frame.f_globals.get("__name__"))
         if (name, frame.f_code.co_name) == CONFINED:
             return None
-        if name != TRACER and name.partition(".")[0] in PACKAGES:
+        if name != TRACER and name.partition(".")[0] == "coda_agent":
             found = found or f"{path}:{frame.f_lineno}"
             if not name.startswith("primitives"):  # which tests use themselves
                 return found

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from primitives import compile
+from coda_agent.primitives.runtime import compile
 
 # The language check is gone: ``trace`` executes the source with every builtin, and sends back its ``answer``,
 # or what it leaves in ``said``. What stops it then is the operating system and the parent.
 BARE = """
 import sys; sys.path.append(sys.argv[1])
 import ctypes, errno, mmap, resource, signal, socket, time
-from primitives import sandbox
-from verifier import jail_child
+from coda_agent.primitives.system import sandbox
+from coda_agent.verifier.sandbox import jail_child
 def bare(source, signature):
     names = {}
     exec(source, names)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from primitives.ir import Program
-from primitives.trace import trace_lines
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.trace import trace_lines
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.spec.model import Spec
 
 HERE = Path(__file__).parent
 SPECS = HERE.parents[1] / "specs"

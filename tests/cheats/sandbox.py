@@ -38,7 +38,7 @@ IMPORTS = (
     above(
         "import of a submodule",
         "The vocabulary's own files import sys.",
-        "from primitives.trace import sys",
+        "from coda_agent.primitives.lang.trace import sys",
         language("the one import is"),
     ),
     above(

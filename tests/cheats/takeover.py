@@ -117,7 +117,8 @@ FORGERIES = (
     says(
         "a patched vocabulary",
         "Changes the rules where it is, which is not where they are applied.",
-        "import primitives.ir as ir, verifier.jail_child as j\nir.MAX_NODES = 10**9\nir.OPERATIONS.clear()\n"
+        "import coda_agent.primitives.lang.ir as ir, coda_agent.verifier.sandbox.jail_child as j\n"
+        "ir.MAX_NODES = 10**9\nir.OPERATIONS.clear()\n"
         "ir.Program.check = lambda self, lines=None: self",
         Contained(),
     ),

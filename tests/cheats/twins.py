@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import primitives
 from cheats.corpus import Twin
+from coda_agent import primitives
 
 # The whole vocabulary, so that no cheat fails for a name it forgot to import.
 IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"

@@ -1,4 +1,4 @@
-"""One random program on the GPU, from compiling to comparing: a task for ``primitives.workers``.
+"""One random program on the GPU, from compiling to comparing: a task for ``primitives.system.workers``.
 
 In a process of its own: a kernel that hangs or that faults takes down its own case alone.
 """
@@ -18,15 +18,15 @@ from unittest.mock import patch
 import torch
 from programs import Made, Tensors, random_program, random_schedule
 
-from primitives.compile import PROBES
-from primitives.cut import cut
-from primitives.errors import ProgramError
-from primitives.interpret import interpret
-from primitives.ir import OPERATIONS, Program
-from primitives.lower import lower
-from primitives.plan import Plan
-from primitives.schedule import Schedule
-from verifier.guards import POISONS, Guarded, untouched
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.verifier.gpu.guards import POISONS, Guarded, untouched
 
 DEVICE = "cuda"
 POISON = POISONS[0]  # as every byte: NaN in each float, -1 in integers

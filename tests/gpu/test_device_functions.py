@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from verifier import proposal_gates
-from verifier.proposal import FAMILIES, Proposal
-from verifier.report import Measured, Rejected
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.verifier import proposal_gates
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.proposal import FAMILIES, Proposal
+from coda_agent.verifier.report import Measured, Rejected
+from coda_agent.verifier.spec.model import Spec
 
 SOFTSIGN = '''\
 def softsign(x: Any) -> Any:

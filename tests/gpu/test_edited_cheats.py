@@ -7,11 +7,11 @@ from cheats.corpus import Cheat, Contained
 from cheats.raw.games import GAMES
 from cheats.raw.twin import TWIN
 
-from primitives.compile import PROBES
-from verifier.gates import Failed
-from verifier.gpu import Worker
-from verifier.proof import Job, numerics, stability
-from verifier.scoring import Race, score
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu.benchmark import Race, score
+from coda_agent.verifier.gpu.checks import Job, numerics, stability
+from coda_agent.verifier.gpu.worker import Worker
 
 # No multiples of a tile, and an odd number of rows: what the games say of sizes is meant of these.
 SIZES = {"M": 521, "K": 520, "N": 776}

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from primitives.compile import PROBES
-from primitives.ir import Program
-from primitives.lower import editable
-from primitives.plan import Plan
-from verifier.inputs import draw
-from verifier.proof import bits, poisoned_run
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.primitives.compiler.lower import editable
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.verifier.gpu.checks import bits, poisoned_run
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).parent.parent.parent
 KERNELS = {

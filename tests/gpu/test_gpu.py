@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from primitives.compile import PROBES
-from primitives.ir import Program
-from primitives.launch import Kernel
-from primitives.launchable import LaunchError
-from primitives.schedule import Schedule
-from verifier import numerics, reference
-from verifier.inputs import draw
-from verifier.jail import Traced, trace
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.primitives.runtime.launchable import LaunchError
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import error_gate, reference
+from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.sandbox.jail import Traced, trace
+from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = sorted((ROOT / "agent" / "examples").glob("*.yaml"))
+EXAMPLES = sorted((ROOT / "agent" / "prompts" / "examples").glob("*.yaml"))
 ACCEPTED = sorted((ROOT / "generated_kernels").glob("*.program.json"))
 SCHEDULES = [*PROBES, Schedule(128, 192, True, 1, 2, 16, True, True), Schedule(192, 128, True, 2, 1, 4)]
 
@@ -57,7 +57,7 @@ def test_agrees_with_fp64_at_ragged_sizes(read, path, schedule):
         got = kernel(**inputs)
         torch.cuda.synchronize()
         truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
-        errors = numerics.compare(spec, got, truth, yard)
+        errors = error_gate.compare(spec, got, truth, yard)
         assert all(e.passed for e in errors), [e.reason for e in errors]
 
 
@@ -67,7 +67,7 @@ def test_one_row_and_many_rows_of_the_same_kernel():
     for rows in (1, 7, 129):
         sizes = {"M": rows, "K": 264, "N": 392}
         inputs = draw(spec, sizes, seed=rows, device="cuda")
-        errors = numerics.compare(
+        errors = error_gate.compare(
             spec,
             kernel(**inputs),
             reference.oracle(spec, inputs, sizes),

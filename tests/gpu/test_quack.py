@@ -15,15 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from verifier import numerics, quack_baseline, reference
-from verifier.baselines import products
-from verifier.inputs import FAMILIES, draw
-from verifier.numerics import Limits
-from verifier.quack_baseline import LIBRARY_ARMS, MATMUL, OWN_TUNER, chained, config, tuned
-from verifier.quack_library import LIBRARY, quack_library
-from verifier.report import QuackTuned
-from verifier.spec import Spec
-from verifier.spec_file import load
+from coda_agent.verifier.baselines import quack
+from coda_agent.verifier.baselines.pytorch import products
+from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL, OWN_TUNER, chained, config, tuned
+from coda_agent.verifier.baselines.quack_library import LIBRARY, quack_library
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import error_gate, reference
+from coda_agent.verifier.numerics.inputs import FAMILIES, draw
+from coda_agent.verifier.numerics.limits import Limits
+from coda_agent.verifier.report import QuackTuned
+from coda_agent.verifier.spec.model import Spec
 
 SPECS = Path(__file__).parent.parent.parent / "specs"
 LIMITS = Limits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)
@@ -40,7 +41,7 @@ def judge(spec: Spec, got: dict[str, Tensor], inputs: dict[str, Tensor], sizes: 
     torch.cuda.synchronize()
     truth, yard = reference.oracle(spec, inputs, sizes), reference.yardstick(spec, inputs, sizes)
     loose = LIBRARY[spec.name].inexact
-    errors = numerics.compare(spec, got, truth, yard, LIMITS)
+    errors = error_gate.compare(spec, got, truth, yard, LIMITS)
     assert all(e.passed for e in errors if e.name not in loose), [e.reason for e in errors]
     for name in loose:
         error = (got[name].double() - truth[name]).square().mean().sqrt()
@@ -107,13 +108,13 @@ def test_what_was_raced_last_is_raced_again_alone(arm, tmp_path, monkeypatch):
     inputs = draw(spec, sizes, 0, device="cuda")
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "first"))
     first = tuned(arm, spec, [inputs], sizes).finalists
-    raced, race = [], quack_baseline._race
+    raced, race = [], quack._race
 
     def watched(*given):
         raced.append([asdict(c) for c in given[-2]])
         return race(*given)
 
-    monkeypatch.setattr(quack_baseline, "_race", watched)
+    monkeypatch.setattr(quack, "_race", watched)
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "second"))
     here = {"gpu": torch.cuda.get_device_name(), "version": version("quack-kernels")}
     known = QuackTuned.model_validate(here | {"arms": {arm: first}})

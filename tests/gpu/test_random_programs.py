@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 from random_programs import Case, account, case, operations, read, run_case
 
-from primitives import workers
-from primitives.ir import OPERATIONS
+from coda_agent.primitives.lang.ir import OPERATIONS
+from coda_agent.primitives.system import workers
 
 HERE = Path(__file__).parent
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import faults
 import pytest
 
-from agent import accept
-from primitives.lower import lower
-from primitives.probes import choices
-from verifier.gates import Failed
-from verifier.proof import Job
-from verifier.sanitizer import TOOLS, errors, sanitized
-from verifier.spec_file import load
+from coda_agent.agent.artifacts import accept
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import choices
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu.checks import Job
+from coda_agent.verifier.gpu.sanitizer import TOOLS, errors, sanitized
+from coda_agent.verifier.loading import load
 
 SPECS = sorted((Path(__file__).parent.parent.parent / "specs").glob("gemm_*.yaml"))
 KERNELS = [pytest.param(path, False, id=path.stem) for path in SPECS]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from agent.compare import rows
-from agent.compare.results import LAYER_BOTH
-from verifier.columns import ANCHOR, COMPILE, EAGER, PROGRAM
-from verifier.contest import machine
-from verifier.gpu import Task, Worker
-from verifier.quack_baseline import OWN_TUNER
+from coda_agent.comparison import rows
+from coda_agent.comparison.competitors import ANCHOR, COMPILE, EAGER, PROGRAM
+from coda_agent.comparison.interleaved import machine
+from coda_agent.comparison.results import LAYER_BOTH
+from coda_agent.verifier.baselines.quack import OWN_TUNER
+from coda_agent.verifier.gpu.worker import Task, Worker
 
 
 def sat(task: Task, seats: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import faults
 import pytest
 
-from verifier.gpu import Lost, Worker
-from verifier.proof import clean
+from coda_agent.verifier.gpu.checks import clean
+from coda_agent.verifier.gpu.worker import Lost, Worker
 
 
 @pytest.mark.parametrize(

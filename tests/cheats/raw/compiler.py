@@ -11,15 +11,15 @@ from typing import Any
 from unittest.mock import patch
 
 from cheats.child import children
-from primitives import raw
-from primitives.ir import Program
-from primitives.lower import lower
-from primitives.lowered import GemmKernel, VectorKernel
-from primitives.raw import child
-from primitives.raw.error import RawError
-from primitives.raw.language import check
-from primitives.raw.objects import inspect
-from primitives.schedule import Schedule
+from coda_agent.primitives import raw
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.lowered import GemmKernel, VectorKernel
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.raw import child
+from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.raw.language import check
+from coda_agent.primitives.raw.objects import inspect
 
 SMALL = Schedule(128, 128, False, 1, 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cheats.corpus import Cheat, Contained, Rejection, rejected
 from cheats.raw.twin import BASES, TWIN, indented
-from primitives.files import cache_dir
+from coda_agent.primitives.system.files import cache_dir
 
 
 def bare(name: str, tries: str, lines: str, ends: Rejection | Contained) -> Cheat:
@@ -38,7 +38,11 @@ CONFINED = (
     refused("a temporary file", "Leaves itself where all may write.", "open('/tmp/was-here', 'w')"),
     refused("shared memory", "Leaves itself in memory.", "open('/dev/shm/was-here', 'w')"),
     refused("the compiler", "Changes what others compile with.", "import quack\nopen(quack.__file__, 'a')"),
-    refused("the checks", "Changes what judges it.", "import primitives.raw as r\nopen(r.__file__, 'a')"),
+    refused(
+        "the checks",
+        "Changes what judges it.",
+        "import coda_agent.primitives.raw as r\nopen(r.__file__, 'a')",
+    ),
     refused("a process", "Goes on in a process of its own.", "if os.fork() == 0:\n    os._exit(0)"),
     refused("a program", "Becomes another.", "os.execv('/bin/true', ['true'])"),
     refused("its parent's memory", "Reads who judges it.", "open(f'/proc/{os.getppid()}/mem', 'rb')"),
@@ -103,7 +107,7 @@ ANSWERS = (
     ),
     says(
         "checks that pass", "Changes them where it is, which is not where they are applied.",
-        "import primitives.raw as r\nr.inspect = r.same_host = lambda *data: b'yes'\n"
+        "import coda_agent.primitives.raw as r\nr.inspect = r.same_host = lambda *data: b'yes'\n"
         f"target.write_bytes(b'x')\n{END}",
         rejected("compile", "object", "no 64-bit"),
     ),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cheats.corpus import Cheat, Rejection, Twin
 from cheats.twins import RMSNORM
-from primitives.ir import Program
-from primitives.lower import editable
+from coda_agent.primitives.compiler.lower import editable
+from coda_agent.primitives.lang.ir import Program
 
 VISITOR = '        place = resources["place"]\n'
 METHOD = "    @cute.jit\n    def epi_visit"

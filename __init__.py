@@ -1,0 +1,1 @@
+"""The one import root: ``src/coda_agent`` is this folder."""

@@ -1,0 +1,143 @@
+"""What a person types: specs and kernels, by name or file, files to read or write, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from pathlib import Path
+
+import typer
+
+from coda_agent.agent.reporting.safe_text import echo
+
+SPECS, KERNELS = Path("specs"), Path("generated_kernels")
+NO_SOURCE = {  # by how its name ends, what of a kernel's files is no source of one
+    ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",
+    ".cutedsl.py": "the lowered text of a kernel",
+    ".program.json": "the program of a kernel: coda-agent show {path}",
+    ".json": "no Python",
+    ".yaml": "a spec",
+}
+
+
+def spec_file(given: Path) -> Path:
+    """Where the spec of a name is, which has no folder and no suffix and is no file; any other path as it
+    is."""
+    bare = given.name == str(given) and not given.suffix and not given.is_file()
+    return SPECS / f"{given}.yaml" if bare else given
+
+
+def spec_for(kernel: Path, given: Path | None) -> Path:
+    """The spec of a kernel's file: the given one, else NAME.yaml beside the file, else the one in specs/.
+
+    An accepted kernel takes the one in specs/ first: that one is what it was accepted for. Raises
+    BadParameter where there is none."""
+    if given:
+        return spec_file(given)
+    name = kernel.name.partition(".")[0]
+    beside, ours = kernel.parent / f"{name}.yaml", SPECS / f"{name}.yaml"
+    accepted = kernel.parent.resolve() == KERNELS.resolve()
+    found = [path for path in ((ours, beside) if accepted else (beside, ours)) if path.is_file()]
+    if not found:
+        near = get_close_matches(name, [path.stem for path in SPECS.glob("*.yaml")], n=1)
+        remedy = f", such as --spec {near[0]}" if near else ""
+        raise typer.BadParameter(f"{kernel}: neither {beside} nor {ours} is there; give --spec{remedy}")
+    if len(found) > 1 and not found[0].samefile(found[1]):
+        echo(f"coda-agent: the spec is {found[0]}, not {found[1]}; --spec chooses", err=True)
+    return found[0]
+
+
+def name_in(folder: Path, given: str) -> str:
+    """The NAME that is given as such, or as folder/NAME.yaml. Raises BadParameter for a path elsewhere."""
+    path = Path(given)
+    if given == path.name and path.suffix != ".yaml":
+        return given
+    if path.resolve().parent != folder.resolve():
+        raise typer.BadParameter(f"{given}: is not in {folder}; give the name of one that is")
+    return path.stem
+
+
+def accepted(kernel: Path, suffix: str) -> Path:
+    """The file that a name without a suffix, and no file itself, has in generated_kernels/; any other path as
+    it is."""
+    known = KERNELS / f"{kernel}.{suffix}"
+    return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
+
+
+def refuse_unused(why: str, *names: str, **options: object) -> None:
+    """Raises BadParameter for options that were given and would do nothing: ``why``, and what to do instead.
+    ``names`` as they are typed; ``options`` by name, of which the given ones have a value."""
+    given = [*names, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
+    if given:
+        raise typer.BadParameter(f"{' and '.join(given)} would do nothing: {why}")
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Within: a file that was named on the command line is read or written. Raises BadParameter where it
+    cannot be; a draft beside it, which has a name of its own, is not what the user knows."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise typer.BadParameter(f"{path}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path}: cannot be read as text: {error}") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}; give another file") from None
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Within: a prompt. Raises KeyboardInterrupt for Ctrl-C, and EOFError where nobody answers: typer has one
+    exception for both."""
+    try:
+        yield
+    except typer.Abort as ended:
+        interrupted = isinstance(ended.__context__, KeyboardInterrupt)
+        raise (KeyboardInterrupt if interrupted else EOFError) from None
+
+
+def source(path: Path) -> str:
+    """The text of a file that was named on the command line."""
+    with named(path):
+        return path.read_text(encoding="utf-8")
+
+
+def kernel_source(kernel: Path) -> str:
+    """``source`` of a kernel's file, once an acceptance of that kernel that was cut off is ended."""
+    from coda_agent.agent.artifacts.accept import settled
+
+    name, raw = kernel.name.partition(".")[0], ".raw." in kernel.name
+    with suppress(FileNotFoundError), settled(name, kernel.parent, raw=raw):
+        return _kernel(kernel)
+    return _kernel(kernel)
+
+
+def _kernel(path: Path) -> str:
+    if not path.exists():
+        raise typer.BadParameter(f"{path}: there is no such kernel file; {_instead(path.name)}")
+    return source(path)
+
+
+def _instead(name: str) -> str:
+    """What may have been meant by the name of a kernel that is not there."""
+    from coda_agent.agent.run import runs
+
+    if name in runs.names():
+        return f"it is a run: coda-agent review {name}, or report {name}"
+    if not KERNELS.is_dir():
+        return f"accepted kernels' names are those of {KERNELS} in a checkout; go there, or give a path"
+    name = name.partition(".")[0]
+    near = get_close_matches(name, [p.name.partition(".")[0] for p in KERNELS.glob("*.program.json")], n=1)
+    return f"did you mean {near[0]}?" if near else "give one, or an accepted kernel's name"
+
+
+def refuse_no_source(kernel: Path, command: str, *also: str) -> None:
+    """Raises BadParameter for what is no source of a kernel by its name, but for endings that the command
+    takes ``also``: what to give instead."""
+    name = kernel.name.partition(".")[0]
+    for ending, what in NO_SOURCE.items():
+        if kernel.name.endswith(ending) and ending not in also:
+            words = what.format(name=name, path=kernel)
+            raise typer.BadParameter(f"{kernel}: is {words}; {command} takes a kernel's source: {name}.py")

@@ -1,0 +1,253 @@
+"""Accepting: a kernel that passed every gate goes to generated_kernels/, with its evidence; git commit.
+
+Four files a kernel: NAME.py as authored, NAME.program.json (what launch loads), NAME.cutedsl.py (the text
+that ran) and NAME.report.json. Of an edited text three more: NAME.raw.py, NAME.raw.program.json (the same
+program, on schedules of its own) and NAME.raw.report.json. The run that made it is kept for replay. All of
+them or none: they are staged first, and what was staged whole is put in place by whoever looks next.
+"""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from difflib import unified_diff
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from coda_agent.agent.artifacts import atomic_files
+from coda_agent.agent.run import record
+from coda_agent.agent.run.journal import Record, Snapshot
+from coda_agent.agent.run.loop import PIECE, STOPPED, Outcome
+from coda_agent.agent.run.runs import JOURNAL, folder
+from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.report import REPORT, Accepted, Authorship, Rejected
+from coda_agent.verifier.spec.model import Spec
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "generated_kernels"
+RECORDINGS = ROOT / "agent" / "recordings"
+# What a recording keeps of a run's header: the rest is about the machine it ran on, such as local paths.
+HEADER = (
+    *("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes"),
+    *("measures_tip", "without_tips", "with_tips"),
+)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, its user's part of it, or what a file may have
+
+
+class AcceptError(Exception):
+    """A kernel that cannot be accepted, or a commit that git refused: what to do instead."""
+
+
+class KernelError(Exception):
+    """A file of an accepted kernel that cannot be read: which, what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An accepted kernel as its files have it. ``raw``: its text, where an author has edited it."""
+
+    program: Program
+    report: Accepted
+    raw: str = ""
+
+
+SUFFIXES = ("py", "program.json", "cutedsl.py", "report.json")
+RAW_SUFFIXES = ("raw.py", "raw.program.json", "raw.report.json")
+
+
+def files(name: str, directory: Path = KERNELS, *, raw: bool = False) -> list[Path]:
+    """The files of a kernel: the source first, then the program; the report last."""
+    return [directory / f"{name}.{suffix}" for suffix in (RAW_SUFFIXES if raw else SUFFIXES)]
+
+
+@contextmanager
+def settled(name: str, directory: Path | None = None, *, raw: bool = False) -> Iterator[list[Path]]:
+    """Within: the ``files`` of a kernel, by default in generated_kernels/, are of one acceptance: one that
+    was cut off is ended first, and others wait. Raises OSError, FileNotFoundError without a directory."""
+    *others, evidence = files(name, directory or KERNELS, raw=raw)
+    with atomic_files.settled(evidence.parent, evidence.name):
+        yield [*others, evidence]
+
+
+def read(spec: Spec, directory: Path | None = None, *, raw: bool = False) -> Kernel | None:
+    """The accepted kernel of a spec, by default of generated_kernels/, or its edited text; None where there
+    is none. Whether the report is for these files is ``verifier.provenance``'s to say. Raises KernelError."""
+    try:
+        with settled(spec.name, directory, raw=raw) as (source, program, *_, evidence):
+            return Kernel(
+                Program.from_json(program.read_text(encoding="utf-8"), spec.signature()),
+                report(evidence),
+                source.read_text(encoding="utf-8") if raw else "",
+            )
+    except FileNotFoundError:
+        return None
+    except (ProgramError, UnicodeDecodeError) as error:
+        raise KernelError(f"{program}: {error}; accept that kernel again") from None
+
+
+def superseded(edit: Accepted, own: Accepted) -> bool:
+    """Whether an edited text's program was measured again after it: tuned by a better search, it may be the
+    faster of the two now."""
+    return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
+
+
+def is_there(name: str) -> bool:
+    """Whether generated_kernels/ has an accepted kernel of this name. Raises OSError."""
+    try:
+        with settled(name) as (*_, evidence):
+            return evidence.is_file()
+    except FileNotFoundError:
+        return False
+
+
+def report(path: Path) -> Accepted:
+    """An accepted kernel's evidence. Raises KernelError; OSError where it cannot be read."""
+    try:
+        found = REPORT.validate_json(path.read_bytes())
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise KernelError(f"{path}: {place}: {error.errors()[0]['msg']}; accept that kernel again") from None
+    if not isinstance(found, Accepted):
+        raise KernelError(f"{path}: is of a kernel that is {found.status}, not accepted; remove it")
+    return found
+
+
+def recording(name: str, directory: Path = RECORDINGS, *, raw: bool = False) -> Path:
+    """Where the run that made a kernel is kept; ``raw``: one that edited its text, or wrote a primitive."""
+    return directory / (f"{name}.raw.jsonl" if raw else f"{name}.jsonl")
+
+
+def recorded(journal: Record) -> str:
+    """A run as it is kept: without what is the machine's own, or in its report."""
+    header = {key: journal.header[key] for key in HEADER if key in journal.header}
+    return journal.export(header, leaving_out={PIECE, STOPPED})
+
+
+def export(run: str, path: Path) -> Path:
+    """Write all events of a run as it stands, whatever came of it and whoever has it open, to ``path``; its
+    header too, but for where files lie on this machine. Raises JournalError and OSError."""
+    journal = Snapshot(*record.glance(folder(run) / JOURNAL))
+    header = {key: value for key, value in journal.header.items() if key != "directory"}
+    write_atomic(path, journal.export(header))
+    return path
+
+
+def accept(
+    outcome: Outcome,
+    journal: Record,
+    directory: Path = KERNELS,
+    recordings: Path = RECORDINGS,
+    *,
+    looked: bool = False,
+) -> list[Path]:
+    """Write an accepted kernel's files and its run's recording, all or none of them. ``looked``: a person has
+    read it, which an edited text needs. Raises AcceptError for anything but an accepted kernel, or where
+    writing fails."""
+    report, program = outcome.report, outcome.program
+    if "proposes" in journal.header:
+        primitive = journal.header["spec"]
+        raise AcceptError(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
+    given = journal.header["run"]  # of a replay its own: the authorship is the recorded run's
+    if not isinstance(report, Accepted) or program is None:
+        raise AcceptError(
+            f"run {given} is {report.status}, not accepted: "
+            "only a kernel measured on an H100 and found faster can be accepted"
+        )
+    name, raw = report.identity.spec, bool(outcome.raw)
+    if raw and not looked:
+        raise AcceptError(
+            f"{name}: this is raw CuTeDSL, code that nobody vouches for: read it (coda-agent review "
+            f"{given}), then say --looked"
+        )
+    lowered = lower(program, outcome.raw)
+    if lowered.hash != report.identity.lowered_hash or program.hash != report.identity.program_hash:
+        raise AcceptError(f"{name}: the evidence is for another lowering (other versions?): measure again")
+    report = report.model_copy(update={"authorship": outcome.authorship})
+    written = dict(zip(files(name, directory, raw=raw), (outcome.source, program.to_json()), strict=False))
+    if not raw:
+        written[directory / f"{name}.cutedsl.py"] = lowered.text
+    evidence, run = files(name, directory, raw=raw)[-1], recording(name, recordings, raw=raw)
+    if not journal.header.get("replays"):  # else the recording there is the run that it replays
+        written[run] = recorded(journal)
+    written[evidence] = report.model_dump_json(indent=1) + "\n"
+    try:
+        atomic_files.put(directory, evidence.name, written)
+    except OSError as error:
+        place = error.filename or directory  # a write that fails names no file
+        remedy = "make room" if error.errno in FULL else "see that it can be written,"
+        raise AcceptError(f"{place}: {error.strerror}; {remedy} and accept again") from None
+    return [*(path for path in written if path not in (evidence, run)), evidence, run]
+
+
+def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
+    """A unified diff from the spec's kernel that is kept there now, once an acceptance of it that was cut off
+    is ended, to this one; empty where there is none, or no change."""
+    if isinstance(outcome.report, Rejected):
+        return ""
+    program, raw = outcome.program, outcome.raw
+    assert program is not None  # of a rejected one there are no changes to show
+    if raw and lower(program, raw).hash != outcome.report.identity.lowered_hash:
+        return ""  # no text of the program's: a primitive's functions
+    name = outcome.report.identity.spec
+    path, *_ = files(name, directory, raw=bool(raw))
+    try:
+        with settled(name, directory, raw=bool(raw)):
+            before = path.read_text(encoding="utf-8")
+    except OSError:
+        if not raw:
+            return ""
+        before = editable(program)  # what the edit started from
+    old, new = (text.splitlines(keepends=True) for text in (before, outcome.source))
+    return "".join(unified_diff(old, new, fromfile=path.name, tofile=f"run {outcome.authorship.run}"))
+
+
+def message(report: Accepted, authorship: Authorship) -> str:
+    """The commit message: what was accepted, by whom, with the figures."""
+    lines = [
+        f"Accept {report.identity.spec}" + (", raw CuTeDSL" if report.identity.raw else ""),
+        "",
+        f"Author: {authorship.author}, {authorship.attempts} attempt(s), run {authorship.run}",
+        f"Device: {report.conditions.get('gpu', 'unknown')}, {report.date}",
+        "",
+    ]
+    for t in report.timings:
+        ratios = ", ".join(
+            f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items()
+        )
+        lines.append(f"{t.case}: {t.milliseconds['candidate']:.3f} ms; {ratios}")
+    return "\n".join(lines) + "\n"
+
+
+def commit(paths: list[Path], words: str) -> str:
+    """Commit exactly these files; the new commit's hash. Raises AcceptError with git's words."""
+    names = [str(p) for p in paths]
+    _git("add", "--", *names)
+    if not _git("diff", "--cached", "--name-only", "--", *names):
+        return _git("rev-parse", "--short", "HEAD").strip()  # these very files were committed before
+    _git("commit", "--quiet", "-m", words, "--", *names)
+    return _git("rev-parse", "--short", "HEAD").strip()
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise AcceptError("git is not installed: the files are written, commit them yourself") from None
+    if done.returncode != 0:
+        raise AcceptError(
+            f"git {arguments[0]} failed: {(done.stderr or done.stdout).strip()}; "
+            "the files are written, commit them yourself"
+        )
+    return done.stdout

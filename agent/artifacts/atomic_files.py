@@ -1,0 +1,106 @@
+"""Several files that are replaced together: a process killed at any moment leaves all of the old ones, or
+what whoever looks next makes all of the new ones.
+
+They are written into a draft folder, and its renaming decides. From there each file is renamed to its place,
+and no disk is too full for that.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from coda_agent.agent.artifacts.locks import alone, together
+from coda_agent.primitives.system.files import sync_directory, write_atomic
+
+STATES = ("draft", "whole", "done")  # of a folder: being written, all there, and its files in their places
+PLACES = "places.json"  # in a folder: where its files go, in their order
+
+
+def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
+    """Replace files by these, in their order. The last vouches for the others: it is gone while they are
+    replaced. ``name`` tells them from others that are staged in ``directory``. Raises OSError; then all are
+    as they were, or are replaced by whoever looks next."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with alone(directory):
+        _finish(directory, name)
+        draft, whole, _ = _folders(directory, name)
+        try:
+            for number, content in enumerate(contents.values()):
+                write_atomic(draft / str(number), content)
+            write_atomic(draft / PLACES, json.dumps([_way(directory, path) for path in contents]))
+            draft.rename(whole)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        _finish(directory, name)
+
+
+@contextmanager
+def settled(directory: Path, name: str = "*") -> Iterator[None]:
+    """Within: files are as they were replaced last, and stay so. A replacement that was cut off after it was
+    decided is ended first, and of one that was cut off before nothing is left; of any ``name`` without one.
+    Raises OSError, FileNotFoundError where there is no ``directory``."""
+    while True:
+        _end(directory, name)
+        with together(directory):
+            if not any(
+                folder.is_dir() for folder in directory.glob(f".{name}.whole")
+            ):  # else it was decided, and cut off, just now
+                yield
+                return
+
+
+def _end(directory: Path, name: str) -> None:
+    for folder in [f for state in STATES for f in directory.glob(f".{name}.{state}")]:
+        with alone(directory):
+            _finish(directory, folder.stem[1:])
+
+
+def _finish(directory: Path, name: str) -> None:
+    draft, whole, done = _folders(directory, name)
+    for folder in (draft, done):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    if whole.is_dir():
+        sync_directory(directory)
+        _replace(directory, whole)
+        whole.rename(done)  # a kill in what follows must not leave files without the list of their places
+        shutil.rmtree(done)
+
+
+def _replace(directory: Path, whole: Path) -> None:
+    places = [directory / place for place in json.loads((whole / PLACES).read_text(encoding="utf-8"))]
+    staged = [whole / str(number) for number in range(len(places))]
+    if staged[-1].exists():
+        places[-1].unlink(missing_ok=True)
+    for file, place in zip(staged, places, strict=True):
+        if file.exists():  # else it was moved before a kill
+            _move(file, place)
+
+
+def _way(directory: Path, path: Path) -> str:
+    """To a file from a directory; through no link, for ``..`` leads from where one points to."""
+    return os.path.relpath(path.parent.resolve() / path.name, directory.resolve())
+
+
+def _move(staged: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        staged.rename(place)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # its directory may be on another disk
+            raise
+        write_atomic(place, staged.read_bytes())
+        staged.unlink()
+    sync_directory(place.parent)
+
+
+def _folders(directory: Path, name: str) -> tuple[Path, Path, Path]:
+    draft, whole, done = (directory / f".{name}.{state}" for state in STATES)
+    return draft, whole, done

@@ -1,0 +1,458 @@
+"""Two machines: pack checked kernels for an H100 elsewhere, measure there, carry the runs on here.
+
+A bundle is one JSON file of programs, specs, expected hashes and known tunings; a result is another.
+An author's Python does not travel: the measuring machine sees programs, and edited texts, which it compiles
+in confinement.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from coda_agent.agent.artifacts import accept, quack_tunings
+from coda_agent.agent.artifacts.checkpoint import FilePieces
+from coda_agent.agent.run import runs
+from coda_agent.agent.run.loop import last_verified, measurement, stands_at
+from coda_agent.agent.setup import work_of
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.gates import Progress, identity, silent
+from coda_agent.verifier.report import (
+    MEASUREMENT,
+    REPORT,
+    Checked,
+    Identity,
+    Measured,
+    Measurement,
+    QuackTuned,
+    Unmeasured,
+)
+from coda_agent.verifier.spec.file import SpecError, of_text
+from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    from coda_agent.verifier.gpu.worker import Worker
+    from coda_agent.verifier.incumbent import Kept, Known
+    from coda_agent.verifier.measure import Options
+
+FORMAT = 1
+WHOLE = "whole"  # the piece that a finished entry leaves
+T = TypeVar("T", bound=BaseModel)
+
+
+class BundleError(Exception):
+    """A bundle or result that cannot be used: which file, what is wrong, what to do."""
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
+
+
+class Rival(_File):
+    """An accepted kernel (``verifier.measure.Kept``) in JSON's terms."""
+
+    program: str
+    schedules: dict[str, dict[str, dict[str, Any]]]
+    finalists: dict[str, Schedules] = {}
+    raw: str = ""
+
+    @classmethod
+    def of(cls, kept: Kept) -> Rival:
+        return cls(
+            program=kept.program.to_json(),
+            schedules={
+                case: {str(step): dict(s.to_json()) for step, s in steps.items()}
+                for case, steps in kept.schedules.items()
+            },
+            finalists={
+                case: {str(step): tuple(dict(s.to_json()) for s in raced) for step, raced in steps.items()}
+                for case, steps in kept.finalists.items()
+            },
+            raw=kept.raw,
+        )
+
+
+class Entry(_File):
+    """A checked kernel that awaits measurement. ``known``: by case, schedules that won before; ``quack``: the
+    same of QuACK's arms. ``kept``: the accepted kernel that this one is to beat. ``raw``: its edited text,
+    ``objects`` what that was compiled to here: the machine there need not run it."""
+
+    run: str
+    attempt: int
+    spec_text: str
+    program: str
+    identity: Identity
+    known: dict[str, Schedules] = {}
+    quack: dict[str, QuackTuned] = {}
+    kept: Rival | None = None
+    raw: str = ""
+    objects: dict[str, str] = {}
+
+
+class Bundle(_File):
+    coda_agent_bundle: int = FORMAT
+    entries: tuple[Entry, ...]
+
+
+class Result(_File):
+    """One entry's measurement."""
+
+    run: str
+    attempt: int
+    identity: Identity
+    measurement: dict[str, Any]
+
+
+class Results(_File):
+    coda_agent_results: int = FORMAT
+    results: tuple[Result, ...]
+
+
+def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
+    """Write the runs' last checked kernels to ``path``. BundleError if one awaits no measurement. An edited
+    text is compiled, which takes minutes where a search would look far: ``progress`` hears of each case."""
+    bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
+    _write(path, bundle)
+    return bundle
+
+
+def _entry(name: str, progress: Progress) -> Entry:
+    run = runs.reopen(name)
+    try:
+        if "proposes" in run.journal.header:
+            raise BundleError(
+                f"run {run.name} is of a primitive: copy its folder to the H100's {runs.runs_dir()}, and "
+                f"there: coda-agent resume {run.name} --gpu; where its recording is in the checkout there: "
+                f"coda-agent primitive {run.journal.header['spec']} --provider replay --gpu"
+            )
+        events = {e.key: e.payload for e in run.journal.events()}
+        attempt = last_verified(events)
+        last = events[f"report/{attempt}"] if attempt else None
+        report = REPORT.validate_python(last["report"]) if last else None
+        if not isinstance(report, Checked) or f"measurement/{attempt}" in events:
+            raise BundleError(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
+        assert last is not None and attempt is not None  # a report was validated from it
+        kept, raw = _kept(run, events), last.get("raw", "")
+        return Entry(
+            run=run.name,
+            attempt=attempt,
+            spec_text=run.text,
+            program=last["program"],
+            identity=report.identity,
+            known=_known(run.spec, report.identity),
+            quack=quack_tunings.quack(run.spec),
+            kept=Rival.of(kept) if kept else None,
+            raw=raw,
+            objects=_objects(run.spec, last["program"], raw, kept, progress) if raw else {},
+        )
+    finally:
+        run.journal.close()
+
+
+def _objects(
+    spec: Spec, text: str, raw: str, kept: Kept | None, progress: Progress = silent
+) -> dict[str, str]:
+    """An edited text compiled here on all that a measurement asks for: the compile gate's schedules, and
+    those that the kernel before may be tuned to, which are raced."""
+    from coda_agent.primitives.compiler.probe_schedules import fits, probes
+    from coda_agent.primitives.raw import packed
+    from coda_agent.primitives.runtime.tune import compile_all, within_reach
+
+    program = Program.from_json(text, spec.signature())
+    lowered = lower(program, raw)
+    for case in spec.cases:
+        raced = dict(kept.finalists.get(case.name, {})) if kept and case.bench else {}
+        if kept and not kept.raw:
+            raced |= {
+                g.step: within_reach(g, case.sizes, raced[g.step]) for g in lowered.gemms if g.step in raced
+            }
+        wanted = [
+            (g.step, schedule)
+            for g in lowered.gemms
+            for schedule in (*probes(program, g, case.sizes), *raced.get(g.step, ()))
+            if fits(program, g, schedule, case.sizes)
+        ]
+        wanted += list(program.schedule.items())
+        progress("compile", f"{spec.name}, case {case.name}: {len(set(wanted))} schedules")
+        compile_all(program, case.sizes, wanted, raw)
+    return packed(lowered)
+
+
+def _kept(run: runs.Run, events: Mapping[str, Any]) -> Kept | None:
+    from coda_agent.verifier.incumbent import Kept
+
+    number = stands_at(events)
+    found = measurement(events, number) if number else None
+    if isinstance(found, Measured):
+        report = events[f"report/{number}"]
+        program = Program.from_json(report["program"], run.spec.signature())
+        return Kept.of(program, found.timings, report.get("raw", ""))
+    return work_of(run).rival()
+
+
+def _known(spec: Spec, identity: Identity) -> dict[str, Schedules]:
+    """What the accepted kernel of this spec was tuned to, if it is the same program on the same text: tuning
+    again only has to race these."""
+    try:
+        before = accept.read(spec)
+    except accept.KernelError:  # of another version
+        return {}
+    if before is None or before.report.identity.lowered_hash != identity.lowered_hash:
+        return {}
+    return {timing.case: timing.finalists for timing in before.report.timings}
+
+
+def _partial(out: Path) -> Path:
+    """Where the cases finished so far are kept, until ``out`` is whole."""
+    return out.with_name(out.name + ".partial")
+
+
+def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
+    """Where one entry's measurement is kept until ``out`` is whole."""
+    rival = entry.kept.model_dump_json() if entry.kept else ""
+    return FilePieces.of(_partial(out), entry.identity, options, rival)
+
+
+def read(path: Path) -> Bundle:
+    """Raises BundleError for a file that is no bundle, or one of another format."""
+    return _read(path, Bundle)
+
+
+def measure(
+    path: Path, bundle: Bundle, out: Path, options: Options, *, progress: Callable[[str], Progress]
+) -> Results:
+    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Pieces finished
+    before, in ``out``.partial, are not measured again. BundleError, which names ``path``, for one of other
+    versions."""
+    from coda_agent.verifier.measure import started
+
+    done, here, waiting = Results(results=()), [], started()
+    try:
+        checked = [_verified(path, entry) for entry in bundle.entries]
+        for place, (entry, (spec, program)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
+            # The next entry's workers do their imports meanwhile.
+            here, waiting = waiting, started() if place < len(checked) else []
+            keep, said = _pieces(out, entry, options), progress(entry.run)
+            found = _whole(keep, partial(_measured, path, entry, spec, program, options, keep, said, here))
+            made = identity(spec, program, entry.raw)
+            result = Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
+            done = Results(results=(*done.results, result))
+            _write(out, done)
+            _close(here)  # an entry that was whole took none
+    finally:
+        _close([*here, *waiting])
+    shutil.rmtree(_partial(out), ignore_errors=True)
+    return done
+
+
+def _close(workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        worker.close()
+
+
+def _whole(keep: FilePieces, measured: Callable[[], Measurement]) -> dict[str, Any]:
+    """One that was whole before a cut stays as it was written then, word for word: it may be imported."""
+    kept = keep.load(WHOLE)
+    if kept is not None:
+        return kept
+    measurement = measured()
+    found = measurement.model_dump(mode="json")
+    if not isinstance(measurement, Unmeasured):
+        keep.save(WHOLE, found)
+    return found
+
+
+def _measured(
+    path: Path,
+    entry: Entry,
+    spec: Spec,
+    program: Program,
+    options: Options,
+    keep: FilePieces,
+    progress: Progress,
+    ahead: Sequence[Worker],
+) -> Measurement:
+    from coda_agent.verifier.measure import measure as measure_program
+
+    if entry.raw:
+        _unpack(path, entry, program)
+    return measure_program(
+        spec,
+        program,
+        options,
+        progress=progress,
+        keep=keep,
+        known=_schedules(path, entry),
+        kept=_rival(path, entry, spec),
+        raw=entry.raw,
+        quack=_quack(path, entry),
+        ahead=ahead,
+    )
+
+
+def _unpack(path: Path, entry: Entry, program: Program) -> None:
+    from coda_agent.primitives.raw import unpack
+
+    try:
+        unpack(lower(program, entry.raw), entry.objects)
+    except CompileError as error:
+        raise BundleError(
+            f"{path}: run {entry.run}: an object is refused: {error}; bundle it again"
+        ) from None
+
+
+def _schedules(path: Path, entry: Entry) -> dict[str, Known]:
+    from coda_agent.verifier.incumbent import raced
+
+    try:
+        return raced(entry.known)
+    except (ProgramError, ValueError) as error:
+        raise BundleError(
+            f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"
+        ) from None
+
+
+def _quack(path: Path, entry: Entry) -> dict[str, QuackTuned]:
+    from coda_agent.verifier.baselines.quack import parsed
+
+    try:
+        for case in entry.quack.values():
+            parsed(case.arms)
+    except ValueError as error:
+        raise BundleError(
+            f"{path}: run {entry.run}: a schedule of QuACK's is refused: {error}; bundle it again"
+        ) from None
+    return entry.quack
+
+
+def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
+    from coda_agent.verifier.incumbent import Kept
+
+    if entry.kept is None:
+        return None
+    try:
+        program = Program.from_json(entry.kept.program, spec.signature())
+        steps = {str(gemm.step) for gemm in lower(program).gemms}
+        for case in (case.name for case in spec.cases if case.bench):
+            if steps - entry.kept.schedules.get(case, {}).keys():
+                raise ValueError(f"it has no schedule of every step at case {case}")
+        return Kept.parsed(program, entry.kept.schedules, entry.kept.finalists, entry.kept.raw)
+    except (ProgramError, ValueError) as error:
+        raise BundleError(
+            f"{path}: run {entry.run}: the kernel to beat is refused: {error}; bundle it again"
+        ) from None
+
+
+def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:
+    """Lower again here and compare with what was checked there."""
+    spec = _spec(path, entry)
+    try:
+        program = Program.from_json(entry.program, spec.signature())
+        hashes = (spec.hash, program.hash, lower(program, entry.raw).hash)
+    except ProgramError as error:
+        raise BundleError(f"{path}: run {entry.run}: its program is refused: {error.message}") from None
+    expected = (entry.identity.spec_hash, entry.identity.program_hash, entry.identity.lowered_hash)
+    for what, here, there in zip(("spec", "program", "lowered text"), hashes, expected, strict=True):
+        if here != there:
+            raise BundleError(
+                f"{path}: run {entry.run}: the {what} differs from what was checked "
+                f"({here[:12]} here, {there[:12]} there): install the versions it was made with "
+                f"({', '.join(f'{k} {v}' for k, v in entry.identity.versions.items())})"
+            )
+    return spec, program
+
+
+def _spec(path: Path, entry: Entry) -> Spec:
+    try:  # without running it: its hash is that of the spec which was checked
+        return of_text(path, entry.spec_text, Spec, lambda spec: None)
+    except SpecError as error:
+        place = f"line {error.line} of its spec" if error.line else "its spec"
+        raise BundleError(f"{path}: run {entry.run}: {place}: {error.message}") from None
+
+
+def take(path: Path) -> list[tuple[str, Measurement]]:
+    """Put the measurements of a result file into their runs' journals; again does nothing. One that is void
+    leaves its run awaiting measurement.
+
+    BundleError for a result of another kernel than the run's.
+    """
+    taken: list[tuple[str, Measurement]] = []
+    for result in _read(path, Results).results:
+        try:
+            measurement = MEASUREMENT.validate_python(result.measurement)
+        except ValidationError as error:
+            raise BundleError(
+                f"{path}: run {result.run}: {error.error_count()} errors, the first: "
+                f"{error.errors()[0]['msg']}; measure again"
+            ) from None
+        run = runs.reopen(result.run)
+        try:
+            recorded = next(
+                (e.payload for e in run.journal.events() if e.key == f"report/{result.attempt}"), None
+            )
+            report = REPORT.validate_python(recorded["report"]) if recorded else None
+            named = [result.identity]
+            if isinstance(measurement, Measured):
+                named.append(measurement.identity)
+            if not isinstance(report, Checked) or not all(report.identity.same(n) for n in named):
+                raise BundleError(
+                    f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
+                    "another kernel than this run's: bundle the run again"
+                )
+            key = f"measurement/{result.attempt}"
+            if isinstance(measurement, Unmeasured):
+                taken.append((run.name, measurement))
+                continue
+            if run.journal.once(key, "measurement", partial(dict, result.measurement)) != result.measurement:
+                raise BundleError(
+                    f"{path}: run {result.run}, attempt {result.attempt} has another measurement, which "
+                    "stays: start a new run to have it measured again"
+                )
+        finally:
+            run.journal.close()
+        taken.append((run.name, measurement))
+    return taken
+
+
+def _write(path: Path, content: BaseModel) -> None:
+    try:
+        write_atomic(path, content.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise BundleError(f"{path}: {error.strerror}; give a place that can be written") from None
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path}: {error.strerror}; give a file that bundle or measure wrote") from None
+    try:
+        tree = json.loads(content)
+        if isinstance(tree, dict) and kind is Results and "coda_agent_bundle" in tree:
+            raise BundleError(f"{path}: this is a bundle: measure it first, coda-agent measure {path}")
+        found = kind.model_validate(tree)
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, not the fields
+        words = str(error).splitlines()[0]
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise BundleError(
+            f"{path}: this is no {kind.__name__.lower()} file of coda-agent: {words}; make it again"
+        ) from None
+    version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
+    if version != FORMAT:
+        raise BundleError(f"{path}: format {version}, this version reads {FORMAT}: make it again")
+    return found

@@ -1,0 +1,92 @@
+"""Pieces of a measurement as files, so that one which was cut off goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+from coda_agent.primitives.system.files import cache_dir, write_atomic
+
+if TYPE_CHECKING:
+    from coda_agent.verifier.measure import Keep, Options
+    from coda_agent.verifier.report import Identity
+
+
+@dataclass
+class FilePieces:
+    """Finished pieces of one measurement, each a file that is seen whole or not at all."""
+
+    directory: Path
+
+    @classmethod
+    def of(cls, parent: Path, identity: Identity, options: Options, *more: str) -> FilePieces:
+        """Those of this kernel, this spec's sizes, these options and whatever ``more`` they depend on: of no
+        other measurement."""
+        made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
+        what = json.dumps([*made, asdict(options), *more])
+        return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
+
+    def load(self, piece: str) -> dict[str, Any] | None:
+        """None, too, for what cannot be read as a piece: it is measured again."""
+        try:
+            found = json.loads(self._path(piece).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def save(self, piece: str, found: dict[str, Any]) -> None:
+        write_atomic(self._path(piece), json.dumps(found))
+
+    def written(self) -> list[datetime]:
+        """When each of them was, the first one first."""
+        files = self.directory.glob("*.json")
+        return sorted(datetime.fromtimestamp(path.stat().st_mtime) for path in files)
+
+    def clear(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _path(self, piece: str) -> Path:
+        return self.directory / f"{quote(piece, safe='')}.json"  # a case may be named 8/16
+
+
+@contextmanager
+def resumed(
+    options: Options, again: bool, say: Callable[[str], object]
+) -> Iterator[Callable[[Identity], Keep]]:
+    """Within: where a kernel's measurement on this card keeps its pieces, and with them the GPU, on which no
+    other command measures meanwhile. What is there of one that was cut off counts, unless ``again`` is to
+    start anew. After it, whatever it came to, nothing is left: the next one draws its own inputs."""
+    from coda_agent.verifier.gpu.telemetry import card
+    from coda_agent.verifier.report import PROTOCOL
+
+    kept: list[FilePieces] = []
+    with ExitStack() as stack:
+
+        def keep(identity: Identity) -> FilePieces:
+            stack.enter_context(gpu_alone(say))
+            versions = json.dumps(identity.versions, sort_keys=True)
+            found = FilePieces.of(
+                cache_dir() / "verifying", identity, options, str(PROTOCOL), versions, card()
+            )
+            if again:
+                found.clear()
+            elif times := found.written():
+                say(
+                    f"going on with {len(times)} piece(s) of a measurement that was begun at "
+                    f"{times[0]:%Y-%m-%d %H:%M} and cut off; --again starts anew"
+                )
+            kept.append(found)
+            return found
+
+        yield keep
+        for each in kept:
+            each.clear()

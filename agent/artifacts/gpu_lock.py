@@ -1,0 +1,27 @@
+"""This machine's GPU, which one command measures on at a time: two at once would time each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from filelock import FileLock, Timeout
+
+from coda_agent.primitives.system.files import cache_dir
+
+
+@contextmanager
+def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> Iterator[None]:
+    """Within: no other command of this user measures. ``say`` hears that one does, and is waited for. Raises
+    filelock's Timeout where it still does at ``deadline``, a moment of ``time.monotonic``."""
+    lock = FileLock(cache_dir() / "gpu.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say("another command measures on this GPU: waiting for it")
+        lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,339 @@
+"""``coda-agent primitive``: the vocabulary gains an elementwise primitive that it lacks.
+
+A person says what it means, in ``specs/primitives/NAME.yaml``; an author writes its CuTeDSL as an answer of a
+run; a person merges the patch that comes of it. Nothing here changes a file of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import unified_diff
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.artifacts import accept
+from coda_agent.agent.prompts import prompt
+from coda_agent.agent.run import optimize, runs
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.raw.arithmetic import LINE, answer, known_words
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier import proposal as proposing
+from coda_agent.verifier import proposal_gates, verify
+from coda_agent.verifier.gates import Progress
+from coda_agent.verifier.proposal import Proposal
+from coda_agent.verifier.report import Accepted, Checked, Measurement, Rejected
+from coda_agent.verifier.spec.file import SpecError
+from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    from coda_agent.agent.run.loop import Outcome
+    from coda_agent.agent.run.task import Measure
+    from coda_agent.verifier.incumbent import Kept
+    from coda_agent.verifier.measure import Keep
+
+ROOT = Path(__file__).resolve().parents[2]
+PROPOSED = Path("specs") / "primitives"
+HEADER = "proposes"  # of a run: the proposal's YAML, as it was
+VOCABULARY, FAMILY, LANGUAGE = (
+    f"primitives/{n}.py" for n in ("__init__", "lang/ops/elementwise", "raw/names")
+)
+DEVICE = "primitives/device"
+VALUES = f"{DEVICE}/values.py"
+IMPORTED, EXPORTED = (
+    "from coda_agent.primitives.lang.ops.elementwise import (\n",
+    "__all__ = [\n",
+)  # what opens lists of names
+PACK = optimize.PACK.with_name("primitive.md")
+EXAMPLES = ("abs", "where", "tanh", "sin", "silu", "gelu")
+
+FORM = re.compile(  # of a primitive's page, its paragraphs unwrapped
+    r"(?P<summary>.+?)\n\nShapes: (?P<shapes>.+) Dtypes: (?P<dtypes>.+) Cost: (?P<cost>.+)"
+    r"[ \n]Paper: family (?P<number>\d), (?P<family>\w+)\.\n\n(?P<example>    .+\n    .+)",
+    re.DOTALL,
+)
+
+HOW = """\
+Answer with the functions in one ```python block, in full each time; only the last such block counts.
+"""
+
+
+def formed(page: str) -> re.Match[str] | None:
+    """The parts of a page that has all that the vocabulary's pages have; None for another."""
+    return FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", page))
+
+
+class PrimitiveError(Exception):
+    """A primitive that cannot be proposed or merged: what to do instead."""
+
+
+# Proposing
+
+
+def path_of(name: str, directory: Path | None = None) -> Path:
+    """Where the proposal of a primitive lies."""
+    return (directory or PROPOSED) / f"{name}.yaml"
+
+
+def proposed(name: str) -> Path:
+    """Where the proposal of a primitive lies. Raises PrimitiveError where there is none."""
+    path = path_of(name)
+    if not path.is_file():
+        raise PrimitiveError(
+            f"{path}: there is no such proposal; scaffold it: coda-agent primitive {name} --reference "
+            "'x / (1 + abs(x))' --arguments x"
+        )
+    return path
+
+
+def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
+    """Write the proposal of a primitive for its owner to complete. Raises PrimitiveError, and then
+    has written nothing."""
+    path = path_of(name)
+    if path.exists():
+        raise PrimitiveError(f"{path} is there already: edit it, or remove it first")
+    names = list(arguments)
+    every = ", ".join(f"{n}: [-inf, inf]" for n in names)
+    text = (
+        f"name: {name}\n"
+        f"summary: {name}, element by element.  # for people\n"
+        f"arguments: [{', '.join(names)}]\n"
+        f"reference: {json.dumps(reference)}  # the meaning, in torch's names\n"
+        f"domain: {{{every}}}  # where it has to hold\n"
+        "ulps: 4  # how many units in the last place of fp32 the exact function may be off\n"
+    )
+    with TemporaryDirectory() as trial:
+        draft = Path(trial) / path.name
+        draft.write_text(text, encoding="utf-8")
+        try:
+            proposing.load(draft)
+        except SpecError as error:
+            raise PrimitiveError(f"{name}: {error.message}") from None
+    write_atomic(path, text)
+    return path
+
+
+def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
+    """A run that authors the primitive proposed at ``path``, or plays the recording of one back, which the
+    vocabulary may have by now. Raises SpecError before anything is written."""
+    merged = "replays" in options and path.stem in OPERATIONS
+    made = proposing.load(path, new=not merged)
+    if made.name != path.stem:
+        raise PrimitiveError(f"{path} proposes {made.name!r}: name the file {made.name}.yaml")
+    with TemporaryDirectory() as folder:
+        frame = Path(folder) / f"{made.name}.yaml"
+        frame.write_text(made.frame, encoding="utf-8")
+        return runs.start(frame, {**options, HEADER: path.read_text(encoding="utf-8")})
+
+
+# Authoring
+
+
+@dataclass(frozen=True)
+class Proposing:
+    """Device functions of a proposed primitive (``agent.run.task.Work``). ``text``: the proposal's YAML."""
+
+    spec: Spec
+    text: str
+    proposal: Proposal
+    raw = True
+
+    @classmethod
+    def of(cls, run: runs.Run) -> Proposing:
+        text = str(run.journal.header[HEADER])
+        return cls(run.spec, text, proposing.parse(text))
+
+    def opening(self) -> prompt.Prompt:
+        return prompt.Prompt(pack(), self._task())
+
+    def _task(self) -> str:
+        given, name = self.proposal, self.proposal.name
+        arguments = ", ".join(f"{a}: Any" for a in given.arguments)
+        inside = "; ".join(
+            f"{a} in [{low:g}, {high:g}]" for a in given.arguments for low, high in [given.interval(a)]
+        )
+        return (
+            f"Write `{name}`. In its proposal `reference` is the mathematics, not the way to compute it:"
+            f"\n\n```yaml\n{self.text.strip()}\n```\n\n"
+            f"It has to hold for {inside} (no NaN), within {given.ulps:g} units in the last place. "
+            f"The function: `def {name}({arguments}) -> Any`.\n\n{HOW}"
+        )
+
+    def rival(self) -> None:
+        return None
+
+    def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
+        return proposal_gates.check(self.proposal, self.spec, source, progress)
+
+    def measuring(self, usual: Measure, progress: Progress) -> Measure:
+        """A primitive is right or wrong: nothing is timed."""
+
+        def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
+            return proposal_gates.measure(self.proposal, spec, raw, progress)
+
+        return measure
+
+    def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
+        return f"Accepted: it is right. {rounds} round(s) are left to make it cheaper.\n\n{HOW}"
+
+
+def pack() -> str:
+    """What every author of a primitive is given: the rules, the language, primitives that are there."""
+    from coda_agent.primitives.compiler.lower import exports
+
+    language = (
+        optimize.PACK.read_text(encoding="utf-8")
+        .partition("# 2. The language")[2]
+        .partition("**Threads.**")[0]
+    )
+    role = PACK.read_text(encoding="utf-8").replace(
+        "{exports}", ", ".join(f"`{name}`" for name in exports()["values"])
+    )
+    role = role.replace("{known}", known_words())
+    parts = [role, "# The language" + language, *_examples()]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def _examples() -> Iterable[str]:
+    """Primitives that are there: page, rule and templates, then the device functions, as they stand."""
+    entries, functions = (_sources((ROOT / path).read_text(encoding="utf-8")) for path in (FAMILY, VALUES))
+    yield (
+        f"# Primitives that are there\n\nIn `{FAMILY}`, where `cute` is the text of the exact function's "
+        "call and `fast` the other's (yours are made for you):"
+    )
+    yield "```python\n" + "\n\n\n".join(entries[name] for name in EXAMPLES) + "\n```"
+    yield f"In `{VALUES}`:"
+    yield "```python\n" + "\n\n\n".join(functions.values()) + "\n```"
+
+
+def _sources(text: str) -> dict[str, str]:
+    """The functions of a module, decorators included, by name."""
+    lines = text.splitlines()
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+# Merging
+
+
+def latest(name: str) -> str:
+    """The last run that proposes a primitive. Raises PrimitiveError."""
+    for run in reversed(runs.names()):
+        if run.startswith(f"{name}-"):
+            opened = runs.reopen(run)
+            opened.journal.close()
+            if HEADER in opened.journal.header and opened.spec.name == name:
+                return run
+    raise PrimitiveError(f"no run has authored {name}: coda-agent primitive {name}")
+
+
+def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
+    """Write the patch that adds the primitive of its last run to the vocabulary; how that run stands; and
+    what its page lacks. Raises PrimitiveError."""
+    from coda_agent.agent.run import loop
+
+    if name in OPERATIONS:
+        raise PrimitiveError(f"primitives has {name!r} already: there is nothing to merge")
+    run = runs.reopen(latest(name))
+    try:
+        outcome = loop.standing(run.journal, run.spec)
+        text = str(run.journal.header[HEADER])
+        recording = "" if "replays" in run.journal.header else accept.recorded(run.journal)
+    finally:
+        run.journal.close()
+    if outcome is None or isinstance(outcome.report, Rejected):
+        raise PrimitiveError(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
+    if not _computed(outcome.report):
+        raise PrimitiveError(f"run {run.name} checked no arithmetic; again: coda-agent primitive {name}")
+    path, proposal = out or Path(f"{name}.patch"), proposing.parse(text)
+    write_atomic(path, patch(proposal, outcome.source, recording))
+    return path, outcome, lacking(answer(outcome.source, name, len(proposal.arguments)).page)
+
+
+def _computed(report: Accepted | Checked) -> bool:
+    """Whether numbers were held against the truth: earlier runs could be checked without any."""
+    return report.status == "accepted" or any(g.figures.get("worst_rms_ratio") for g in report.gates)
+
+
+def lacking(page: str) -> str:
+    """What a page must gain to have the form; empty where it has it."""
+    if formed(page):
+        return ""
+    parts = ("Shapes:", "Dtypes:", "Cost:", "Paper: family 1, elementwise")
+    missing = [part for part in parts if part not in page] or ["an example of two lines"]
+    return f"its page lacks {', '.join(missing)}: complete it in {FAMILY}, in the form of those beside it"
+
+
+def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROOT) -> str:
+    """A unified diff from the vocabulary under ``root`` to one that has the primitive, and the run that wrote
+    it. Its functions get a module of their own: kernels that others are part of stay what their evidence is
+    for. Raises RawError where the source has not the form of its functions."""
+    name = proposal.name
+    form = answer(source, name, len(proposal.arguments))
+    device = f"{DEVICE}/{name}.py"
+    kept = accept.recording(name, raw=True).relative_to(accept.ROOT).as_posix()
+    paths = (VOCABULARY, FAMILY, LANGUAGE, kept)
+    before = {path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()}
+    after = {
+        VOCABULARY: _listed(_listed(before[VOCABULARY], IMPORTED, ")\n", name), EXPORTED, "]\n", f'"{name}"'),
+        FAMILY: _entered(before[FAMILY], proposal, form.page, form.fast),
+        LANGUAGE: _permitted(before[LANGUAGE], name),
+        device: _module(proposal, source, form.fast),
+    } | ({kept: recording} if recording else {})
+    parts: list[str] = []
+    for path, text in after.items():
+        old = before.get(path, "")
+        origin = f"a/{path}" if old else "/dev/null"
+        parts += unified_diff(old.splitlines(True), text.splitlines(True), origin, f"b/{path}")
+    return "".join(parts)
+
+
+def _module(proposal: Proposal, source: str, fast: bool) -> str:
+    """The device code as a module."""
+    names = [proposal.name, f"{proposal.name}_fast"][: 1 + fast]
+    return (
+        f'"""{proposal.name}: of register values, which are fp32."""\n\n'
+        f"from __future__ import annotations\n\n{proposing.imports(source)}\n"
+        f"__all__ = [{', '.join(json.dumps(n) for n in names)}]\n\n\n{source.strip()}\n"
+    )
+
+
+def _permitted(text: str, name: str) -> str:
+    """The language of raw modules with the new one among the modules that it lists."""
+    place = text.index('    "primitives.device.values": ')
+    return text[:place] + f'    "primitives.device.{name}": (),\n' + text[place:]
+
+
+def _listed(text: str, opening: str, closing: str, name: str) -> str:
+    """The text with a name in a sorted list of one a line."""
+    head, begin, rest = text.partition(opening)
+    body, end, tail = rest.partition(closing)
+    return head + begin + "".join(sorted([*body.splitlines(True), f"    {name},\n"])) + end + tail
+
+
+def _entered(text: str, proposal: Proposal, page: str, fast: bool) -> str:
+    """The family's text with the operation's entry behind the other activations."""
+    exact, coarse = proposal.templates(fast)
+    given = [f"torch={proposal.meaning}", f'cute="{exact}"', *([f'fast="{coarse}"'] if coarse else [])]
+    decorator = f"@elementwise({', '.join(given)})"
+    if len(decorator) > LINE:
+        decorator = "@elementwise(\n" + "".join(f"    {one},\n" for one in given) + ")"
+    shown = proposal.example and not formed(page)  # a page that has the form has an example of its own
+    words = f"{page}\n\n``{proposal.example}``" if shown else page
+    quoted = f'"""{words}"""' if "\n" not in words else f'"""{words}\n"""'
+    entry = (
+        f"{decorator}\ndef {proposal.name}({', '.join(proposal.arguments)}):\n"
+        f"{textwrap.indent(quoted, '    ')}\n\n\n"
+    )
+    place = text.index("def _as_tile(")
+    return text[:place] + entry + text[place:]

@@ -1,0 +1,1 @@
+"""The coda-agent command: one file for each group of subcommands."""

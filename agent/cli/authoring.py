@@ -1,0 +1,241 @@
+"""The commands that author: runs begun, gone on with, and brought to their end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coda_agent.agent import arguments as typed
+from coda_agent.agent import setup
+from coda_agent.agent.cli.exit_codes import ABSENT, finish
+from coda_agent.agent.options import (
+    IMPROVE,
+    Authoring,
+    Budget,
+    Further,
+    Gpu,
+    Json,
+    Measuring,
+    SpecPath,
+    WeakJail,
+    flags,
+    grouped,
+    spelled,
+)
+from coda_agent.agent.reporting.safe_text import echo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coda_agent.agent.run.history import Past
+    from coda_agent.agent.run.runs import Run
+
+Directory = Annotated[Path | None, typer.Option(help="Where a handoff's files go. Default: in the run.")]
+Improve = Annotated[int, IMPROVE]
+
+
+@grouped
+def generate(
+    spec: SpecPath,
+    authoring: Authoring,
+    budget: Budget,
+    measuring: Measuring,
+    gpu: Gpu = None,
+    directory: Directory = None,
+    improve: Improve = 0,
+    candidates: Annotated[
+        int, typer.Option(min=1, max=9, help="Independent runs at once, which share the budget equally.")
+    ] = 1,
+    weak_jail: WeakJail = False,
+    as_json: Json = False,
+) -> None:
+    """Author a kernel for SPEC: draft, verify, feed back, until it passes."""
+    from coda_agent.agent.run import runs
+    from coda_agent.verifier.loading import load
+
+    spec = typed.spec_file(spec)
+    name = load(spec, check=False).name  # a spec that cannot be read says so first
+    limits = budget.limits().shared(candidates)
+    header = setup.new_header(name, authoring, limits, directory)
+    header |= {"improve": improve, "weak_jail": weak_jail}
+    setup.need_gpu(gpu, *spelled(measuring))
+    if candidates > 1:
+        _attend(begun(spec, header, candidates), flags(gpu, measuring), as_json)
+    else:
+        _go(runs.start(spec, header), gpu, measuring, as_json)
+
+
+@grouped
+def optimize(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An accepted kernel, by its spec's name.")],
+    authoring: Authoring,
+    budget: Budget,
+    measuring: Measuring,
+    gpu: Gpu = None,
+    directory: Directory = None,
+    improve: Improve = 0,
+    as_json: Json = False,
+) -> None:
+    """Have an accepted kernel's CuTeDSL edited, and keep what is measured to be faster."""
+    from coda_agent.agent.run import runs
+    from coda_agent.agent.run.optimize import base
+    from coda_agent.verifier.loading import load
+
+    name = typed.name_in(typed.SPECS, name)
+    path = typed.SPECS / f"{name}.yaml"
+    base(load(path, check=False))  # one that is not there says so first
+    header = setup.new_header(name, authoring, budget.limits(), directory, raw=True)
+    header |= {"improve": improve, "optimizes": name}
+    setup.need_gpu(gpu, *spelled(measuring))
+    _go(runs.start(path, header), gpu, measuring, as_json)
+
+
+@grouped
+def primitive(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The primitive, proposed in specs/primitives/NAME.yaml.")
+    ],
+    authoring: Authoring,
+    budget: Budget,
+    gpu: Gpu = None,
+    directory: Directory = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Propose it: its meaning in torch's names, such as 'x / (1 + abs(x))'.")
+    ] = None,
+    arguments: Annotated[str, typer.Option(help="With --reference: its arguments, such as x,y.")] = "x",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write the patch of its last run, for git apply.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The patch. Default: NAME.patch.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Have an elementwise primitive that the vocabulary lacks written in CuTeDSL and held against PyTorch."""
+    from coda_agent.agent.artifacts import primitive as proposals
+
+    name = typed.name_in(proposals.PROPOSED, name)
+    if reference is None:
+        typed.refuse_unused("it is of what --reference proposes; leave it out", arguments=arguments != "x")
+    if not merge:
+        typed.refuse_unused("it is where --merge writes; leave it out", out=out)
+    if merge or reference is not None:
+        done = "--merge only writes a patch" if merge else "--reference only writes a proposal"
+        asked = {"gpu": gpu is not None, "directory": directory, "json": as_json}
+        asked["reference"] = merge and reference is not None
+        typed.refuse_unused(f"{done}; leave it out", *spelled(authoring, budget), **asked)
+    if merge:
+        path, outcome, lacking = proposals.merge(name, out)
+        echo(f"{path}: {outcome.report.status}. Read it, then: git apply {path}")
+        if lacking:
+            echo(f"coda-agent: {lacking}", err=True)
+        return
+    if reference is not None:
+        path = proposals.scaffold(name, reference, [a.strip() for a in arguments.split(",")])
+        echo(f"{path}:\n{typed.source(path)}\nComplete it, then: coda-agent primitive {name}")
+        return
+    path = proposals.proposed(name)
+    header = setup.new_header(name, authoring, budget.limits(), directory, raw=True)
+    setup.need_gpu(gpu)
+    _go(proposals.start(path, header), gpu, Measuring(), as_json)
+
+
+@grouped
+def resume(
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
+    budget: Budget,
+    further: Further,
+    measuring: Measuring,
+    gpu: Gpu = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run that was cut off, ran out of budget, or whose measurement was imported; with several
+    at once. What is given replaces each run's own."""
+    from coda_agent.agent.run import runs
+
+    setup.need_gpu(gpu, *spelled(measuring))
+    for name in run:
+        header = setup.header_of(name)
+        setup.refuse_idle(header["provider"], *spelled(further))
+        setup.refuse_uncounted(header["provider"], budget.limits(), header.get("model"))
+    if len(run) > 1:
+        _attend([runs.folder(name).name for name in run], flags(gpu, budget, further, measuring), as_json)
+    else:
+        given = further.header() | {"limits": budget.limits().to_json()}
+        _go(runs.reopen(run[0]), gpu, measuring, as_json, given)
+
+
+def begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
+    """So many runs that nobody works at yet."""
+    from coda_agent.agent.run import runs
+
+    names: list[str] = []
+    directory = header["directory"]
+    for place in range(1, number + 1):
+        own: dict[str, Any] = {"candidate": place, "candidates": number}
+        own |= {"group": names[0]} if names else {}  # of a run that says none, its own name
+        own |= {"directory": str(Path(directory) / str(place))} if directory else {}
+        run = runs.start(spec, header | own)
+        run.journal.close()
+        names.append(run.name)
+    return names
+
+
+def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
+    """Go on with several runs at once, and say how each ended, the best in full."""
+    from coda_agent.agent.run import candidates
+    from coda_agent.agent.run.history import UNDECIDED
+
+    console = setup.console(as_json)
+    try:
+        with candidates.started(names, flags) as started:
+            best, *others = candidates.attend(started, console)
+    except KeyboardInterrupt:
+        echo(f"coda-agent resume {' '.join(names)} goes on", err=True)
+        raise
+    none = best.past.status == UNDECIDED
+    for ended in [*others, best] if none else others:
+        console.print(_told(ended.past), soft_wrap=True)
+    if none:
+        again = f"coda-agent resume {' '.join(names)}"
+        echo(f"coda-agent: none of them has a verified kernel yet: {again}", err=True)
+        raise typer.Exit(best.status if best.status > 0 else ABSENT)
+    console.print(f"the best: {best.past.run}")
+    finish(setup.standing(best.past.run).report, as_json, best.past.run)
+
+
+def _told(past: Past) -> str:
+    """How a run stands that is not the best."""
+    words = f"{past.run}: {past.status} {past.why}".rstrip()
+    return f"{words}, stopped: {past.stopped}" if past.stopped else words
+
+
+def _go(
+    run: Run,
+    gpu: bool | None,
+    measuring: Measuring,
+    as_json: bool,
+    given: Mapping[str, Any] | None = None,
+) -> None:
+    """Author until the end, and say how it ended."""
+    from coda_agent.agent.reporting import progress, render
+    from coda_agent.primitives.lang.ir import OPERATIONS
+
+    console = setup.console(as_json)
+    console.print(f"run {run.name}, provider {run.journal.header['provider']}")
+    try:
+        with progress.Watch(console, run.name) as watch:
+            outcome = setup.author(run, watch, setup.measurer(gpu, measuring.options(), watch), given)
+    except KeyboardInterrupt:
+        echo(f"coda-agent resume {run.name} goes on", err=True)
+        raise
+    finally:
+        run.journal.close()
+    if not as_json:
+        console.print(render.credits(outcome))
+    if outcome.stopped:
+        echo(f"coda-agent: {outcome.stopped}", err=True)
+    proposed = "proposes" in run.journal.header
+    if proposed and run.spec.name not in OPERATIONS and outcome.report.status != "rejected":
+        console.print(f"next: coda-agent primitive {run.spec.name} --merge")
+    finish(outcome.report, as_json, "" if proposed else run.name)

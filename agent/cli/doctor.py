@@ -1,0 +1,361 @@
+"""What ``coda-agent doctor`` checks: is all here that tracing, compiling, measuring and authoring need?
+
+``missing`` is what this machine does without (a GPU, a key): some commands then cannot run.
+``broken`` is what is here and does not work. Each comes with a remedy. Nothing secret is printed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from coda_agent.primitives.lang.ir import Signature
+
+PYTHON = (3, 11)
+HOPPER = (9, 0)
+FREE_BYTES = 1 << 30  # a compiled kernel takes 0.1 MB, a tuning run some hundred of them
+TOOLS = ("cuobjdump", "nvdisasm")
+ELSEWHERE = "measure on a machine with an H100: coda-agent bundle, measure, import"
+PROJECT = "coda-agent"
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. ``remedy`` is empty where ``status`` is ok, and only there."""
+
+    name: str
+    status: Literal["ok", "missing", "broken"]
+    detail: str
+    remedy: str = ""
+
+
+def check() -> list[Finding]:
+    """Look at everything, in a few seconds: PyTorch's import takes most of them."""
+    return [
+        python(),
+        *packages(),
+        torch_build(),
+        device(),
+        *tools(),
+        jail(),
+        cache(),
+        git(),
+        key(),
+        claude_code(),
+        Finding("handoff provider", "ok", "always available: any agent or person can answer"),
+    ]
+
+
+def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
+    """For ``--json``: ``healthy`` says that nothing is broken."""
+    return {"healthy": healthy(findings), "findings": [asdict(f) for f in findings]}
+
+
+def healthy(findings: Sequence[Finding]) -> bool:
+    """Whether nothing is broken; what is missing may not be needed."""
+    return all(f.status != "broken" for f in findings)
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """A row a finding, its remedy below its detail."""
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "missing": "yellow", "broken": "bold red"}
+    made = Table(show_header=False)
+    made.add_column(no_wrap=True)
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    for f in findings:
+        words = Text(f.detail)
+        if f.remedy:
+            words.append(f"\n{f.remedy}", style="italic")
+        made.add_row(Text(f.name), Text(f.status, style=styles[f.status]), words)
+    return made
+
+
+def python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+    """The interpreter's version."""
+    said = ".".join(map(str, version))
+    if version >= PYTHON:
+        return Finding("python", "ok", f"{said} at {sys.executable}")
+    wanted = ".".join(map(str, PYTHON))
+    return Finding("python", "broken", f"{said}, too old", f"use Python {wanted} or later")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package with the oldest version known to work, and the first that is not."""
+
+    name: str
+    at_least: str = ""
+    below: str = ""
+
+    def __str__(self) -> str:
+        bounds = [f">={self.at_least}" if self.at_least else "", f"<{self.below}" if self.below else ""]
+        return self.name + ",".join(b for b in bounds if b)
+
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*([^;]*)(;.*)?")
+
+
+def parse_requirement(text: str) -> Requirement | None:
+    """``"quack-kernels>=0.6.5,<0.7"``; None for one of an extra."""
+    found = _REQUIREMENT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no requirement; write such as rich>=15,<16")
+    name, bounds, marker = found.groups()
+    if marker and "extra" in marker:
+        return None
+    least = re.search(r">=\s*([\w.]+)", bounds)
+    below = re.search(r"<\s*([\w.]+)", bounds)
+    return Requirement(name, least[1] if least else "", below[1] if below else "")
+
+
+def requirements() -> list[Requirement]:
+    """What the project declares: in the checkout's pyproject.toml, else in the installed metadata."""
+    if PYPROJECT.exists():
+        declared = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        declared = importlib.metadata.requires(PROJECT) or []
+    return [r for r in map(parse_requirement, declared) if r is not None]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``"2.13.0+cpu"`` -> (2, 13): the numbers of a version, without trailing zeros, tags and builds."""
+    numbers = [int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n]  # type: ignore[index]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def packages() -> list[Finding]:
+    """Each declared package: installed, and within the versions known to work together."""
+    try:
+        return [package(r) for r in requirements()]
+    except importlib.metadata.PackageNotFoundError:
+        detail = f"{PROJECT} is neither installed nor a checkout"
+        return [Finding("packages", "broken", detail, "pip install -e . in a checkout")]
+
+
+def package(wanted: Requirement) -> Finding:
+    """One package against the range that is known to work."""
+    remedy = f"pip install '{wanted}'"
+    try:
+        found = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(wanted.name, "missing", "not installed", remedy)
+    if release(found) < release(wanted.at_least):
+        return Finding(wanted.name, "broken", f"{found}; what works is {wanted.at_least} or later", remedy)
+    if wanted.below and release(found) >= release(wanted.below):
+        return Finding(wanted.name, "broken", f"{found}; what works is below {wanted.below}", remedy)
+    return Finding(wanted.name, "ok", found)
+
+
+def torch_build() -> Finding:
+    """Whether PyTorch imports, and what it is built for."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        return Finding("torch build", "missing", str(error), "pip install torch")
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        remedy = "pip install --force-reinstall torch"
+        return Finding("torch build", "broken", f"does not import: {error}", remedy)
+    cuda = torch.version.cuda
+    use = f"CUDA {cuda}" if cuda else "CPU only: kernels can be checked and compiled, not measured"
+    return Finding("torch build", "ok", f"{torch.__version__}, {use}")
+
+
+def device() -> Finding:
+    """The GPU that kernels would run on."""
+    name = "CUDA device"
+    driver, seen = _driver()
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return judged_device(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), driver)
+    except ImportError as error:
+        return Finding(name, "missing", f"cannot look: {error}", "install torch first")
+    except (OSError, RuntimeError) as error:  # RuntimeError: the driver refused a context
+        words = str(error).partition("\n")[0]
+        return Finding(name, "broken", words, "see nvidia-smi: is the driver up, and is the GPU free?")
+    if seen:
+        detail = f"driver {driver} sees {seen}, but PyTorch {torch.__version__} cannot use it"
+        return Finding(name, "broken", detail, "install a CUDA build of PyTorch that this driver supports")
+    return Finding(name, "missing", "none here: kernels can be checked, not measured or accepted", ELSEWHERE)
+
+
+def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding:
+    """A GPU that PyTorch can use: only Hopper runs what is compiled for sm_90a."""
+    detail = f"{gpu}, driver {driver}, capability {capability[0]}.{capability[1]}"
+    if capability == HOPPER:
+        return Finding("CUDA device", "ok", detail)
+    return Finding("CUDA device", "missing", f"{detail}: kernels need 9.0 (Hopper)", ELSEWHERE)
+
+
+def _driver() -> tuple[str, str]:
+    """The driver's version and its first GPU's name, whatever PyTorch makes of them; "unknown" and ""."""
+    try:
+        import pynvml
+    except ImportError:
+        return "unknown", ""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return "unknown", ""
+    try:
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        count = pynvml.nvmlDeviceGetCount()
+        return driver, str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))) if count else ""
+    except pynvml.NVMLError:
+        return "unknown", ""
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def tools() -> list[Finding]:
+    """The CUDA binary tools that the resource report reads cubins with."""
+    from importlib.util import find_spec
+
+    spec = find_spec("triton")  # where it is, without its import
+    if spec is None or spec.origin is None:
+        detail = "the triton package carries it and is not installed"
+        return [Finding(t, "missing", detail, "pip install triton") for t in TOOLS]
+    return [tool(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / t) for t in TOOLS]
+
+
+def tool(path: Path) -> Finding:
+    """One program, run for its version."""
+    if not path.exists():
+        return Finding(path.name, "missing", f"not at {path}", "pip install -U triton (a build for NVIDIA)")
+    try:
+        said = _output(str(path), "--version")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(path.name, "broken", f"{path}: {error}", "pip install --force-reinstall triton")
+    version = re.search(r"release ([\w.]+)", said)
+    return Finding(path.name, "ok", f"release {version[1]}" if version else str(path))
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    return done.stdout.strip()
+
+
+_TINY = """
+from primitives import gemm, kernel
+
+@kernel
+def tiny(a, b):
+    return {"c": gemm(a, b)}
+"""
+
+
+def jail() -> Finding:
+    """Trace a tiny kernel in the real jail: which layers hold here, and how long it takes."""
+    try:
+        from coda_agent.verifier.report import Rejected
+        from coda_agent.verifier.sandbox import jail as real
+    except ModuleNotFoundError as error:
+        return Finding("jail", "missing", f"cannot start: {error}", f"pip install {error.name}")
+    try:
+        traced = real.trace(_TINY, _tiny_signature())
+    except real.JailUnavailable as error:
+        return Finding("jail", "broken", str(error), "use a Linux, 5.13 or later, with Landlock or seccomp")
+    if isinstance(traced, Rejected):
+        return Finding(
+            "jail",
+            "broken",
+            f"it refused an honest kernel ({traced.code}): {traced.message}",
+            "report this with the output of coda-agent doctor --json",
+        )
+    lacks = f"; this system lacks {', '.join(traced.missing)}" if traced.missing else ""
+    return Finding("jail", "ok", f"{', '.join(traced.layers)}{lacks}; {traced.seconds * 1e3:.0f} ms a trace")
+
+
+def _tiny_signature() -> Signature:
+    from coda_agent.primitives.lang.dims import Dim
+    from coda_agent.primitives.lang.ir import Signature, TensorType
+
+    def matrix(*shape: str) -> TensorType:
+        return TensorType(tuple(map(Dim.parse, shape)), "bf16")
+
+    inputs = {"a": matrix("M", "K"), "b": matrix("K", "N")}
+    return Signature("tiny", ("M", "K", "N"), inputs, {"c": matrix("M", "N")})
+
+
+def cache() -> Finding:
+    """The cache directory: made, written to, and with room left."""
+    from coda_agent.primitives.system.files import cache_dir
+
+    path = cache_dir()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"doctor")
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        return Finding(
+            "cache",
+            "broken",
+            f"cannot write to {path}: {error.strerror or error}",
+            "set CODA_AGENT_CACHE to a directory that you can write to",
+        )
+    room = f"{free / (1 << 30):.1f} GiB free"
+    if free < FREE_BYTES:
+        return Finding(
+            "cache",
+            "broken",
+            f"{path}: only {room}",
+            f"free {FREE_BYTES >> 30} GiB there, or set CODA_AGENT_CACHE to a larger disk",
+        )
+    return Finding("cache", "ok", f"{path}, {room}")
+
+
+def git() -> Finding:
+    """git, which accepting a kernel commits with."""
+    path = shutil.which("git")
+    if path is None:
+        return Finding("git", "missing", "not on PATH: accepted kernels cannot be committed", "install git")
+    try:
+        return Finding("git", "ok", _output(path, "--version").removeprefix("git version "))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("git", "broken", f"{path}: {error}", "reinstall git")
+
+
+def claude_code() -> Finding:
+    """The command that the claude-code provider asks; whether it is logged in shows when it is asked."""
+    path = shutil.which("claude")
+    if path is None:
+        remedy = "install Claude Code and log in, or use --provider anthropic or handoff"
+        return Finding("claude command", "missing", "not on PATH: no --provider claude-code", remedy)
+    try:
+        return Finding("claude command", "ok", _output(path, "--version"))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("claude command", "broken", f"{path}: {error}", "reinstall Claude Code")
+
+
+def key() -> Finding:
+    """Whether the anthropic provider has a key; what it is, nobody is told."""
+    if os.environ.get("ANTHROPIC_API_KEY", "").strip():
+        return Finding("anthropic key", "ok", "ANTHROPIC_API_KEY is set")
+    return Finding(
+        "anthropic key",
+        "missing",
+        "ANTHROPIC_API_KEY is not set",
+        "set ANTHROPIC_API_KEY, or use --provider handoff, which needs none",
+    )

@@ -1,0 +1,66 @@
+"""How a command ends: the report it prints, the words of what went wrong, and its exit status."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from coda_agent.agent import setup
+from coda_agent.agent.reporting.safe_text import echo
+
+if TYPE_CHECKING:
+    from coda_agent.verifier.report import Accepted, Checked, Rejected
+
+OK, REJECTED, USAGE, ABSENT, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+
+def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") -> None:
+    """Print a report, and what to do next with ``run``, and leave with its status."""
+    from coda_agent.agent.reporting import render
+
+    if as_json:
+        echo(report.model_dump_json(indent=1))
+    else:
+        console = setup.console(False)
+        render.show(console, report)
+        if run and report.status == "accepted":
+            console.print(f"next: coda-agent review {run}; coda-agent accept {run} --commit")
+        if run and report.status == "checked":
+            console.print(f"to measure it on an H100 elsewhere: coda-agent bundle {run}")
+    raise typer.Exit(REJECTED if report.status == "rejected" else OK)
+
+
+def explained(error: Exception) -> int:
+    """The exit status of an error that has words for the user; any other is our bug and goes on."""
+    from coda_agent.agent.artifacts.accept import AcceptError, KernelError
+    from coda_agent.agent.artifacts.bundle import BundleError
+    from coda_agent.agent.artifacts.primitive import PrimitiveError
+    from coda_agent.agent.providers import ProviderError
+    from coda_agent.agent.reporting.table import TableError
+    from coda_agent.agent.run.budget import OutOfBudget
+    from coda_agent.agent.run.journal import DamagedError, JournalError
+    from coda_agent.agent.run.optimize import NothingToOptimize
+    from coda_agent.agent.scaffold import ScaffoldError
+    from coda_agent.agent.show.counters import CountersError
+    from coda_agent.agent.tips import TipsError
+    from coda_agent.comparison.results import ResultsError
+    from coda_agent.primitives.compiler.compile_error import CompileError
+    from coda_agent.verifier.gpu.sanitizer import SanitizerMissing
+    from coda_agent.verifier.sandbox.jail import JailUnavailable
+    from coda_agent.verifier.spec.file import SpecError
+
+    wrong = SpecError | KernelError | BundleError | CountersError | PrimitiveError | ScaffoldError | TipsError
+    if isinstance(error, wrong | ResultsError | TableError | DamagedError):
+        status = USAGE
+    elif isinstance(error, AcceptError | CompileError | OutOfBudget):
+        status = REJECTED
+    elif isinstance(
+        error,
+        JournalError | NothingToOptimize | ProviderError | JailUnavailable | SanitizerMissing | OSError,
+    ):
+        status = ABSENT
+    else:
+        raise error
+    echo(f"coda-agent: {error}", err=True)
+    return status

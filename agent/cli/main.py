@@ -1,0 +1,369 @@
+"""The coda-agent command. Heavy imports stay inside the commands, so that --help is quick.
+
+Exit status: 0 accepted, or checked where no GPU was asked for; 1 rejected; 2 wrong usage, spec or file;
+3 what was asked for is not here; 4 a comparison's seconds are used up; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coda_agent.agent import arguments, setup
+from coda_agent.agent.cli.authoring import generate, optimize, primitive, resume
+from coda_agent.agent.cli.compare import compare
+from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
+from coda_agent.agent.cli.show import show
+from coda_agent.agent.cli.tips import tips
+from coda_agent.agent.options import Gpu, Json, Measuring, SpecPath, WeakJail, grouped, spelled
+from coda_agent.agent.reporting.safe_text import Commands, echo
+
+if TYPE_CHECKING:
+    from coda_agent.agent.run.loop import Outcome
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Let a language model author CODA kernels for H100, and decide without trusting it whether they are "
+    "right and fast.",
+)
+app.add_typer(tips, name="tips")
+
+
+Looked = Annotated[bool, typer.Option("--looked", help="You have read its text: raw CuTeDSL needs that.")]
+
+for _command in (generate, optimize, primitive, resume):
+    app.command()(_command)
+
+
+@app.command()
+@grouped
+def verify(
+    kernel: Annotated[
+        Path, typer.Argument(metavar="KERNEL", help="A kernel file, or an accepted kernel's name.")
+    ],
+    measuring: Measuring,
+    gpu: Gpu = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
+    ] = None,
+    weak_jail: WeakJail = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure anew, whatever is left of one that was cut off.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run every gate on a kernel file that this machine can run; a measurement that was cut off goes on."""
+    from coda_agent.agent.artifacts.checkpoint import resumed
+    from coda_agent.agent.artifacts.quack_tunings import quack
+    from coda_agent.agent.reporting import progress
+    from coda_agent.verifier.loading import load
+    from coda_agent.verifier.verify import verify as run_gates
+
+    arguments.refuse_no_source(kernel, "verify")
+    kernel = arguments.accepted(kernel, "py")
+    source = arguments.kernel_source(kernel)  # one that is not there says so before its spec
+    loaded = load(arguments.spec_for(kernel, spec))
+    setup.need_gpu(gpu, *spelled(measuring), *(["--again"] if again else ()))
+    options, here = measuring.options(), setup.use_gpu(gpu)
+    with (
+        progress.Watch(setup.console(as_json)) as watch,
+        resumed(options, again, watch.console.print) as keep,
+    ):
+        report, _ = run_gates(
+            loaded,
+            source,
+            gpu=here,
+            weak_jail=weak_jail,
+            progress=watch.gate,
+            options=options,
+            keep=keep,
+            quack=quack(loaded) if here else None,
+        )
+    finish(report, as_json)
+
+
+@app.command()
+def bundle(
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs that await measurement.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The bundle to write.")] = Path("bundle.json"),
+) -> None:
+    """Pack checked kernels for an H100 elsewhere."""
+    from coda_agent.agent.artifacts.bundle import pack
+    from coda_agent.agent.reporting import progress
+    from coda_agent.agent.run.runs import folder
+
+    with progress.Watch(setup.console(False)) as watch:
+        made = pack(list(dict.fromkeys(folder(name).name for name in run)), out, watch.gate)  # each once
+    echo(f"{out}: {len(made.entries)} kernel(s). There: coda-agent measure {out}")
+
+
+@app.command()
+@grouped
+def measure(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="What bundle wrote.")],
+    measuring: Measuring,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The results to write.")] = Path("results.json"),
+) -> None:
+    """Measure a bundle on this machine's H100; a second call goes on where the first was cut off."""
+    from coda_agent.agent.artifacts import bundle as bundles
+    from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+    from coda_agent.agent.reporting import progress
+
+    if not path.is_file():
+        raise typer.BadParameter(f"{path}: there is no such file; give one that bundle wrote")
+    bundle = bundles.read(path)
+    if not setup.use_gpu(None):
+        raise setup.Absent(f"{setup.NO_H100}; copy {path} to a machine with an H100, and measure there")
+    with progress.Watch(setup.console(False)) as watch, gpu_alone(watch.console.print):
+        done = bundles.measure(
+            path,
+            bundle,
+            out,
+            measuring.options(),
+            progress=lambda name: lambda gate, words: watch.gate(gate, words),
+        )
+    worst = OK
+    for result in done.results:
+        status = result.measurement["status"]
+        echo(f"{result.run}: {status}" + _why(result.measurement))
+        worst = max(worst, OK if status == "measured" else REJECTED)
+    echo(f"{out}. At home: coda-agent import {out}")
+    raise typer.Exit(worst)
+
+
+@app.command("import")
+def import_results(
+    path: Annotated[Path, typer.Argument(metavar="RESULTS", help="What measure wrote.")],
+) -> None:
+    """Carry runs on with measurements made elsewhere."""
+    from coda_agent.agent.artifacts.bundle import take
+
+    for name, found in take(path):
+        if found.status == "measured":
+            echo(f"{name}: measured. Look at it: coda-agent review {name}")
+        elif found.status == "unmeasured":
+            echo(f"{name}: void, {found.reason}. Measure again: coda-agent bundle {name}")
+        else:
+            echo(f"{name}: rejected at {found.gate}: {found.code}. Feed back: coda-agent resume {name}")
+
+
+@app.command()
+def runs(as_json: Json = False) -> None:
+    """List past runs and those under way, oldest first: how each stands, who wrote, what it took."""
+    from coda_agent.agent.run import history
+    from coda_agent.agent.run.runs import runs_dir
+
+    found = history.past()
+    if as_json:
+        echo(json.dumps(history.as_dict(found), indent=1))
+    elif found:
+        setup.console(False).print(history.as_table(found))
+    else:
+        echo(f"{runs_dir()}: no runs yet. Start one: coda-agent generate SPEC")
+
+
+@app.command()
+def report(
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' names, or their folders.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: in the run's folder.")] = None,
+    jsonl: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write its events there as JSON lines, and no page.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run, as it stands, as one HTML page, or its events as JSON lines. Several runs, or the
+    candidates of one command, are also compared: what each cost and came to, and what paid."""
+    from coda_agent.agent.artifacts import accept as accepting
+    from coda_agent.agent.reporting import compared
+    from coda_agent.agent.run.runs import folder
+
+    if jsonl and len(run) > 1:
+        raise typer.BadParameter("--jsonl takes one run")
+    if jsonl:
+        arguments.refuse_unused("--jsonl writes the events and no page; leave it out", out=out, json=as_json)
+        with arguments.named(jsonl):
+            echo(accepting.export(run[0], jsonl))
+    elif as_json:
+        arguments.refuse_unused("--json prints, and writes no page; leave one of the two out", out=out)
+        echo(json.dumps(compared.as_dict(run), indent=1))
+    else:
+        with arguments.named(out or folder(run[0])):
+            echo("\n".join(map(str, compared.write(run, out))))
+
+
+@app.command()
+def review(run: Annotated[str, typer.Argument(metavar="RUN")], as_json: Json = False) -> None:
+    """Show a run's kernel, its report, and what it changes; at a terminal, ask whether to accept it."""
+    outcome = setup.standing(run)
+    if as_json:
+        finish(outcome.report, as_json)
+    from rich.syntax import Syntax
+
+    from coda_agent.agent.artifacts import accept as accepting
+    from coda_agent.agent.reporting import render
+
+    console = setup.console(False)
+    console.print(Syntax(outcome.source, "python", word_wrap=True))
+    console.print(render.credits(outcome))
+    render.show(console, outcome.report)
+    if changes := accepting.changes(outcome):
+        console.print(Syntax(changes, "diff", word_wrap=True))
+    if outcome.report.status == "accepted" and sys.stdin.isatty():
+        with arguments.asking():
+            agreed = typer.confirm("you have read it: accept it and commit?")
+        if agreed:
+            _accept(run, commit=True, looked=True, shown=outcome)
+    raise typer.Exit(REJECTED if outcome.report.status == "rejected" else OK)
+
+
+@app.command()
+def accept(
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    commit: Annotated[bool, typer.Option("--commit", help="Commit the files, with the figures.")] = False,
+    looked: Looked = False,
+) -> None:
+    """Put an accepted kernel and its evidence into generated_kernels/."""
+    _accept(run, commit, looked)
+
+
+def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) -> None:
+    """``shown``: what a person has read of it, which is accepted or nothing."""
+    from coda_agent.agent.artifacts import accept as accepting
+    from coda_agent.agent.run import loop, runs
+
+    shown = shown or setup.standing(run)
+    opened = runs.reopen(run)  # from here on it stands as it is
+    try:
+        outcome = loop.standing(opened.journal, opened.spec)
+        if outcome is None or (outcome.source, outcome.report) != (shown.source, shown.report):
+            raise accepting.AcceptError(f"run {run} went on while it was read: coda-agent review {run}")
+        paths = accepting.accept(outcome, opened.journal, looked=looked)
+    finally:
+        opened.journal.close()
+    for path in paths:
+        echo(os.path.relpath(path))
+    if commit:
+        words = accepting.message(outcome.report, outcome.authorship)  # type: ignore[arg-type]
+        echo(f"committed {accepting.commit(paths, words)}")
+
+
+@app.command()
+def new(
+    function: Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="A PyTorch function's source.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The spec. Default: specs/ plus the function's name.")
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="A tensor's shape, such as x=M,K.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="A tensor's dtype, such as x=bf16.")] = None,
+    dim: Annotated[list[str] | None, typer.Option(help="A measured size, such as M=16384.")] = None,
+    init: Annotated[
+        list[str] | None, typer.Option(help="How an input is drawn, such as x='{uniform: [0.5, 1.5]}'.")
+    ] = None,
+    ask: Annotated[
+        bool | None,
+        typer.Option("--input/--no-input", " /--yes", help="Ask for the rest. Default: at a terminal."),
+    ] = None,
+) -> None:
+    """Scaffold a spec from a PyTorch function, which is read and never imported."""
+    from coda_agent.agent import scaffold
+
+    asking = sys.stdin.isatty() if ask is None else ask
+    options = scaffold.Options.parse(asking, shape=shape, dtype=dtype, dim=dim, init=init)
+    path, draft = scaffold.new(function, out, options)
+    echo(f"{path}:\n{draft}\nLook at it, then: coda-agent generate {path}")
+
+
+@app.command()
+def prompt(spec: SpecPath) -> None:
+    """Print what an author of SPEC is given."""
+    from coda_agent.agent.prompts.prompt import assemble
+    from coda_agent.verifier.loading import load
+
+    spec = arguments.spec_file(spec)
+    echo(str(assemble(load(spec, check=False), spec.read_text(encoding="utf-8"))))
+
+
+@app.command()
+def table(
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Put the tables between FILE's table comments.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what accepted kernels' reports and recorded runs say, as Markdown tables."""
+    from coda_agent.agent.reporting import table as tables
+
+    if write:
+        arguments.refuse_unused("--write puts the tables into FILE; leave one of the two out", json=as_json)
+    found = tables.read()
+    if write:
+        with arguments.named(write):
+            tables.write(write, found)
+    elif as_json:
+        echo(json.dumps(found.to_json(), indent=1))
+    else:
+        echo(str(found), nl=False)
+
+
+@app.command()
+def mcp(
+    attempts: Annotated[int, typer.Option(min=1, max=50, help="Attempts at most, of each run.")] = 6,
+) -> None:
+    """Serve MCP clients on stdin and stdout: they author, and a person reviews."""
+    from coda_agent.agent.cli.mcp import server
+
+    server(attempts).run("stdio")
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what works on this machine, and what to do about the rest."""
+    from coda_agent.agent.cli import doctor as doctors
+
+    findings = doctors.check()
+    if as_json:
+        echo(json.dumps(doctors.as_dict(findings), indent=1))
+    else:
+        setup.console(False).print(doctors.table(findings))
+    raise typer.Exit(OK if doctors.healthy(findings) else ABSENT)
+
+
+for _command in (show, compare):
+    app.command()(_command)
+
+
+def _why(measurement: dict[str, Any]) -> str:
+    if measurement["status"] == "rejected":
+        return f" at {measurement['gate']}: {measurement['message']}"
+    return f": {measurement['reason']}" if measurement["status"] == "unmeasured" else ""
+
+
+def main() -> None:
+    """Run the command; turn what can go wrong into one clear message and an exit status."""
+    # PyTorch's threads on a CPU wait for each other spinning: where another process wants the cores, two runs
+    # at once say, a second of the interpreter takes half a minute so. PyTorch reads it when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        app()  # which exits by itself: with OK, with what a command chose, with 2 on wrong usage
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            echo("coda-agent: interrupted", err=True)
+        raise
+    except setup.Absent as error:
+        echo(f"coda-agent: {error}", err=True)
+        sys.exit(ABSENT)
+    except Exception as error:
+        sys.exit(explained(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""``coda-agent mcp``: a client of the Model Context Protocol authors kernels here, in runs like any other.
+
+It may look, draft, submit and have measured, which writes nothing but journals. Specs, and what is accepted,
+are a person's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from inspect import getdoc
+from pathlib import Path
+from typing import Any
+
+import anyio
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import ToolAnnotations
+
+from coda_agent.agent import setup
+from coda_agent.agent.artifacts.accept import is_there
+from coda_agent.agent.options import Measuring
+from coda_agent.agent.prompts import prompt
+from coda_agent.agent.providers import Call, ProviderError, Question, Tool, Turn, Usage
+from coda_agent.agent.run import run_summary, runs, tools
+from coda_agent.agent.run.budget import OutOfBudget, Spent
+from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.run.loop import Loop, Outcome, extract, standing
+from coda_agent.agent.run.task import Measure
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import Accepted, Checked, Rejected
+from coda_agent.verifier.sandbox.jail import JailUnavailable
+from coda_agent.verifier.spec.file import SpecError
+
+NAME = "mcp"  # as a run's provider
+SPECS = Path("specs")
+AUTHOR_LENGTH = 80
+INSTRUCTIONS = """\
+Author a CODA kernel for a spec. `prompt` starts a run and gives you the language and the task, `read` a page
+of it again. `check` tries a draft in some seconds. `verify` submits the whole file, as one of a few attempts,
+and says what is wrong. Where the server has an H100, `measure` what passed. What you learned from a rejection
+that you mended, `propose_tip`. You cannot accept a kernel or change a spec: a person reviews."""
+FAILURES = (  # theirs are words for whoever asked; any other exception is our bug
+    CompileError,
+    JailUnavailable,
+    JournalError,
+    OSError,
+    OutOfBudget,
+    ProviderError,
+    SpecError,
+    setup.Absent,
+)
+
+
+def server(attempts: int) -> MCPServer:
+    """The server, for any transport; a run that it starts has so many ``attempts``."""
+    made = MCPServer(
+        "coda-agent", version=version("coda-agent"), instructions=INSTRUCTIONS, log_level="WARNING"
+    )
+    bench = Bench(attempts)
+    looks = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+    adds = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
+    offered: list[tuple[Callable[..., Any], ToolAnnotations, bool]] = [
+        (bench.list_specs, looks, True),
+        (bench.report, looks, True),
+        (bench.read, looks, False),
+        (bench.prompt, adds, False),
+        (bench.check, adds, False),
+        (bench.verify, adds, False),
+        (bench.measure, adds, False),
+        (bench.propose_tip, adds, False),
+    ]
+    for tool, hints, data in offered:
+        made.add_tool(_in_words(tool), description=getdoc(tool), annotations=hints, structured_output=data)
+    return made
+
+
+def _in_words(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """A tool whose failures are tool errors."""
+
+    @functools.wraps(tool)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return tool(*arguments, **named)
+        except FAILURES as error:
+            raise ToolError(str(error)) from None
+
+    return call
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The tools. The SDK calls each in a thread, and gives its docstring to clients."""
+
+    attempts: int
+    alone: threading.Lock = field(default_factory=threading.Lock)  # compilers here are not made for threads
+
+    def list_specs(self) -> dict[str, Any]:
+        """The specs that kernels can be authored for, and whether a kernel was accepted for each."""
+        return {"specs": [_spec(name, path) for name, path in _specs().items()]}
+
+    def prompt(self, spec: str, ctx: Context) -> list[str]:
+        """Start a run of a spec, by its name or path. Gives the run's name, then language and task."""
+        paths = _specs()
+        spec = next((name for name, path in paths.items() if spec == str(path)), spec)
+        if spec not in paths:
+            raise ToolError(f"{SPECS}: there is no spec {spec!r}; there are {', '.join(paths) or 'none'}")
+        header = {
+            "provider": NAME,
+            "attempts": self.attempts,
+            "model": None,
+            "author": _client(ctx),
+            "weak_jail": False,
+            "directory": None,
+            "time_limit": None,
+            "max_tokens": None,
+        }
+        with self.alone:
+            run = runs.start(paths[spec], header)
+            with run.journal:
+                text = str(_loop(run, Progress(ctx)).opening())
+        words = f"check and verify take the whole file as `source`; {self.attempts} attempts"
+        return [f"run: {run.name}", text, words]
+
+    def check(self, run: str, source: str, ctx: Context) -> str:
+        """Try a draft of a run's kernel, the whole Python file, without making an attempt: trace, contract,
+        numerics against PyTorch on the CPU, compilation for sm_90a."""
+        with self._opened(run) as opened:
+            if over := _over(opened, standing(opened.journal, opened.spec)):
+                raise ToolError(over)
+            return _used(opened, tools.CHECK, ctx, source=extract(_answer(source)))
+
+    def verify(self, run: str, source: str, ctx: Context) -> str:
+        """Submit a run's kernel, the whole Python file, as one of its attempts. Says which gate rejects it
+        and why, or that it passes all gates which need no GPU."""
+        with self._opened(run) as opened:
+            submission = Submission(_answer(source), f"{_client(ctx)} via {NAME}")
+            outcome = _loop(opened, Progress(ctx), submission).run()
+            if not submission.taken:  # nor was it before an attempt that was cut off and is now judged
+                raise ToolError(_over(opened, outcome))
+            return _judged(opened, outcome)
+
+    def measure(self, run: str, ctx: Context) -> str:
+        """Measure a run's checked kernel on this machine's H100: right on the GPU, stable, and faster than
+        torch.compile. Takes minutes."""
+        with self._opened(run) as opened:
+            outcome = standing(opened.journal, opened.spec)
+            if outcome is None or not isinstance(outcome.report, Checked):
+                status = outcome.report.status if outcome else "without a verified kernel"
+                raise ToolError(f"run {run} is {status}: only a checked kernel can be measured")
+            progress = Progress(ctx)
+            gates = setup.measurer(None, Measuring().options(), progress)
+            if gates is None:
+                raise setup.Absent(
+                    f"there is no H100 here; a person can have it measured elsewhere: coda-agent bundle {run}"
+                )
+            return _judged(opened, _loop(opened, progress, measure=gates).run())
+
+    def read(self, run: str, page: str, ctx: Context) -> str:
+        """Read a page that a run's prompt names: a primitive's, such as per_row, or a worked example's, such
+        as gemm_bias_leaky_relu."""
+        with self._opened(run) as opened:
+            return _used(opened, tools.READ, ctx, page=page)
+
+    def propose_tip(self, run: str, lesson: str, failed: str, fix: str, ctx: Context) -> str:
+        """Propose one lesson for later authors of other kernels, learned from a rejection that was mended in
+        this run: one line in the imperative of at most 200 characters, the gate and reason that it failed at,
+        and what mended it. A person decides whether it is kept."""
+        with self._opened(run) as opened:
+            return _used(opened, tools.PROPOSE_TIP, ctx, lesson=lesson, failed=failed, fix=fix)
+
+    def report(self, run: str) -> dict[str, Any]:
+        """How a run stands: its status, the gates passed, the verifier's message, attempts and tokens."""
+        read = run_summary.read(runs.runs_dir() / _known(run))
+        reports = [attempt.report for attempt in read.attempts if attempt.report]
+        judged = [report for report in reports if report.status == read.past.status]
+        told = asdict(read.past) | {"attempts_at_most": read.header.get("attempts")}
+        if not judged:
+            return told
+        found = judged[-1]
+        told |= {"gates": [g.model_dump(mode="json") for g in found.gates], "message": _words(run, found)}
+        if isinstance(found, Accepted):
+            shown = {"milliseconds", "ratios", "roofline_milliseconds"}
+            told["timings"] = {t.case: t.model_dump(mode="json", include=shown) for t in found.timings}
+        return told
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[runs.Run]:
+        """A run of this server's kind. Raises JournalError where another process has it."""
+        with self.alone:
+            run = runs.reopen(_known(name))
+            with run.journal:
+                provider = run.journal.header["provider"]
+                if provider != NAME:
+                    raise ToolError(
+                        f"run {name} is authored through {provider}; start one of your own: prompt"
+                    )
+                yield run
+
+
+@dataclass
+class Submission:
+    """The provider of one answer, which is there before it is asked for; or of none."""
+
+    answer: str = ""
+    author: str = NAME
+    taken: bool = False
+    name: str = NAME
+
+    def next_turn(self, question: Question) -> Turn:
+        """The answer; what it cost only the client knows, and counts as zero. Raises ProviderError where
+        there is none."""
+        if not self.answer:
+            raise ProviderError("the author of this run is an MCP client", "let it verify another source")
+        self.taken = True
+        return Turn(self.answer, Usage(), self.author, "end_turn")
+
+
+class Progress:
+    """A listener that tells the client which gate is at work."""
+
+    def __init__(self, ctx: Context):
+        self._ctx = ctx
+        self._told = itertools.count(1)
+
+    def gate(self, name: str, words: str) -> None:
+        anyio.from_thread.run(self._ctx.report_progress, float(next(self._told)), None, f"{name}: {words}")
+
+    def attempt(self, number: int, limit: int) -> None: ...
+    def text(self, words: str) -> None: ...
+    def report(self, number: int, report: Accepted | Checked | Rejected) -> None: ...
+    def tool(self, name: str, words: str) -> None: ...
+    def spent(self, spent: Spent) -> None: ...
+
+
+def _loop(
+    run: runs.Run, progress: Progress, submission: Submission | None = None, measure: Measure | None = None
+) -> Loop:
+    """The run's loop, to go as far as it has come, and one attempt further with a submission."""
+    header = run.journal.header
+    made = sum(event.kind == "answer" for event in run.journal.events())
+    attempts = min(made + (submission is not None), header["attempts"])
+    author = submission or Submission()
+    return Loop(run.journal, run.spec, setup.work_of(run), author, progress, attempts, measure)
+
+
+def _used(run: runs.Run, tool: Tool, ctx: Context, **given: str | None) -> str:
+    """What a tool of the authors says, as used before the run's next answer."""
+    keys = [event.key for event in run.journal.events()]
+    turn = 1 + sum(key.startswith("answer/") for key in keys)
+    used = sum(key.startswith((f"{tools.DRAFT}/{turn}.", f"{tools.TIP}/{turn}.")) for key in keys)
+    place = f"{turn}.{1 + used}"
+    return _loop(run, Progress(ctx)).desk.answer(place, Call(place, tool.name, given))
+
+
+def _over(run: runs.Run, outcome: Outcome | None) -> str:
+    """Why a run takes no more sources; empty where it does."""
+    if outcome is None:
+        return ""
+    made, limit = outcome.authorship.attempts, run.journal.header["attempts"]
+    if not isinstance(outcome.report, Rejected):
+        return f"run {run.name} is {outcome.report.status} since attempt {made}: it takes no more sources"
+    return f"run {run.name} has used its {limit} attempts up" if made >= limit else ""
+
+
+def _answer(source: str) -> str:
+    """A source as an author's answer has it; one that came as an answer stays as it is."""
+    if extract(source) is not None:
+        return source
+    answer = f"```python\n{source.rstrip()}\n```\n"
+    if (extract(answer) or "").rstrip() != source.rstrip():
+        raise ToolError("a line of the source begins with ```, which ends it: take that line out")
+    return answer
+
+
+def _judged(run: runs.Run, outcome: Outcome) -> str:
+    left = run.journal.header["attempts"] - outcome.authorship.attempts
+    return f"{_words(run.name, outcome.report)}\n\nAttempts left: {left}."
+
+
+def _words(run: str, report: Accepted | Checked | Rejected) -> str:
+    """The verifier's words, and what comes next."""
+    if isinstance(report, Rejected):
+        return prompt.rejection(report)
+    if isinstance(report, Checked):
+        passed = ", ".join(gate.gate for gate in report.gates)
+        return f"Gates passed: {passed}. It is {report.unmeasured}."
+    return f"Passes every gate, and is faster than its spec demands. For a person: coda-agent review {run}"
+
+
+def _specs() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(SPECS.glob("*.yaml"))}
+
+
+def _spec(name: str, path: Path) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": name, "path": str(path)}
+    try:
+        spec = load(path, check=False)
+    except SpecError as error:
+        return told | {"error": str(error)}
+    return told | {"summary": spec.summary, "accepted": is_there(spec.name)}
+
+
+def _known(name: str) -> str:
+    """The name of a run that there is: never a path."""
+    known = runs.names()
+    if name not in known:
+        raise ToolError(f"there is no run {name!r}; the latest are: {', '.join(known[-5:]) or 'none'}")
+    return name
+
+
+def _client(ctx: Context) -> str:
+    """Who is at the other end, by its own account."""
+    params = ctx.session.client_params
+    if params is None:
+        return "unnamed client"
+    words = " ".join(f"{params.client_info.name} {params.client_info.version}".split())
+    return "".join(filter(str.isprintable, words))[:AUTHOR_LENGTH] or "unnamed client"

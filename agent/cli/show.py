@@ -1,0 +1,136 @@
+"""``coda-agent show``: what a kernel does, from its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coda_agent.agent import arguments, setup
+from coda_agent.agent.options import WeakJail
+from coda_agent.agent.reporting.safe_text import echo
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.compiler.cubin import Resources
+    from coda_agent.primitives.lang.ir import Program
+    from coda_agent.verifier.spec.model import Spec
+
+
+def show(
+    kernel: Annotated[
+        Path,
+        typer.Argument(
+            metavar="KERNEL",
+            help="An accepted kernel's name or program.json, a kernel file, or one of NAME.raw.*.",
+        ),
+    ],
+    spec: Annotated[
+        Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
+    ] = None,
+    cutedsl: Annotated[bool, typer.Option("--cutedsl", help="The lowered CuTeDSL text too.")] = False,
+    sass: Annotated[
+        bool, typer.Option("--sass", help="The machine instructions that each line of that text became, too.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="With --sass: the instructions themselves, not only how many.")
+    ] = False,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Hardware counters too, from NAME.counters.csv beside KERNEL.")
+    ] = False,
+    counters_from: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Hardware counters from this CSV export of ncu.")
+    ] = None,
+    case: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose schedules and bytes are shown. Default: the first; of --counters the export's."
+        ),
+    ] = None,
+    weak_jail: WeakJail = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
+) -> None:
+    """Show what a kernel does: its steps, resources on sm_90a and roofline; its machine code and counters."""
+    from coda_agent.agent import show as showing
+    from coda_agent.agent.show import counters as counting
+    from coda_agent.agent.show import sass as listing
+    from coda_agent.primitives.runtime.sass import disassemble
+
+    kernel = arguments.accepted(kernel, "program.json")
+    loaded, program, raw = _read(kernel, spec, weak_jail)
+    sizes = {each.name: each.sizes for each in loaded.cases}
+    if case is not None and case not in sizes:
+        raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
+    _refuse_idle(sass, counters or counters_from is not None, full, case)
+    resources = _resources(kernel, program, loaded, raw)
+    shown = showing.Shown(program, loaded.name, resources, sizes, cutedsl, raw)
+    listings = export = found = None
+    if sass:
+        chosen = case or loaded.cases[0].name
+        listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen), raw)
+    if counters or counters_from:
+        path = counters_from or showing.beside(kernel, "raw.counters.csv" if raw else "counters.csv")
+        with arguments.named(path):
+            export, found = counting.counted(program, loaded, kernel, path, case, raw)
+    if as_json:
+        data = shown.to_dict()
+        data["sass"] = listings and listing.as_dict(listings, full=full)
+        data["counters"] = found and counting.as_dict(found)
+        echo(json.dumps(data, indent=1))
+        return
+    drawn = [shown.render(), *(listing.tables(listings, full=full) if listings else ())]
+    drawn += [counting.as_table(found, export)] if export and found else []
+    setup.console(False).print(*drawn, sep="\n")
+
+
+def _refuse_idle(sass: bool, counters: bool, full: bool, case: str | None) -> None:
+    """Raises BadParameter for an option of what is not shown."""
+    if not sass:
+        arguments.refuse_unused("it is of the machine code; give --sass too", full=full)
+    if not (sass or counters):
+        arguments.refuse_unused(
+            "it chooses what --sass and --counters show; give one of these too", case=case
+        )
+
+
+def _read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Program, str]:
+    """A kernel's spec, its program, and its edited text if it is one."""
+    from coda_agent.agent.show import beside, edited
+    from coda_agent.verifier.loading import load
+
+    arguments.refuse_no_source(kernel, "show", ".raw.py", ".program.json", ".json")
+    source = arguments.kernel_source(kernel)  # one that is not there says so before its spec
+    spec = load(arguments.spec_for(kernel, given), check=False)
+    if raw := edited(kernel):
+        kernel = beside(kernel, "raw.program.json")
+        source = arguments.kernel_source(kernel)
+    return spec, _program(kernel, source, spec, weak_jail), raw
+
+
+def _resources(kernel: Path, program: Program, spec: Spec, raw: str) -> tuple[Resources, ...]:
+    from coda_agent.primitives.lang.errors import ProgramError
+    from coda_agent.primitives.runtime.compile import report
+
+    try:
+        return report(program, spec.cases[0].sizes, raw=raw)
+    except ProgramError as error:
+        raise typer.BadParameter(f"{kernel}: {error.message}") from None
+
+
+def _program(kernel: Path, text: str, spec: Spec, weak_jail: bool) -> Program:
+    """The program of a kernel file's text, traced in the jail, or of a program.json's."""
+    from coda_agent.primitives.lang.errors import ProgramError
+    from coda_agent.primitives.lang.ir import Program
+    from coda_agent.verifier.report import Rejected
+    from coda_agent.verifier.sandbox import jail
+
+    if kernel.suffix == ".json":
+        try:
+            return Program.from_json(text, spec.signature())
+        except ProgramError as error:
+            raise typer.BadParameter(f"{kernel}: {error.message}") from None
+    traced = jail.trace(text, spec.signature(), weak=weak_jail)
+    if isinstance(traced, Rejected):
+        raise typer.BadParameter(f"{kernel}:{traced.line or 1}: {traced.code}: {traced.message}")
+    return traced.program

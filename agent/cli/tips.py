@@ -1,0 +1,269 @@
+"""``coda-agent tips``: list, propose, accept, retire and measure the tips of tips_log.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coda_agent.agent import arguments
+from coda_agent.agent import tips as log
+from coda_agent.agent.options import Authoring, Budget, WeakJail, grouped, spelled
+from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.agent.tips import Added, Lesson, Tip, TipsError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.run.budget import Limits
+    from coda_agent.agent.tips.lessons import Failure, Learned
+
+tips = typer.Typer(
+    rich_markup_mode=None, help="List the tips that prompts read; propose, accept, retire and measure them."
+)
+
+REFUSED = 1
+Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as tip-3.")]
+
+
+@dataclass(frozen=True)
+class Total(Budget):
+    """What a whole measurement may cost. Its runs, with a tip and without, get equal parts: a run that spends
+    less leaves the rest unspent."""
+
+    budget_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens that all runs may cost together; each gets an equal part."),
+    ] = None
+    budget_dollars: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="US dollars that all runs may cost together; each gets an equal part."),
+    ] = None
+    budget_gpu_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Seconds of measuring here, of all runs; each gets an equal part."),
+    ] = None
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds that this command may take; each run gets a part.")
+    ] = None
+
+
+@tips.callback(invoke_without_command=True)
+def listing(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON, for programs.")] = False,
+) -> None:
+    """List all tips: state, verdict of measuring, lesson, evidence."""
+    if context.invoked_subcommand:
+        word = context.invoked_subcommand
+        arguments.refuse_unused(f"it is of the list, and {word} prints words; leave it out", json=as_json)
+        return
+    known = log.read_tips(log.TIPS)
+    if as_json:
+        echo(json.dumps({"tips": [asdict(tip) | {"verdict": tip.verdict} for tip in known]}, indent=1))
+    elif not known:
+        echo(f"{log.TIPS.name}: no tips yet. Learn from a run: coda-agent tips propose RUN")
+    for tip in known if not as_json else ():
+        echo(f"{tip.id} {tip.state}, {tip.verdict}: {tip.lesson}\n    {_evidence(tip)}")
+        if tip.measured:
+            echo(f"    {tip.measured}")
+
+
+@tips.command()
+def propose(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or its folder.")],
+    lesson: Annotated[
+        str | None, typer.Option(help="The lesson of the run's failure, in the imperative. Default: asks.")
+    ] = None,
+    failed: Annotated[
+        str | None, typer.Option(metavar="GATE/REASON", help="Of which failure, where the run has several.")
+    ] = None,
+) -> None:
+    """Propose tips from what a run failed at and then fixed, and those that its author proposed."""
+    from coda_agent.agent.tips.lessons import learned
+
+    found = learned(run)
+    # Refused, or left without an answer, before any is written.
+    given = _asked(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
+    refused = 0
+    for told in found.told:
+        try:
+            _say(log.add(told.failure.teaches(told.lesson), log.TIPS))
+        except TipsError as error:
+            echo(f"refused what the author proposed: {error}", err=True)
+            refused = REFUSED
+    for words in given:
+        _say(log.add(words, log.TIPS))
+    if not found.told and not found.failures:
+        echo(f"{found.run}: no failure that a later attempt fixed, and no tip of its author's")
+    raise typer.Exit(refused)
+
+
+@tips.command()
+def accept(ids: Ids) -> None:
+    """Have prompts read tips."""
+    _set(ids, log.ACCEPTED)
+
+
+@tips.command()
+def retire(ids: Ids) -> None:
+    """Have prompts read tips no more. They stay in the log, so that they are not proposed again."""
+    _set(ids, log.RETIRED)
+
+
+@tips.command()
+@grouped
+def measure(
+    ids: Ids,
+    specs: Annotated[list[Path], typer.Option(metavar="SPEC", help="A spec to author; give several.")],
+    authoring: Authoring,
+    budget: Total,
+    runs: Annotated[
+        int, typer.Option(min=1, max=1000, help="Runs of each spec with a tip, and as many without.")
+    ] = 5,
+    weak_jail: WeakJail = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu/--no-gpu", help="To pass takes the GPU gates too. Default: those without.")
+    ] = False,
+) -> None:
+    """Author specs with a tip and without, and write down by how much it helps. A second call goes on where
+    the first was cut off; with more --runs, and as much more of the budgets, it adds to them. Recorded runs
+    answer the same with a tip and without: replay is refused."""
+    from coda_agent.agent import setup
+    from coda_agent.agent.tips import trials
+    from coda_agent.agent.tips.watch import Watch
+    from coda_agent.verifier.measure import Options
+
+    specs = [arguments.spec_file(path) for path in specs]
+    tried = _tried(ids, specs)
+    setup.need_gpu(gpu)
+    provider, each = _provider(authoring.provider, specs), 2 * runs * len(specs)
+    setup.refuse_idle(provider, *spelled(authoring))
+    setup.refuse_uncounted(provider, budget.limits(), authoring.model)
+    part = trials.part(budget.limits(), each * len(tried))
+    options = authoring.header() | {"provider": provider, "limits": part.to_json(), "weak_jail": weak_jail}
+    echo(_plan(tried, specs, runs, part))
+    for tip in tried:
+        known = log.read_tips(log.TIPS)
+        with Watch(setup.console(True), speaks=provider == "handoff") as watch:
+            measurer = setup.measurer(gpu, Options(), watch)
+            author = trials.Runs(tip, known, options, watch, each, measurer, echo)
+            with _told_how_to_go_on():
+                trial = trials.measure(tip, known, specs, runs, author)
+        if not author.judged:
+            remedy = "give more, or fewer --runs"
+            raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
+        echo(f"{tip.id} {trial}")  # said before it is kept: a log that refuses it loses nothing
+        on = ", ".join(dict.fromkeys(path.stem for path in specs))
+        log.change(tip.id, log.TIPS, measured=f"{trial}; on {on}, by {_writer(authoring, provider)}")
+
+
+@contextmanager
+def _told_how_to_go_on() -> Iterator[None]:
+    """Words after whatever ends a measurement before its time; the error follows."""
+    try:
+        yield
+    except BaseException:
+        echo("stopped; what was measured is kept: the same command goes on from here", err=True)
+        raise
+
+
+def _tried(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
+    """The tips to measure. Raises TipsError before any run where one of them cannot be."""
+    from coda_agent.agent.tips import trials
+
+    for stray in ids:
+        if stray.endswith((".yaml", ".yml")):
+            raise TipsError(f"{stray} is no tip; write --specs before each spec: --specs {stray}")
+    known = log.read_tips(log.TIPS)
+    tried = [log.find(id, log.TIPS) for id in dict.fromkeys(ids)]
+    for tip in tried:
+        trials.refuse_without_effect(tip, known, specs)
+    return tried
+
+
+def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: Limits) -> str:
+    """What is going to be done, and what each run may cost."""
+    times = [f"{len(tried)} tips"] * (len(tried) > 1) + [f"{len(specs)} specs"] * (len(specs) > 1)
+    count = 2 * runs * len(specs) * len(tried)
+    words = f"{count} runs: {' x '.join([*times, f'{runs} with the tip and {runs} without'])}"
+    units = {"tokens": "{:,} tokens", "dollars": "${:g}", "gpu_seconds": "{:g} s of GPU", "seconds": "{:g} s"}
+    costs = [units[name].format(value) for name, value in part.to_json().items()]
+    return f"{words}; each may cost {', '.join(costs)}" if costs else words
+
+
+def _writer(authoring: Authoring, provider: str) -> str:
+    """Who wrote, as the log has it: another author may need other tips."""
+    known = authoring.author if provider == "handoff" else authoring.model
+    return log.one_line(f"{provider} ({known})" if known else provider, 100)
+
+
+def _provider(name: str, specs: list[Path]) -> str:
+    from coda_agent.agent import setup
+    from coda_agent.verifier.loading import load
+
+    chosen = setup.choose_provider(name, load(specs[0], check=False).name)
+    if chosen == "replay":
+        raise TipsError(
+            "provider 'replay': a recording answers the same with a tip and without; use anthropic, "
+            "claude-code or handoff"
+        )
+    return chosen
+
+
+def _asked(found: Learned, failed: str | None) -> list[Lesson]:
+    """The person's lessons of the failures that the run's author proposed no tip for. Raises TipsError where
+    nobody answers."""
+    untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
+    try:
+        with arguments.asking():
+            return [lesson for failure in untold if (lesson := _ask(failure))]
+    except EOFError:
+        many = " with --failed GATE/REASON" if len(untold) > 1 else ""
+        raise TipsError(f"{found.run}: nobody answered; give the lesson by --lesson '...'{many}") from None
+
+
+def _ask(failure: Failure) -> Lesson | None:
+    """The person's lesson of a failure; None where there is none, or the log has one of it."""
+    for tip in log.read_tips(log.TIPS):
+        if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
+            echo(
+                f"{tip.id} ({tip.state}) is of the failure {failure.failed} already: {tip.lesson}\n"
+                f"    to add another lesson of it: --failed {failure.failed} --lesson '...'"
+            )
+            return None
+    echo(f"Failed at {failure.failed}, fixed by: {failure.fix}")
+    while words := typer.prompt("Lesson (empty: none)", default="", show_default=False):
+        try:
+            return failure.teaches(words)
+        except TipsError as error:
+            echo(f"{error}", err=True)
+    return None
+
+
+def _say(added: Added) -> None:
+    tip = added.tip
+    if added.merged:
+        echo(f"{tip.id} ({tip.state}) has that already, now with this evidence: {tip.lesson}")
+        if tip.state == log.RETIRED:
+            echo(f"    coda-agent tips accept {tip.id} has prompts read it again")
+        return
+    echo(f"{tip.id} proposed: {tip.lesson}\n    {_evidence(tip)}")
+    for other in added.alike:
+        echo(f"    possible duplicate of {other.id} ({other.state}): {other.lesson}")
+    echo(f"    coda-agent tips accept {tip.id}, or retire it")
+
+
+def _set(ids: list[str], state: str) -> None:
+    for id in ids:
+        log.find(id, log.TIPS)  # none is changed where one is wrong
+    for id in ids:
+        before = log.change(id, log.TIPS, state=state)
+        echo(f"{id} {state}, was {before.state}: {before.lesson}")
+
+
+def _evidence(tip: Tip) -> str:
+    return f"learned on {tip.spec} at {tip.failed}; {tip.fix}"

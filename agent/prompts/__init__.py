@@ -1,0 +1,1 @@
+"""What an author is given to read."""

@@ -1,0 +1,273 @@
+"""Runs side by side: with what strategy and budget each went, what it came to and cost, and what paid."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from coda_agent.agent.reporting import html_report
+from coda_agent.agent.reporting.charts import number
+from coda_agent.agent.reporting.markup import Html, document, element, table
+from coda_agent.agent.reporting.render import interval
+from coda_agent.agent.reporting.rounds import (
+    IMPROVEMENT,
+    REPAIR,
+    Round,
+    cost,
+    fates,
+    improved,
+    repaired,
+    rounds,
+)
+from coda_agent.agent.run import record, run_summary
+from coda_agent.agent.run.budget import Spent
+from coda_agent.agent.run.history import Past, dollars
+from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.run.run_summary import Account, Attempt
+from coda_agent.agent.run.runs import JOURNAL, folder, names
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.decision import BASELINE
+from coda_agent.verifier.report import CANDIDATE, Ratio
+
+__all__ = ["as_dict", "members", "paid", "write"]
+
+
+def members(given: Sequence[str]) -> list[str]:
+    """The names of these runs, each once; of one alone, those of all candidates that it was started with.
+    Raises JournalError."""
+    found = list(dict.fromkeys(folder(name).name for name in given))
+    if len(found) > 1:
+        return found
+    group = _group(found[0])
+    return [name for name in names() if _group(name) == group] or found
+
+
+def _group(name: str) -> str:
+    """What candidates share: the name of the first. A run of its own has its own."""
+    try:
+        header, _ = record.glance(folder(name) / JOURNAL)
+    except JournalError:
+        return name
+    return str(header.get("group", name))
+
+
+def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
+    """Write a run's page to ``out`` or RUN.html in its folder; with several, or one of several candidates,
+    each run's, and a page that compares them, which then comes first and lies in the first run's folder.
+
+    Of several, ``out`` is the page that compares them; the others lie beside it.
+
+    Raises JournalError, and OSError."""
+    found = members(given)
+    if len(found) == 1:
+        return [html_report.write(found[0], out)]
+    pages = {name: out.parent / f"{name}.html" if out else html_report.beside(folder(name)) for name in found}
+    path = pages[found[0]].with_name(f"{found[0]}.compared.html")
+    if out and len(given) == 1:
+        pages[folder(given[0]).name] = out
+    elif out in pages.values():
+        raise JournalError(f"{out}: a run's own page will be there; give the comparison another name")
+    elif out:
+        path = out
+    links = {name: os.path.relpath(own, path.parent) for name, own in pages.items()}
+    write_atomic(path, _page([run_summary.read(folder(name)) for name in found], links))
+    return [path, *(html_report.write(name, own) for name, own in pages.items())]
+
+
+def as_dict(given: Sequence[str]) -> dict[str, Any]:
+    """The same for a program."""
+    runs = [run_summary.read(folder(name)) for name in members(given)]
+    return {"runs": [_told(run) for run in runs], "paid": paid(runs)}
+
+
+def _told(run: Account) -> dict[str, Any]:
+    header, past, best = run.header, run.past, _best(run)
+    strategy = {
+        key: header.get(key) for key in ("candidate", "candidates", "attempts", "improve", "provider")
+    }
+    return {
+        "run": past.run,
+        "spec": past.spec,
+        "strategy": strategy | {"author": past.author},
+        "budget": dict(header.get("limits", {})),
+        "status": past.status,
+        "why": past.why,
+        "stopped": past.stopped,
+        "attempts": past.attempts,
+        "spent": asdict(past.spent),
+        "accepted": past.status == "accepted",
+        "cases": {
+            t.case: {
+                "milliseconds": t.milliseconds[CANDIDATE],
+                "roofline_milliseconds": t.roofline_milliseconds,
+                "speedup": t.ratios[BASELINE].model_dump(),
+            }
+            for t in (best.timings if best else ())
+        },
+        "rounds": [
+            {
+                "attempt": round.attempt.number,
+                "kind": round.kind,
+                "status": round.attempt.status,
+                "spent": asdict(round.spent),
+                "gain": {case: ratio.model_dump() for case, ratio in round.gain.items()},
+            }
+            for round in rounds(run)
+        ],
+    }
+
+
+def _page(runs: Sequence[Account], links: Mapping[str, str]) -> str:
+    title = f"{len(runs)} runs of {', '.join(dict.fromkeys(run.past.spec for run in runs))}"
+    return document(
+        title,
+        element("header", element("h1", title), element("p", paid(runs)), element("p", _budgets(runs))),
+        element("section", element("h2", "Runs"), _strategies(runs, links)),
+        element("section", element("h2", "Best kernels"), _times(runs)),
+        element("section", element("h2", "Rounds"), *(element("p", words) for words in _said(runs))),
+    )
+
+
+def _strategies(runs: Sequence[Account], links: Mapping[str, str]) -> Html:
+    headings = ("run", "strategy", "author", "budget", "outcome", "attempts", "tokens", "dollars", "GPU s")
+    rows = [
+        (
+            element("a", run.past.run, href=quote(links[run.past.run])),
+            _strategy(run.header),
+            run.past.author,
+            html_report.budget(run.header),
+            _outcome(run.past),
+            str(run.past.attempts),
+            f"{run.past.spent.tokens:,}" if run.past.spent.tokens else "not counted",
+            dollars(run.past.spent),
+            f"{run.past.spent.gpu_seconds:.0f}" if run.past.spent.gpu_seconds else "–",
+        )
+        for run in runs
+    ]
+    return table("What each was, came to and cost", headings, rows)
+
+
+def _strategy(header: Mapping[str, Any]) -> str:
+    """In words."""
+    place = f"{header['candidate']} of {header['candidates']} candidates, " if "candidates" in header else ""
+    return f"{place}{header.get('attempts', 1)} attempts, {header.get('improve', 0)} improvement rounds"
+
+
+def _outcome(past: Past) -> Html:
+    stopped = f", stopped: {past.stopped}" if past.stopped else ""
+    return Html(
+        element("strong", past.status, class_=past.status) + element("span", f" {past.why}{stopped}".rstrip())
+    )
+
+
+def _times(runs: Sequence[Account]) -> Html:
+    rows = []
+    for run in runs:
+        best = _best(run)
+        aside = "" if run.past.status == "accepted" else " (not accepted)"
+        for t in best.timings if best else ():
+            own, ratio = t.milliseconds[CANDIDATE], t.ratios[BASELINE]
+            share = f"{t.roofline_milliseconds / own:.0%}"
+            rows.append((f"{run.past.run}{aside}", t.case, number(own), interval(ratio), share))
+    if not rows:
+        return element("p", "None was measured.")
+    return table("Times, each by its own measurement", ("run", "case", "ms", BASELINE, "roofline"), rows)
+
+
+def _said(runs: Sequence[Account]) -> list[str]:
+    """What each run's rounds cost and gained."""
+    told = [(run.past.run, rounds(run)) for run in runs]
+    lines = [(name, " ".join(filter(None, (repaired(found), improved(found))))) for name, found in told]
+    return [f"{name}: {words or 'no round after the first attempt.'}" for name, words in lines]
+
+
+def _budgets(runs: Sequence[Account]) -> str:
+    found = {html_report.budget(run.header) for run in runs}
+    return f"Each had the same budget: {found.pop()}." if len(found) == 1 else "Their budgets differ."
+
+
+def _best(run: Account) -> Attempt | None:
+    """The accepted attempt that is kept, else the fastest that was measured."""
+    accepted = [attempt for attempt in run.attempts if attempt.status == "accepted"]
+    measured = [attempt for attempt in run.attempts if attempt.timings]
+    return accepted[-1] if accepted else max(measured, key=_least, default=None)
+
+
+def _least(attempt: Attempt) -> float:
+    """Its speed over the baseline where it gains least: what a spec's threshold is held against."""
+    return min(t.ratios[BASELINE].estimate for t in attempt.timings)
+
+
+def paid(runs: Sequence[Account]) -> str:
+    """What paid, in words: which run's kernel is the best, and what repairs and improvements gained."""
+    if len({run.header["spec_hash"] for run in runs}) > 1:
+        best = "Which run paid is undecided: they are of different specs."
+    else:
+        best = _winner(runs)
+    every = [(run.past.run, round) for run in runs for round in rounds(run)]
+    uneven = (
+        ["Their budgets differ, which may be why."]
+        if len({html_report.budget(r.header) for r in runs}) > 1
+        else []
+    )
+    return " ".join([best, *uneven, _repairs(every), _improvements(every)])
+
+
+def _winner(runs: Sequence[Account]) -> str:
+    fast = [run for run in runs if run.past.status == "accepted"]
+    right = [run for run in runs if run.past.status == "checked"]
+    if not fast:
+        if not right:
+            return "None paid so far: no run has a kernel that passes its gates."
+        names = ", ".join(f"{run.past.run} ({run.past.attempts} attempts, {run.past.spent})" for run in right)
+        return f"Which run paid is undecided: checked, and not measured: {names}."
+    best, *others = sorted(fast, key=lambda run: -(run.past.speedup or 0.0))
+    words = f"{_accepted(best)} is the best accepted kernel, for {best.past.spent} of {_whole(runs)}"
+    close = [run for run in others if not _faster(_over(best), _over(run))]
+    if close:
+        words += f"; against {', '.join(map(_accepted, close))} that is undecided, as their intervals overlap"
+    if right:
+        unmeasured = ", ".join(run.past.run for run in right)
+        words += f"; against {unmeasured} that is undecided, as nothing was measured there"
+    return words + "."
+
+
+def _accepted(run: Account) -> str:
+    past = run.past
+    return f"{past.run}'s ({past.milliseconds:.4g} ms, {past.speedup:.3f} times the speed of {BASELINE})"
+
+
+def _whole(runs: Sequence[Account]) -> str:
+    return f"{sum((run.past.spent for run in runs), Spent())} in all"
+
+
+def _over(run: Account) -> dict[str, Ratio]:
+    best = _best(run)
+    return {t.case: t.ratios[BASELINE] for t in best.timings} if best else {}
+
+
+def _faster(one: Mapping[str, Ratio], other: Mapping[str, Ratio]) -> bool:
+    """Whether beyond both intervals: in one case at least, and slower in none."""
+    pairs = [(one[case], other[case]) for case in one.keys() & other.keys()]
+    return any(a.low > b.high for a, b in pairs) and not any(a.high < b.low for a, b in pairs)
+
+
+def _repairs(every: Sequence[tuple[str, Round]]) -> str:
+    repairs = [(name, round) for name, round in every if round.kind == REPAIR]
+    if not repairs:
+        return "There were no repair rounds."
+    mended = dict.fromkeys(name for name, round in repairs if round.passes)
+    gained = f"{', '.join(mended)} came by them to a kernel that passes" if mended else "they mended nothing"
+    return f"Repair rounds: {len(repairs)} for {cost(r for _, r in repairs)}; {gained}."
+
+
+def _improvements(every: Sequence[tuple[str, Round]]) -> str:
+    found = [(name, round) for name, round in every if round.kind == IMPROVEMENT]
+    if not found:
+        return "There were no improvement rounds."
+    told = "; ".join(f"{name}: {fates([round])}" for name, round in found)
+    return f"Improvement rounds: {len(found)} for {cost(r for _, r in found)}; {told}."

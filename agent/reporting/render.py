@@ -1,0 +1,200 @@
+"""What a person sees of a report: tables of gates and figures, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coda_agent.verifier.report import (
+    GATES,
+    PRIMITIVE_GATES,
+    RAW_GATES,
+    Accepted,
+    Checked,
+    Config,
+    Finalists,
+    Gate,
+    Identity,
+    Ratio,
+    Rejected,
+    Timing,
+)
+
+if TYPE_CHECKING:
+    from coda_agent.agent.run.loop import Outcome
+
+STYLE = {"accepted": "bold green", "checked": "bold cyan", "rejected": "bold red"}
+
+
+def gates(report: Accepted | Checked | Rejected) -> Table:
+    """Every gate with its time and its figures."""
+    table = Table(title="Gates", title_justify="left")
+    for heading in ("gate", "result", "seconds", "figures"):
+        table.add_column(heading, justify="right" if heading == "seconds" else "left")
+    for gate in report.gates:
+        findings = Text("".join(f"\n{finding}" for finding in gate.findings), "yellow")
+        words = Text(figures(gate)).append_text(findings)
+        table.add_row(gate.gate, Text("passed", "green"), f"{gate.seconds:.2f}", words)
+    if isinstance(report, Rejected):
+        table.add_row(report.gate, Text("rejected", "red"), "", report.code)
+    passed = {g.gate for g in report.gates}
+    if isinstance(report, Checked):
+        for name in PRIMITIVE_GATES if "form" in passed else RAW_GATES if report.identity.raw else GATES:
+            if name not in passed:
+                table.add_row(name, Text("not run", "dim"), "", Text("needs an H100", "dim"))
+    return table
+
+
+def figures(gate: Gate) -> str:
+    """A gate's figures in a line or two; as JSON where they are those of another version's gates."""
+    try:
+        return _FIGURES[gate.gate](gate.figures)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return json.dumps(gate.figures)
+
+
+def _pairs(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
+
+
+def _choices(interpreted: dict[str, Any]) -> str:
+    """Each choice with the most that its sides decided in a run."""
+    return "".join(
+        f"; {choice['op']} decides " + " and ".join(f"{side['share']:.1%}" for side in choice["sides"])
+        for choice in interpreted.get("choices", ())  # older reports have none
+    )
+
+
+def _kernel(kernel: dict[str, Any]) -> str:
+    shape = (
+        f"{kernel['tile']} {'pingpong' if kernel['pingpong'] else 'cooperative'}"
+        if kernel["tile"]
+        else "vectors"
+    )
+    shape += "".join(f", {dim} = {size}" for dim, size in kernel.get("static", {}).items())
+    return (
+        f"{shape}: {kernel['registers']} registers, {kernel['spill_loads']} spills, {kernel['hgmma']} HGMMA"
+    )
+
+
+_FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "edit": lambda f: f"{f['lines']} lines of raw CuTeDSL",
+    "form": lambda f: f"{f['lines']} lines of device functions",
+    "trace": lambda f: f"{f['nodes']} nodes; jailed {f['milliseconds']:.0f} ms: {', '.join(f['layers'])}",
+    "contract": lambda f: f"{f['steps']} step(s), {f['vector_kernels']} vector kernel(s)",
+    "interpret": lambda f: "RMS error / yardstick: " + _pairs(f["worst_rms_ratio"]) + _choices(f),
+    "compile": lambda f: "; ".join(_kernel(k) for k in f["kernels"]),
+    "numerics": lambda f: (
+        "RMS error / yardstick: "
+        + "; ".join(
+            f"{case}: " + _pairs({n: e["rms_ratio"] for n, e in got["outputs"].items()})
+            for case, got in f.items()
+        )
+    ),
+    "stability": lambda f: f"repeats bitwise equal, guards and inputs untouched: {', '.join(f)}",
+    "benchmark": lambda f: "see timings",
+    "decision": lambda f: (
+        _pairs({c: r["low"] for c, r in f["speedup"].items()})
+        + f" (lower bounds) over {f['baseline']}, must exceed {f['threshold']}"
+    ),
+}
+
+
+def timings(rows: tuple[Timing, ...]) -> Table:
+    """Measured cases: the candidate's time and each arm's ratio to it, with intervals."""
+    table = Table(
+        title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left"
+    )
+    for heading in ("case", "candidate ms", "in a graph", "roofline ms", "host us", "sees"):
+        table.add_column(heading, justify="right" if heading != "case" else "left")
+    arms = list(dict.fromkeys(arm for t in rows for arm in t.ratios))
+    for arm in arms:
+        table.add_column(arm, justify="right")
+    for t in rows:
+        cells = [interval(t.ratios.get(arm)) for arm in arms]
+        table.add_row(
+            t.case,
+            f"{t.milliseconds['candidate']:.3f}",
+            f"{t.graph_milliseconds:.3f}" if t.graph_milliseconds else "",
+            f"{t.roofline_milliseconds:.3f}",
+            f"{t.host_microseconds['candidate']:.0f}",
+            _sees(t),
+            *cells,
+        )
+    return table
+
+
+def interval(ratio: Ratio | None) -> str:
+    """A ratio with its confidence interval; empty where there is none."""
+    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]" if ratio else ""
+
+
+def rivals(rows: tuple[Timing, ...]) -> list[str]:
+    """The schedules that QuACK's arms ran on, a line for each case that has any."""
+    return [
+        f"{t.case}: " + "; ".join(f"{arm} {_stages(stages)}" for arm, stages in t.quack.items())
+        for t in rows
+        if t.quack
+    ]
+
+
+def _stages(stages: Finalists) -> str:
+    return ", then ".join(_config(first) for first, *_ in stages)
+
+
+def _config(config: Config) -> str:
+    tile_m, tile_n, cluster_m, cluster_n, group = (
+        config.get(name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n", "max_swizzle_size")
+    )
+    kind = "pingpong" if config.get("pingpong") else "cooperative"
+    swapped = ", operands swapped" if config.get("swap_ab") else ""
+    return f"{tile_m}x{tile_n} {kind}, cluster {cluster_m}x{cluster_n}, group {group}{swapped}"
+
+
+def _sees(t: Timing) -> str:
+    """The least difference that this measurement would have told from none."""
+    least = [r.detectable for r in t.ratios.values() if r.detectable is not None]
+    return f"{max(least):.1%}" if least else ""
+
+
+def summary(report: Accepted | Checked | Rejected) -> Text:
+    """The verdict in one line."""
+    if isinstance(report, Accepted):
+        return Text(f"accepted: {_named(report.identity)}", "bold green")
+    if isinstance(report, Checked):
+        return Text(f"{report.unmeasured} ({_named(report.identity)})", "bold cyan")
+    return Text(f"rejected at {report.gate}: {report.code}", "bold red")
+
+
+def _named(identity: Identity) -> str:
+    mark = f", raw CuTeDSL {identity.lowered_hash[:12]}" if identity.raw else ""
+    return f"{identity.spec}, program {identity.program_hash[:12]}{mark}"
+
+
+def credits(outcome: Outcome) -> str:
+    """Who wrote a kernel, in how many attempts, for how many tokens."""
+    a, u = outcome.authorship, outcome.usage
+    spent = (
+        f"tokens {u.given:,} in ({u.cache_read_tokens / u.given:.0%} from the cache), {u.output_tokens:,} out"
+        if u.given
+        else "tokens not counted"
+    )
+    return f"written by {a.author} in {a.attempts} attempt(s), run {a.run}; {spent}"
+
+
+def show(console: Console, report: Accepted | Checked | Rejected) -> None:
+    """The whole of a report."""
+    console.print(gates(report))
+    if isinstance(report, Accepted):
+        console.print(timings(report.timings))
+        for line in rivals(report.timings):
+            console.print(line, style="dim")
+    if isinstance(report, Rejected):
+        place = f"line {report.line}: " if report.line else ""
+        console.print(Text(f"{place}{report.message}"))
+    console.print(summary(report))

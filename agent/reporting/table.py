@@ -1,0 +1,450 @@
+"""``coda-agent table``: what accepted kernels' reports and recorded runs say, as Markdown or as data.
+
+The README holds this output between comments, ``<!-- table: NAME -->`` and ``<!-- /table -->``; ``write``
+puts it there, so that no figure is copied by hand. Times are milliseconds, intervals at 95%.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from coda_agent.agent.artifacts import accept, atomic_files
+from coda_agent.agent.artifacts.accept import KERNELS, RECORDINGS
+from coda_agent.agent.prompts.prompt import tokens
+from coda_agent.agent.reporting.proportions import wilson
+from coda_agent.agent.run.journal import Event
+from coda_agent.agent.run.record import recording
+from coda_agent.agent.run.tools import DRAFT, TIP
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
+from coda_agent.verifier.baselines.quack import LIBRARY_ARMS
+from coda_agent.verifier.decision import BASELINE, KEPT
+from coda_agent.verifier.report import Accepted, Timing
+
+__all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "success", "write"]
+
+GROUPS = {  # in the order of the tables
+    "CODA's ten": (
+        "gemm_residual_partial_rmsnorm",
+        "gemm_rmsnorm",
+        "gemm_rmsnorm_swiglu",
+        "gemm_rmsnorm_rope",
+        "gemm_rmsnorm_partial_cross_entropy",
+        "gemm_swiglu",
+        "gemm_rope",
+        "gemm_partial_cross_entropy",
+        "gemm_swiglu_bwd",
+        "gemm_residual_rmsnorm_bwd",
+    ),
+    "Newer": (
+        "gemm_qk_norm_rope",
+        "gemm_rope_positions",
+        "gemm_alpha_residual",
+        "gemm_partial_cross_entropy_unstored",
+        "gemm_cross_entropy_bwd",
+        "gemm_grad_accumulate",
+    ),
+    "Other architectures": (
+        "gemm_bias_gelu",
+        "gemm_gelu_bwd",
+        "gemm_geglu",
+        "gemm_relu2",
+        "gemm_residual_partial_layernorm",
+        "gemm_layernorm",
+        "gemm_softcap_cross_entropy",
+        "gemm_row_abs_max",
+        "gemm_rmsnorm_swiglu_fp16",
+        "gemm_fp8_tensor_scale",
+        "gemm_fp8_row_scale",
+    ),
+    "Several GEMMs": ("gemm_residual_rmsnorm_gemm", "gemm_residual_rmsnorm_gemm_bwd", "gemm_swiglu_mlp"),
+}
+OTHERS = "Others"
+_GROUP = {name: group for group, names in GROUPS.items() for name in names}
+_PLACE = {name: place for place, name in enumerate(_GROUP)}
+PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
+WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
+RMSNORM_BACKWARD = "gemm_residual_rmsnorm_bwd"
+SQUARE_WEIGHTS = ("1B square", "7B square")  # cases of RMSNorm's backward, of (d, d)
+TRIES = (1, 3)
+JUDGED = (DRAFT, "report", "measurement")  # kinds of events
+HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
+ELSEWHERE = "comparison"  # the place of ``comparison.markdown``
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+class TableError(Exception):
+    """A report, or a file to write into, that cannot be used: which one, and what to do."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95% interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case. ``speedup``, ``autotune``, ``before`` (the kernel that an edit was made from),
+    ``quack``: that arm's time over the kernel's, of QuACK's arms the fastest (``quack_arm``);
+    ``over_cublas``: the kernel's time over cuBLAS's; ``roofline``: the least time possible over the kernel's.
+    None where an arm was not measured."""
+
+    group: str
+    operator: str
+    case: str
+    milliseconds: float
+    speedup: Interval | None
+    autotune: Interval | None
+    before: Interval | None
+    quack: Interval | None
+    quack_arm: str | None
+    over_cublas: Interval | None
+    roofline: float
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One recorded run: drafts that its author had checked; its answers; the first try (from 1; an answer, or
+    a draft that failed) to pass all gates that could run there, if any did; about how many tokens its
+    prompt has, and its answers have together; the tips proposed; and whether an accepted kernel's report is
+    about this run."""
+
+    group: str
+    operator: str
+    run: str
+    author: str
+    drafts: int
+    answers: int
+    passed: int | None
+    prompt_tokens: int
+    answer_tokens: int
+    tips: int
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What was read, in the order of the tables."""
+
+    reports: tuple[Accepted, ...]
+    rows: tuple[Row, ...]
+    runs: tuple[RunRow, ...]
+    edits: tuple[Row, ...] = ()  # of edited texts
+    superseded: tuple[str, ...] = ()  # operators whose program was measured again since it was edited
+
+    def of_specs(self) -> tuple[RunRow, ...]:
+        """The runs whose operator is one of ``specs/``, and no other function that a model was tried on."""
+        return tuple(run for run in self.runs if run.group != OTHERS)
+
+    def to_json(self) -> dict[str, Any]:
+        """The rows as data; ``success`` by attempts, of all runs and of the specs', empty without runs."""
+        return {
+            "measured": [asdict(row) for row in self.rows],
+            "edited": [asdict(row) for row in self.edits],
+            "superseded": list(self.superseded),
+            "authoring": {
+                "runs": [asdict(run) for run in self.runs],
+                "success": _rates(self.runs),
+                "success_of_specs": _rates(self.of_specs()),
+            },
+        }
+
+    def parts(self) -> dict[str, str]:
+        """Markdown by the name that the README's comments have."""
+        return {"measured": _measured(self), "edited": _edited(self), "authoring": _authoring(self)}
+
+    def __str__(self) -> str:
+        return "\n".join(self.parts().values())
+
+
+def success(runs: Iterable[RunRow], tries: int) -> int:
+    """How many runs passed within that many tries."""
+    return sum(run.passed is not None and run.passed <= tries for run in runs)
+
+
+def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
+    """All accepted kernels' reports and all recorded runs. Raises KernelError and JournalError; OSError where
+    an acceptance that was cut off cannot be ended."""
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):  # nothing was accepted yet
+            stack.enter_context(atomic_files.settled(kernels))
+        found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
+        exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
+    found.sort(key=lambda report: _order(report.identity.spec))
+    reports = tuple(report for report in found if not report.identity.raw)
+    accepted = {report.authorship.run for report in reports if report.authorship}
+    runs = [_run(header, events, accepted) for header, events in exports]
+    runs.sort(key=lambda run: (_order(run.operator), run.run))
+    edits = [report for report in found if report.identity.raw]
+    own = {report.identity.spec: report for report in reports}
+    superseded = [
+        edit.identity.spec
+        for edit in edits
+        if edit.identity.spec in own and accept.superseded(edit, own[edit.identity.spec])
+    ]
+    return Tables(reports, _rows(reports), tuple(runs), _rows(edits), tuple(superseded))
+
+
+def edited(path: Path) -> bool:
+    """Whether a file is of a kernel's edited text (``NAME.raw.*``), or of the run that edited it."""
+    return ".raw." in path.name
+
+
+def write(path: Path, tables: Tables) -> None:
+    """Put the tables between the comments of a Markdown file. Raises TableError where some lack, OSError."""
+    text = path.read_text(encoding="utf-8")
+    for begun in text.split("<!-- table: ")[1:]:
+        if "<!-- /table -->" not in begun:
+            name = begun.partition(" ")[0]
+            raise TableError(f"{path}: <!-- table: {name} --> has no end: put <!-- /table --> after it")
+    parts = tables.parts()
+    names = [match[2] for match in _BLOCK.finditer(text) if match[2] != ELSEWHERE]
+    if sorted(names) != sorted(parts):
+        wanted = ", ".join(f"<!-- table: {name} -->" for name in parts)
+        raise TableError(
+            f"{path}: has tables {', '.join(names) or 'none'}; mark one place each with {wanted}, "
+            "and its end with <!-- /table -->"
+        )
+    write_atomic(
+        path,
+        _BLOCK.sub(lambda m: m[0] if m[2] == ELSEWHERE else m[1] + parts[m[2]] + m[3], text),
+    )
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _order(operator: str) -> tuple[int, str]:
+    return _PLACE.get(operator, len(_PLACE)), operator
+
+
+def _cases(report: Accepted) -> list[Timing]:
+    """The models' widths first, decoding last, as the spec has them otherwise."""
+    order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
+    return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
+
+
+def _rows(reports: Iterable[Accepted]) -> tuple[Row, ...]:
+    return tuple(_row(report.identity.spec, timing) for report in reports for timing in _cases(report))
+
+
+def _row(operator: str, timing: Timing) -> Row:
+    ratios = {arm: Interval(r.estimate, r.low, r.high) for arm, r in timing.ratios.items()}
+    rivals = {arm: ratios[arm] for arm in LIBRARY_ARMS if arm in ratios}
+    fastest = min(rivals, key=lambda arm: rivals[arm].estimate, default=None)
+    bare, milliseconds = ratios.get(CUBLAS), timing.milliseconds["candidate"]
+    return Row(
+        group=_GROUP.get(operator, OTHERS),
+        operator=operator,
+        case=timing.case,
+        milliseconds=milliseconds,
+        speedup=ratios.get(BASELINE),
+        autotune=ratios.get(MAX_AUTOTUNE),
+        before=ratios.get(KEPT),
+        quack=rivals[fastest] if fastest else None,
+        quack_arm=fastest,
+        over_cublas=Interval(1 / bare.estimate, 1 / bare.high, 1 / bare.low) if bare else None,
+        roofline=timing.roofline_milliseconds / milliseconds,
+    )
+
+
+def _run(header: Mapping[str, Any], events: Sequence[Event], accepted: set[str]) -> RunRow:
+    answers = [e.payload for e in events if e.kind == "answer"]
+    prompts = [e.payload for e in events if e.kind == "prompt"]
+    failed = {
+        e.key
+        for e in events
+        if e.kind in JUDGED and e.payload.get("report", e.payload)["status"] == "rejected"
+    }
+    failed |= {key.replace("measurement", "report") for key in failed}  # of one answer
+    tries = [e.key for e in events if e.kind == "report" or (e.kind == DRAFT and e.key in failed)]
+    return RunRow(
+        group=_GROUP.get(header["spec"], OTHERS),
+        operator=header["spec"],
+        run=header["run"],
+        author=answers[-1]["author"] if answers else str(header["author"]),
+        drafts=sum(e.kind == DRAFT for e in events),
+        answers=len(answers),
+        passed=next((n for n, key in enumerate(tries, 1) if key not in failed), None),
+        prompt_tokens=sum(tokens(text) for prompt in prompts for text in prompt.values()),
+        answer_tokens=sum(tokens(answer["text"]) for answer in answers),
+        tips=sum(e.kind == TIP for e in events),
+        accepted=header["run"] in accepted,
+    )
+
+
+def _rates(runs: Sequence[RunRow]) -> dict[str, dict[str, Any]]:
+    total, passed = len(runs), {k: success(runs, k) for k in TRIES if runs}
+    return {str(k): {"runs": total, "passed": n, "interval": wilson(n, total)} for k, n in passed.items()}
+
+
+# ── Markdown ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _measured(tables: Tables) -> str:
+    if not tables.reports:
+        return "No kernel has been measured yet.\n"
+    return "\n".join([_taken(tables.reports), *_grouped(tables.rows), _host(tables.reports)])
+
+
+def _processes(least: int, most: int) -> str:
+    return "one process" if most == 1 else f"each of {_span(least, most)} processes"
+
+
+def _taken(reports: Sequence[Accepted]) -> str:
+    """What was measured on what, when; where reports differ, all that occurs."""
+
+    def each(records: Iterable[dict[str, Any]], key: str) -> str:
+        return " and ".join(sorted({str(record.get(key, "unknown")) for record in records}))
+
+    conditions = [report.conditions for report in reports]
+    versions = [f"{name} {each((r.identity.versions for r in reports), name)}" for name in PACKAGES]
+    days = sorted(report.date[:10] for report in reports)
+    every = [timing for report in reports for timing in report.timings]
+    rounds, processes = sorted(t.rounds for t in every), sorted(t.processes for t in every)
+    return (
+        f"{_count(len(reports), 'operator')} on {each(conditions, 'gpu')} "
+        f"(driver {each(conditions, 'driver')}, PyTorch {each(conditions, 'torch')}, {', '.join(versions)}), "
+        f"{_span(days[0], days[-1])}, {_span(rounds[0], rounds[-1])} rounds "
+        f"in {_processes(processes[0], processes[-1])}.\n"
+    )
+
+
+_COLUMNS: dict[str, Callable[[Row], object]] = {
+    "case": lambda row: row.case,
+    "ms": lambda row: f"{row.milliseconds:.3f}",
+    "`torch.compile`": lambda row: row.speedup,
+    "max-autotune": lambda row: row.autotune,
+    "QuACK": lambda row: row.quack,
+    "over cuBLAS": lambda row: row.over_cublas,
+    "roofline": lambda row: f"{row.roofline:.0%}",
+}
+
+
+_EDITED: dict[str, Callable[[Row], object]] = {
+    name: _COLUMNS.get(name, lambda row: row.before)
+    for name in ("case", "ms", "the kernel before", "`torch.compile`", "over cuBLAS", "roofline")
+}
+
+
+def _edited(tables: Tables) -> str:
+    if not tables.edits:
+        return "No kernel's CuTeDSL has been edited yet.\n"
+    table = _by_operator(tables.edits, _EDITED)
+    if not tables.superseded:
+        return table
+    names = ", ".join(f"`{name}`" for name in tables.superseded)
+    return (
+        f"{table}\nThe programs of {names} were measured again after their edits, and may be the faster ones "
+        "now; `coda-agent optimize NAME --provider replay` measures an edit beside its program of today.\n"
+    )
+
+
+def _grouped(rows: Sequence[Row]) -> Iterable[str]:
+    """A table a group, under its name, of the same columns: those that some row of any has a figure for."""
+    columns = {name: get for name, get in _COLUMNS.items() if any(get(row) is not None for row in rows)}
+    for group, members in groupby(rows, key=lambda row: row.group):
+        yield f"**{group}**\n\n{_by_operator(members, columns)}"
+
+
+def _by_operator(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
+    """An operator is named in its first row."""
+    lines, last = [["operator", *columns], ["---"] * (len(columns) + 1)], ""
+    for row in rows:
+        name = f"`{row.operator}`" if row.operator != last else ""
+        lines.append([name, *(_cell(get(row)) for get in columns.values())])
+        last = row.operator
+    return _table(lines)
+
+
+def _host(reports: Sequence[Accepted]) -> str:
+    """What a call costs the host at the smallest width, against the goal."""
+    calls = {
+        report.identity.spec: timing.host_microseconds
+        for report in reports
+        for timing in report.timings
+        if timing.case == WIDTHS[0] and {"candidate", CUBLAS} <= timing.host_microseconds.keys()
+    }
+    if not calls:
+        return ""
+    ours, bare = (
+        _span(f"{min(times):.1f}", f"{max(times):.1f}")
+        for times in ([host[arm] for host in calls.values()] for arm in ("candidate", CUBLAS))
+    )
+    missed = [
+        f"`{name}` ({host['candidate']:.1f} against {host[CUBLAS]:.1f})"
+        for name, host in calls.items()
+        if host["candidate"] > host[CUBLAS] + HOST_GOAL
+    ]
+    verdict = f"missed by {', '.join(missed)}" if missed else "met by all"
+    return (
+        f"Host time of a call at {WIDTHS[0]}, device drained before each: {ours} us, of cuBLAS's bare "
+        f"matmuls {bare} us; the goal of at most {HOST_GOAL:.0f} us more is {verdict}.\n"
+    )
+
+
+def _authoring(tables: Tables) -> str:
+    if not tables.runs:
+        return "No run has been recorded yet.\n"
+    titles = [
+        "operator",
+        "author",
+        "drafts",
+        "answers",
+        "passed at",
+        "tokens read",
+        "written",
+        "tips",
+        "kernel",
+    ]
+    lines = [titles, ["---"] * len(titles)]
+    for run in tables.runs:
+        kernel = "accepted" if run.accepted else "checked" if run.passed else "none"
+        read, written = f"{run.prompt_tokens:,}", f"{run.answer_tokens:,}"
+        who = [f"`{run.operator}`", _cell(run.author), str(run.drafts), str(run.answers), _cell(run.passed)]
+        lines.append([*who, read, written, str(run.tips), kernel])
+    return "\n".join([_table(lines), *(_rate(tables, k) for k in TRIES)])
+
+
+def _rate(tables: Tables, tries: int) -> str:
+    """The share that passed: of the specs' runs by themselves, which the others are not like, then of all."""
+    within = "at the first try" if tries == 1 else f"within {tries} tries"
+    of_specs = tables.of_specs()
+    specs = f"{_share(of_specs, tries)} of specs in `specs/`; " if of_specs else ""
+    return f"Passed {within}: {specs}{_share(tables.runs, tries)} in all.\n"
+
+
+def _share(runs: Sequence[RunRow], tries: int) -> str:
+    passed, total = success(runs, tries), len(runs)
+    low, high = wilson(passed, total)
+    return f"{passed} of {_count(total, 'run')}, {passed / total:.0%} [{low:.1%}, {high:.1%}],"
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _cell(value: object) -> str:
+    text = "–" if value is None else str(value)
+    return " ".join(text.split()).replace("|", r"\|")  # authors name themselves
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def _span(low: object, high: object) -> str:
+    return f"{low} to {high}" if low != high else f"{low}"

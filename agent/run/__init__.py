@@ -1,0 +1,1 @@
+"""A run: the loop, its journal, its budget and its record."""

@@ -1,0 +1,227 @@
+"""What a run may spend and what it has spent: reserved before each request, settled after it.
+
+The journal is the ledger, so a kill loses no charge. A request that ends without its final usage (killed, cut
+off, or its answer tells none) stays charged at its reservation, and counts as uncertain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from coda_agent.agent.providers import Charge, Turn, Usage
+from coda_agent.agent.run.journal import Event, Journal
+from coda_agent.agent.run.record import GPU_SECONDS
+
+RESERVED, SETTLED = "reserved", "settled"  # kinds of events
+FEWEST_TOKENS = 1024  # with less left, no answer is worth asking for
+MILLION = 1_000_000
+
+
+class OutOfBudget(Exception):
+    """A limit is reached: which, and how to go on."""
+
+    @classmethod
+    def within_an_answer(cls, tokens: int) -> OutOfBudget:
+        """That one was cut off, for which so many were left."""
+        return cls(
+            f"the budget had {tokens:,} tokens for an answer, which was cut off there, thinking included; "
+            "resume the run with a larger --budget-tokens or --budget-dollars"
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a run: tokens (read and written, cached ones too), US dollars, seconds of measuring here, and
+    seconds that one command may take. None: unlimited."""
+
+    tokens: int | None = None
+    dollars: float | None = None
+    gpu_seconds: float | None = None
+    seconds: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Limits:
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+
+    def shared(self, parts: int) -> Limits:
+        """An equal part of what can be counted out."""
+        tokens = None if self.tokens is None else self.tokens // parts
+        dollars = None if self.dollars is None else self.dollars / parts
+        gpu_seconds = None if self.gpu_seconds is None else self.gpu_seconds / parts
+        return replace(self, tokens=tokens, dollars=dollars, gpu_seconds=gpu_seconds)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """``dollars`` of what has a known price; the uncertain part of it is within."""
+
+    tokens: int = 0
+    dollars: float = 0.0
+    uncertain_tokens: int = 0
+    uncertain_dollars: float = 0.0
+    gpu_seconds: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __str__(self) -> str:
+        words = [f"{self.tokens:,} tokens"]
+        words += [f"${self.dollars:.2f}"] if self.dollars else []
+        words += [f"of these {self.uncertain_tokens:,} tokens uncertain"] if self.uncertain_tokens else []
+        words += [f"{self.gpu_seconds:.0f} s of GPU"] if self.gpu_seconds else []
+        return ", ".join(words)
+
+
+def price(model: str, usage: Usage) -> float | None:
+    """US dollars by genai-prices' table; None for a model that it does not know."""
+    import genai_prices
+
+    counted = genai_prices.Usage(
+        input_tokens=usage.given,
+        cache_read_tokens=usage.cache_read_tokens,
+        cache_write_tokens=usage.cache_write_tokens,
+        output_tokens=usage.output_tokens,
+    )
+    try:
+        return float(genai_prices.calc_price(counted, model_ref=model, provider_id="anthropic").total_price)
+    except LookupError:
+        return None
+
+
+def is_priced(model: str | None) -> bool:
+    """Whether dollars can be reserved for it. Of an alias, or of no model, no price is known."""
+    return bool(model) and price(str(model), Usage()) is not None
+
+
+def spent(events: Iterable[Event]) -> Spent:
+    """By a run's events."""
+    charges: dict[str, Spent] = {}  # by request: what settles it comes after what reserves it
+    last: dict[str, str] = {}  # a turn's last request
+    gpu_seconds = 0.0
+    for event in events:
+        place, payload = event.key.partition("/")[2], event.payload
+        if event.kind == RESERVED:
+            last[place.partition(".")[0]] = place
+            tokens, dollars = payload["input_tokens"] + payload["max_tokens"], payload["dollars"] or 0.0
+            charges[place] = Spent(tokens, dollars, tokens, dollars)
+        elif event.kind in (SETTLED, "answer"):
+            usage, request = Usage(**payload.get("usage", {})), last.get(place, place)
+            told = event.kind == SETTLED or usage.total > 0  # else its tokens are those reserved
+            if told or request not in charges:
+                charges[request] = Spent(usage.total, payload.get("dollars") or 0.0)
+        gpu_seconds += payload.get(GPU_SECONDS, 0.0)
+    return sum(charges.values(), Spent(gpu_seconds=gpu_seconds))
+
+
+@dataclass
+class Ledger:
+    """Pays for one run's requests out of its limits, and writes down what they cost. ``turn``: the turn that
+    is paid for."""
+
+    journal: Journal
+    limits: Limits = Limits()
+    turn: int = 0
+    began: float = field(default_factory=time.monotonic)
+    _model: str = ""  # of the last request
+
+    def spent(self) -> Spent:
+        return spent(self.journal.events())
+
+    def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
+        """Room for a request: its answer gets what is left, at most ``max_tokens``. Raises OutOfBudget, also
+        where dollars are limited and ``model``, which is known, has no known price."""
+        so_far = self.afford()
+        left = self._left(model, input_tokens, so_far)
+        if left is not None and left < min(FEWEST_TOKENS, max_tokens):
+            raise OutOfBudget(
+                f"the budget has {max(left, 0)} tokens for an answer, after {so_far}; "
+                "resume the run with a larger --budget-tokens or --budget-dollars"
+            )
+        granted = max_tokens if left is None else min(max_tokens, left)
+        worst = Usage(cache_write_tokens=input_tokens, output_tokens=granted)
+        payload = {"model": model, "input_tokens": input_tokens, "max_tokens": granted}
+        place = f"{self.turn}.{1 + self._requests(RESERVED)}"
+        self.journal.once(f"{RESERVED}/{place}", RESERVED, lambda: payload | {"dollars": price(model, worst)})
+        self._model = model
+        return _Charge(self.journal, place, model, granted)
+
+    def answered(self, turn: Turn) -> dict[str, Any]:
+        """What goes into an answer's event to settle the request that gave it."""
+        told = turn.dollars
+        dollars = price(self._model, turn.usage) if told is None and self._model else told
+        return {} if dollars is None else {"dollars": dollars}
+
+    def afford(self) -> Spent:
+        """What was spent. Raises OutOfBudget where time, tokens or dollars are used up."""
+        so_far = self.spent()
+        self._within("tokens", so_far.tokens)
+        self._within("dollars", so_far.dollars)
+        self.timely()
+        return so_far
+
+    def afford_gpu(self) -> None:
+        """Raises OutOfBudget where no measurement may begin any more."""
+        self._within("gpu_seconds", self.spent().gpu_seconds)
+        self.timely()
+
+    @property
+    def deadline(self) -> float | None:
+        """The moment of ``time.monotonic`` at which this command's time is up; None: it may go on."""
+        return None if self.limits.seconds is None else self.began + self.limits.seconds
+
+    def timely(self) -> None:
+        """Raises OutOfBudget once this command's time is up."""
+        if self.deadline is not None and time.monotonic() >= self.deadline:  # as providers were told
+            raise self.late()
+
+    def late(self) -> OutOfBudget:
+        """That this command's time is up."""
+        return self._used_up("seconds", time.monotonic() - self.began)
+
+    def _requests(self, kind: str) -> int:
+        """How many events of a kind this turn has."""
+        return sum(e.key.startswith(f"{kind}/{self.turn}.") for e in self.journal.events())
+
+    def _within(self, name: str, value: float) -> None:
+        limit = getattr(self.limits, name)
+        if limit is not None and value >= limit:
+            raise self._used_up(name, value)
+
+    def _used_up(self, name: str, value: float) -> OutOfBudget:
+        limit = getattr(self.limits, name)
+        return OutOfBudget(
+            f"{value:,.6g} of {limit:,.6g} {name.replace('_', ' ')} are used up; resume the run with a "
+            f"larger --budget-{name.replace('_', '-')}"
+        )
+
+    def _left(self, model: str, input_tokens: int, so_far: Spent) -> int | None:
+        """Tokens that an answer to so much input may have; None: unlimited."""
+        limits, left = self.limits, []
+        if limits.tokens is not None:
+            left.append(limits.tokens - so_far.tokens - input_tokens)
+        if limits.dollars is not None and model:
+            read = price(model, Usage(cache_write_tokens=input_tokens))
+            written = price(model, Usage(output_tokens=MILLION))
+            if read is None or written is None:
+                raise OutOfBudget(f"no price is known for {model}: limit it by --budget-tokens instead")
+            left.append(int((limits.dollars - so_far.dollars - read) / written * MILLION))
+        return min(left, default=None)
+
+
+@dataclass
+class _Charge:
+    journal: Journal
+    place: str
+    model: str
+    max_tokens: int
+
+    def settle(self, usage: Usage, dollars: float | None = None) -> None:
+        paid = price(self.model, usage) if dollars is None else dollars
+        payload = {"usage": asdict(usage), "dollars": paid}
+        self.journal.once(f"{SETTLED}/{self.place}", SETTLED, lambda: payload)

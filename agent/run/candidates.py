@@ -1,0 +1,178 @@
+"""Several candidates of one spec at once: each is a run of its own, in a process of its own.
+
+They share nothing but the GPU, one at a time, so what stops or kills one leaves the others alone, and each
+can be resumed, reviewed and accepted by its name. What a person sees of them is read from their journals.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from coda_agent.agent.reporting import progress
+from coda_agent.agent.run import history
+from coda_agent.agent.run.runs import runs_dir
+from coda_agent.primitives.system import subprocesses
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+#: A child that ends with its parent, for an orphan would go on spending, and at our word: a shell has what it
+#: starts in the background ignore that.
+RESUME = """
+import signal, sys
+from coda_agent.primitives.system import subprocesses
+subprocesses.die_with(int(sys.argv.pop(1)))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from coda_agent.agent.cli.main import main
+main()
+"""
+SPEAKER = "coda-agent: "  # before what is said of an error
+LOG = "log.txt"  # in a run's folder: what its process says
+GRACE = 20.0  # seconds for a candidate that is told to stop
+RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # the best first
+
+
+@dataclass
+class Candidate:
+    """One of them; ``number`` is also the key that stops it."""
+
+    number: int
+    reading: history.Reading
+    process: subprocess.Popen[bytes]
+
+    @property
+    def run(self) -> str:
+        return self.reading.run
+
+    @property
+    def running(self) -> bool:
+        return not subprocesses.ended(self.process)
+
+    def says(self) -> str:
+        """The last line that its process said."""
+        with (runs_dir() / self.run / LOG).open("rb") as file:
+            lines = subprocesses.tail(file).split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def ended(self) -> Ended:
+        """How it stands once it has ended."""
+        past, status = self.reading.past(), subprocesses.end(self.process)
+        if past.status == history.UNDECIDED:
+            past = replace(past, stopped=self._reason(past, status))
+        return Ended(past, status)
+
+    def _reason(self, past: history.Past, status: int) -> str:
+        """Why it ended without a verdict: by its last words, which a full disk may have lost."""
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        words = self.says().removeprefix(SPEAKER) or past.stopped
+        return words or f"ended with status {status}; coda-agent resume {self.run} says why"
+
+    def stop(self) -> None:
+        """As Ctrl-C would: its journal has all that was received."""
+        if self.running:
+            self.process.send_signal(signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a candidate stood at its end, and the exit status of its process, negative for a signal."""
+
+    past: history.Past
+    status: int
+
+
+@contextmanager
+def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Candidate]]:
+    """Processes that resume these runs, with ``arguments`` of ``resume``. They end with the block."""
+    with ExitStack() as stack:
+        found = []
+        for number, name in enumerate(names, 1):
+            log = stack.enter_context((runs_dir() / name / LOG).open("ab"))
+            command = [sys.executable, "-c", RESUME, str(os.getpid()), "resume", name, *arguments]
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is told to it once, by us
+                env=os.environ | {"PYTHONPATH": subprocesses.path()},
+            )
+            stack.callback(subprocesses.end, process)
+            found.append(Candidate(number, history.Reading(name), process))
+        yield found
+
+
+def attend(candidates: Sequence[Candidate], console: Console) -> list[Ended]:
+    """Show them until all have ended; how each stands then, the best first. On a terminal a candidate's
+    number stops it and q stops all; Ctrl-C stops all anywhere."""
+    try:
+        _watch(candidates, console)
+    except KeyboardInterrupt:
+        _stop(candidates)
+        raise
+    return sorted((candidate.ended() for candidate in candidates), key=lambda ended: _merit(ended.past))
+
+
+def _watch(candidates: Sequence[Candidate], console: Console) -> None:
+    from rich.live import Live
+
+    if not console.is_terminal:
+        _tell(candidates, console)
+        return
+    with progress.keys() as pressed, Live(table(candidates), console=console, auto_refresh=False) as shown:
+        while any(c.running for c in candidates):
+            for key in pressed():
+                _stop([c for c in candidates if key in (str(c.number), progress.STOP_ALL)])
+            shown.update(table(candidates), refresh=True)
+        shown.update(table(candidates), refresh=True)
+
+
+def _tell(candidates: Sequence[Candidate], console: Console) -> None:
+    """Plain lines: what changes."""
+    told: dict[int, str] = {}
+    while True:
+        going = any(c.running for c in candidates)
+        for candidate in candidates:
+            words = candidate.says()
+            if words and words != told.get(candidate.number):
+                told[candidate.number] = words
+                console.print(f"{candidate.number}: {words}")
+        if not going:
+            return
+        time.sleep(progress.TICK)
+
+
+def table(candidates: Sequence[Candidate]) -> Table:
+    return progress.table(
+        map(_row, candidates), f"a number stops that candidate, {progress.STOP_ALL} stops all"
+    )
+
+
+def _row(candidate: Candidate) -> tuple[int, history.Past, str]:
+    if candidate.running:
+        return candidate.number, candidate.reading.past(), candidate.says()
+    past = candidate.ended().past
+    return candidate.number, past, past.stopped or "ended"
+
+
+def _merit(past: history.Past) -> tuple[int, float, int]:
+    """The smaller the better: what it came to, then how fast, then in how few attempts."""
+    return RANK.index(past.status), -(past.speedup or 0.0), past.attempts
+
+
+def _stop(candidates: Sequence[Candidate]) -> None:
+    for candidate in candidates:
+        candidate.stop()
+    deadline = time.monotonic() + GRACE
+    while any(c.running for c in candidates) and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -1,0 +1,201 @@
+"""Past runs, as their journals tell: looked at without taking them from whoever has them open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.providers import Usage
+from coda_agent.agent.run import record
+from coda_agent.agent.run.budget import Spent, spent
+from coda_agent.agent.run.journal import Event, JournalError, held
+from coda_agent.agent.run.loop import STOPPED, answers, last_verified, measurement, stands_at, used
+from coda_agent.agent.run.runs import JOURNAL, names, runs_dir
+from coda_agent.verifier.decision import BASELINE
+from coda_agent.verifier.report import CANDIDATE, REPORT, Accepted, Rejected, Timing, joined
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+    from rich.text import Text
+
+UNDECIDED = "authoring"  # no attempt has been verified yet
+NONE = "–"  # of a figure
+
+
+@dataclass(frozen=True)
+class Past:
+    """A run: what of, who wrote, and how it stands. ``status``: accepted, checked, rejected, authoring
+    (nothing verified yet) or unreadable, and then ``why``; ``why`` of a rejected one is gate and code.
+    ``running``: a process has it open; else ``stopped``: why it ended before its time, if it did."""
+
+    run: str
+    status: str
+    why: str = ""
+    spec: str = ""
+    author: str = ""
+    attempts: int = 0
+    started: str = ""
+    ended: str = ""
+    usage: Usage = Usage()
+    spent: Spent = Spent()
+    # Of the accepted kernel, else the fastest that was measured and rejected: geometric means over the cases.
+    milliseconds: float | None = None
+    speedup: float | None = None  # over torch.compile
+    roofline: float | None = None  # the share of it that the kernel reaches
+    running: bool = False
+    stopped: str = ""
+
+
+def past() -> list[Past]:
+    """All runs, oldest first; one whose journal cannot be read among them."""
+    return [of(name) for name in names()]
+
+
+def as_dict(found: list[Past]) -> dict[str, Any]:
+    attempts, whole = _total(found)
+    total = {"runs": len(found), "attempts": attempts, "spent": asdict(whole)}
+    return {"runs": [asdict(run) for run in found], "total": total}
+
+
+def as_table(found: list[Past]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("run", no_wrap=True, overflow="fold")  # to be copied whole
+    table.add_column("status", min_width=12, overflow="fold")
+    table.add_column("author", overflow="fold")
+    attempts, whole = _total(found)
+    total = _figures(attempts, whole)
+    told = [n for n, figure in enumerate(total) if figure != NONE]  # what no run has takes no room
+    for place in told:
+        table.add_column(("attempts", "tokens", "dollars", "GPU s")[place], justify="right")
+    for run in found:
+        figures = _figures(run.attempts, run.spent)
+        table.add_row(Text(run.run), _state(run), Text(run.author), *(figures[n] for n in told))
+    table.add_section()
+    table.add_row(f"{len(found)} run(s)", "", "", *(total[n] for n in told), style="bold")
+    if whole.uncertain_tokens:
+        uncertain = f"{whole.uncertain_tokens:,} tokens, ${whole.uncertain_dollars:.2f}"
+        table.caption = f"~ reserved for requests whose end nobody saw, {uncertain} in all"
+    return table
+
+
+def _state(run: Past) -> Text:
+    """How it stands, and whether somebody is at it."""
+    from rich.text import Text
+
+    from coda_agent.agent.reporting.render import STYLE
+
+    state = ""
+    if run.running:
+        state = "running"
+    elif run.stopped:
+        state = f"stopped: {run.stopped.partition('; ')[0].removeprefix('stopped ')}"
+    elif run.status == UNDECIDED:
+        state = "cut off: resume it"  # whoever was at it said nothing more
+    if state and run.status == UNDECIDED:
+        return Text(state, style="dim")
+    standing = Text(run.status, style=STYLE.get(run.status, "dim"))
+    return standing.append(
+        "".join(f" {words}" for words in (run.why, state and f"({state})") if words), "dim"
+    )
+
+
+def _total(found: list[Past]) -> tuple[int, Spent]:
+    """Attempts, and what was spent."""
+    return sum(run.attempts for run in found), sum((run.spent for run in found), Spent())
+
+
+def _figures(attempts: int, spent: Spent) -> tuple[str, ...]:
+    tokens = f"{'~' if spent.uncertain_tokens else ''}{spent.tokens:,}" if spent.tokens else NONE
+    seconds = f"{spent.gpu_seconds:,.0f}" if spent.gpu_seconds else NONE
+    return str(attempts), tokens, dollars(spent), seconds
+
+
+def dollars(spent: Spent) -> str:
+    """What was spent; ~ where part of it is uncertain."""
+    return f"{'~' if spent.uncertain_tokens else ''}{spent.dollars:.2f}" if spent.dollars else NONE
+
+
+@dataclass
+class Reading:
+    """A run's journal, read as it grows: no event is read twice."""
+
+    run: str
+    _events: list[Event] = field(default_factory=list)
+    _past: Past | None = None
+
+    def past(self) -> Past:
+        """How the run stands now; never an error."""
+        path = runs_dir() / self.run / JOURNAL
+        try:
+            header, events = record.glance(path, self._events)
+        except JournalError as error:
+            return Past(self.run, "unreadable", str(error))
+        if len(events) > len(self._events) or self._past is None:
+            self._events, self._past = events, told(self.run, header, events)
+        return attended(self._past, path)
+
+
+def of(name: str) -> Past:
+    """One run; never an error."""
+    return Reading(name).past()
+
+
+def attended(run: Past, journal: Path) -> Past:
+    """A run with whether some process is at it now: then it goes on from where it had stopped."""
+    return replace(run, running=True, stopped="") if held(journal) else run
+
+
+def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
+    """A run by its journal."""
+    payloads = {event.key: event.payload for event in events}
+    turns = answers(payloads)
+    status, why = UNDECIDED, ""
+    timings: tuple[Timing, ...] = ()
+    at = stands_at(payloads)
+    if at is not None:
+        report = REPORT.validate_python(payloads[f"report/{at}"]["report"])
+        found = joined(report, measurement(payloads, at))
+        status = found.status
+        why = f"{found.gate}/{found.code}" if isinstance(found, Rejected) else ""
+        timings = found.timings if isinstance(found, Accepted) else _fastest_rejected(payloads)
+    return Past(
+        run=name,
+        status=status,
+        why=why,
+        spec=str(header["spec"]),
+        author=turns[-1].author if turns else str(header.get("author") or header["provider"]),
+        attempts=(last_verified(payloads) or 0) + _answered_since(events),
+        started=events[0].time if events else "",
+        ended=events[-1].time if events else "",
+        usage=used(turns),
+        spent=spent(events),
+        milliseconds=_mean(t.milliseconds[CANDIDATE] for t in timings),
+        speedup=_mean(t.ratios[BASELINE].estimate for t in timings),
+        roofline=_mean(t.roofline_milliseconds / t.milliseconds[CANDIDATE] for t in timings),
+        stopped=str(events[-1].payload["reason"]) if events and events[-1].kind == STOPPED else "",
+    )
+
+
+def _fastest_rejected(payloads: dict[str, Any]) -> tuple[Timing, ...]:
+    numbers = [int(key.partition("/")[2]) for key in payloads if key.startswith("measurement/")]
+    found = [m for n in numbers if isinstance(m := measurement(payloads, n), Rejected)]
+    rows = filter(None, map(record.timings_of, found))
+    return max(rows, key=lambda rows: _mean(t.ratios[BASELINE].estimate for t in rows) or 0.0, default=())
+
+
+def _answered_since(events: list[Event]) -> bool:
+    """Whether an answer awaits its report, or is part of one."""
+    kinds = [event.kind for event in events if event.kind in ("answer", "report")]
+    return kinds[-1:] == ["answer"]
+
+
+def _mean(ratios: Iterable[float]) -> float | None:
+    found = list(ratios)
+    return geometric_mean(found) if found else None

@@ -1,0 +1,116 @@
+"""Improvement rounds: what the author of an accepted kernel is shown, and what schedules it may set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from coda_agent.agent.prompts.markdown_fences import last
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import CLUSTERS, SWIZZLES, TILES, Schedule, by_step
+from coda_agent.verifier.decision import BASELINE
+from coda_agent.verifier.report import CANDIDATE, Accepted, Timing
+from coda_agent.verifier.spec.model import Spec
+
+HOW = f"""\
+Change the program (other fusions, fewer or cheaper operations, values used twice) or its schedules, or both.
+Answer with the whole kernel file in one ```python block. Schedules are tuned for you unless you set them, in
+one ```json block that maps steps to fields, such as
+{{"0": {{"tile_m": 128, "tile_n": 256, "pingpong": false}}}}:
+- tile_m, tile_n, pingpong together, one of {", ".join(str(tile) for tile in sorted(TILES))};
+- cluster_m, cluster_n, one of {", ".join(map(str, CLUSTERS))};
+- swizzle, one of {", ".join(map(str, SWIZZLES))};
+- evict_loads, evict_stores: what the epilogue loads or stores leaves the L2 first;
+- deep: shared memory from the epilogue for another stage of the mainloop;
+- split: with a cluster of four, which leaves some SMs idle, these get their share in a second launch.
+A change is kept only if it is measured to be faster in one case at least (the lower end of its interval above
+1, against the kernel that is kept now, in the same run) and slower in none.
+"""
+
+
+BOUND = """\
+What bounds its steps, by the H100's datasheet. These are shares of the bound (the time that no version can
+beat), not of the time measured."""
+
+
+def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
+    """The message after an acceptance: measured times, what bounds each step, compiler's resources."""
+    parts = [
+        f"Accepted: it is right, and faster than {BASELINE}. {rounds} round(s) are left to make it faster.",
+        *account(spec, report, program),
+        HOW,
+    ]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
+    """What is known of an accepted kernel's speed, in paragraphs."""
+    kernels = next(gate.figures["kernels"] for gate in report.gates if gate.gate == "compile")
+    return [
+        "\n".join(case_words(timing) for timing in report.timings),
+        f"{BOUND}\n"
+        + "\n".join(_floors(program, case.name, case.sizes) for case in spec.cases if case.bench),
+        "The compiler's account:\n" + "\n".join(_resources(k) for k in kernels),
+    ]
+
+
+def schedules(text: str) -> dict[int, Schedule]:
+    """What an answer's last ```json block sets, by step; nothing without one. Raises ProgramError."""
+    block = last(text, "json")
+    if block is None:
+        return {}
+    try:
+        found = json.loads(block)
+        return by_step(_objects(found))
+    except (ValueError, RecursionError) as error:
+        raise ProgramError(
+            "schedule", f"the ```json block maps steps to a schedule's fields: {error}"
+        ) from None
+
+
+def _objects(found: Any) -> Mapping[str, Mapping[str, Any]]:
+    if not isinstance(found, dict) or not all(isinstance(fields, dict) for fields in found.values()):
+        raise ValueError('it is no object of objects, such as {"0": {"swizzle": 16}}')
+    return found
+
+
+def case_words(t: Timing) -> str:
+    """What was measured of one case, in a line."""
+    own = t.milliseconds[CANDIDATE]
+    rivals = ", ".join(f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items())
+    chosen = "; ".join(f"step {step}: {_fields(schedule)}" for step, schedule in t.schedules.items())
+    return (
+        f"- {t.case} ({', '.join(f'{d} = {n}' for d, n in t.sizes.items())}): {own:.4f} ms, "
+        f"{t.roofline_milliseconds / own:.0%} of the roofline; {rivals}; {_parts(t)}tuned to {chosen}"
+    )
+
+
+def _parts(t: Timing) -> str:
+    """What each part took by itself; nothing where the kernel is one, or they were not timed."""
+    whole = sum(t.parts.values())
+    told = [f"{name} {taken:.4f} ms ({taken / whole:.0%})" for name, taken in t.parts.items()]
+    return f"its parts, each by itself: {', '.join(told)}; " if told else ""
+
+
+def _fields(schedule: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in schedule.items())
+
+
+def _floors(program: Program, case: str, sizes: Mapping[str, int]) -> str:
+    bound = roofline(program, sizes)
+    steps = "; ".join(
+        f"{floor.kind} of step {floor.step}: {floor.seconds / bound.seconds:.0%} of the bound, "
+        f"bound by {floor.binds}, "
+        f"{floor.bytes / 1e6:.1f} MB, {floor.flops / 1e9:.1f} GFLOP"
+        for floor in bound.steps
+    )
+    return f"- {case}: {bound.seconds * 1e3:.4f} ms at best; {steps}"
+
+
+def _resources(kernel: Mapping[str, Any]) -> str:
+    tile = f", tile {kernel['tile']}" if kernel["tile"] else ""
+    spills = f"{kernel['spill_loads']} loads and {kernel['spill_stores']} stores spilled"
+    return f"- {kernel['kernel']}{tile}: {kernel['registers']} registers, {spills}, {kernel['hgmma']} HGMMA"

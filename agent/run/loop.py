@@ -1,0 +1,399 @@
+"""The loop: draft -> verify -> feed back, until accepted, out of attempts or out of budget.
+
+Every step goes through the journal, so a run that was killed at any moment and is started again takes
+up where it was: an answer that was received is never asked for again.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import time
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from filelock import Timeout
+
+from coda_agent.agent.artifacts.gpu_lock import gpu_alone
+from coda_agent.agent.prompts import prompt
+from coda_agent.agent.prompts.markdown_fences import PYTHON, last
+from coda_agent.agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
+from coda_agent.agent.run import improve, tools
+from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget, Spent
+from coda_agent.agent.run.journal import Journal, JournalError, Record
+from coda_agent.agent.run.record import GPU_SECONDS, uncharged
+from coda_agent.agent.run.task import Measure, Work
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.system.deadline import Late, until
+from coda_agent.verifier.report import (
+    MEASUREMENT,
+    REPORT,
+    Accepted,
+    Authorship,
+    Checked,
+    Measurement,
+    Rejected,
+    Unmeasured,
+    joined,
+)
+from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    from coda_agent.verifier.incumbent import Kept
+
+PIECE = "piece"  # the kind of event that holds a part of a measurement
+STOPPED = "stopped"  # the kind of event that says why a run ended before its time
+CALLS = 12  # turns that only use tools, before an attempt without an answer is over
+
+
+class Listener(Protocol):
+    """Who watches a run: a live table, or plain lines."""
+
+    def attempt(self, number: int, limit: int) -> None: ...
+    def text(self, words: str) -> None: ...
+    def gate(self, name: str, words: str) -> None: ...
+    def report(self, number: int, report: Accepted | Checked | Rejected) -> None: ...
+    def tool(self, name: str, words: str) -> None: ...
+    def spent(self, spent: Spent) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run stands: the last report, the source it is about, and what was spent. ``raw``: the source,
+    where it is an edited text of ``program``'s. ``stopped``: why it ended before its time."""
+
+    report: Accepted | Checked | Rejected
+    source: str
+    program: Program | None
+    authorship: Authorship
+    usage: Usage
+    raw: str = ""
+    stopped: str = ""
+
+
+def extract(answer: str) -> str | None:
+    """The last ```python block of an answer; None if there is none."""
+    return last(answer, *PYTHON)
+
+
+@dataclass
+class Loop:
+    """One run: who writes, what judges, and where it is written down.
+
+    ``measure`` runs the GPU gates here; None leaves a checked kernel awaiting measurement elsewhere.
+    """
+
+    journal: Journal
+    spec: Spec
+    work: Work
+    provider: Provider
+    listener: Listener
+    attempts: int = 6
+    measure: Measure | None = None
+    limits: Limits = Limits()
+    improve: int = 0  # rounds to make an accepted kernel faster
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.journal, self.limits)
+        self.desk = tools.Desk(self.journal, self.spec, self._check)
+
+    def run(self) -> Outcome:
+        """Go on until a kernel is accepted and improved, checked with nothing here to measure it, or attempts
+        or budget are used up, or there is no answer to be had; never less far than the run has come. A change
+        is kept that beats the kernel before. Raises ProviderError where no kernel was accepted before it,
+        OutOfBudget when it ends before the first report, and JournalError."""
+        first = self.opening()
+        made = last_verified({e.key: e.payload for e in self.journal.events()}) or 0
+        messages, limit = [Message("user", first.task)], max(self.attempts, made)
+        outcome: Outcome | None = None
+        kept: Outcome | None = None
+        try:
+            for number in itertools.count(1):
+                self.listener.attempt(number, limit)
+                turn, words = self._submitted(first.system, messages)
+                outcome = self._judged(number, turn, kept)
+                if isinstance(outcome.report, Checked):
+                    return outcome
+                if isinstance(outcome.report, Accepted):
+                    limit = limit if kept else max(number + self.improve, made)
+                    kept = outcome
+                if number >= limit:
+                    return _ended(outcome, kept)
+                messages.append(tools.results(turn, words, self._reply(outcome, limit - number)))
+        except (OutOfBudget, ProviderError) as ended:
+            self._stopped(str(ended))
+            if outcome is None or (kept is None and isinstance(ended, ProviderError)):
+                raise
+            return _ended(outcome, kept, str(ended))
+        except KeyboardInterrupt:
+            with suppress(JournalError):  # for which a disk may have no room
+                self._stopped("interrupted")
+            raise
+        raise AssertionError("the attempts have a limit")
+
+    def _stopped(self, reason: str, charge: Mapping[str, float] | None = None) -> None:
+        """Write down why the run ends before its time, with the charge of what was cut off; one that is
+        resumed goes on all the same."""
+        number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
+        self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason, **(charge or {})})
+
+    def _reply(self, outcome: Outcome, left: int) -> str:
+        if isinstance(outcome.report, Rejected):
+            return prompt.feedback(outcome.report)
+        assert isinstance(outcome.report, Accepted) and outcome.program is not None
+        return self.work.accepted(outcome.report, outcome.program, left)
+
+    def opening(self) -> prompt.Prompt:
+        """The prompt as the run began with it: what is learned meanwhile is for later runs."""
+        made = self.journal.once("prompt", "prompt", lambda: asdict(self.work.opening()))
+        return prompt.Prompt(made["system"], made["task"])
+
+    def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
+        """The next turn that submits something, and what its other calls gave; ``messages`` gains the turns
+        that only use tools, with what these said."""
+        for used in range(1 + CALLS):
+            say, deadline = self.listener.text, self.ledger.deadline
+            question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline)
+            turn = self._answer(question)
+            words = self._used(question.number, turn)
+            messages.append(Message("assistant", turn.text, turn.blocks))
+            if not turn.calls or tools.submission(turn) is not None or used == CALLS:
+                break
+            messages.append(tools.results(turn, words))
+        return turn, words
+
+    def _answer(self, question: Question) -> Turn:
+        number = self.ledger.turn = question.number
+
+        def ask() -> dict[str, Any]:
+            self.ledger.afford()
+            try:
+                turn = self.provider.next_turn(question)
+            except ProviderError:
+                self.ledger.timely()  # it may have waited as long as it could
+                raise
+            return turn.to_json() | self.ledger.answered(turn)
+
+        turn = Turn.from_json(self.journal.once(f"answer/{number}", "answer", ask))
+        self.listener.spent(self.ledger.spent())
+        return turn
+
+    def _used(self, number: int, turn: Turn) -> dict[str, str]:
+        """What the tools of a turn gave, by the calls' ids."""
+        words = {}
+        for position, call in enumerate(turn.calls, 1):
+            if call.name != tools.SUBMIT.name:
+                words[call.id] = self.desk.answer(f"{number}.{position}", call)
+                self.listener.tool(call.name, words[call.id])
+        return words
+
+    def _judged(self, number: int, turn: Turn, kept: Outcome | None) -> Outcome:
+        """Check on this machine, then measure here, or take a measurement that was imported."""
+        submitted = tools.submission(turn)
+        source = extract(turn.text) or "" if submitted is None else submitted
+        text = turn.text if kept or self.work.raw else ""  # schedules are for what is known to be right
+        payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
+        report, program = _read(payload, self.spec)
+        found = None
+        raw = payload.get("raw", "")
+        if isinstance(report, Checked) and program is not None:
+            found = self._measured(number, program, raw, kept)
+        final = joined(report, found)
+        self.listener.report(number, final)
+        spent = used(answers({e.key: e.payload for e in self.journal.events()}))
+        return Outcome(final, source, program, _authorship(self.journal, turn, number), spent, raw)
+
+    def _check(self, source: str, schedules: str = "") -> dict[str, Any]:
+        if not source:
+            missing = Rejected(gate="trace", code="no_source", message="the answer holds no ```python block")
+            return {"report": missing.model_dump(mode="json"), "program": None, "source": ""}
+        try:
+            given = improve.schedules(schedules)
+        except ProgramError as error:
+            refused = Rejected(gate="trace", code=error.code, message=error.message)
+            return {"report": refused.model_dump(mode="json"), "program": None, "source": source}
+        with self._timely():
+            report, program = self.work.check(source, given, self.listener.gate)
+        made = {
+            "report": report.model_dump(mode="json"),
+            "program": program.to_json() if program else None,
+            "source": source,
+        }
+        return made | {"raw": source} if self.work.raw else made
+
+    @contextmanager
+    def _timely(self) -> Iterator[None]:
+        """Within: gates are cut off when the time is up. Raises OutOfBudget then; they have no verdict."""
+        try:
+            with until(self.ledger.deadline):
+                yield
+        except Late:
+            raise self.ledger.late() from None
+
+    @contextmanager
+    def _gpu(self) -> Iterator[None]:
+        """Within: the GPU is ours alone. Raises OutOfBudget where the time is up before it is free."""
+        self.ledger.afford_gpu()
+        with ExitStack() as stack:
+            try:
+                say = self.listener.text
+                stack.enter_context(gpu_alone(lambda words: say(f"{words}\n"), self.ledger.deadline))
+            except Timeout:
+                self.ledger.timely()
+                raise
+            yield
+
+    def _measured(self, number: int, program: Program, raw: str, kept: Outcome | None) -> Measurement | None:
+        payloads = {e.key: e.payload for e in self.journal.events()}
+        if again := _rejected_before(payloads, number):
+            self.listener.text("the same kernel was measured before and rejected: it is not measured again\n")
+            payloads |= {f"measurement/{number}": again}
+            self.journal.once(f"measurement/{number}", "measurement", lambda: again)
+        before = measurement(payloads, number)
+        if before is not None or self.measure is None:
+            return before
+        rival, pieces = as_kept(kept) if kept else self.work.rival(), None
+        try:
+            with self._gpu():
+                self.ledger.afford_gpu()
+                pieces = JournalPieces.of(self.journal, number)
+                with self._timely():
+                    found = self.measure(self.spec, program, pieces, rival, raw)
+                payload = found.model_dump(mode="json") | pieces.charge()
+        except OutOfBudget as ended:  # the kernel is checked: it can be measured elsewhere, or go on later
+            self.listener.text(f"not measured: {ended}\n")
+            self._stopped(f"not measured: {ended}", pieces.charge() if pieces else {})
+            return None
+        if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
+            self.journal.once(pieces.void, "void", lambda: payload)
+        else:
+            self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
+        return found
+
+
+def _rejected_before(payloads: Mapping[str, Any], number: int) -> dict[str, Any] | None:
+    """What rejected the same kernel in an earlier attempt, with the same to beat: measured as often as it
+    takes, a slow one is lucky once. None where this attempt was measured itself."""
+    if f"measurement/{number}" in payloads:
+        return None
+    for earlier in range(number - 1, 0, -1):
+        found = uncharged(payloads.get(f"measurement/{earlier}", {}))
+        if found.get("status") == "measured":  # since then that is what there is to beat
+            return None
+        mine, other = (payloads.get(f"report/{each}", {}) for each in (number, earlier))
+        if found and mine.get("program") == other.get("program") and _same(mine.get("raw"), other.get("raw")):
+            return found
+    return None
+
+
+def _same(text: str | None, other: str | None) -> bool:
+    """Whether two edited texts that were checked are one but for comments and space."""
+    return text == other or bool(text and other and _tokens(text) == _tokens(other))
+
+
+def _tokens(text: str) -> list[str]:
+    """Read, not compiled: a model wrote it."""
+    passed = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT)
+    return [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in passed]
+
+
+def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
+    """The kernel that is kept, if any; what came after it was paid for all the same."""
+    return replace(kept or outcome, usage=outcome.usage, stopped=stopped)
+
+
+@dataclass
+class JournalPieces:
+    """Finished pieces of a measurement, in the journal: one that was cut off goes on. Each is charged with
+    the GPU's time ``since`` the one before, so that a kill loses the charge of one."""
+
+    journal: Journal
+    prefix: str
+    void: str
+    since: float  # by time.monotonic
+
+    @classmethod
+    def of(cls, journal: Journal, number: int) -> JournalPieces:
+        """Those of attempt ``number``, since its last measurement that was void."""
+        voids = sum(e.key.startswith(f"void/{number}/") for e in journal.events())
+        return cls(journal, f"piece/{number}.{voids}/", f"void/{number}/{voids}", time.monotonic())
+
+    def load(self, piece: str) -> dict[str, Any] | None:
+        key = self.prefix + piece
+        found = next((e.payload for e in self.journal.events() if e.key == key), None)
+        return uncharged(found) if found is not None else None
+
+    def save(self, piece: str, found: dict[str, Any]) -> None:
+        self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
+
+    def charge(self) -> dict[str, float]:
+        """What an event is charged with: the seconds that no event has yet."""
+        before, self.since = self.since, time.monotonic()
+        return {GPU_SECONDS: round(self.since - before, 3)}
+
+
+def standing(journal: Record, spec: Spec) -> Outcome | None:
+    """How a run stands by its journal: its accepted kernel, or its last verified attempt, if there is one."""
+    events = {e.key: e.payload for e in journal.events()}
+    number = stands_at(events)
+    if number is None:
+        return None
+    payload = events[f"report/{number}"]
+    report, program = _read(payload, spec)
+    final = joined(report, measurement(events, number))
+    turns = answers(events)
+    authorship = _authorship(journal, turns[-1], number)
+    return Outcome(final, payload["source"], program, authorship, used(turns), payload.get("raw", ""))
+
+
+def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rejected, Program | None]:
+    text = payload["program"]
+    report = REPORT.validate_python(payload["report"])
+    return report, Program.from_json(text, spec.signature()) if text else None
+
+
+def answers(events: Mapping[str, Any]) -> list[Turn]:
+    """Every turn that was received, by a run's payloads in their order."""
+    return [Turn.from_json(payload) for key, payload in events.items() if key.startswith("answer/")]
+
+
+def used(turns: Iterable[Turn]) -> Usage:
+    return sum((turn.usage for turn in turns), Usage())
+
+
+def as_kept(outcome: Outcome) -> Kept:
+    """An accepted kernel, as it was tuned, for a change to beat."""
+    from coda_agent.verifier.incumbent import Kept
+
+    assert isinstance(outcome.report, Accepted) and outcome.program is not None
+    return Kept.of(outcome.program, outcome.report.timings, outcome.raw)
+
+
+def stands_at(events: Mapping[str, Any]) -> int | None:
+    """The number of the attempt that a run stands at, by its payloads: the last accepted, as a change
+    that beats nothing is not, else the last verified."""
+    accepted = [
+        k for k, payload in events.items() if k.startswith("measurement/") and payload["status"] == "measured"
+    ]
+    return max((int(key.partition("/")[2]) for key in accepted), default=last_verified(events))
+
+
+def last_verified(events: Mapping[str, Any]) -> int | None:
+    """The number of the last attempt with a report, by a run's payloads."""
+    return max((int(key.partition("/")[2]) for key in events if key.startswith("report/")), default=None)
+
+
+def measurement(events: Mapping[str, Any], number: int) -> Measurement | None:
+    """What was measured of an attempt, by a run's payloads."""
+    found = uncharged(events.get(f"measurement/{number}", {}))
+    return MEASUREMENT.validate_python(found) if found else None
+
+
+def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:
+    """Who wrote what a run stands at; a replay's author is that of the run it replays."""
+    run = journal.header.get("replays") or journal.header["run"]
+    return Authorship(author=turn.author, attempts=number, run=str(run))

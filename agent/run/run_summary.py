@@ -1,0 +1,151 @@
+"""What a run's journal tells of its attempts.
+
+An attempt is a report with what led to it, drafts and answers, and what followed from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from coda_agent.agent.providers import Turn
+from coda_agent.agent.run import record
+from coda_agent.agent.run.history import Past, attended, told
+from coda_agent.agent.run.journal import Event
+from coda_agent.agent.run.loop import extract, measurement
+from coda_agent.agent.run.runs import JOURNAL
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing, joined
+from coda_agent.verifier.spec.file import SpecError
+
+KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")  # others are only listed
+Verdict = Accepted | Checked | Rejected
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What an author had checked on its way to an answer."""
+
+    source: str
+    report: Verdict
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What was written, and how it was judged; ``report`` is None until it is.
+
+    ``timings`` are those of a kernel that was measured, be it too slow; ``voids`` say why a measurement was
+    not believed.
+    """
+
+    number: int
+    turns: tuple[Turn, ...]
+    drafts: tuple[Draft, ...]
+    source: str
+    report: Verdict | None
+    timings: tuple[Timing, ...]
+    voids: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        return self.report.status if self.report else "not judged yet"
+
+
+@dataclass(frozen=True)
+class Step:
+    """An event: its attempt (0: the run's own), and the seconds since the event before it."""
+
+    event: Event
+    attempt: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Account:
+    """A run at one moment. ``edited``: its spec is not what it was when the run started."""
+
+    past: Past
+    header: Mapping[str, Any]
+    spec: str
+    edited: bool
+    attempts: tuple[Attempt, ...]
+    steps: tuple[Step, ...]
+
+
+def read(directory: Path) -> Account:
+    """What a run's folder tells; takes nothing from whoever has the run open. Raises JournalError."""
+    journal = directory / JOURNAL
+    header, events = record.glance(journal)
+    yaml = directory / "spec.yaml"
+    grouped = _grouped(events)
+    payloads = {event.key: event.payload for event in events}
+    return Account(
+        past=attended(told(directory.name, header, events), journal),
+        header=header,
+        spec=yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else "",
+        edited=_edited(yaml, header),
+        attempts=tuple(_attempt(payloads, n, own) for n, own in sorted(grouped.items()) if n),
+        steps=_steps(events, grouped),
+    )
+
+
+def _edited(yaml: Path, header: Mapping[str, Any]) -> bool:
+    try:
+        return load(yaml, check=False).hash != header["spec_hash"]
+    except SpecError:
+        return True
+
+
+def _grouped(events: Iterable[Event]) -> dict[int, list[Event]]:
+    """Events by attempt, from 1; under 0 the prompt and what is not known here.
+
+    By their order: keys name turns, of which an attempt may take several."""
+    grouped: dict[int, list[Event]] = {0: []}
+    judged = 0
+    for event in events:
+        if event.kind == "prompt" or event.kind not in KINDS:
+            place = 0
+        elif event.kind in ("answer", "draft", "report"):
+            place = judged + 1
+        else:
+            place = judged
+        judged += event.kind == "report"
+        grouped.setdefault(place, []).append(event)
+    return grouped
+
+
+def _steps(events: Sequence[Event], grouped: Mapping[int, Sequence[Event]]) -> tuple[Step, ...]:
+    attempts = {event.seq: number for number, own in grouped.items() for event in own}
+    times = [datetime.fromisoformat(event.time) for event in events]
+    waits = [(now - before).total_seconds() for before, now in zip(times[:1] + times, times, strict=False)]
+    return tuple(
+        Step(event, attempts[event.seq], max(wait, 0.0))  # a clock may be set back
+        for event, wait in zip(events, waits, strict=True)
+    )
+
+
+def _attempt(payloads: Mapping[str, Any], number: int, own: Sequence[Event]) -> Attempt:
+    turns = tuple(Turn.from_json(e.payload) for e in own if e.kind == "answer")
+    source = (extract(turns[-1].text) or "") if turns else ""
+    report = None
+    for event in own:
+        if event.kind == "report":
+            found = measurement(payloads, int(event.key.partition("/")[2]))
+            report = joined(REPORT.validate_python(event.payload["report"]), found)
+            source = event.payload["source"]
+    return Attempt(
+        number=number,
+        turns=turns,
+        drafts=tuple(_draft(e.payload) for e in own if e.kind == "draft"),
+        source=source,
+        report=report,
+        timings=record.timings_of(report),
+        voids=tuple(str(e.payload["reason"]) for e in own if e.kind == "void"),
+    )
+
+
+def _draft(payload: Mapping[str, Any]) -> Draft:
+    return Draft(payload["source"], REPORT.validate_python(payload["report"]))

@@ -1,0 +1,128 @@
+"""Runs on disk: ``runs/NAME/`` holds a journal, the spec as it was, and a handoff's files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from coda_agent.agent.run import record
+from coda_agent.agent.run.journal import Journal, JournalError, Snapshot
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.spec.model import Spec
+
+STAMP = re.compile(r"-(\d{8}-\d{6})(?:-(\d+))?$")
+JOURNAL = "journal.db"  # in a run's folder
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
+
+
+def runs_dir() -> Path:
+    """Where runs live: CODA_AGENT_RUNS or ./runs."""
+    return Path(os.environ.get("CODA_AGENT_RUNS") or "runs")
+
+
+@dataclass
+class Run:
+    """A run that is open in this process: its journal is locked until ``journal.close()``."""
+
+    name: str
+    journal: Journal
+    spec: Spec
+    text: str
+
+    @property
+    def directory(self) -> Path:
+        return runs_dir() / self.name
+
+
+def start(path: Path, options: dict[str, Any]) -> Run:
+    """A new run of the spec at ``path``. Raises SpecError before anything is written."""
+    spec = load(path)
+    text = path.read_text(encoding="utf-8")
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        name = f"{spec.name}-{stamp}{suffix}"
+        if _claim(runs_dir() / name, text):
+            break
+    # The journal last: without one a folder is no run, so a start that was cut off leaves none.
+    header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
+    return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
+
+
+def _claim(directory: Path, spec: str) -> bool:
+    """Make a run's folder, with its spec; whether no other run had it. Raises JournalError."""
+    try:
+        directory.mkdir(parents=True)
+        write_atomic(directory / "spec.yaml", spec)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        remedy = (
+            "make room or set CODA_AGENT_RUNS" if full else "choose a directory that can be made and written"
+        )
+        raise JournalError(f"{directory}: {error.strerror}; {remedy}") from None
+    return True
+
+
+def folder(name: str) -> Path:
+    """The folder of an existing run, by its name or its folder. Raises JournalError."""
+    given, name = Path(name), Path(name).name
+    if not NAME.fullmatch(name) or not (runs_dir() / name).is_dir():
+        known = ", ".join(names()[-5:]) or "none"
+        raise JournalError(f"{runs_dir()}: there is no run {name!r}; the latest are: {known}")
+    if given.is_dir() and given.resolve() != (runs_dir() / name).resolve():
+        raise JournalError(f"{given} is no run of {runs_dir()}; set CODA_AGENT_RUNS to the folder it is in")
+    return runs_dir() / name
+
+
+def reopen(name: str) -> Run:
+    """An existing run, with the spec as it was then. Raises JournalError for one that is not there, or
+    whose spec was edited since."""
+    directory = folder(name)
+    path = directory / JOURNAL
+    journal = record.opened(path)
+    try:
+        spec, text = _spec(directory, journal.header)
+        record.check_programs(path, journal.events(), spec)
+    except BaseException:
+        journal.close()
+        raise
+    return Run(directory.name, journal, spec, text)
+
+
+def look(name: str) -> tuple[Snapshot, Spec]:
+    """A run at this moment, whoever has it open, and its spec. Raises JournalError as ``reopen``."""
+    path = folder(name) / JOURNAL
+    taken = Snapshot(*record.glance(path))
+    spec, _ = _spec(path.parent, taken.header)
+    record.check_programs(path, taken.events(), spec)
+    return taken, spec
+
+
+def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:
+    path = directory / "spec.yaml"
+    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # checked when it started
+    if spec.hash != header["spec_hash"]:
+        raise JournalError(f"{path}: not the spec that the run started with; undo the change")
+    return spec, text
+
+
+def names() -> list[str]:
+    """All runs, oldest first; none where there is no folder of them yet. OSError where it cannot be read."""
+    try:
+        found = [*runs_dir().iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted((p.name for p in found if (p / JOURNAL).is_file()), key=_age)
+
+
+def _age(name: str) -> tuple[str, int, str]:
+    """A run's start, and its place among those of that second: both are in its name."""
+    stamp = STAMP.search(name)
+    return (stamp[1], int(stamp[2] or 1), name) if stamp else ("", 0, name)

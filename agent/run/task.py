@@ -1,0 +1,80 @@
+"""What a run's author is asked to write, and how it is judged without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from coda_agent.agent.prompts import prompt
+from coda_agent.agent.run import improve
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier import verify
+from coda_agent.verifier.gates import Progress
+from coda_agent.verifier.report import Accepted, Measurement
+from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    from coda_agent.agent.tips import Tip
+    from coda_agent.verifier.incumbent import Kept
+    from coda_agent.verifier.measure import Keep
+
+
+class Measure(Protocol):
+    """Runs the GPU gates; ``kept``: an accepted kernel that this one has to beat; ``raw``: the edited text
+    that is to run."""
+
+    def __call__(
+        self, spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str
+    ) -> Measurement: ...
+
+
+class Work(Protocol):
+    """``raw``: an edited CuTeDSL text is asked for, not a kernel in the vocabulary."""
+
+    raw: bool
+
+    def opening(self) -> prompt.Prompt:
+        """What the author is given first."""
+
+    def rival(self) -> Kept | None:
+        """What even the first answer has to beat, besides the baseline."""
+
+    def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
+        """The gates of any machine; ``schedules`` are the author's, by step."""
+
+    def measuring(self, usual: Measure, progress: Progress) -> Measure:
+        """What measures it on a GPU, where ``usual`` measures kernels."""
+
+    def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
+        """The message after an acceptance, with so many rounds left to make it faster."""
+
+
+@dataclass(frozen=True)
+class Authoring:
+    """A kernel for a spec, in the vocabulary. ``text``: the spec's YAML, as the author sees it; ``tips``: the
+    log's."""
+
+    spec: Spec
+    text: str
+    tips: Sequence[Tip] | None = None
+    weak_jail: bool = False
+    raw = False
+
+    def opening(self) -> prompt.Prompt:
+        return prompt.assemble(self.spec, self.text, self.tips)
+
+    def rival(self) -> None:
+        return None
+
+    def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
+        return verify.check(
+            self.spec, source, schedules=schedules, weak_jail=self.weak_jail, progress=progress
+        )
+
+    def measuring(self, usual: Measure, progress: Progress) -> Measure:
+        return usual
+
+    def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
+        return improve.words(self.spec, report, program, rounds)

@@ -1,0 +1,268 @@
+"""What the commands share: who writes, what measures, and how a run stands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from coda_agent.agent import arguments
+from coda_agent.agent.options import spelled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coda_agent.agent.options import Authoring
+    from coda_agent.agent.providers import Provider
+    from coda_agent.agent.run.budget import Limits
+    from coda_agent.agent.run.loop import Listener, Outcome
+    from coda_agent.agent.run.runs import Run
+    from coda_agent.agent.run.task import Measure, Work
+    from coda_agent.primitives.lang.ir import Program
+    from coda_agent.verifier.incumbent import Kept
+    from coda_agent.verifier.measure import Keep, Options
+    from coda_agent.verifier.report import Measurement
+    from coda_agent.verifier.spec.model import Spec
+
+
+UNCOUNTED = ("handoff", "mcp")  # providers whose authors' spending nobody here sees
+OF_SOME = {  # options that only some providers have a use for
+    "--model": ("anthropic", "claude-code"),
+    "--max-tokens": ("anthropic", "claude-code"),
+    "--time-limit": ("handoff", "claude-code"),
+    "--author": ("handoff",),
+    "--directory": ("handoff",),
+}
+NO_H100 = "no H100 (CUDA capability 9.0) here"
+
+
+class Absent(Exception):
+    """Something that was asked for is not on this machine: what, and how to get it."""
+
+
+def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:
+    """auto: a key authors, a recording replays. ``raw``: a run that edits CuTeDSL."""
+    from coda_agent.agent.artifacts.accept import recording
+
+    path = recording(spec, raw=raw)
+    recorded, edited = path.is_file(), "'s CuTeDSL" if raw else ""
+    if provider == "auto":
+        if os.environ.get("ANTHROPIC_API_KEY"):
+            return "anthropic"
+        if recorded:
+            return "replay"
+        raise Absent(
+            f"no ANTHROPIC_API_KEY, and no recorded run of {spec}{edited} to replay; set the key, or answer "
+            "yourself with --provider handoff"
+        )
+    if provider == "replay" and not recorded:
+        raise Absent(f"{path}: no recorded run of {spec}{edited}; author one first")
+    return provider
+
+
+def recorded_run(spec: str, *, raw: bool = False) -> str:
+    """The name of the run that a replay of this spec plays back."""
+    from coda_agent.agent.artifacts.accept import recording
+    from coda_agent.agent.run import record
+
+    header, _ = record.recording(recording(spec, raw=raw))
+    return str(header["run"])
+
+
+def new_header(
+    name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, raw: bool = False
+) -> dict[str, Any]:
+    """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
+    what it may cost. What cannot work says so here, before there is a run."""
+    provider = choose_provider(authoring.provider, name, raw=raw)
+    refuse_idle(provider, *spelled(authoring), *(["--directory"] if directory else ()))
+    given = {"directory": str(directory)} if directory else {}
+    if provider == "replay":
+        given["replays"] = recorded_run(name, raw=raw)
+    refuse_uncounted(provider, limits, authoring.model)
+    header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
+    make_provider(header, name, Path(name), raw=raw)
+    return header
+
+
+def refuse_idle(provider: str, *names: str) -> None:
+    """Raises BadParameter for a given option that this provider has no use for."""
+    for name in names:
+        if provider not in (some := OF_SOME.get(name, (provider,))):
+            arguments.refuse_unused(
+                f"the author is {provider}, and it is of {' and '.join(some)}; leave it out", name
+            )
+
+
+def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) -> None:
+    """Raises BadParameter for a limit that a run by this provider could never reach, or could go past by any
+    amount: before a request to a ``model`` without a price no dollars can be reserved."""
+    given = [f"--budget-{name}" for name in ("tokens", "dollars") if getattr(limits, name) is not None]
+    if provider in UNCOUNTED and given:
+        raise typer.BadParameter(
+            f"{' and '.join(given)} would limit nothing: what an author by {provider} spends is not told "
+            "here; use --attempts, --time-limit or --budget-seconds"
+        )
+    if provider == "claude-code" and limits.dollars is not None:
+        from coda_agent.agent.run.budget import is_priced
+
+        if not is_priced(model):
+            named = f"--model {model}" if model else "the command's own model"
+            raise typer.BadParameter(
+                f"--budget-dollars could not be held: no price is known for {named}, so nothing can be "
+                "reserved before a request; give --model a full name, such as claude-opus-5-5, or use "
+                "--budget-tokens"
+            )
+
+
+def author(
+    run: Run, watch: Listener, measure: Measure | None, given: Mapping[str, Any] | None = None
+) -> Outcome:
+    """Run the loop with what the run's header says; what is ``given`` in its place (of its limits, each by
+    itself) counts for this time."""
+    from coda_agent.agent.run.budget import Limits
+    from coda_agent.agent.run.loop import Loop
+
+    changes = dict(given or {})
+    limits = run.journal.header.get("limits", {}) | changes.pop("limits", {})
+    header, work = run.journal.header | changes, work_of(run)
+    loop = Loop(
+        run.journal,
+        run.spec,
+        work,
+        provider_of(run, header),
+        watch,
+        header["attempts"],
+        measure and work.measuring(measure, watch.gate),
+        Limits.from_json(limits),
+        header.get("improve", 0),
+    )
+    return loop.run()
+
+
+def work_of(run: Run) -> Work:
+    """What the run's author is asked for."""
+    from coda_agent.agent.run.task import Authoring
+    from coda_agent.agent.tips import tips_of
+
+    header = run.journal.header
+    if "optimizes" in header:
+        from coda_agent.agent.run.optimize import Editing
+
+        return Editing.of(run)
+    if "proposes" in header:
+        from coda_agent.agent.artifacts.primitive import Proposing
+
+        return Proposing.of(run)
+    return Authoring(run.spec, run.text, tips_of(header), header.get("weak_jail", False))
+
+
+def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
+    """The provider that the run's header names, or the one given in its place. Raises ProviderError."""
+    header = header or run.journal.header
+    return make_provider(header, run.spec.name, run.directory, raw=_raw(header))
+
+
+def make_provider(header: Mapping[str, Any], spec: str, run: Path, *, raw: bool) -> Provider:
+    """The provider that a header names, for a run of ``spec`` in the folder ``run``, which need not be there
+    yet. ``raw``: as in ``choose_provider``. Raises ProviderError."""
+    from coda_agent.agent import providers
+    from coda_agent.agent.artifacts.accept import recording
+
+    length = {"model": header["model"], "max_tokens": header.get("max_tokens")}
+    options: dict[str, Any] = {
+        "anthropic": length,
+        "claude-code": length | {"time_limit": header["time_limit"]},
+        "handoff": {
+            "directory": Path(header["directory"] or run / "handoff"),
+            "author": header["author"],
+            "run": run.name,
+            "time_limit": header["time_limit"],
+        },
+        "mcp": {},
+        "replay": {"path": recording(spec, raw=raw)},
+    }[header["provider"]]
+    return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
+
+
+def _raw(header: Mapping[str, Any]) -> bool:
+    return bool(header.keys() & {"optimizes", "proposes"})
+
+
+def header_of(name: str) -> dict[str, Any]:
+    """A run's header, whoever has the run open. Raises JournalError."""
+    from coda_agent.agent.run import record, runs
+
+    return record.glance(runs.folder(name) / runs.JOURNAL)[0]
+
+
+def standing(name: str) -> Outcome:
+    """How a run stands, from its journal alone: nothing is asked for or measured, and it may be under way."""
+    from coda_agent.agent.run import loop, runs
+    from coda_agent.agent.run.journal import held
+
+    outcome = loop.standing(*runs.look(name))
+    if outcome is None:
+        run = runs.folder(name)
+        remedy = "it is under way" if held(run / runs.JOURNAL) else f"coda-agent resume {run.name}"
+        raise Absent(f"run {run.name} has no verified kernel yet: {remedy}")
+    return outcome
+
+
+def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | None:
+    """What measures a checked kernel here, if anything does."""
+    if not use_gpu(gpu):
+        return None
+    from coda_agent.agent.artifacts.quack_tunings import quack
+    from coda_agent.verifier.measure import measure as run_gates
+
+    def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
+        return run_gates(
+            spec,
+            program,
+            options,
+            progress=watch.gate,
+            keep=keep,
+            kept=kept,
+            raw=raw,
+            quack=quack(spec),
+        )
+
+    return measure
+
+
+def need_gpu(gpu: bool | None, *measuring: str) -> None:
+    """Say at once, before anything is written, that a demanded GPU is not here, or that one is declined and
+    options of ``measuring`` are given."""
+    if gpu is False:
+        arguments.refuse_unused("--no-gpu measures nothing; leave one of the two out", *measuring)
+    if gpu:
+        use_gpu(True)
+
+
+def use_gpu(gpu: bool | None) -> bool:
+    """Whether to measure here; Absent where a GPU is demanded and there is none."""
+    if gpu is False:
+        return False
+    import torch
+
+    from coda_agent.primitives.compiler.jit import (
+        HOPPER,  # lowered kernels are sm_90a code: no other GPU runs them
+    )
+
+    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
+    if gpu and not there:
+        raise Absent(f"{NO_H100}; leave out --gpu, or take a bundle to a machine with an H100")
+    return there
+
+
+def console(quiet: bool) -> Any:
+    """Where tables go: to errors where the output is for a program."""
+    from coda_agent.agent.reporting.terminal import Console
+
+    console = Console(stderr=quiet)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a pipe has no width: tables need some
+    return console

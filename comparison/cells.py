@@ -1,0 +1,224 @@
+"""The table that results make: in each cell the fastest of a column's arms, or why there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from operator import truediv
+from statistics import fmean, median
+from typing import NamedTuple
+
+from coda_agent.comparison.results import Loss, Present, Results, Sitting
+from coda_agent.verifier import statistics
+from coda_agent.comparison.competitors import COLUMNS, LLM
+from coda_agent.verifier.decision import central
+from coda_agent.verifier.statistics import Interval
+
+NAMES = tuple(column.name for column in COLUMNS)
+CHANGED = "is another since it was measured: coda-agent compare measures it again"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A column's fastest arm in a row. ``against``: its time over the LLM's kernel's (above 1 that kernel is
+    faster), None in a row without one, and in the kernel's own cell. ``anchored``: they were never in one
+    sitting, so it went through the anchor. ``processes``: how many ``against`` rests on, of its two steps the
+    fewer where it went through the anchor; without it, how many the time does."""
+
+    arm: str
+    milliseconds: float
+    against: Interval | None
+    anchored: bool
+    losses: Mapping[str, Loss]
+    bytes: int
+    note: str
+    processes: int
+
+
+@dataclass(frozen=True)
+class Empty:
+    """A column that has no figure in a row."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the table: ``roofline`` is the least time the hardware allows, in milliseconds; ``anchor`` the
+    arm that ratios go through."""
+
+    operator: str
+    case: str
+    sizes: Mapping[str, int]
+    roofline: float
+    anchor: str
+    cells: Mapping[str, Cell | Empty]  # by column, of those that are to be shown
+
+    def cell(self, column: str) -> Cell | None:
+        found = self.cells.get(column)
+        return found if isinstance(found, Cell) else None
+
+
+def lines(results: Results, columns: Collection[str] = NAMES) -> list[Line]:
+    """A line for every row that was measured, with cells of these columns."""
+    return [_line(results, operator, case, columns) for operator, case in results.rows()]
+
+
+def standing(results: Results) -> list[Sitting]:
+    """The sittings that cells are made of: not those of which only arms that are others since are left."""
+    return [sitting for name in results.rows() for sitting in _row(results, *name).standing()]
+
+
+def timed(results: Results) -> set[str]:
+    """The arms that have figures in any row, as they are now."""
+    return {arm for name in results.rows() for arm in _row(results, *name).keys}
+
+
+def _line(results: Results, operator: str, case: str, columns: Collection[str]) -> Line:
+    row = _row(results, operator, case)
+    absent = results.absent.get(operator, {})
+    best = {
+        column.name: min((arm for arm in column.arms if arm in row.keys), key=row.slowness, default=None)
+        for column in COLUMNS
+    }
+    cells: dict[str, Cell | Empty] = {}
+    for column in (c for c in COLUMNS if c.name in columns):
+        if arm := best[column.name]:
+            cell = row.cell(arm, None if column.name == LLM else best[LLM])
+            cells[column.name] = _beside(cell, row, column.arms) if column.name == LLM else cell
+        else:
+            failed = [f"{a}: {row.failed[a]}" for a in column.arms if a in row.failed]
+            known = [absent[a] for a in column.arms if a in absent]
+            cells[column.name] = Empty("; ".join(failed or dict.fromkeys(known)) or "not measured")
+    return Line(operator, case, row.last.sizes, row.last.roofline, row.anchor, cells)
+
+
+def _beside(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
+    """With the time of the model's other kernel, program or edited text, for its readers want both."""
+    others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]
+    times = [f"beside it {other.arm}: {other.milliseconds:.4g} ms" for other in others]
+    return replace(cell, note="; ".join(filter(None, (cell.note, *times))))
+
+
+def _row(results: Results, operator: str, case: str) -> _Row:
+    return _Row(results.of(operator, case), results.present.get(operator, {}).get(case))
+
+
+class _Ratio(NamedTuple):
+    """``processes``: those that it rests on; where it is ``anchored``, those of the step that has fewer."""
+
+    interval: Interval
+    processes: frozenset[int]
+    anchored: bool = False
+
+
+class _Row:
+    """The sittings of one row, without those of a question, an arm or an anchor that is another since: in a
+    later sitting, or as it was asked for last (``present``)."""
+
+    def __init__(self, sittings: list[Sitting], present: Present | None):
+        self.last = sittings[-1]
+        sittings = [s for s in sittings if s.question == self.last.question]
+        self.anchor = self.last.anchor
+        timed = [s for s in sittings if s.arms]
+        if timed:
+            now = timed[-1].arms[self.anchor].key
+            timed = [s for s in timed if s.anchor == self.anchor and s.arms[s.anchor].key == now]
+        self.timed = timed
+        self.sittings = sittings
+        self.keys: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        for sitting in sittings:
+            for arm, failure in sitting.failed.items():
+                if self.keys.get(arm) != failure.key:  # else it has figures of another process
+                    self.keys.pop(arm, None)
+                    self.failed[arm] = failure.reason
+            for arm, found in sitting.arms.items() if sitting in timed else ():
+                self.keys[arm] = found.key
+                self.failed.pop(arm, None)
+        for arm in self._outdated(present) if present else ():
+            self.keys.pop(arm)
+            self.failed[arm] = CHANGED
+
+    def _outdated(self, present: Present) -> set[str]:
+        """All of them where the question or the anchor is another; but for the anchor, which ratios go
+        through."""
+        found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
+        if present.question != self.last.question or self.anchor in found:
+            found = set(self.keys)
+        return found - {self.anchor}
+
+    def standing(self) -> list[Sitting]:
+        """Those that have an arm as it is now besides the anchor, or nobody but the anchor; all, where its
+        figures are the only ones left."""
+        found = [
+            s
+            for s in self.timed
+            if len(s.arms) == 1
+            or any(self.keys.get(name) == arm.key for name, arm in s.arms.items() if name != self.anchor)
+        ]
+        return found or self.timed
+
+    def slowness(self, arm: str) -> float:
+        """Of its time over the anchor's, the logarithm."""
+        return fmean(
+            median(map(math.log, map(truediv, s.arms[arm].milliseconds, s.arms[self.anchor].milliseconds)))
+            for s in self._with(arm)
+        )
+
+    def cell(self, arm: str, rival: str | None) -> Cell:
+        sat = self._with(arm)
+        own = [s.arms[arm] for s in sat]
+        ratio = self.ratio(arm, rival) if rival else None
+        worst = {
+            name: max((a.losses[name] for a in own if name in a.losses), key=lambda lost: lost.yardsticks)
+            for name in own[-1].losses
+        }
+        return Cell(
+            arm=arm,
+            milliseconds=central([found.milliseconds for found in own]),
+            against=ratio.interval if ratio else None,
+            anchored=ratio is not None and ratio.anchored,
+            losses=worst,
+            bytes=max(found.bytes for found in own),
+            note="; ".join(filter(None, (own[-1].note, self._failing(arm)))),
+            processes=len(ratio.processes if ratio else _processes(sat)),
+        )
+
+    def _failing(self, arm: str) -> str:
+        """What an arm that has figures failed with in a process of which it has none."""
+        timed = {s.process for s in self._with(arm)}
+        reasons = [
+            s.failed[arm].reason
+            for s in self.sittings
+            if arm in s.failed and s.failed[arm].key == self.keys[arm] and s.process not in timed
+        ]
+        return f"failed in another process: {reasons[-1]}" if reasons else ""
+
+    def _with(self, *arms: str) -> list[Sitting]:
+        """The sittings that had all of these, as they are now."""
+        return [s for s in self.timed if all(a in s.arms and s.arms[a].key == self.keys[a] for a in arms)]
+
+    def ratio(self, arm: str, rival: str) -> _Ratio:
+        """Of their times; through the anchor where they were never in one sitting."""
+        together = self._with(arm, rival)
+        if together:
+            pairs = tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
+            return _Ratio(_ratio(pairs), _processes(together))
+        to, back = self.ratio(arm, self.anchor), self.ratio(self.anchor, rival)
+        fewer = min(to.processes, back.processes, key=len)
+        return _Ratio(statistics.through(to.interval, back.interval), fewer, anchored=True)
+
+
+def _processes(sittings: list[Sitting]) -> frozenset[int]:
+    """A process has several where some arms sat apart, or again: with the anchor in each."""
+    return frozenset(s.process for s in sittings)
+
+
+@cache
+def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
+    """Over processes, or over the rounds of the only one. Kept: a table that is drawn again after each
+    sitting has few new ones."""
+    return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

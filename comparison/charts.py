@@ -1,0 +1,373 @@
+"""A comparison as charts, each as SVG and as PNG: speedups with their intervals, and times over the roofline.
+
+Drawn by matplotlib, which is imported when a chart is drawn. The same lines make the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from io import BytesIO
+from itertools import groupby
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.comparison.cells import Cell, Line
+from coda_agent.comparison.markdown import ABSENT, mark, marks
+from coda_agent.comparison.summary import Row, SHARED, against, ordered
+from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.comparison.competitors import (
+    COLUMNS,
+    COMPILE,
+    FLASHINFER,
+    HUMAN,
+    LIGER,
+    LLM,
+    MATMUL,
+    TORCH,
+    UPSTREAM,
+)
+from coda_agent.verifier.statistics import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RIVALS = (COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM)  # in the columns' order
+# Okabe and Ito's colours, which those who confuse red and green tell apart; a shape each for who sees none.
+COLOURS = {
+    COMPILE: "#E69F00",
+    HUMAN: "#0072B2",
+    LIGER: "#009E73",
+    TORCH: "#999999",
+    FLASHINFER: "#56B4E9",
+    UPSTREAM: "#CC79A7",
+    LLM: "#D55E00",
+    MATMUL: "#000000",
+}
+SHAPES = dict(zip((TORCH, COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM, LLM, MATMUL), "s^v+DXo|", strict=True))
+ABOVE = {FLASHINFER: 3.5, LLM: 4}  # where dots coincide: a cross is seen on a diamond, and a ring around it
+TITLES = {
+    "speedup": "Speedup of the LLM's kernels over other columns, with 95% intervals",
+    "roofline": "Time over the roofline, by column",
+}
+TICKS = (
+    0.25,
+    0.33,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+    1,
+    1.1,
+    1.2,
+    1.4,
+    1.6,
+    2,
+    2.5,
+    3,
+    4,
+    5,
+    7,
+    10,
+    15,
+    20,
+    30,
+    50,
+    100,
+)
+FEWEST_INCHES = 0.4  # between two labels of an axis
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
+    "font.size": 9,
+    "svg.hashsalt": "coda-agent",
+    "svg.fonttype": "path",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+}
+ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
+WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
+SMALL, STEP, MOST = 7, 0.14, 165  # of small print: points, inches from line to line, characters in one
+BAR = 0.105  # inches, of a bar and what it has of the space between rows: its ratio is as high
+LABEL = 0.5  # inches, of a bar's ratio and its marks
+GAP = 0.55  # of a row, between operators
+
+
+def draw(lines: Sequence[Line], measured: str = "") -> dict[str, bytes]:
+    """Files by name, speedup and roofline as .svg and .png: those of which there is anything to draw.
+    ``measured``: what on what, when; for under the titles."""
+    figures = _figures(lines, measured)
+    return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in ANONYMOUS}
+
+
+def _figures(lines: Sequence[Line], measured: str) -> dict[str, Figure]:
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        makers = {"speedup": _speedup, "roofline": _roofline}
+        found = {name: maker(ordered(lines), measured) for name, maker in makers.items()}
+    return {name: figure for name, figure in found.items() if figure}
+
+
+def _bytes(figure: Figure, kind: str) -> bytes:
+    from matplotlib import rc_context
+
+    buffer = BytesIO()
+    with rc_context(STYLE):
+        figure.savefig(buffer, format=kind, dpi=160, metadata=ANONYMOUS[kind])
+    return buffer.getvalue()
+
+
+# ── Speedups ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
+    """A bar a row and rival, from 1: to the right where the LLM's kernel is the faster, to the left where
+    the rival is. Logarithmic, as half as fast is as far from 1 as twice as fast."""
+    found = {name: _rows(lines, name) for name in RIVALS}
+    rivals = [name for name in RIVALS if found[name]]
+    lines = [line for line in lines if any((line.operator, line.case) in found[name] for name in rivals)]
+    if not lines:
+        return None
+    print_under = _footnotes(lines, rivals)
+    figure, axes, places = _canvas(lines, "speedup", BAR * len(rivals) + 0.06, measured, print_under)
+    ratios = [row.ratio for name in rivals for row in found[name].values()]
+    low, high = min(*(r.low for r in ratios), 0.97) * 0.98, max(*(r.high for r in ratios), 1.05)
+    _scale(axes, low, high * (high / low) ** (LABEL / (WIDE - LEFT - RIGHT - LABEL)))
+    thick = 0.84 / len(rivals)
+    for index, name in enumerate(rivals):
+        offset = (index - (len(rivals) - 1) / 2) * thick
+        for line, place in zip(lines, places, strict=True):
+            row = found[name].get((line.operator, line.case))
+            if row:
+                _bar(axes, row, place + offset, thick, COLOURS[name])
+            else:
+                _words(axes, ABSENT, 1, place + offset)
+    axes.axvline(1, color="#222222", linewidth=1.1, zorder=3)
+    axes.set_xlabel(
+        f"time over {LLM}'s: right of 1 {LLM}'s kernel is faster, left of it the other (log scale)"
+    )
+    _legend(figure, axes, [_patch(COLOURS[name], f"over {name}") for name in rivals])
+    return figure
+
+
+def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
+    """What the marks mean, and which of the bars over somebody's kernels are not over those alone."""
+    lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
+    apart = [
+        f"{name}: of {_listed(found)} {SHARED[name].drawn}."
+        for name in rivals
+        if name in SHARED and (found := _of(lines, name, SHARED[name].which))
+    ]
+    dash = f"{ABSENT}: no figure, for which the table has the reason."
+    return [*marks(lines, rivals), *([dash] if lacking else []), *apart]
+
+
+def _of(lines: Sequence[Line], column: str, which: Callable[[str], bool]) -> list[str]:
+    """The operators that a column has cells of, as far as they are ``which``."""
+    shown = (line.operator for line in lines if line.cell(column) and which(line.operator))
+    return list(dict.fromkeys(shown))
+
+
+def _listed(operators: Iterable[str]) -> str:
+    return ", ".join(name.removeprefix("gemm_") for name in operators)
+
+
+def _rows(lines: Sequence[Line], column: str) -> dict[tuple[str, str], Row]:
+    return {(tally.name, row.case): row for tally in against(lines, column).operators for row in tally.rows}
+
+
+def _bar(axes: Axes, row: Row, place: float, thick: float, colour: str) -> None:
+    ratio = row.ratio
+    axes.barh(place, ratio.estimate - 1, thick * 0.92, left=1, color=colour, linewidth=0, zorder=2)
+    axes.errorbar(
+        ratio.estimate,
+        place,
+        xerr=[[ratio.estimate - ratio.low], [ratio.high - ratio.estimate]],
+        color="#222222",
+        linewidth=0.9,
+        capsize=1.8,
+        capthick=0.9,
+        zorder=4,
+    )
+    _words(axes, f"{ratio.estimate:.2f}{mark(row)}", max(ratio.high, 1), place)
+
+
+def _words(axes: Axes, words: str, x: float, y: float) -> None:
+    axes.annotate(
+        words,
+        (x, y),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center_baseline",
+        fontsize=7,
+        color="#333333",
+        zorder=5,
+    )
+
+
+# ── Times over the roofline ───────────────────────────────────────────────────────────────────────────────
+
+
+def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
+    """A dot a row and column: how many times the least time that the hardware allows. Logarithmic."""
+    columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
+    if not lines or not columns:
+        return None
+    apart = [name for name in columns if any(_through_anchor(line.cell(name)) for line in lines)]
+    words = f"{', '.join(apart)}: where they never sat with {LLM}, at {LLM}'s time by the ratio of the two."
+    figure, axes, places = _canvas(lines, "roofline", 0.27, measured, [words] if apart else [])
+    dots = {
+        name: [
+            (_time(line, cell) / line.roofline, place)
+            for line, place in zip(lines, places, strict=True)
+            if (cell := line.cell(name))
+        ]
+        for name in columns
+    }
+    reached = [ratio for found in dots.values() for ratio, _ in found]
+    _scale(axes, min(*reached, 1.0) * 0.97, max(*reached, 1.1) * 1.05)
+    for place in places:
+        axes.axhline(place, color="#e4e4e4", linewidth=0.7, zorder=0)
+    for name, found in dots.items():
+        axes.plot(*zip(*found, strict=True), zorder=ABOVE.get(name, 3), **_dot(name))
+    axes.axvline(1, color="#222222", linewidth=1.1, zorder=2)
+    axes.set_xlabel("time over the roofline: 1 is the least that the hardware allows (log scale)")
+    _legend(figure, axes, [_marker(name) for name in columns])
+    return figure
+
+
+def _time(line: Line, cell: Cell) -> float:
+    """Milliseconds, of what was timed in other sittings than LLM's at the clock that the GPU had in LLM's."""
+    own, ratio = line.cell(LLM), _through_anchor(cell)
+    return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
+
+
+def _through_anchor(cell: Cell | None) -> Interval | None:
+    """A cell's ratio where that is one."""
+    return cell.against if cell and cell.anchored else None
+
+
+def _dot(name: str) -> dict[str, Any]:
+    """LLM's is a ring, FlashInfer's a cross, matmul's a stroke: what they coincide with is still seen."""
+    thin = SHAPES[name] in "o+|"
+    return {
+        "linestyle": "none",
+        "marker": SHAPES[name],
+        "markersize": 9.0 if thin else 6.0,
+        "markerfacecolor": "none" if thin else COLOURS[name],
+        "markeredgecolor": COLOURS[name] if thin else "#ffffff",
+        "markeredgewidth": 1.9 if thin else 0.5,
+    }
+
+
+# ── What both have ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _canvas(
+    lines: Sequence[Line], name: str, inches: float, measured: str, notes: Sequence[str] = ()
+) -> tuple[Figure, Axes, list[float]]:
+    """A figure whose rows, ``inches`` high, stand beside their operators' names; and each row's place. In
+    small print what was ``measured`` stands under the title, and ``notes`` at the foot."""
+    from matplotlib.figure import Figure
+
+    places, names, place = [], [], 0.0
+    for operator, members in groupby(lines, key=lambda line: line.operator):
+        cases = [line.case for line in members]
+        names.append((operator, place, place + len(cases) - 1))
+        places += [place + i for i in range(len(cases))]
+        place += len(cases) + GAP
+    extent = place - GAP
+    high = max(extent * inches, 1.0)
+    over, under = _small(measured), [line for note in notes for line in _small(note)]
+    foot = FOOT + STEP * len(under)
+    total = high + HEAD + STEP * len(over) + foot
+    figure = Figure(figsize=(WIDE, total), facecolor="white")
+    axes = figure.add_axes((LEFT / WIDE, foot / total, (WIDE - LEFT - RIGHT) / WIDE, high / total))
+    axes.set_ylim(extent - 0.5, -0.5)
+    axes.set_yticks(places, [_short(line.case, 16) for line in lines])
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", top=True, labeltop=True, length=3)
+    for operator, first, last in names:
+        _operator(axes, operator, (first + last) / 2)
+    for _, _, last in names[:-1]:
+        axes.axhline(last + (1 + GAP) / 2, color="#bbbbbb", linewidth=0.7, xmin=-0.9, clip_on=False)
+    figure.text(0.15 / WIDE, 1 - 0.32 / total, TITLES[name], fontsize=13, fontweight="bold", va="center")
+    for place, line in enumerate(over):
+        figure.text(0.15 / WIDE, 1 - (0.52 + STEP * place) / total, line, fontsize=SMALL, va="top")
+    for place, line in enumerate(reversed(under)):
+        figure.text(0.15 / WIDE, (0.08 + STEP * place) / total, line, fontsize=SMALL, va="bottom")
+    return figure, axes, places
+
+
+def _small(text: str) -> list[str]:
+    return [_short(line, MOST) for line in wrap(" ".join(visible(text).split()), MOST)]
+
+
+def _operator(axes: Axes, name: str, place: float) -> None:
+    """Its name at the left edge, broken in two where it is long."""
+    words = name.removeprefix("gemm_").replace("_", " ")
+    lines = wrap(words, 22, break_long_words=False, break_on_hyphens=False)
+    axes.text(
+        -(LEFT - 0.15) / (WIDE - LEFT - RIGHT),
+        place,
+        "\n".join(_short(line, 24) for line in lines),
+        transform=axes.get_yaxis_transform(),
+        va="center",
+        fontsize=9,
+        fontweight="bold",
+    )
+
+
+def _scale(axes: Axes, low: float, high: float) -> None:
+    """A logarithmic axis with as many plain numbers as fit."""
+    from math import log
+
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    inch = (WIDE - LEFT - RIGHT) / log(high / low)
+    kept = [1.0]
+    for tick in sorted(TICKS, key=lambda tick: abs(log(tick))):
+        if low <= tick <= high and all(abs(log(tick / other)) * inch >= FEWEST_INCHES for other in kept):
+            kept.append(tick)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(kept)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="x", color="#dddddd", linewidth=0.7, zorder=0)
+    axes.set_axisbelow(True)
+
+
+def _legend(figure: Figure, axes: Axes, handles: Sequence[Any]) -> None:
+    """Above the axes, and the numbers there."""
+    top = axes.get_position().y1 + (HEAD - 0.55) / figure.get_figheight()
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.1 / WIDE, top),
+        ncols=len(handles),
+        frameon=False,
+        handletextpad=0.4,
+        columnspacing=1.3,
+        borderaxespad=0,
+    )
+
+
+def _patch(colour: str, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=label)
+
+
+def _marker(name: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=name, **_dot(name))
+
+
+def _short(text: str, most: int) -> str:
+    text = " ".join(visible(text).split())
+    cut = text if len(text) <= most else f"{text[: most - 1]}…"
+    return cut.replace("$", r"\$")  # between two of which matplotlib reads mathematics

@@ -1,0 +1,122 @@
+"""Who else computes a spec's outputs: the columns of the comparison, each installed as itself, at its best.
+
+A column has one or more arms, ways to call the same library, of which the fastest stands in a cell.
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
+from coda_agent.comparison.competitors.entry import Entry
+from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER, admitted
+from coda_agent.verifier.baselines.quack_library import LIBRARY
+from coda_agent.verifier.spec.model import Spec
+
+TORCH, COMPILE, EAGER, EAGER_APART = "torch", "torch.compile", "eager", "eager, halves apart"
+APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotune, halves apart"
+LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second of layers only
+FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
+HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
+PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms
+
+
+@dataclass(frozen=True)
+class Column:
+    """``what`` it is, for a legend. ``packages``: the distributions that its arms are. ``revision``: raised
+    with a change of how they are called here, which makes what was measured of them stale."""
+
+    name: str
+    what: str
+    arms: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    revision: int = 1
+
+
+COLUMNS = (
+    Column(TORCH, "eager PyTorch on cuBLAS", (EAGER, EAGER_APART), ("torch",)),
+    Column(
+        COMPILE,
+        "the spec's formulation, compiled by PyTorch",
+        (COMPILE, MAX_AUTOTUNE, APART, APART_AUTOTUNE),
+        ("torch", "triton"),
+    ),
+    Column(
+        LIGER, "liger-kernel's operators on cuBLAS", (LIGER, LIGER_APART), ("liger-kernel", "torch", "triton")
+    ),
+    Column(
+        FLASHINFER, "flashinfer-python's operators on cuBLAS", (FLASHINFER,), ("flashinfer-python", "torch")
+    ),
+    Column(
+        HUMAN,
+        "QuACK's fused kernels, written by people, tuned; some we composed from its operators, as notes say",
+        (OWN_TUNER, OUR_SEARCH),
+        ("quack-kernels", "nvidia-cutlass-dsl"),
+    ),
+    Column(
+        UPSTREAM,
+        "CODA's own package, in its own environment",
+        (UPSTREAM,),
+        ("coda-kernels", "quack-kernels", "nvidia-cutlass-dsl"),
+        revision=2,
+    ),
+    Column(
+        LLM,
+        "accepted kernels of generated_kernels",
+        (PROGRAM, EDITED),
+        ("quack-kernels", "nvidia-cutlass-dsl"),
+    ),
+    Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
+)
+ANCHOR = CUBLAS  # in every sitting
+AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # what --quick leaves out
+COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"
+LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
+
+
+def entries(arm: str) -> Mapping[str, Entry]:
+    """What one of ``LIBRARIES`` has, by spec."""
+    from coda_agent.comparison.competitors import apart, flashinfer, liger, upstream
+
+    if arm == EAGER_APART:
+        return apart.eager()
+    if arm in (APART, APART_AUTOTUNE):
+        return apart.entry("default" if arm == APART else "max-autotune")
+    return {LIGER: liger.ENTRIES, FLASHINFER: flashinfer.ENTRIES, UPSTREAM: upstream.ENTRIES}[arm]
+
+
+def composed(spec: str) -> bool:
+    """Whether QuACK's kernel for this spec is ours, made of its operators, and not its library's own."""
+    return spec in LIBRARY and LIBRARY[spec].kind == "composed"
+
+
+def helped(spec: str) -> bool:
+    """Whether CODA's package leaves a part of this spec to PyTorch's passes over whole matrices."""
+    from coda_agent.comparison.competitors import upstream
+
+    return spec in upstream.HELPED
+
+
+def note(spec: Spec, arm: str) -> str:
+    """What a reader has to know of an arm's way to compute a spec; empty where nothing."""
+    if arm in LIBRARY_ARMS:
+        return COMPOSED if composed(spec.name) else ""
+    return entries(arm)[spec.name].note if arm in LIBRARIES else ""
+
+
+def absent(spec: Spec, arm: str) -> str | None:
+    """Why an arm cannot compute a spec, wherever it is tried; None where it can, or nothing is known."""
+    from coda_agent.comparison.competitors import flashinfer, liger, upstream
+
+    if arm in LIBRARY_ARMS and not admitted(spec, [arm]):
+        return "QuACK has no epilogue for it"
+    if arm not in LIBRARIES or spec.name in entries(arm):
+        return None
+    reasons: dict[str, dict[str, str]] = {
+        LIGER: liger.ABSENT,
+        FLASHINFER: flashinfer.ABSENT,
+        UPSTREAM: upstream.ABSENT,
+    }
+    return reasons.get(arm, {}).get(spec.name, "no such operator")

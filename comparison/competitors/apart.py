@@ -1,0 +1,270 @@
+"""PyTorch, compiled and eager, at its best layout: formulations whose halves (gate and up, the two sides of a
+rotation) lie apart, each contiguous, where the specs interleave them.
+
+A user of PyTorch has no reason to interleave them, so this is the layout to compare with.
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+from coda_agent.verifier.baselines.pytorch import MODES, under_compile
+from coda_agent.comparison.competitors.entry import Entry, Given, Prepared
+from coda_agent.verifier.baselines.quack_epilogue import fused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Several = tuple["Tensor", ...]
+Sizes = tuple[tuple[str, int], ...]
+
+
+# ── Layouts and operands, which the libraries' columns share ──────────────────────────────────────────────
+
+
+def rows_apart(w: Tensor) -> Tensor:
+    """A weight [2F, D] of interleaved rows with all first ones before all second ones; contiguous."""
+    import torch
+
+    return torch.cat((w[0::2], w[1::2]))
+
+
+def columns_apart(z: Tensor) -> Tensor:
+    """[M, 2F] of interleaved columns with all first ones before all second ones; contiguous."""
+    return z.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1).contiguous()
+
+
+def columns_together(z: Tensor) -> Tensor:
+    """``columns_apart`` undone."""
+    return z.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+
+
+def heads_apart(w: Tensor, pairs: int) -> Tensor:
+    """A weight or vector whose first dim is heads of adjacent pairs, each head's first halves before its
+    second; contiguous."""
+    return w.unflatten(0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def heads_together(q: Tensor, pairs: int) -> Tensor:
+    """[M, 2*H*P] of heads with halves apart, as adjacent pairs."""
+    return q.unflatten(1, (-1, 2, pairs)).transpose(2, 3).flatten(1)
+
+
+def tables(g: Given) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a case's rows, [M, P] each and contiguous, fp32: its own, or of its positions."""
+    if (table := g.inputs.get("cos_sin")) is not None:
+        return table[:, 0::2].float().contiguous(), table[:, 1::2].float().contiguous()
+    angle = g.inputs["positions"].double()[:, None] * g.inputs["inv_freq"].double()
+    return angle.cos().float(), angle.sin().float()
+
+
+def scale_into(x: Tensor, rstd: Tensor, out: Tensor) -> None:
+    """x [M, K] with its rows scaled by rstd, fp32 [M]."""
+    out.copy_(x * rstd[:, None])
+
+
+SCALED = "PyTorch scales x's rows first, one compiled pass"  # what a note says of ``scaled_rows``
+
+
+def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
+    """The operand x of a case's product, and what a call does first to have it: where the case has rstd, one
+    compiled pass that scales x's rows into a buffer, else nothing. Eager PyTorch casts value by value where
+    dtypes are mixed, and has two passes else."""
+    import torch
+
+    x, rstd = g.inputs["x"], g.inputs.get("rstd")
+    if rstd is None:
+        return x, lambda: None
+    scaled = torch.empty_like(x)
+    return scaled, partial(fused(scale_into), x, rstd, scaled)
+
+
+# ── Formulations ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _gated(x: Tensor, w: Tensor, act: Callable[[Tensor], Tensor]) -> Several:
+    preact = x @ w.mT
+    gate, up = preact.chunk(2, -1)
+    return preact, act(gate) * up
+
+
+def _swiglu(x: Tensor, w: Tensor) -> Several:
+    import torch
+
+    return _gated(x, w, torch.nn.functional.silu)
+
+
+def _rmsnorm_swiglu(x: Tensor, w: Tensor, rstd: Tensor) -> Several:
+    return _swiglu((x * rstd[:, None]).type_as(x), w)
+
+
+def _geglu(x: Tensor, w: Tensor) -> Several:
+    import torch
+
+    return _gated(x, w, partial(torch.nn.functional.gelu, approximate="tanh"))
+
+
+def _swiglu_mlp(x: Tensor, w: Tensor, w_down: Tensor) -> Several:
+    preact, act = _swiglu(x, w)
+    return preact, act, act @ w_down.mT
+
+
+def _swiglu_bwd(dy: Tensor, w_down: Tensor, z: Tensor) -> Several:
+    import torch
+
+    d = dy @ w_down
+    gate, up = z.chunk(2, -1)
+    sig = torch.sigmoid(gate)
+    act = gate * sig * up
+    dgate = d * up * (sig + gate * sig * (1 - sig))
+    dz = torch.cat((dgate, d * gate * sig), -1)
+    return dz, act, (dz * z).sum(-1, dtype=torch.float32)
+
+
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    import torch
+
+    first, second = t.unflatten(1, (-1, 2, cos.shape[1])).unbind(2)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), 2).flatten(1)
+
+
+def _rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Several:
+    return (_rotated(x @ w.mT, cos, sin),)
+
+
+def _rmsnorm_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) -> Several:
+    return (_rotated((x @ w.mT) * rstd[:, None], cos, sin).type_as(x),)
+
+
+def _rope_positions(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Several:
+    return (_rotated(x @ w.mT, cos, sin).type_as(x),)
+
+
+def _qk_norm_rope(x: Tensor, w: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Several:
+    import torch
+
+    heads = (x @ w.mT).unflatten(1, (-1, gamma.shape[0])).float()
+    rstd = torch.rsqrt(heads.square().mean(-1) + eps)
+    normed = heads * rstd[:, :, None] * gamma
+    return _rotated(normed.flatten(1), cos, sin).type_as(x), rstd
+
+
+# ── What they are given, and how their outputs are read ───────────────────────────────────────────────────
+
+
+def _gated_inputs(g: Given) -> Several:
+    w, more = g.inputs["w"], [g.inputs["rstd"]] if "rstd" in g.inputs else []
+    return g.inputs["x"], rows_apart(w), *more
+
+
+def _mlp_inputs(g: Given) -> Several:
+    return g.inputs["x"], rows_apart(g.inputs["w_gate_up"]), g.inputs["w_down"]
+
+
+def _bwd_inputs(g: Given) -> Several:
+    return g.inputs["dy"], g.inputs["w_down"], columns_apart(g.inputs["z"])
+
+
+def _rope_inputs(g: Given) -> Several:
+    x, w, table = (g.inputs[name] for name in ("x", "w", "cos_sin"))
+    more = [g.inputs["rstd"]] if "rstd" in g.inputs else []
+    cos, sin = table[:, 0::2].contiguous(), table[:, 1::2].contiguous()
+    return x, heads_apart(w, g.sizes["P"]), cos, sin, *more
+
+
+def _positions_inputs(g: Given) -> Several:
+    pairs = g.sizes["P"]
+    gamma = [heads_apart(g.inputs["gamma"], pairs)] if "gamma" in g.inputs else []
+    return g.inputs["x"], heads_apart(g.inputs["w"], pairs), *gamma, *tables(g)
+
+
+def _read_gated(g: Given, found: Several) -> dict[str, Tensor]:
+    preact, act, *out = found
+    return {"preact": columns_together(preact), "act": act} | dict(zip(("out",), out, strict=False))
+
+
+def _read_bwd(g: Given, found: Several) -> dict[str, Tensor]:
+    dz, act, s = found
+    return {"dz": columns_together(dz), "act": act, "s": s}
+
+
+def _read_rope(g: Given, found: Several) -> dict[str, Tensor]:
+    q, *rstd = found
+    return {"q": heads_together(q, g.sizes["P"])} | dict(zip(("rstd",), rstd, strict=False))
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """``step`` takes the tensors that ``arrange`` makes outside the clock, and the spec's ``constants`` by
+    name; it gives what ``read`` names."""
+
+    step: Callable[..., Several]
+    arrange: Callable[[Given], Several]
+    read: Callable[[Given, Several], dict[str, Tensor]]
+    note: str
+    constants: tuple[str, ...] = ()
+
+
+WEIGHT = "the weight's gate rows before its up rows, outside the clock; preact is stored so"
+TURNED = "each head's weight rows and the table with halves apart, outside the clock; q is stored so"
+TABLES = "with halves apart and fp32 tables of the positions, outside the clock; q is stored so"
+
+FORMULATIONS = {
+    "gemm_swiglu": Formulation(_swiglu, _gated_inputs, _read_gated, WEIGHT),
+    "gemm_rmsnorm_swiglu": Formulation(_rmsnorm_swiglu, _gated_inputs, _read_gated, WEIGHT),
+    "gemm_rmsnorm_swiglu_fp16": Formulation(_rmsnorm_swiglu, _gated_inputs, _read_gated, WEIGHT),
+    "gemm_geglu": Formulation(_geglu, _gated_inputs, _read_gated, WEIGHT),
+    "gemm_swiglu_mlp": Formulation(_swiglu_mlp, _mlp_inputs, _read_gated, WEIGHT),
+    "gemm_swiglu_bwd": Formulation(
+        _swiglu_bwd, _bwd_inputs, _read_bwd, "z's gate before its up, outside the clock; dz is stored so"
+    ),
+    "gemm_rope": Formulation(_rope, _rope_inputs, _read_rope, TURNED),
+    "gemm_rmsnorm_rope": Formulation(_rmsnorm_rope, _rope_inputs, _read_rope, TURNED),
+    "gemm_rope_positions": Formulation(
+        _rope_positions, _positions_inputs, _read_rope, f"each head's weight rows {TABLES}"
+    ),
+    "gemm_qk_norm_rope": Formulation(
+        _qk_norm_rope, _positions_inputs, _read_rope, f"each head's weight rows and gamma {TABLES}", ("eps",)
+    ),
+}
+
+
+def entry(mode: str, backend: str = "inductor") -> dict[str, Entry]:
+    """The formulations under torch.compile, by spec: fullgraph and static shapes, compiled by the first call.
+
+    ``mode`` is "default" or "max-autotune" (without CUDA graphs); ValueError for another.
+    """
+    if mode not in MODES:
+        raise ValueError(f"torch.compile mode {mode!r} is unknown; use one of {', '.join(MODES)}")
+    return _entries(partial(_compiled, mode, backend))
+
+
+def eager() -> dict[str, Entry]:
+    """The formulations as PyTorch runs them without a compiler, by spec."""
+    return _entries(lambda name, sizes: FORMULATIONS[name].step)
+
+
+def _entries(made: Callable[[str, Sizes], Callable[..., Several]]) -> dict[str, Entry]:
+    """``made``: of a formulation's name and a case's sizes, what is to be called."""
+    return {name: Entry(partial(_build, made, name), f.note) for name, f in FORMULATIONS.items()}
+
+
+def _build(made: Callable[[str, Sizes], Callable[..., Several]], name: str, g: Given) -> Prepared:
+    chosen = FORMULATIONS[name]
+    step = made(name, tuple(sorted(g.sizes.items())))
+    given = chosen.arrange(g)
+    constants = {constant: g.constants[constant] for constant in chosen.constants}
+    own = tuple(t for t in given if not any(t is each for each in g.inputs.values()))
+    return Prepared(partial(step, *given, **constants), partial(chosen.read, g), own)
+
+
+@cache
+def _compiled(mode: str, backend: str, name: str, sizes: Sizes) -> Callable[..., Several]:
+    """One for all sets of inputs of a case."""
+    compiled: Callable[..., Several] = under_compile(FORMULATIONS[name].step, mode, backend)
+    return compiled

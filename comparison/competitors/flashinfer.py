@@ -1,0 +1,173 @@
+"""How flashinfer-python computes our specs: its norms, activations and rotary embedding after PyTorch's
+products, into buffers made beforehand. It is a library for inference: it keeps no rstd.
+
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.comparison.competitors.apart import SCALED, columns_together, rows_apart, scaled_rows, tables
+from coda_agent.comparison.competitors.entry import Entry, Given, Prepared, followed, multiplied
+from coda_agent.comparison.competitors.toolkit import BUILD, last_words, prepare
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# ── Activations ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _gated(g: Given, name: str) -> Prepared:
+    import torch
+    from flashinfer import activation
+
+    (x, scale), act_and_mul = scaled_rows(g), getattr(activation, name)
+    w = rows_apart(g.inputs["w"])
+    preact, act = x.new_empty(x.shape[0], w.shape[0]), x.new_empty(x.shape[0], w.shape[0] // 2)
+
+    def call() -> Any:
+        scale()
+        torch.mm(x, w.mT, out=preact)
+        return preact, act_and_mul(preact, out=act)
+
+    return Prepared(call, lambda found: {"preact": columns_together(found[0]), "act": found[1]}, (w,))
+
+
+def _swiglu(g: Given) -> Prepared:
+    return _gated(g, "silu_and_mul")
+
+
+def _geglu(g: Given) -> Prepared:
+    return _gated(g, "gelu_tanh_and_mul")
+
+
+def _swiglu_mlp(g: Given) -> Prepared:
+    x = g.inputs["x"]
+    first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
+    return followed(first, g.inputs["w_down"], x.shape[0], "out", multiplied)
+
+
+# ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _added(g: Given, w: Tensor) -> Prepared:
+    """A projection with its residual, and RMSNorm: a call gives (h, the normalised stream). The kernel adds
+    to the stream in place, as a model has it: it has one of its own, which grows from call to call."""
+    import torch
+    from flashinfer.norm import fused_add_rmsnorm
+
+    y, x, gamma, eps = g.inputs["y"], g.inputs["x"], g.inputs["gamma"], g.constants["eps"]
+    h, normed = x.clone(), torch.empty_like(x)
+
+    def call() -> Any:
+        torch.mm(y, w.mT, out=normed)
+        fused_add_rmsnorm(normed, h, gamma, eps)
+        return h, normed
+
+    return Prepared(call, lambda found: {"h": found[0]})
+
+
+def _afresh(g: Given, prepared: Prepared) -> Prepared:
+    """Read of a call more, on the stream as it was given: every call before has added to it."""
+
+    def read(found: Any) -> dict[str, Tensor]:
+        found[0].copy_(g.inputs["x"])
+        return prepared.read(prepared.call())
+
+    return prepared._replace(read=read)
+
+
+def _residual_partial_rmsnorm(g: Given) -> Prepared:
+    return _afresh(g, _added(g, g.inputs["w"]))
+
+
+def _residual_rmsnorm_gemm(g: Given) -> Prepared:
+    first = _added(g, g.inputs["w_o"])
+    return _afresh(g, followed(first, g.inputs["w_up"], g.inputs["y"].shape[0], "z", multiplied))
+
+
+# ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _turned(g: Given, *, normed: bool) -> Prepared:
+    """One product of all heads, each normed where wanted, rotated in place. The kernel wants queries and
+    keys: they are the first and the last half of the heads, as views of one buffer."""
+    import torch
+    from flashinfer.norm import rmsnorm
+    from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
+
+    (x, scale), w, width = scaled_rows(g), g.inputs["w"], 2 * g.sizes["P"]
+    cache = torch.cat(tables(g), 1)
+    rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    out = x.new_empty(x.shape[0], w.shape[0])
+    q = torch.empty_like(out) if normed else out
+    queries, keys = q.tensor_split([g.sizes["H"] // 2 * width], 1)
+    heads, normed_heads = (t.view(t.shape[0], -1, width) for t in (out, q))
+
+    def call() -> Any:
+        scale()
+        torch.mm(x, w.mT, out=out)
+        if normed:
+            rmsnorm(heads, g.inputs["gamma"], g.constants["eps"], out=normed_heads)
+        apply_rope_with_cos_sin_cache_inplace(rows, queries, keys, width, cache, is_neox=False)
+        return q
+
+    return Prepared(call, lambda found: {"q": found}, (cache, rows))
+
+
+def _rope(g: Given) -> Prepared:
+    return _turned(g, normed=False)
+
+
+def _qk_norm_rope(g: Given) -> Prepared:
+    return _turned(g, normed=True)
+
+
+APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
+TURNED = "the table in fp32, cosines before sines, outside the clock; adjacent pairs are turned in place"
+ADDED = "adds to the residual stream in place, in a buffer of its own that grows from call to call; "
+
+
+def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
+    """FlashInfer builds an operator when it is first called."""
+
+    def built(g: Given) -> Prepared:
+        prepare()
+        try:
+            prepared = build(g)
+            prepared.call()
+        except RuntimeError as error:
+            if BUILD not in str(error):
+                raise
+            raise RuntimeError(f"its build failed: {last_words(str(error))}") from None
+        return prepared
+
+    return Entry(built, note)
+
+
+ENTRIES: dict[str, Entry] = {
+    "gemm_swiglu": _entry(_swiglu, APART),
+    "gemm_rmsnorm_swiglu": _entry(_swiglu, f"{SCALED}; {APART}"),
+    "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, f"{SCALED}; {APART}"),
+    "gemm_swiglu_mlp": _entry(_swiglu_mlp, APART),
+    "gemm_geglu": _entry(_geglu, APART),
+    "gemm_residual_partial_rmsnorm": _entry(
+        _residual_partial_rmsnorm, ADDED + "gives the normalised stream in place of hg, and no rstd"
+    ),
+    "gemm_residual_rmsnorm_gemm": _entry(_residual_rmsnorm_gemm, ADDED + "gives no rstd"),
+    "gemm_rope": _entry(_rope, TURNED),
+    "gemm_rope_positions": _entry(_rope, TURNED),
+    "gemm_rmsnorm_rope": _entry(_rope, f"{SCALED}; {TURNED}"),
+    "gemm_qk_norm_rope": _entry(_qk_norm_rope, TURNED + "; gives no rstd"),
+}
+
+ABSENT: dict[str, str] = {
+    "gemm_rmsnorm": "no kernel takes a row's scale ready made: what is left is PyTorch alone",
+    "gemm_partial_cross_entropy": "its loss of a language-model head is for Blackwell only",
+    "gemm_rmsnorm_partial_cross_entropy": "its loss of a language-model head is for Blackwell only",
+    "gemm_residual_rmsnorm_bwd": "its backward of RMSNorm is for Blackwell only",
+    "gemm_swiglu_bwd": "has no backward of an activation",
+}

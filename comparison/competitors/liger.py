@@ -1,0 +1,343 @@
+"""How liger-kernel computes our specs: its kernels around PyTorch's products, called by the functions behind
+its autograd classes, so that no graph is kept.
+
+Products go into buffers made beforehand; what Liger allocates within a call is its own. Norms cast as its
+"gemma" mode does: all in fp32, rounded once. Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.comparison.competitors.apart import (
+    SCALED,
+    columns_apart,
+    columns_together,
+    heads_apart,
+    heads_together,
+    rows_apart,
+    scaled_rows,
+    tables,
+)
+from coda_agent.comparison.competitors.entry import Entry, Given, Prepared, followed, multiplied
+from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """The dot product of each row of two matrices, fp32 [M]."""
+    return (a.float() * b.float()).sum(-1)
+
+
+def normalised(h: Tensor, rstd: Tensor, gamma: Tensor) -> Tensor:
+    return (h * rstd[:, None] * gamma).type_as(h)
+
+
+# ── Activations ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _swiglu(g: Given) -> Prepared:
+    import torch
+    from liger_kernel.ops.swiglu import swiglu_fused_gate_up_forward
+
+    x, scale = scaled_rows(g)
+    w = rows_apart(g.inputs["w"])
+    preact = x.new_empty(x.shape[0], w.shape[0])
+
+    def call() -> Any:
+        scale()
+        torch.mm(x, w.mT, out=preact)
+        return swiglu_fused_gate_up_forward(preact)
+
+    return Prepared(call, lambda found: {"preact": columns_together(found[0]), "act": found[1]}, (w,))
+
+
+def _swiglu_mlp(g: Given) -> Prepared:
+    x = g.inputs["x"]
+    first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
+    return followed(first, g.inputs["w_down"], x.shape[0], "out", multiplied)
+
+
+def _geglu(g: Given) -> Prepared:
+    import torch
+    from liger_kernel.ops.geglu import geglu_forward
+
+    x, w = g.inputs["x"], g.inputs["w"]
+    weights = [w[0::2].contiguous(), w[1::2].contiguous()]
+    gate, up = (x.new_empty(x.shape[0], each.shape[0]) for each in weights)
+
+    def call() -> Any:
+        for each, out in zip(weights, (gate, up), strict=True):
+            torch.mm(x, each.mT, out=out)
+        return geglu_forward(gate, up)
+
+    def read(found: Any) -> dict[str, Tensor]:
+        return {"preact": columns_together(torch.cat(found[:2], 1)), "act": found[2]}
+
+    return Prepared(call, read, tuple(weights))
+
+
+def _relu2(g: Given) -> Prepared:
+    import torch
+    from liger_kernel.ops.relu_squared import relu_squared_forward
+
+    x, w = g.inputs["x"], g.inputs["w"]
+    preact = x.new_empty(x.shape[0], w.shape[0])
+
+    def call() -> Any:
+        torch.mm(x, w.mT, out=preact)
+        return relu_squared_forward(preact)
+
+    return Prepared(call, lambda act: {"preact": preact, "act": act})
+
+
+def _swiglu_bwd(g: Given) -> Prepared:
+    import torch
+    from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
+
+    dy, w, z = g.inputs["dy"], g.inputs["w_down"], columns_apart(g.inputs["z"])
+    d = dy.new_empty(dy.shape[0], w.shape[1])
+
+    def call() -> Any:
+        torch.mm(dy, w, out=d)
+        dz = swiglu_fused_gate_up_backward(z, d)
+        act = swiglu_fused_gate_up_forward(z)[1]
+        return dz, act, fused(row_dots)(dz, z)
+
+    def read(found: Any) -> dict[str, Tensor]:
+        return {"dz": columns_together(found[0]), "act": found[1], "s": found[2]}
+
+    return Prepared(call, read, (z,))
+
+
+# ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _added(g: Given, w: Tensor) -> Prepared:
+    """A projection, its residual and RMSNorm: a call gives (h, the normalised stream, rstd)."""
+    import torch
+    from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
+
+    y, x, gamma, eps = g.inputs["y"], g.inputs["x"], g.inputs["gamma"], g.constants["eps"]
+    projected = torch.empty_like(x)
+
+    def call() -> Any:
+        torch.mm(y, w.mT, out=projected)
+        normed, h, rstd, *_ = fused_add_rms_norm_forward(projected, x, gamma, eps, 0.0, "gemma")
+        return h, normed, rstd
+
+    return Prepared(call, lambda found: {"h": found[0], "rstd": found[2]})
+
+
+def _residual_partial_rmsnorm(g: Given) -> Prepared:
+    return _added(g, g.inputs["w"])
+
+
+def _residual_rmsnorm_gemm(g: Given) -> Prepared:
+    first = _added(g, g.inputs["w_o"])
+    return followed(first, g.inputs["w_up"], g.inputs["y"].shape[0], "z", multiplied)
+
+
+def _residual_partial_layernorm(g: Given) -> Prepared:
+    import torch
+    from liger_kernel.ops.layer_norm import layer_norm_forward
+
+    y, w, x, gamma = (g.inputs[name] for name in ("y", "w", "x", "gamma"))
+    h, beta = torch.empty_like(x), torch.zeros_like(gamma)
+
+    def call() -> Any:
+        torch.addmm(x, y, w.mT, out=h)
+        return layer_norm_forward(h, gamma, beta, g.constants["eps"])
+
+    return Prepared(call, lambda found: {"h": h, "mean": found[2], "rstd": found[3]}, (beta,))
+
+
+def _residual_rmsnorm_bwd(g: Given) -> Prepared:
+    import torch
+    from liger_kernel.ops.fused_add_rms_norm import _str_to_casting_mode, fused_add_rms_norm_backward
+    from liger_kernel.ops.utils import calculate_settings
+
+    dz, w, h, gamma, rstd, dres = (g.inputs[name] for name in ("dz", "w", "h", "gamma", "rstd", "dres"))
+    d, mode = torch.empty_like(h), _str_to_casting_mode["gemma"]
+    block, warps = calculate_settings(h.shape[1])
+    backward = partial(
+        fused_add_rms_norm_backward, offset=0.0, casting_mode=mode, BLOCK_SIZE=block, num_warps=warps
+    )
+
+    def call() -> Any:
+        torch.mm(dz, w, out=d)
+        dx, _, dgamma = backward(d, dres, h, gamma, rstd, num_stages=2, in_place=True)
+        return dx, dgamma, fused(normalised)(h, rstd, gamma)
+
+    return Prepared(call, lambda found: {"dgamma": found[1].float(), "hn": found[2]})
+
+
+# ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _in_two(g: Given) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights of query and key heads with halves apart, and buffers for their products: the kernel wants
+    both, each contiguous. It pads either to a power of two, so the queries are one."""
+    pairs, heads = g.sizes["P"], g.sizes["H"]
+    queries = 1 << (heads - 1).bit_length() - 1
+    w, x = heads_apart(g.inputs["w"], pairs), g.inputs["x"]
+    weights = list(w.split([2 * pairs * queries, 2 * pairs * (heads - queries)]))
+    return weights, [x.new_empty(x.shape[0], each.shape[0]) for each in weights]
+
+
+def _turnable(q: Tensor, width: int) -> Tensor:
+    """[M, heads * width] as the kernel takes it: [1, heads, M, width], a view."""
+    return q.view(1, q.shape[0], -1, width).transpose(1, 2)
+
+
+def _rope(g: Given) -> Prepared:
+    import torch
+    from liger_kernel.ops.rope import rope_forward
+
+    (x, scale), (cos, sin), pairs = scaled_rows(g), tables(g), g.sizes["P"]
+    weights, outs = _in_two(g)
+    q, k = (_turnable(out, 2 * pairs) for out in outs)
+
+    def call() -> Any:
+        scale()
+        for w, out in zip(weights, outs, strict=True):
+            torch.mm(x, w.mT, out=out)
+        rope_forward(q, k, cos, sin, rotary_dim=2 * pairs)  # in place
+        return outs
+
+    arranged = (*weights, cos, sin)
+    return Prepared(call, lambda found: {"q": heads_together(torch.cat(found, 1), pairs)}, arranged)
+
+
+def _qk_norm_rope(g: Given) -> Prepared:
+    import torch
+    from liger_kernel.ops.rms_norm import rms_norm_forward
+    from liger_kernel.ops.rope import rope_forward
+
+    x, (cos, sin), pairs, eps = g.inputs["x"], tables(g), g.sizes["P"], g.constants["eps"]
+    gamma = heads_apart(g.inputs["gamma"], pairs)
+    weights, outs = _in_two(g)
+    rows = x.shape[0]
+
+    def call() -> Any:
+        normed = []
+        for w, out in zip(weights, outs, strict=True):
+            torch.mm(x, w.mT, out=out)
+            normed.append(rms_norm_forward(out.view(-1, 2 * pairs), gamma, eps, 0.0, "gemma", None))
+        q, k = (_turnable(each[0].view(rows, -1), 2 * pairs) for each in normed)
+        rope_forward(q, k, cos, sin, rotary_dim=2 * pairs)  # in place
+        return normed
+
+    def read(found: Any) -> dict[str, Tensor]:
+        q = torch.cat([each[0].view(rows, -1) for each in found], 1)
+        rstd = torch.cat([each[2].view(rows, -1) for each in found], 1)
+        return {"q": heads_together(q, pairs), "rstd": rstd}
+
+    return Prepared(call, read, (*weights, gamma, cos, sin))
+
+
+# ── Cross-entropy ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _cross_entropy(g: Given) -> Prepared:
+    """A call gives (logits, loss): a row's loss is its log-sum-exp less its target's logit, fp32."""
+    import torch
+    import triton
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
+
+    (x, scale), w = scaled_rows(g), g.inputs["w"]
+    rows, columns = x.shape[0], w.shape[0]
+    target = g.inputs["target"].clamp(min=0)
+    logits, loss = x.new_empty(rows, columns), fp32(x, rows)
+    launch = partial(
+        liger_cross_entropy_kernel[(rows,)],
+        X_stride=columns,
+        Y_stride=1,
+        weight_ptr=None,
+        z_loss_ptr=None,
+        loss_stride=1,
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=None,
+        predicted_tokens_stride=0,
+        n_cols=columns,
+        n_non_ignore=rows,
+        sum_non_ignore_weight=rows,
+        weight_sum=0.0,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="none",
+        softcap=None,
+        RETURN_Z_LOSS=False,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=False,
+        BLOCK_SIZE=min(MAX_FUSED_SIZE, triton.next_power_of_2(columns)),
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=False,
+        HAS_GRADIENTS=False,
+        num_warps=32,  # what cross_entropy_forward takes on Hopper
+    )
+
+    def call() -> Any:
+        scale()
+        torch.mm(x, w.mT, out=logits)
+        launch(X_ptr=logits, Y_ptr=target, loss_ptr=loss)
+        return logits, loss
+
+    return Prepared(call, lambda found: {"logits": found[0]}, (target,))
+
+
+APART = "weight with gate rows before up rows, outside the clock; preact is stored so"
+TURNED = (
+    "weight with each head's halves apart and fp32 tables, outside the clock; query and key heads are two "
+    "products, as the kernel wants them; q is stored so"
+)
+LOSS = (
+    "gives each row's loss, fp32, in place of lse and target_logit; no gradient; the kernel is launched "
+    "itself, because cross_entropy_forward waits for the GPU; ignored targets are 0, outside the clock, "
+    "because it would clear their logits"
+)
+
+ENTRIES: dict[str, Entry] = {
+    "gemm_swiglu": Entry(_swiglu, APART),
+    "gemm_rmsnorm_swiglu": Entry(_swiglu, f"{SCALED}; {APART}"),
+    "gemm_rmsnorm_swiglu_fp16": Entry(_swiglu, f"{SCALED}; {APART}"),
+    "gemm_swiglu_mlp": Entry(_swiglu_mlp, APART),
+    "gemm_geglu": Entry(
+        _geglu, "gate and up are two products of contiguous weights, as the kernel wants them"
+    ),
+    "gemm_relu2": Entry(_relu2),
+    "gemm_swiglu_bwd": Entry(
+        _swiglu_bwd,
+        "z with halves apart, outside the clock; act by the forward kernel again; s by a compiled row sum of "
+        "the stored dz",
+    ),
+    "gemm_residual_partial_rmsnorm": Entry(
+        _residual_partial_rmsnorm, "gives the normalised stream in place of hg; rstd is of the rounded h"
+    ),
+    "gemm_residual_rmsnorm_gemm": Entry(_residual_rmsnorm_gemm, "rstd is of the rounded h"),
+    "gemm_residual_partial_layernorm": Entry(
+        _residual_partial_layernorm,
+        "the residual by torch.addmm, which copies it first; gives the normalised stream in place of hg; "
+        "mean and rstd are of the rounded h",
+    ),
+    "gemm_residual_rmsnorm_bwd": Entry(
+        _residual_rmsnorm_bwd,
+        "dx has its own dot product of each row in place of s, so the same work and another number: not "
+        "compared; dgamma is rounded to bf16; hn by a compiled pass",
+    ),
+    "gemm_rope": Entry(_rope, TURNED),
+    "gemm_rope_positions": Entry(_rope, TURNED),
+    "gemm_rmsnorm_rope": Entry(_rope, f"{SCALED}; {TURNED}"),
+    "gemm_qk_norm_rope": Entry(_qk_norm_rope, TURNED),
+    "gemm_partial_cross_entropy": Entry(_cross_entropy, LOSS),
+    "gemm_rmsnorm_partial_cross_entropy": Entry(_cross_entropy, f"{SCALED}; {LOSS}"),
+}
+
+ABSENT: dict[str, str] = {
+    "gemm_rmsnorm": "no kernel takes a row's scale ready made: what is left is PyTorch alone",
+}

@@ -1,0 +1,79 @@
+"""What a library that builds its kernels on the spot needs to find: a CUDA toolkit that is whole, and the
+driver's library to link with. Importing this module imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from coda_agent.primitives.system.files import cache_dir
+
+TOOLKITS = Path("/usr/local")  # has cuda, cuda-13.0, ...
+DRIVERS = tuple(map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/nvidia/lib64")))
+WORDS = 250  # characters of what a failed build says
+BUILD = "Ninja build failed"
+
+
+@cache
+def prepare() -> None:
+    """Once, before FlashInfer is imported: it takes the folder above the first nvcc for the toolkit, which
+    one that merely calls another's is not, and asks the linker for a libcuda.so that may be elsewhere."""
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    # Its ninja is a package's, in an environment that may not be active.
+    os.environ["PATH"] = os.pathsep.join(
+        [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    )
+    given = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    home = toolkit([*given, *installed(TOOLKITS)])
+    if home is not None:
+        os.environ["CUDA_HOME"] = str(home)
+    stubs = [home / "lib64" / "stubs"] if home is not None else []
+    driver = library([*stubs, *DRIVERS], cache_dir() / "libcuda")
+    if driver is not None:
+        paths = [str(driver), *filter(None, [os.environ.get("LIBRARY_PATH")])]
+        os.environ["LIBRARY_PATH"] = os.pathsep.join(paths)
+
+
+def installed(root: Path) -> list[Path]:
+    """The toolkits there, the newest first; one without a number in its name is the last."""
+
+    def number(path: Path) -> list[int]:
+        return [int(digits) for digits in re.findall(r"\d+", path.name)]
+
+    return sorted(root.glob("cuda*"), key=number, reverse=True)
+
+
+def toolkit(candidates: Iterable[Path]) -> Path | None:
+    """The first that has a compiler and a runtime to link with."""
+    wanted = ("bin/nvcc", "lib64/libcudart.so")
+    return next((home for home in candidates if all((home / each).exists() for each in wanted)), None)
+
+
+def library(folders: Iterable[Path], own: Path) -> Path | None:
+    """A folder with libcuda.so: the first that has it, else ``own``, made here, where the driver has left no
+    more than libcuda.so.1."""
+    folders = list(folders)
+    for folder in folders:
+        if (folder / "libcuda.so").exists():
+            return folder
+    for folder in folders:
+        if (folder / "libcuda.so.1").exists():
+            own.mkdir(parents=True, exist_ok=True)
+            link = own / "libcuda.so"
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder / "libcuda.so.1")
+            return own
+    return None
+
+
+def last_words(said: str) -> str:
+    """The end of what a build said, in one line: its errors come last, after every command that it ran."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith("ninja: build stopped")] or lines
+    while len(" | ".join(told)) > WORDS and len(told) > 1:
+        told = told[1:]
+    return " | ".join(told)[-WORDS:]

@@ -1,0 +1,206 @@
+"""How CODA's own package, coda-kernels, computes our specs: the functions of coda.core, called as its own
+layers and tests call them, each tuned by the package at its first call (``tuner``).
+
+Of the paper's operators the package has kernels for some (``ABSENT``); row scales are PyTorch's. Importing
+this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.comparison.competitors.apart import SCALED, scaled_rows
+from coda_agent.comparison.competitors.entry import Entry, Given, Prepared, followed
+from coda_agent.comparison.competitors.tuner import TIMED, prepare
+from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100  # as a target
+
+
+# ── Activations ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _swiglu(g: Given) -> Prepared:
+    from coda.core.gemm.functional import gemm_swiglu
+
+    (x, scale), w = scaled_rows(g), g.inputs["w"]
+    preact, act = x.new_empty(x.shape[0], w.shape[0]), x.new_empty(x.shape[0], w.shape[0] // 2)
+
+    def call() -> Any:
+        scale()
+        return gemm_swiglu(x, w.mT, preact, act)
+
+    return Prepared(call, lambda found: {"preact": found[0], "act": found[1]})
+
+
+def _swiglu_mlp(g: Given) -> Prepared:
+    from coda.core.gemm.functional import gemm
+
+    x = g.inputs["x"]
+    first = _swiglu(Given({"x": x, "w": g.inputs["w_gate_up"]}, g.sizes, g.constants))
+    return followed(first, g.inputs["w_down"], x.shape[0], "out", gemm)
+
+
+def act_and_dots(z: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
+    """SwiGLU of interleaved columns, [M, F], and the dot product of each row of z and dz, fp32 [M]."""
+    import torch
+
+    act = torch.nn.functional.silu(z[:, 0::2].float()) * z[:, 1::2]
+    return act.type_as(z), (z.float() * dz.float()).sum(-1)
+
+
+def _swiglu_bwd(g: Given) -> Prepared:
+    import torch
+    from coda.core.elementwise.functional import dswiglu_backward
+    from coda.core.gemm.functional import gemm
+
+    dy, w, z = (g.inputs[name] for name in ("dy", "w_down", "z"))
+    d, dz = dy.new_empty(dy.shape[0], w.shape[1]), torch.empty_like(z)
+
+    def call() -> Any:
+        gemm(dy, w, d)
+        dswiglu_backward(z, d, dz)
+        return dz, *fused(act_and_dots)(z, dz)
+
+    return Prepared(call, lambda found: dict(zip(("dz", "act", "s"), found, strict=True)))
+
+
+# ── Rotary embedding ──────────────────────────────────────────────────────────────────────────────────────
+# The package turns by the negative of an angle, so frequencies are given negated.
+
+
+def _rope_positions(g: Given) -> Prepared:
+    from coda.core.gemm.functional import gemm_rope
+
+    x, w, positions = (g.inputs[name] for name in ("x", "w", "positions"))
+    frequencies = -g.inputs["inv_freq"].repeat_interleave(2).repeat(g.sizes["H"])
+    q = x.new_empty(x.shape[0], w.shape[0])
+    call = partial(gemm_rope, x, w.mT, positions, frequencies, q)
+    return Prepared(call, lambda found: {"q": found}, (frequencies,))
+
+
+def _qk_norm_rope(g: Given) -> Prepared:
+    import torch
+    from coda.core.elementwise.functional import qknorm_rope_fwd
+    from coda.core.gemm.functional import _sqsum_num_segments, gemm_qkv_sqsum
+
+    x, w, gamma, positions = (g.inputs[name] for name in ("x", "w", "gamma", "positions"))
+    heads, width, eps = g.sizes["H"], gamma.shape[0], g.constants["eps"]
+    frequencies = -g.inputs["inv_freq"].repeat(heads)
+    segments = _sqsum_num_segments(width)
+    product = x.new_empty(x.shape[0], w.shape[0])
+    q = torch.empty_like(product)
+
+    def call() -> Any:
+        _, squares = gemm_qkv_sqsum(x, w.mT, width, segments, product)
+        return qknorm_rope_fwd(
+            product, squares, gamma, positions, frequencies, width, heads, segments, eps, q
+        )
+
+    return Prepared(call, lambda found: {"q": found}, (frequencies,))
+
+
+# ── Cross-entropy ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def picked(logits: Tensor, target: Tensor) -> Tensor:
+    """Each row's logit at its target, fp32 [M]; 0 where it is ignored."""
+    import torch
+
+    found = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    return torch.where(target >= 0, found.float(), 0.0)
+
+
+def _partial_cross_entropy(g: Given) -> Prepared:
+    from coda.core.gemm.functional import gemm_lse
+
+    (x, scale), w, target = scaled_rows(g), g.inputs["w"], g.inputs["target"]
+    logits, lse = x.new_empty(x.shape[0], w.shape[0]), fp32(x, x.shape[0])
+
+    def call() -> Any:
+        scale()
+        gemm_lse(x, w.mT, logits, lse)
+        return logits, lse, fused(picked)(logits, target)
+
+    return Prepared(call, lambda found: dict(zip(("logits", "lse", "target_logit"), found, strict=True)))
+
+
+def _partial_cross_entropy_unstored(g: Given) -> Prepared:
+    """The kernel leaves the target's logit of an ignored row as it was: the call starts by zeroing it."""
+    from coda.core.gemm.functional import gemm_lse_select_logits
+
+    x, w, target = g.inputs["x"], g.inputs["w"], g.inputs["target"].int()
+    losses, logit = fp32(x, x.shape[0]), fp32(x, x.shape[0])
+
+    def call() -> Any:
+        logit.zero_()
+        return gemm_lse_select_logits(
+            x, w.mT, target, IGNORED, return_lse=True, losses=losses, target_logits=logit
+        )
+
+    return Prepared(call, lambda found: {"lse": found[1], "target_logit": found[2]}, (target,))
+
+
+PICKED = "target_logit by a compiled gather of the stored logits"
+
+TUNED = f"schedules by its own tuner: at most {TIMED} timed calls of each, its own 200 of the fastest few"
+
+
+def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
+    """The package is not imported before its process is prepared for it."""
+
+    def built(g: Given) -> Prepared:
+        prepare()
+        return build(g)
+
+    return Entry(built, "; ".join(filter(None, (note, TUNED))))
+
+
+ENTRIES: dict[str, Entry] = {
+    "gemm_swiglu": _entry(_swiglu),
+    "gemm_rmsnorm_swiglu": _entry(_swiglu, SCALED),
+    "gemm_rmsnorm_swiglu_fp16": _entry(_swiglu, SCALED),
+    "gemm_swiglu_mlp": _entry(_swiglu_mlp),
+    "gemm_swiglu_bwd": _entry(
+        _swiglu_bwd,
+        "a matmul and an elementwise kernel; act and s by a compiled pass over z and the stored dz",
+    ),
+    "gemm_rope_positions": _entry(_rope_positions, "frequencies for every column, outside the clock"),
+    "gemm_qk_norm_rope": _entry(
+        _qk_norm_rope,
+        "two kernels; frequencies for every pair of columns, outside the clock; gives partial sums of "
+        "squares in place of rstd",
+    ),
+    "gemm_partial_cross_entropy": _entry(_partial_cross_entropy, PICKED),
+    "gemm_rmsnorm_partial_cross_entropy": _entry(_partial_cross_entropy, f"{SCALED}; {PICKED}"),
+    "gemm_partial_cross_entropy_unstored": _entry(
+        _partial_cross_entropy_unstored, "gives the losses too; targets as int32, outside the clock"
+    ),
+}
+
+# Of these PyTorch does a part in passes over whole matrices: a row scale, what the backward gives beside dz.
+HELPED = frozenset(
+    {
+        "gemm_rmsnorm_swiglu",
+        "gemm_rmsnorm_swiglu_fp16",
+        "gemm_rmsnorm_partial_cross_entropy",
+        "gemm_swiglu_bwd",
+    }
+)
+
+# Version 0.2 has host functions for all of the paper's ten (coda.kernels.gens.gpt), and not the package
+# coda.kernels.gens.epilogue, with their kernels: they cannot be imported.
+LEFT_OUT = "coda.kernels.gens names it, but its kernels are not in the package"
+
+ABSENT: dict[str, str] = {
+    "gemm_rope": f"{LEFT_OUT}; the rotary kernel that is takes positions, no table",
+    "gemm_rmsnorm": f"{LEFT_OUT}; without the row scale a plain matmul would be left",
+    "gemm_rmsnorm_rope": f"{LEFT_OUT}; the rotary kernel that is takes positions, no table",
+    "gemm_residual_partial_rmsnorm": LEFT_OUT,
+    "gemm_residual_rmsnorm_bwd": LEFT_OUT,
+}

@@ -1,0 +1,72 @@
+"""The kernels that a model wrote, as a comparison takes them: accepted ones, on the schedules they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+
+from coda_agent.agent.artifacts import accept
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.compiler.lower import PACKAGES, lower
+from coda_agent.primitives.compiler.roofline import H100, Machine
+from coda_agent.comparison.competitors import EDITED, PROGRAM
+from coda_agent.comparison.interleaved import Contender
+from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.spec.model import Spec
+
+
+def contenders(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Contender]:
+    """An operator's accepted kernels by arm: as they were tuned at these sizes, or else to be tuned there, an
+    edited text over the schedules of its report: on others nobody saw that it is right."""
+    found = {PROGRAM: tuned(spec, raw=False), EDITED: tuned(spec, raw=True)}
+    return {arm: _contender(spec, kept, sizes) for arm, kept in found.items() if kept}
+
+
+def tuned(spec: Spec, *, raw: bool) -> Kept | None:
+    """An operator's accepted kernel as it was tuned; None where there is none, or the text that was measured
+    is not what these versions lower it to. Raises KernelError."""
+    found = accept.read(spec, raw=raw)
+    return Kept.of(found.program, found.report.timings, found.raw) if found and _as_measured(found) else None
+
+
+def outdated(spec: Spec, *, raw: bool) -> str | None:
+    """Why an operator's accepted kernel is not ``tuned``, and what to do; None where it is, or there is none.
+    Raises KernelError."""
+    found = accept.read(spec, raw=raw)
+    if found is None or _as_measured(found):
+        return None
+    made = {name: found.report.identity.versions.get(name, "unknown") for name in PACKAGES}
+    here = {name: version(name) for name in PACKAGES}
+    again = "measure and accept it again"
+    if made == here:
+        return f"its program lowers to another text than was accepted: {again}"
+    then, now = (", ".join(f"{n} {number}" for n, number in each.items()) for each in (made, here))
+    wanted = " ".join(f"{name}=={number}" for name, number in made.items())
+    return f"accepted as lowered by {then}, and here is {now}: pip install {wanted}, or {again}"
+
+
+def written(spec: Spec) -> Program:
+    """The program that a model wrote for an operator, accepted or not yet."""
+    with accept.settled(spec.name) as (_, program, *_):
+        return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
+
+
+def machine(ceilings: Mapping[str, float]) -> Machine:
+    """An H100 that gives what was measured."""
+    measured = {
+        name: replace(getattr(H100, name), value=value, source="measured") for name, value in ceilings.items()
+    }
+    return replace(H100, **measured)
+
+
+def _as_measured(kernel: accept.Kernel) -> bool:
+    """Whether these versions lower it to the text that was measured."""
+    return lower(kernel.program, kernel.raw).hash == kernel.report.identity.lowered_hash
+
+
+def _contender(spec: Spec, kept: Kept, sizes: Mapping[str, int]) -> Contender:
+    for case in spec.cases:
+        if case.name in kept.schedules and dict(case.sizes) == dict(sizes):
+            return Contender(kept.program, kept.raw, kept.schedules[case.name])
+    return Contender(kept.program, kept.raw, known=kept.proved if kept.raw else None)

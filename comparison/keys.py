@@ -1,0 +1,60 @@
+"""What an arm of a row is, in words: figures count for it as long as these stay what they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from coda_agent.comparison import environment
+from coda_agent.comparison.rows import Row
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.runtime.tune import FORMAT as SEARCHED
+from coda_agent.comparison.competitors import COLUMNS, UPSTREAM
+from coda_agent.comparison.interleaved import Contender
+
+PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
+REVISIONS = {arm: column.revision for column in COLUMNS for arm in column.arms}
+
+
+class Keyed(NamedTuple):
+    """An arm's key, and the versions of the packages in it."""
+
+    key: str
+    versions: dict[str, str]
+
+
+def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
+    """Or why it cannot be tried. ``upstream``: the interpreter of CODA's own package, where there is one;
+    ``build``: the GPU, and PyTorch's."""
+    if why := row.absent(arm):
+        return why
+    versions = _versions(arm, upstream)
+    if isinstance(versions, str):
+        return versions
+    parts = [f"{name} {number}" for name, number in versions.items()]
+    parts += [f"revision {REVISIONS[arm]}"] if REVISIONS[arm] > 1 else []
+    return Keyed(", ".join([*parts, *map(text, row.made_of(arm)), build]), versions)
+
+
+def text(kernel: Contender) -> str:
+    """A kernel by its lowered text and what it runs on; where that is to be found, by how it is."""
+    chosen: list[Any] = sorted({**(kernel.known or {}), **kernel.fixed}.items())
+    if not kernel.schedules:
+        chosen.append(SEARCHED)
+    schedules = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:8]
+    return f"text {lower(kernel.program, kernel.raw).hash[:16]} on schedules {schedules}"
+
+
+def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
+    """Of the packages that an arm is; or what to do about one that is missing."""
+    packages = PACKAGES[arm]
+    if arm == UPSTREAM:
+        if upstream is None:
+            return "it has no environment of its own: coda-agent compare --install"
+        return environment.versions(upstream, packages)
+    try:
+        return {name: version(name) for name in packages}
+    except PackageNotFoundError as error:
+        return f"{error.name} is not installed: pip install {error.name}"

@@ -1,0 +1,41 @@
+"""A Transformer layer in several variants, to be compared whole: forward, and forward with backward.
+
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
+from coda_agent.comparison.competitors import COMPILE, EAGER, LIGER, LIGER_APART, PROGRAM
+
+if TYPE_CHECKING:
+    from coda_agent.comparison.layers.layer import Layer
+    from coda_agent.comparison.layers.runners import Runner
+    from coda_agent.comparison.layers.shape import Drawn, Shape
+
+VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, PROGRAM)
+
+
+def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any, Any]:
+    """The named variant of a layer with the drawn weights, on their device; ``runner``: of the LLM's kernels.
+
+    Compiles on the first calls. ValueError for an unknown name, ImportError where Liger is not installed.
+    """
+    from coda_agent.comparison.layers.fused import Fused, unrotated
+    from coda_agent.comparison.layers.liger import Liger
+    from coda_agent.comparison.layers.plain import Plain
+
+    weights, next_norm = drawn.weights, drawn.next_norm
+    if name == EAGER:
+        return Plain(shape, weights, next_norm)
+    if name in (COMPILE, MAX_AUTOTUNE):
+        mode = "max-autotune" if name == MAX_AUTOTUNE else "default"
+        return Plain(shape, weights, next_norm, partial(under_compile, mode=mode))
+    if name in (LIGER, LIGER_APART):
+        return Liger(shape, weights, next_norm, apart=name == LIGER_APART)
+    if name == PROGRAM:
+        return Fused(shape, weights, next_norm, runner, under_compile(unrotated, "default"))
+    raise ValueError(f"variant {name!r} is unknown; use one of {', '.join(VARIANTS)}")

@@ -1,0 +1,47 @@
+"""How far a variant of the layer is from the truth: the plain layer in fp32, on the same bf16 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_agent.comparison.layers.layer import Layer
+from coda_agent.comparison.layers.plain import Plain
+from coda_agent.comparison.layers.shape import Drawn, Shape, Weights
+
+
+def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
+    """Every output of one layer by name, and with ``backward`` every gradient: "y", "normed", "d x", "d qkv",
+    ... Without, it is inference: no variant compiles what it will not run."""
+    if not backward:
+        return layer.outputs(layer.forward(layer.start(drawn.x)))
+    y, saved = layer.train(layer.start(drawn.x))
+    gradients = layer.gradients(layer.backward(saved, drawn.dout))
+    return layer.outputs(y) | {f"d {name}": t for name, t in gradients.items()}
+
+
+def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
+    """``results`` of the plain layer in fp32. Raises RuntimeError where PyTorch may use TF32 for that."""
+    if torch.get_float32_matmul_precision() != "highest":
+        raise RuntimeError("the truth needs torch.set_float32_matmul_precision('highest')")
+    weights = Weights(*(w.float() for w in drawn.weights))
+    wide = Drawn(weights, drawn.next_norm.float(), drawn.x.float(), drawn.dout.float())
+    return results(Plain(shape, weights, wide.next_norm), wide, backward=backward)
+
+
+def relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+    """The RMS of each error over the RMS of the exact values: NaN or infinite where any value found is.
+    ValueError where names or shapes differ."""
+    shapes = {name: tuple(t.shape) for name, t in found.items()}
+    wanted = {name: tuple(t.shape) for name, t in exact.items()}
+    if shapes != wanted:
+        raise ValueError(f"what was found is {shapes}, and the exact values are {wanted}")
+    return {name: _relative(found[name], t) for name, t in exact.items()}
+
+
+def _relative(found: Tensor, exact: Tensor) -> float:
+    wide = exact.float()
+    return float((found.float() - wide).norm() / wide.norm())

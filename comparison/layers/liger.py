@@ -1,0 +1,58 @@
+"""The layer in Liger's operators (liger-kernel 0.8.5), each where its authors have one, on cuBLAS's matmuls.
+
+The residual and the FFN's norm are one operator, and so is SwiGLU over gate and up in one tensor. Rotation
+works in place on contiguous heads: it copies q and k out of a joint projection, and not out of projections
+``apart``, which take three matmuls, and more sums in the backward. Which is faster is for a clock to say.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from coda_agent.comparison.layers.layer import Gradients
+from coda_agent.comparison.layers.plain import Differentiated
+from coda_agent.comparison.layers.shape import EPS, Shape, Weights
+
+APART = ("q", "k", "v")
+
+
+class Liger(Differentiated):
+    """``apart``: q, k and v have weights of their own, as Hugging Face keeps them. Raises ImportError."""
+
+    def __init__(self, shape: Shape, weights: Weights, next_norm: Tensor, apart: bool = False):
+        parameters = weights._asdict()
+        if apart:
+            parameters |= dict(zip(APART, parameters.pop("qkv").chunk(3), strict=True))
+        super().__init__(shape, parameters, next_norm)
+        self._operators: Any = importlib.import_module("liger_kernel.ops")
+
+    def call(self, x: Tensor) -> Tensor:
+        shape, given, operators = self.shape, self.parameters, self._operators
+        normed = operators.LigerRMSNormFunction.apply(x, given["attention_norm"], EPS)
+        cosine, sine = (t[None] for t in self.turn)
+        q, k, v = self._projected(normed)
+        q, k = operators.LigerRopeFunction.apply(q, k, cosine, sine)
+        mixed = shape.together(scaled_dot_product_attention(q, k, v, is_causal=True))
+        normed, h = operators.LigerFusedAddRMSNormFunction.apply(
+            linear(mixed, given["out"]), x, given["ffn_norm"], EPS
+        )
+        act = operators.LigerFusedGateUpSiLUMulFunction.apply(linear(normed, given["gate_up"]))
+        return h + linear(act, given["down"])
+
+    def _projected(self, normed: Tensor) -> list[Tensor]:
+        if "qkv" not in self.parameters:
+            return [self.shape.apart(linear(normed, self.parameters[name])) for name in APART]
+        qkv = linear(normed, self.parameters["qkv"]).unflatten(1, (3, self.shape.width))
+        return [self.shape.apart(t) for t in qkv.unbind(1)]
+
+    def gradients(self, found: Mapping[str, Tensor]) -> Gradients:
+        if "qkv" in found:
+            return dict(found)
+        rest = {name: t for name, t in found.items() if name not in APART}
+        return rest | {"qkv": torch.cat([found[name] for name in APART])}

@@ -1,0 +1,103 @@
+"""Where a layer's kernels run: launched on a GPU, or interpreted on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from coda_agent.primitives.lang.interpret import interpret, solve_sizes
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.primitives.runtime.launchable import LaunchError
+from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.comparison.layers.shape import Shape
+
+Tensors = Mapping[str, Tensor]
+
+
+class Call(NamedTuple):
+    """A kernel at sizes: what a schedule is chosen for."""
+
+    operator: str
+    sizes: tuple[tuple[str, int], ...]
+
+
+def calls(shape: Shape, *, backward: bool = True) -> dict[str, Call]:
+    """Every kernel that a layer of this shape calls, by its place in the layer, forward first; without
+    ``backward`` no others.
+
+    An operator may stand in two places, at sizes that want different schedules.
+    """
+    tokens, width, ffn = shape.tokens, shape.width, shape.ffn
+
+    def call(operator: str, **sizes: int) -> Call:
+        return Call(operator, tuple({"M": tokens, **sizes}.items()))
+
+    forward = {
+        "qk": call("gemm_rmsnorm_rope", K=width, H=2 * shape.heads, P=shape.pairs),
+        "v": call("gemm_rmsnorm", K=width, N=width),
+        "out": call("gemm_residual_partial_rmsnorm", K=width, N=width),
+        "gate_up": call("gemm_rmsnorm_swiglu", D=width, F=ffn),
+        "down": call("gemm_residual_partial_rmsnorm", K=ffn, N=width),
+    }
+    if not backward:
+        return forward
+    return forward | {
+        "down_backward": call("gemm_swiglu_bwd", D=width, F=ffn),
+        "gate_up_backward": call("gemm_residual_rmsnorm_bwd", K=2 * ffn, N=width),
+        "qkv_backward": call("gemm_residual_rmsnorm_bwd", K=3 * width, N=width),
+    }
+
+
+def accepted(folder: Path, shape: Shape) -> dict[str, Program]:
+    """The programs of ``calls``, by operator, from a folder of accepted kernels. OSError, ProgramError."""
+    names = {call.operator for call in calls(shape).values()}
+    return {n: Program.from_json((folder / f"{n}.program.json").read_text(encoding="utf-8")) for n in names}
+
+
+class Runner(Protocol):
+    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+        """Fresh outputs by name."""
+
+
+class Launched:
+    """On the GPU that the inputs are on, current stream. A call is planned, and if need be tuned, when it is
+    first made; later ones must be alike."""
+
+    def __init__(self, kernels: Mapping[Call, Kernel]) -> None:
+        self.kernels = kernels
+        self._plans: dict[Call, Plan] = {}
+
+    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+        """Raises LookupError for a call without a kernel, LaunchError for inputs of other sizes."""
+        if call not in self._plans:
+            self._plans[call] = self._plan(call, inputs)
+        return self._plans[call](inputs)
+
+    def _plan(self, call: Call, inputs: Tensors) -> Plan:
+        if call not in self.kernels:
+            raise LookupError(f"there is no kernel for {call.operator} at {dict(call.sizes)}")
+        plan = self.kernels[call].plan(inputs)
+        _agree(call, plan.sizes)
+        return plan
+
+
+class Interpreted:
+    """In PyTorch, on the inputs' device: numbers as the kernels' own, times that mean nothing."""
+
+    def __init__(self, programs: Mapping[str, Program]):
+        self.programs = programs
+
+    def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
+        """Raises ValueError for inputs that fit no sizes, LaunchError for those of other sizes."""
+        program = self.programs[call.operator]
+        _agree(call, solve_sizes(program.signature, {name: t.shape for name, t in inputs.items()}))
+        return interpret(program, inputs)
+
+
+def _agree(call: Call, sizes: Mapping[str, int]) -> None:
+    if sizes != dict(call.sizes):
+        raise LaunchError(f"{call.operator} is called at {dict(call.sizes)}; its inputs are of {dict(sizes)}")

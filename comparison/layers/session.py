@@ -1,0 +1,102 @@
+"""On the GPU, in a worker: a layer in all its variants, taking turns. A task of ``verifier.gpu.worker``.
+
+Forward alone, or forward and backward; every variant's outputs, and its gradients where there is a backward,
+are compared once with the plain layer's in fp32.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.system.workers import Job
+from coda_agent.comparison.competitors import EAGER, PROGRAM
+from coda_agent.comparison.interleaved import Contender, Entrant, Stage, contest
+from coda_agent.comparison.layers import variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from coda_agent.comparison.layers.layer import Layer
+    from coda_agent.comparison.layers.runners import Call, Runner
+    from coda_agent.comparison.layers.shape import Shape
+
+
+@dataclass(frozen=True)
+class LayerSeats:
+    """Which variants take turns at which shape; ``kernels``: what the LLM's variant calls."""
+
+    shape: Shape
+    arms: tuple[str, ...]
+    kernels: Mapping[Call, Contender]
+    rounds: int
+    backward: bool
+
+    def compiles(self) -> Iterator[Callable[[], list[Job]]]:
+        if PROGRAM in self.arms:
+            for call, kernel in self.kernels.items():
+                yield partial(kernel.to_compile, dict(call.sizes))
+
+    def tunes(self) -> Iterator[Callable[[], object]]:
+        if PROGRAM in self.arms:
+            tuned = [kernel.is_tuned(dict(call.sizes)) for call, kernel in self.kernels.items()]
+            yield from () if all(tuned) else (self._run,)
+
+    def _run(self) -> None:
+        """The kernels once, in their places: what tunes them."""
+        from coda_agent.comparison.layers.shape import draw
+
+        drawn = draw(self.shape, secrets.randbits(48))
+        layer = variant(PROGRAM, self.shape, drawn, self.runner())
+        stream = layer.start(drawn.x)
+        layer.step(stream, drawn.dout) if self.backward else layer.forward(stream)
+
+    def runner(self) -> Runner:
+        """Where the LLM's variant runs its kernels: each is planned when it is first called."""
+        from coda_agent.comparison.layers.runners import Launched
+
+        return Launched({call: kernel.made() for call, kernel in self.kernels.items()})
+
+
+def sit(seats: LayerSeats) -> dict[str, Any]:
+    """As ``comparison.interleaved``, of whole layers. A loss is over the truth's RMS, and over what the plain
+    layer loses in bf16, run by eager PyTorch."""
+    return contest(partial(_Stage, seats), seats.arms, EAGER, seats.rounds)
+
+
+class _Stage(Stage):
+    def __init__(self, seats: LayerSeats):
+        from coda_agent.comparison.layers.errors import truth
+        from coda_agent.comparison.layers.shape import draw
+
+        self.seats = seats
+        self.drawn = draw(seats.shape, secrets.randbits(48))
+        self.truth: Mapping[str, Tensor] = truth(seats.shape, self.drawn, backward=seats.backward)
+        self.usual: dict[str, float] = {}  # what eager PyTorch loses
+        self.runner = seats.runner()
+
+    def enter(self, arm: str) -> Entrant:
+        layer = variant(arm, self.seats.shape, self.drawn, self.runner)
+        losses = self._losses(arm, layer)
+        stream = layer.start(self.drawn.x)
+        call: Callable[[], object] = partial(layer.forward, stream)
+        if self.seats.backward:
+            call = partial(layer.step, stream, self.drawn.dout)
+        return Entrant(call, losses, sum(t.numel() * t.element_size() for t in layer.arranged()))
+
+    def again(self, arm: str, turn: int) -> Callable[[], object]:
+        raise AssertionError("a layer's inputs are larger than the L2: there is one set of them")
+
+    def forget_truth(self) -> None:
+        self.truth = {}
+
+    def _losses(self, arm: str, layer: Layer[Any, Any]) -> dict[str, dict[str, float]]:
+        from coda_agent.comparison.layers.errors import relative, results
+
+        found = relative(results(layer, self.drawn, backward=self.seats.backward), self.truth)
+        if arm == EAGER:
+            self.usual = found
+        return {n: {"relative": loss, "yardsticks": loss / self.usual[n]} for n, loss in found.items()}

@@ -1,0 +1,389 @@
+"""A comparison's tables, and the whole of it as Markdown.
+
+A cell says why it is empty, or what is special about it, by the number of a note under the tables.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coda_agent.comparison import summary
+from coda_agent.comparison.cells import Cell, Empty, Line, NAMES, lines, timed
+from coda_agent.comparison.results import Results, ResultsError
+from coda_agent.comparison.summary import (
+    ALONE,
+    BELOW,
+    DOUBTED,
+    Finding,
+    LAYERS,
+    NOTHING,
+    OUTCOMES,
+    RIVALS,
+    Row,
+    Summary,
+    WHOLE,
+    against,
+    below,
+    doubts,
+    findings,
+    measured,
+    shown,
+)
+from coda_agent.agent.reporting.charts import number
+from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.primitives.system.files import write_atomic
+from coda_agent.comparison.competitors import ANCHOR, COLUMNS, Column, EAGER, LLM, MATMUL, ROOFLINE, UPSTREAM
+
+ABSENT, ANCHORED = "–", "†"
+IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"
+BESIDE = {ANCHOR: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # anchors
+FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
+MEAN = f"geometric mean of time over {LLM}'s [95%]"
+SUMMARY = ("operator", MEAN, "rows", "wins", "ties", "losses", "undecided")
+CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
+MIB = 2**20
+START, END = "<!-- table: comparison -->", "<!-- /table -->"
+_PLACE = re.compile(f"({START}\n).*?({END})", re.DOTALL)
+_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # what Markdown reads as its own anywhere in a line
+BOLD = (
+    f"Bold: of the columns shown, a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, "
+    "which do less."
+)
+CLOCKS = (
+    f"Where a ratio has {ANCHORED}, the two times are of different sittings, in which the GPU's clock "
+    "need not have been the same."
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What stands in a table's cell: ``best`` is the row's fastest, ``notes`` are numbers of notes."""
+
+    text: str
+    best: bool = False
+    notes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table: ``says`` what its figures are; a row is an operator, a case and an entry a column."""
+
+    title: str
+    says: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, str, tuple[Entry, ...]], ...]
+
+
+@dataclass
+class Notes:
+    """Numbers from 1 by text, in the order in which they were first needed."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def of(self, *texts: str) -> tuple[int, ...]:
+        return tuple(self.numbers.setdefault(text, len(self.numbers) + 1) for text in texts if text)
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return ((place, text) for text, place in self.numbers.items())
+
+
+def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
+    """The whole: what was measured on what, tables, notes, the summary and the paper's claims."""
+    found = summary.ordered(lines(results, columns))
+    if not found:
+        return f"{NOTHING}\n"
+    tables, notes = sheets(found)
+    parts = [f"{plain(measured(results))}\n", _legend(results, columns_of(found)), *map(_sheet, tables)]
+    return "\n".join([*parts, *_notes(notes), *_told(found)])
+
+
+def brief(results: Results, columns: Collection[str] = NAMES) -> str:
+    """Ratios, what they come to by operator, and the paper's claims: for a README."""
+    found = summary.ordered(lines(results, columns))
+    if not found:
+        return f"{NOTHING}\n"
+    notes = Notes()
+    parts = [f"{plain(measured(results))}\n", _sheet(_ratios(found, notes)), *_notes(notes)]
+    return "\n".join([*parts, *_told(found)])
+
+
+def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
+    """Put ``brief`` between the comments of a Markdown file that mark its place. Raises ResultsError where
+    there is no such place, OSError."""
+    text, made = marked(path), brief(results, columns)
+    write_atomic(path, _PLACE.sub(lambda match: match[1] + made + match[2], text))
+
+
+def marked(path: Path) -> str:
+    """The text of a file that has a place for ``write``. Raises as that."""
+    text = path.read_text(encoding="utf-8")
+    if len(_PLACE.findall(text)) != 1:
+        raise ResultsError(f"{path}: mark one place for the comparison with {START}, and its end with {END}")
+    return text
+
+
+def columns_of(found: Sequence[Line]) -> tuple[str, ...]:
+    """Those that lines have cells of."""
+    return tuple(name for name in NAMES if any(name in line.cells for line in found))
+
+
+def rivals(found: Sequence[Line]) -> tuple[str, ...]:
+    """Of whom the summary is against, those that lines have cells of; CODA's own package, which not every
+    machine has, where it has figures."""
+    there = [name for name in RIVALS if name in columns_of(found)]
+    return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
+
+
+def sheets(found: Sequence[Line]) -> tuple[list[Sheet], Notes]:
+    """The tables of lines, and the notes that their cells number."""
+    notes, names = Notes(), columns_of(found)
+    return [
+        _filled(
+            "Milliseconds",
+            " ".join([BOLD, *clocks(found, names)]),
+            found,
+            names,
+            notes,
+            _milliseconds,
+            lambda line: f"{number(line.roofline)}",
+        ),
+        _ratios(found, notes),
+        _filled(
+            "Error against fp64",
+            "Of the worst output, its RMS error in multiples of the least that any kernel must lose; of a "
+            "layer, of the worst output or gradient, against fp32 in multiples of what eager PyTorch loses. "
+            "Of the outputs that a column gives, which are fewer where its note says so.",
+            found,
+            tuple(name for name in names if name != MATMUL),
+            notes,
+            _error,
+        ),
+        _filled(
+            "Peak memory, MiB",
+            "What a call holds at its peak beyond its inputs.",
+            found,
+            names,
+            notes,
+            lambda line, cell: f"{cell.bytes / MIB:,.1f}",
+        ),
+    ], notes
+
+
+def _ratios(found: Sequence[Line], notes: Notes) -> Sheet:
+    names = tuple(name for name in columns_of(found) if name != LLM)
+    says = f"Ratios of rounds with their 95% intervals: above 1 {LLM}'s kernel is faster."
+    return _filled(
+        f"Time over {LLM}'s",
+        " ".join([says, *marks(found, names)]),
+        found,
+        names,
+        notes,
+        _ratio,
+        _over_roofline,
+    )
+
+
+def mark(row: Row) -> str:
+    """What stands behind a row's ratio."""
+    return (ANCHORED if row.anchored else "") + doubts([row])
+
+
+def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
+    """What the marks mean that these columns' ratios have, a sentence each."""
+    rows = _raced(found, columns)
+    beside = dict.fromkeys(BESIDE.get(line.anchor, "the row's anchor") for line, row in rows if row.anchored)
+    told = {
+        f"{ANCHORED}: the two were never measured in one sitting, so the ratio goes through "
+        f"{' or '.join(beside)}, which both had beside them, and its interval holds the uncertainty of both "
+        "steps.": bool(beside),
+        f"{ALONE}: it rests on one process, which tells nothing of how processes differ: neither a win nor "
+        "a loss.": any(row.alone for _, row in rows),
+        f"{DOUBTED}: one of the two times {IMPOSSIBLE}: neither a win nor a loss.": any(
+            row.doubted for _, row in rows
+        ),
+    }
+    return [sentence for sentence, needed in told.items() if needed]
+
+
+def clocks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
+    """What a reader of these columns' times has to know, where any of their ratios is anchored."""
+    return [CLOCKS] if any(row.anchored for _, row in _raced(found, columns)) else []
+
+
+def _raced(found: Sequence[Line], columns: Collection[str]) -> list[tuple[Line, Row]]:
+    """The ratios that these columns have."""
+    return [
+        (line, row)
+        for line in found
+        for name in columns
+        if (cell := line.cell(name)) and (row := Row.of(line, cell))
+    ]
+
+
+def fastest(line: Line) -> str | None:
+    """The column that a row's ratios make the fastest; of those that compute all of it, in a time that the
+    hardware allows."""
+
+    def slowness(name: str) -> float:
+        cell = line.cell(name)
+        assert cell is not None
+        return cell.against.estimate if cell.against else 1.0 if line.cell(LLM) else cell.milliseconds
+
+    able = [name for name in NAMES if name != MATMUL and (cell := line.cell(name)) and not below(line, cell)]
+    return min(able, key=slowness, default=None)
+
+
+def summed(found: Summary) -> list[tuple[str, ...]]:
+    """The summary's rows, under SUMMARY: an operator each, and together, by whose the kernels are too; whole
+    layers below them."""
+    tallies = (*found.operators, *found.kinds, *found.totals)
+    return [
+        (tally.name, tally.average, f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))
+        for tally in sorted(tallies, key=lambda tally: tally.name in (*WHOLE, LAYERS))
+    ]
+
+
+def claimed(finding: Finding) -> tuple[str, ...]:
+    """A claim's row, under CLAIMED."""
+    claim = finding.claim
+    span = f"{claim.low:g} to {claim.high:g}" if claim.low < claim.high else f"{claim.low:g}"
+    return claim.what, claim.column, span, finding.measured, finding.verdict, claim.source
+
+
+def noted(line: Line, column: str, cell: Cell) -> tuple[str, ...]:
+    """The cell's arm where it is not the column's first, its note, and whether its time cannot be."""
+    impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
+    arm = cell.arm if cell.arm != FIRST_ARMS[column] else ""
+    return arm, cell.note, impossible if below(line, cell) else ""
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is, in one line: no markup, no HTML, no link, no further cell."""
+    return html.escape(_MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split())), quote=False)
+
+
+def _filled(
+    title: str,
+    says: str,
+    found: Sequence[Line],
+    columns: tuple[str, ...],
+    notes: Notes,
+    text: Callable[[Line, Cell], str],
+    bound: Callable[[Line], str] | None = None,
+) -> Sheet:
+    """A sheet of what ``text`` says of every cell, and of what ``bound`` says of the roofline."""
+
+    def entry(line: Line, column: str) -> Entry:
+        cell = line.cells.get(column, Empty("not measured"))
+        if isinstance(cell, Empty):
+            return Entry(ABSENT, notes=notes.of(cell.reason))
+        timed = text is _milliseconds
+        numbers = notes.of(*noted(line, column, cell)) if timed or text is _error else ()
+        return Entry(text(line, cell), timed and column == fastest(line), numbers)
+
+    rows = tuple(
+        (
+            line.operator,
+            line.case,
+            (*(entry(line, column) for column in columns), *([Entry(bound(line))] if bound else [])),
+        )
+        for line in found
+    )
+    return Sheet(title, says, (*columns, ROOFLINE) if bound else columns, rows)
+
+
+def _milliseconds(line: Line, cell: Cell) -> str:
+    return number(cell.milliseconds)
+
+
+def _ratio(line: Line, cell: Cell) -> str:
+    row = Row.of(line, cell)
+    return f"{shown(row.ratio)} {mark(row)}".rstrip() if row else ABSENT
+
+
+def _over_roofline(line: Line) -> str:
+    own = line.cell(LLM)
+    return f"{line.roofline / own.milliseconds:.3f}" if own else ABSENT
+
+
+def _error(line: Line, cell: Cell) -> str:
+    return f"{max(loss.yardsticks for loss in cell.losses.values()):.2f}" if cell.losses else ABSENT
+
+
+# ── As Markdown ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _legend(results: Results, names: Sequence[str]) -> str:
+    return "".join(f"- **{name}**: {plain(told)}\n" for name, told in legend(results, names))
+
+
+def _notes(notes: Notes) -> list[str]:
+    listed = "".join(f"{place}. {plain(text)}\n" for place, text in notes)
+    return [f"**Notes**\n\n{listed}"] if listed else []
+
+
+BOUND = "the least time that bytes and FLOPs allow at this machine's measured ceilings"
+
+
+def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
+    """Each column's name, and what it is."""
+    have = timed(results)
+    return [(c.name, _explained(c, have)) for c in COLUMNS if c.name in names] + [(ROOFLINE, BOUND)]
+
+
+def _explained(column: Column, have: Collection[str]) -> str:
+    """What a column is; where several of its arms have figures, which, and whose is without a note."""
+    arms = [arm for arm in column.arms if arm in have]
+    which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} where no note names another)"
+    return column.what + (which if len(arms) > 1 else "")
+
+
+def _sheet(sheet: Sheet) -> str:
+    """An operator is named in its first row."""
+    rows, last = [], ""
+    for operator, case, entries in sheet.rows:
+        name = _named(operator) if operator != last else ""
+        rows.append([name, plain(case), *map(_entry, entries)])
+        last = operator
+    headings = ["operator", "case", *sheet.columns]
+    return f"**{sheet.title}**\n\n{sheet.says}\n\n{_table(headings, rows)}"
+
+
+def _entry(entry: Entry) -> str:
+    text = f"**{entry.text}**" if entry.best else entry.text
+    return text + (f" <sup>{', '.join(map(str, entry.notes))}</sup>" if entry.notes else "")
+
+
+def _told(found: Sequence[Line]) -> list[str]:
+    """What the ratios come to, and the paper's claims."""
+    return [*(_summary(against(found, column)) for column in rivals(found)), _claims(findings(found))]
+
+
+def _summary(found: Summary) -> str:
+    told = f"**{LLM} against {found.column}**\n\n{found}\n"
+    rows = [[_named(name), *rest] for name, *rest in summed(found)]
+    return f"{told}\n{_table(SUMMARY, rows)}" if rows else told
+
+
+def _claims(found: Sequence[Finding]) -> str:
+    rows = [[plain(cell) for cell in claimed(finding)] for finding in found]
+    return f"**The paper's claims**\n\n{VERDICT}\n\n{_table(CLAIMED, rows)}"
+
+
+VERDICT = (
+    f"Ratios as above, time over {LLM}'s. A row lies below or above what is claimed where its whole interval "
+    f"does, and within it otherwise (not told apart from it); of one process, or marked {DOUBTED}, it is "
+    "undecided."
+)
+
+
+def _named(operator: str) -> str:
+    return f"`{operator}`" if re.fullmatch(r"\w+", operator) else plain(operator)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (headings, ["---"] * len(headings), *rows))

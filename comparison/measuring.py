@@ -1,0 +1,381 @@
+"""Measuring a comparison: what its results lack, a sitting at a time, each kept as soon as it is over.
+
+Row by row, so that what was cut off has whole ones; every sitting has a worker, and so the GPU, to itself.
+One that takes its worker along is repeated without the arm that was at work; where it is the inputs or the
+anchor that do not fit, the row is given up, and the run goes on. What cannot run says so in its cell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from statistics import median
+from time import monotonic
+from typing import Any, NamedTuple
+
+from coda_agent.comparison import environment
+from coda_agent.comparison.keys import keyed
+from coda_agent.comparison.results import Arm, Failure, Machine, Present, Results, ResultsError, Sitting
+from coda_agent.comparison.rows import Row
+from coda_agent.comparison.workers import Workers
+from coda_agent.primitives.system import deadline
+from coda_agent.primitives.system.deadline import Late
+from coda_agent.comparison.competitors import COLUMNS, EDITED, PROGRAM, UPSTREAM
+from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, gpu, machine, tuned
+from coda_agent.verifier.gates import Failed, Progress, silent
+from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
+from coda_agent.verifier.measure import PATIENCE
+from coda_agent.verifier.gpu.checks import clean
+
+BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
+SITTING = 10.0  # seconds that one takes about, where it finds caches
+CACHED = 0.5  # of the seconds that arms took to prepare: what the next process finds in caches, at least
+MODELS = (PROGRAM, EDITED)
+
+Keep = Callable[[Results], object]
+Ahead = tuple[str, Task, Any]  # of which row, what to do ahead of its sittings, and with what
+
+
+class OutOfTime(Exception):
+    """The seconds that a comparison was given are not enough for its next sitting: how many are left."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure: rows, arms of the columns, in how many processes, at most how many rounds in each;
+    ``seconds`` that it may take; ``again``: also what failed before."""
+
+    rows: tuple[Row, ...]
+    arms: tuple[str, ...]
+    processes: int
+    rounds: int
+    seconds: float = math.inf
+    again: bool = False
+
+
+class Turn(NamedTuple):
+    """A row in a process, and whether ``apart``, in the environment of CODA's own package."""
+
+    row: Row
+    process: int
+    apart: bool
+
+
+def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = silent) -> Results:
+    """``results`` with what they lacked; ``keep`` gets them after each sitting. ``progress`` hears of rows
+    and arms. Raises ResultsError where they are another GPU's, OutOfTime, Failed where no worker has a GPU,
+    and at the end WorkerError where a sitting met a bug of ours."""
+    measuring = _Measuring(asked, results, keep, progress)
+    try:
+        measuring.run()
+    finally:
+        measuring.workers.close()
+    return measuring.results
+
+
+@dataclass
+class _Measuring:
+    asked: Asked
+    results: Results
+    keep: Keep
+    progress: Progress
+    workers: Workers = field(default_factory=Workers)
+    keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
+    bug: WorkerError | None = None
+    seated: set[tuple[str, str, bool]] = field(default_factory=set)  # in this run: row, and whether apart
+
+    def __post_init__(self) -> None:
+        self.end = monotonic() + self.asked.seconds
+        self.upstream = environment.python()
+        self.heeded = len(self.results.sittings) if self.asked.again else 0  # failures since this one
+
+    def run(self) -> None:
+        self.machine = self._known_machine()
+        rows, processes = self.asked.rows, range(self.asked.processes)
+        before = self.results
+        for row in rows:  # ahead of the first sitting: tables are to tell what is another since
+            self._keys(row)
+        if self.results != before:
+            self.keep(self.results)
+        turns = [Turn(*turn) for turn in itertools.product(rows, processes, (False, True))]
+        self._prepare([turn for turn in turns if not turn.apart])
+        for place, turn in enumerate(turns):
+            if arms := self._lacking(turn):
+                self._expect_time(turn)
+                later = filter(self._lacking, turns[place + 1 :])
+                self.workers.coming = [self._python(other) for other in later]
+                self._seat(turn, arms)
+        if self.bug:
+            raise self.bug
+
+    def _python(self, turn: Turn) -> str | None:
+        """The environment that it sits in."""
+        return self.upstream if turn.apart else None
+
+    def _known_machine(self) -> Machine:
+        """As the results have it, or measured. Their GPU must be this one."""
+        new = self.results.machine is None
+        self.workers.coming = [None]  # a sitting may follow
+        with closing(self.workers.take(None) if new else self.workers.bare()) as worker:
+            self.workers.begin()
+            told = worker.ask(gpu, None, patience=PATIENCE)
+            name, self.build = told["gpu"], "{gpu}, PyTorch {torch}, CUDA {cuda}".format_map(told)
+            if others := self.results.gpus() - {name}:
+                raise ResultsError(
+                    f"these results were measured on {' and '.join(sorted(others))}, and here is {name}: "
+                    "figures of two GPUs make no table; measure into another folder: --out FOLDER"
+                )
+            if new:
+                self.progress(name, "the ceilings of its memory and tensor cores")
+                found = Machine.model_validate(worker.ask(machine, None, patience=PATIENCE))
+                self.results = self.results.model_copy(update={"machine": found})
+                self.keep(self.results)
+        assert self.results.machine is not None
+        return self.results.machine
+
+    def _prepare(self, turns: Sequence[Turn]) -> None:
+        """What they will run, compiled and tuned while nobody is on the clock: of as many rows as there may
+        be seconds for, in half of them. Where that goes wrong each arm says so itself."""
+        seats: dict[str, Any] = {}
+        for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
+            if len(seats) * self.asked.processes * SITTING >= self.asked.seconds:
+                break
+            if arms := dict.fromkeys(arm for turn in own for arm in self._lacking(turn)):
+                seats[f"{row.operator} {row.case}"] = row.task(tuple(arms), self.asked.rounds)[1]
+        if not any(list(each.compiles()) for each in seats.values()):
+            return
+        tasks: Sequence[Ahead] = [("compare", compiled, [*seats.values()])]
+        tasks = [*tasks, *((place, tuned, each) for place, each in seats.items())]
+        try:
+            with self._within(self._left() / 2):
+                while tasks:
+                    tasks = self._ahead(tasks)
+        except (Failed, Late):  # the GPU is of no more use, or they had enough time
+            return
+        except WorkerError as error:
+            self.bug = error
+
+    def _ahead(self, tasks: Sequence[Ahead]) -> Sequence[Ahead]:
+        """Ask one worker after the other of them, until it is lost: those that are left then."""
+        self.workers.coming, left = [None], iter(tasks)
+        with closing(self.workers.take(None)) as worker:
+            for place, task, argument in left:
+                heard = _Heard(self.progress, place)
+                try:
+                    worker.ask(task, argument, patience=PATIENCE, progress=heard)
+                except Failed as failed:
+                    heard("", f"not ahead: {failed.message}")
+                    break
+            else:
+                return []
+        self._expect_clean_gpu()
+        return [*left]
+
+    def _expect_time(self, turn: Turn) -> None:
+        """OutOfTime where less is left than the row's longest sitting took in this environment; where it had
+        none, any of operators or of layers there, or any at all. What takes longer than all the seconds would
+        never begin: it does where nothing sat before it."""
+        row, left = turn.row, self._left()
+        every = [s for s in self.results.sittings if s.arms]
+        alike = [s for s in every if s.anchor == row.anchor and (UPSTREAM in s.arms) is turn.apart]
+        own = [s for s in alike if s.row == (row.operator, row.case)]
+        warm = _place(turn) in self.seated
+        longest = max((_seconds(s, warm=warm) for s in own or alike or every), default=0.0)
+        if longest > left and (self.seated or longest <= self.asked.seconds):
+            raise OutOfTime(
+                f"{max(left, 0):.0f} s are left, and {row.operator} {row.case} may take {longest:.0f} s: "
+                "the same command goes on from here"
+            )
+
+    def _left(self) -> float:
+        return self.end - monotonic()
+
+    def _within(self, seconds: float) -> AbstractContextManager[None]:
+        """Within: a worker's answer that takes longer raises Late, and the worker is gone."""
+        return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
+
+    def _lacking(self, turn: Turn) -> list[str]:
+        """The arms that a turn has no answer of yet, a model's kernels first, for which there is to be room;
+        the anchor only where nothing else was asked for that could sit beside it."""
+        row, keys = turn.row, self._keys(turn.row)
+        arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.anchor]
+        if set(keys) == {row.anchor} <= set(self.asked.arms) and not turn.apart:
+            arms = [row.anchor]
+        lacking = [arm for arm in arms if not self._answered(turn, arm) and not self._outdone(turn, arm)]
+        return sorted(lacking, key=lambda arm: arm not in MODELS)
+
+    def _answered(self, turn: Turn, arm: str) -> bool:
+        """By figures of this process, or by a failure in any: what failed as it is now does so again. Not by
+        those from before it was another for a while, which tables do not show."""
+        row, keys, found = turn.row, self._keys(turn.row), False
+        for place, s in enumerate(self.results.sittings):
+            if s.row != (row.operator, row.case):
+                continue
+            told = s.arms.get(arm) or s.failed.get(arm)
+            anchor = s.arms.get(row.anchor)
+            as_now = s.question == row.question and (not anchor or anchor.key == keys[row.anchor])
+            if not as_now or (told and told.key != keys[arm]):
+                found = False
+            elif arm in s.failed:
+                found = found or place >= self.heeded
+            elif told:
+                found = found or s.process == turn.process
+        return found
+
+    def _outdone(self, turn: Turn, arm: str) -> bool:
+        """Whether another arm of its column was clearly faster in an earlier process: no cell shows it."""
+        row, keys = turn.row, self._keys(turn.row)
+        column = next(column.arms for column in COLUMNS if arm in column.arms)
+        for s in self.results.of(row.operator, row.case):
+            if s.question == row.question and s.process < turn.process:
+                now = [a for a in column if a in s.arms and s.arms[a].key == keys.get(a)]
+                times = {a: median(s.arms[a].milliseconds) for a in now}
+                if arm in times and times[arm] > BEHIND * min(times.values()):
+                    return True
+        return False
+
+    def _keys(self, row: Row) -> dict[str, str]:
+        name = row.operator, row.case
+        if name not in self.keys:
+            self.keys[name] = self._found_keys(row)
+        return self.keys[name]
+
+    def _found_keys(self, row: Row) -> dict[str, str]:
+        """What each arm is that can be tried, the anchor among them; the results get why others cannot be."""
+        keys, reasons = {}, {}
+        for arm in (a for a in row.arms if a in self.asked.arms or a == row.anchor):
+            found = keyed(row, arm, self.upstream, self.build)
+            if isinstance(found, str):
+                reasons[arm] = found
+            else:
+                keys[arm], self.versions[arm] = found
+        now = Present(question=row.question, keys=keys)
+        self.results = self.results.asked(row.operator, row.case, now, reasons)
+        return keys
+
+    def _seat(self, turn: Turn, arms: list[str]) -> None:
+        """One sitting, kept; of an anchor beside whom nobody was left, only why. Where the worker was lost
+        while several took turns, two of as many halves: any may have done it."""
+        row, keys, begun = turn.row, self._keys(turn.row), monotonic()
+        found = self._sat(turn, arms)
+        self.seated.add(_place(turn))
+        sat = found["arms"] if set(found["arms"]) & set(arms) else {}
+        versions = {name: number for a in sat for name, number in self.versions[a].items()}
+        sitting = Sitting(
+            operator=row.operator,
+            case=row.case,
+            sizes=dict(row.sizes),
+            question=row.question,
+            process=turn.process,
+            anchor=row.anchor,
+            roofline=round(row.least(self.machine.ceilings) * 1e3, 6),
+            arms={a: Arm(key=keys[a], note=row.note(a), **told) for a, told in sat.items()},
+            failed={a: Failure(key=keys[a], reason=why) for a, why in found["failed"].items()},
+            conditions={"gpu": self.machine.gpu, "ceilings": self.machine.ceilings}
+            | found["conditions"]
+            | {"versions": versions},
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(monotonic() - begun, 1),
+        )
+        if sitting.arms or sitting.failed:
+            self.results = self.results.plus([sitting])
+            self.keep(self.results)
+        for half in found.get("halves", ()):
+            self._seat(turn, half)
+
+    def _sat(self, turn: Turn, arms: list[str]) -> dict[str, Any]:
+        """What a worker says of it; again without an arm that takes the worker along, as long as there is
+        another. OutOfTime where the time is up, and more of it might help; WorkerError of a worker that could
+        not even begin, Failed where the GPU is of no more use: neither says anything of an arm."""
+        row, left, failed = turn.row, list(arms), dict[str, str]()
+        while left:
+            beside = [arm for arm in left if arm != row.anchor]
+            task, seats = row.task((row.anchor, *beside), self.asked.rounds)
+            place = (
+                f"{row.operator} {row.case}, process {turn.process + 1}, {len(self.workers.coming)} to come"
+            )
+            heard = _Heard(self.progress, place, (PREPARING, row.anchor, *beside, TIMING))
+            try:
+                with (
+                    self._within(self._left()),
+                    closing(self.workers.take(self._python(turn))) as worker,
+                ):
+                    found = worker.ask(task, seats, patience=PATIENCE, progress=heard)
+            except Late:
+                return {"arms": {}, "failed": failed | self._late(heard.last, left, turn), "conditions": {}}
+            except (Failed, WorkerError) as error:
+                if isinstance(error, Lost):
+                    self._expect_clean_gpu()
+                if isinstance(error, WorkerError) and not heard.last and not turn.apart:
+                    raise
+                if isinstance(error, Failed) and heard.last == TIMING and len(beside) > 1:
+                    halves = beside[: len(beside) // 2], beside[len(beside) // 2 :]
+                    return {"arms": {}, "failed": failed, "conditions": {}, "halves": halves}
+                failed |= self._blamed(error, heard.last, left, turn)
+                left = [arm for arm in left if arm not in failed]
+            else:
+                return found | {"failed": failed | found["failed"]}
+        return {"arms": {}, "failed": failed, "conditions": {}}
+
+    def _expect_clean_gpu(self) -> None:
+        """After a loss: whoever sits next must find a GPU that computes. Failed where there is none."""
+        with closing(self.workers.bare()) as fresh:
+            fresh.ask(clean, None, patience=PATIENCE)
+
+    def _late(self, last: str, left: list[str], turn: Turn) -> dict[str, str]:
+        """Why those have no figures who were at work when the time was up: where it had all of the seconds it
+        would be so again. OutOfTime where it had not."""
+        if self.seated:
+            place = f"{turn.row.operator} {turn.row.case}"
+            raise OutOfTime(f"the time was up during {place}: the same command goes on from here")
+        why = f"not ready within {self.asked.seconds:.0f} s; once more, with more of them: --again"
+        return {last: why} if last in left else dict.fromkeys(left, f"{last or PREPARING}: {why}")
+
+    def _blamed(self, error: Failed | WorkerError, last: str, left: list[str], turn: Turn) -> dict[str, str]:
+        """Why those have no figures who were at work when a worker was lost: one arm, or all of them where it
+        happened before the first."""
+        if isinstance(error, WorkerError):
+            last_line = str(error).strip().splitlines()[-1]
+            if not last:
+                why = f"its environment starts no worker: {last_line}; coda-agent compare --install"
+                return dict.fromkeys(left, why)
+            self.bug = self.bug or error
+            return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
+        why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
+        own = [] if turn.apart else [turn.row.anchor]  # apart it has figures of the other environment
+        if last in left:
+            return {last: why}
+        if last in ("", PREPARING, turn.row.anchor):
+            place = f"{last or PREPARING}: " if isinstance(error, Lost) else ""
+            return dict.fromkeys([*left, *own], f"{place}{why}")
+        return dict.fromkeys(left, f"on the clock: {why}")
+
+
+@dataclass
+class _Heard:
+    """Passes progress on, and remembers which arm was at work."""
+
+    progress: Progress
+    place: str
+    stations: tuple[str, ...] = ()  # what else is said, an arm says of itself
+    last: str = ""
+
+    def __call__(self, gate: str, words: str) -> None:
+        self.last = words if words in self.stations else self.last
+        self.progress(self.place, words)
+
+
+def _place(turn: Turn) -> tuple[str, str, bool]:
+    return turn.row.operator, turn.row.case, turn.apart
+
+
+def _seconds(sitting: Sitting, *, warm: bool) -> float:
+    """What such a sitting may take; ``warm``: where this machine has compiled and tuned for one before."""
+    prepared = sum(arm.seconds for arm in sitting.arms.values())
+    return sitting.seconds - (CACHED * prepared if warm else 0.0)

@@ -1,0 +1,91 @@
+"""What ``coda-agent compare`` is asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+LAYER = "layer"  # both of a whole layer, as they are asked for
+PROCESSES, ROUNDS = 3, 40
+QUICK_ROUNDS, QUICK_SECONDS = 15, 120.0
+
+Names = list[str] | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which rows and columns."""
+
+    only: Annotated[
+        Names,
+        typer.Option(metavar="OPERATOR", help="Only this operator, or 'layer'. May be repeated."),
+    ] = None
+    columns: Annotated[
+        Names, typer.Option(metavar="COLUMN", help="Only this column (and matmul). May be repeated.")
+    ] = None
+    cases: Annotated[Names, typer.Option(metavar="CASE", help="Only this case. May be repeated.")] = None
+    everything: Annotated[bool, typer.Option("--all", help="Every spec and case, not CODA's ten.")] = False
+
+    @property
+    def operators(self) -> list[str]:
+        """As results name them."""
+        from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD  # which loads pydantic
+
+        both = [LAYER_FORWARD, LAYER_BOTH]
+        return [name for given in self.only or () for name in (both if given == LAYER else [given])]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long, and how often."""
+
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Three rows in one process, without max-autotune, QuACK on our search and CODA's own "
+            "package. Begins nothing that may end after two minutes.",
+        ),
+    ] = False
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, max=20, help=f"Processes that time a row. Default: {PROCESSES}, quickly 1."),
+    ] = None
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=12, help=f"Interleaved rounds at most, in each. Default: {ROUNDS}, quickly {QUICK_ROUNDS}."
+        ),
+    ] = None
+    budget_seconds: Annotated[
+        float | None,
+        typer.Option(min=1, help="Begin no sitting that may end later than this; the same command goes on."),
+    ] = None
+    again: Annotated[bool, typer.Option("--again", help="Try again what failed before, as it is now.")] = (
+        False
+    )
+
+    @property
+    def sitting(self) -> tuple[int, int, float]:
+        """Processes, rounds in each, and seconds after which none begins."""
+        usual = (1, QUICK_ROUNDS, QUICK_SECONDS) if self.quick else (PROCESSES, ROUNDS, math.inf)
+        processes, rounds, seconds = usual
+        return self.processes or processes, self.rounds or rounds, self.budget_seconds or seconds
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Where results are kept, and how they are shown."""
+
+    out: Annotated[
+        Path, typer.Option(help="Folder of results, tables and charts; what is there is not measured again.")
+    ] = Path("comparison")
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Put the ratios into FILE, after <!-- table: comparison -->."),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, for programs.")] = False

@@ -1,0 +1,248 @@
+"""The rows of the comparison: operators at one case's sizes, and whole layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from coda_agent.agent.artifacts import accept, quack_tunings
+from coda_agent.comparison import kernels
+from coda_agent.comparison.results import LAYER_BOTH as BOTH
+from coda_agent.comparison.results import LAYER_FORWARD as FORWARD
+from coda_agent.comparison.results import ResultsError, none_left
+from coda_agent.agent.reporting.table import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.comparison import competitors, session
+from coda_agent.comparison.interleaved import Contender
+from coda_agent.verifier.gpu.worker import Task
+from coda_agent.comparison.layers import VARIANTS
+from coda_agent.verifier.report import QuackTuned
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.loading import load
+
+SPECS = accept.ROOT / "specs"
+TEN = GROUPS["CODA's ten"]
+ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
+PAIRS = 64  # of a head that is 128 wide
+LAYERS = 1  # raised with how a variant computes a layer, or what it holds meanwhile (verifier/layers)
+SQUARES = (2048, 4096, 8192)  # the paper's: M = N = K
+QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
+
+
+class Row(Protocol):
+    """``question`` changes with what is asked: an operator's hash and sizes, or a layer's shape. ``anchor``:
+    the arm that sits every time. ``arms``: those of the columns that can be meant here."""
+
+    @property
+    def operator(self) -> str: ...
+    @property
+    def case(self) -> str: ...
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+    @property
+    def question(self) -> str: ...
+    @property
+    def anchor(self) -> str: ...
+    @property
+    def arms(self) -> tuple[str, ...]: ...
+
+    def absent(self, arm: str) -> str | None:
+        """Why an arm cannot take part, as far as is known without trying."""
+
+    def made_of(self, arm: str) -> list[Contender]:
+        """The accepted kernels that are this arm; none of a library's."""
+
+    def note(self, arm: str) -> str:
+        """What a reader has to know of it."""
+
+    def least(self, ceilings: Mapping[str, float]) -> float:
+        """Seconds that nothing can beat on a machine with these ceilings (``comparison.interleaved.machine``)."""
+
+    def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
+        """A sitting of these arms, for a worker."""
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """``case`` names the sizes: one of the spec's measured cases, or a square."""
+
+    spec: Spec
+    case: str
+    sizes: Mapping[str, int]
+    anchor = competitors.ANCHOR
+    arms = tuple(arm for arm in ARMS if arm != competitors.LIGER_APART)
+
+    @property
+    def operator(self) -> str:
+        return self.spec.name
+
+    @cached_property
+    def question(self) -> str:
+        return f"{self.spec.operator_hash} at {dict(self.sizes)}"
+
+    @cached_property
+    def contenders(self) -> dict[str, Contender]:
+        return kernels.contenders(self.spec, self.sizes)
+
+    @cached_property
+    def quack(self) -> QuackTuned | None:
+        """What QuACK's arms were tuned to here before."""
+        return quack_tunings.quack(self.spec).get(self.case)
+
+    def absent(self, arm: str) -> str | None:
+        if arm in (competitors.PROGRAM, competitors.EDITED) and arm not in self.contenders:
+            none = "no accepted kernel" if arm == competitors.PROGRAM else "its CuTeDSL was not edited"
+            return kernels.outdated(self.spec, raw=arm == competitors.EDITED) or none
+        return competitors.absent(self.spec, arm)
+
+    def made_of(self, arm: str) -> list[Contender]:
+        return [self.contenders[arm]] if arm in self.contenders else []
+
+    def note(self, arm: str) -> str:
+        return competitors.note(self.spec, arm)
+
+    def least(self, ceilings: Mapping[str, float]) -> float:
+        """The roofline of the program that a model wrote for this operator."""
+        program = kernels.written(self.spec)
+        return roofline(program, self.sizes, kernels.machine(ceilings)).seconds
+
+    def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
+        return session.sit, session.Seats(self.spec, self.sizes, arms, self.contenders, rounds, self.quack)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A LLaMA-style layer of a width's (``case``), forward alone or with its backward."""
+
+    case: str
+    backward: bool
+    anchor = competitors.EAGER
+    arms = ARMS
+
+    @property
+    def operator(self) -> str:
+        return BOTH if self.backward else FORWARD
+
+    @cached_property
+    def shape(self) -> Any:
+        from coda_agent.comparison.layers.shape import WIDTHS as shapes
+
+        return shapes[self.case]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        s = self.shape
+        return {"heads": s.heads, "head": s.head_width, "F": s.ffn, "B": s.sequences, "L": s.length}
+
+    @property
+    def question(self) -> str:
+        return f"layer {self.sizes}, revision {LAYERS}"
+
+    @cached_property
+    def contenders(self) -> dict[Any, Contender] | None:
+        """By call; None where a kernel of them has not been accepted."""
+        from coda_agent.comparison.layers.runners import calls
+
+        found = {}
+        for call in calls(self.shape, backward=self.backward).values():
+            spec = load(SPECS / f"{call.operator}.yaml", check=False)
+            kernel = kernels.contenders(spec, dict(call.sizes)).get(competitors.PROGRAM)
+            if kernel is None:
+                return None
+            found[call] = kernel
+        return found
+
+    def absent(self, arm: str) -> str | None:
+        if arm == competitors.PROGRAM and self.contenders is None:
+            return self._outdated() or "not all of its kernels are accepted"
+        return None if arm in VARIANTS else "no layer of it"
+
+    def _outdated(self) -> str | None:
+        """Of the first such kernel: others say the same."""
+        from coda_agent.comparison.layers.runners import calls
+
+        for call in calls(self.shape, backward=self.backward).values():
+            if why := kernels.outdated(load(SPECS / f"{call.operator}.yaml", check=False), raw=False):
+                return f"{call.operator}: {why}"
+        return None
+
+    def made_of(self, arm: str) -> list[Contender]:
+        return list((self.contenders or {}).values()) if arm == competitors.PROGRAM else []
+
+    def note(self, arm: str) -> str:
+        return {
+            competitors.PROGRAM: "weight gradients and the rotation's backward by PyTorch"
+            if self.backward
+            else "",
+            competitors.LIGER: "q, k and v of one product",
+        }.get(arm, "")
+
+    def least(self, ceilings: Mapping[str, float]) -> float:
+        """What the products and attention take of the tensor cores, and as much twice again backward."""
+        s = self.shape
+        products = 2 * s.tokens * s.width * (4 * s.width + 3 * s.ffn)
+        attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two products
+        return float((products + attention) * (3 if self.backward else 1) / ceilings["tensor"])
+
+    def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
+        from coda_agent.comparison.layers import session as layers
+
+        return layers.sit, layers.LayerSeats(self.shape, arms, self.contenders or {}, rounds, self.backward)
+
+
+def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
+    """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` else too, or
+    the few of ``quick``; of these ``only`` some operators, or some cases. ResultsError where nothing is left.
+    """
+    names = list(QUICK) if quick else [n for group in GROUPS.values() for n in group] if everything else TEN
+    there = sorted(path.stem for path in SPECS.glob("*.yaml"))
+    unknown = sorted(set(only) - {*there, FORWARD, BOTH})
+    if unknown:
+        raise ResultsError(
+            f"there is no {', '.join(unknown)}; --only takes a spec, 'layer', {FORWARD!r} or {BOTH!r}"
+        )
+    specs = [load(SPECS / f"{name}.yaml", check=False) for name in (only or names) if name in there]
+    every: list[Row] = [row for spec in specs for row in _rows(spec)]
+    wanted = [BOTH in only, FORWARD in only] if only else [not quick] * 2
+    every += [LayerRow(case, back) for back in (False, True) if wanted[not back] for case in WIDTHS]
+    kept = [
+        row
+        for row in every
+        if (row.case in cases if cases else everything or _usual(row))
+        and (not quick or only or cases or row.case == QUICK[row.operator])
+    ]
+    if not kept:
+        named = ", ".join(dict.fromkeys(row.case for row in every))
+        raise none_left((), cases, f"these operators have the cases {named}")
+    return kept
+
+
+def _usual(row: Row) -> bool:
+    """Of RMSNorm's backward also the (d, d) weights that the paper's claim is about."""
+    squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
+    return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
+
+
+def _rows(spec: Spec) -> Iterator[OperatorRow]:
+    order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
+    measured = [case for case in spec.cases if case.bench]
+    for case in sorted(measured, key=lambda c: order.get(c.name, len(WIDTHS))):
+        yield OperatorRow(spec, case.name, case.sizes)
+    for n in SQUARES:
+        if sizes := square(spec.name, n):
+            yield OperatorRow(spec, _square(n), sizes)
+
+
+def _square(n: int) -> str:
+    return f"square {n}"
+
+
+def square(operator: str, n: int) -> dict[str, int]:
+    """The sizes at which an operator's product has M = N = K = ``n``; of the three that the paper has so."""
+    return {
+        "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
+        "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},
+        "gemm_swiglu": {"M": n, "D": n, "F": n // 2},
+    }.get(operator, {})

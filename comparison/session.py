@@ -1,0 +1,137 @@
+"""On the GPU, in a worker: the columns of the comparison on one operator. A task of ``verifier.gpu.worker``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.system.workers import Job
+from coda_agent.comparison.competitors import ANCHOR, entries
+from coda_agent.comparison.competitors.entry import Given, Prepared
+from coda_agent.comparison.interleaved import Contender, Entrant, Stage, contest
+from coda_agent.verifier.report import QuackTuned
+from coda_agent.verifier.gpu.benchmark import sets_wanted
+from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Who is to take turns at which sizes, the anchor among them; ``kernels`` by arm. ``quack``: what QuACK's
+    arms were tuned to there before."""
+
+    spec: Spec
+    sizes: Mapping[str, int]
+    arms: tuple[str, ...]
+    kernels: Mapping[str, Contender]
+    rounds: int
+    quack: QuackTuned | None = None
+
+    def compiles(self) -> Iterator[Callable[[], list[Job]]]:
+        from coda_agent.verifier.baselines.quack import ARMS, to_compile
+
+        for arm in self.arms:
+            if arm in self.kernels:
+                yield partial(self.kernels[arm].to_compile, self.sizes)
+            elif arm in ARMS:
+                yield partial(to_compile, arm, self.spec, self.sizes, self.quack)
+
+    def tunes(self) -> Iterator[Callable[[], object]]:
+        from coda_agent.verifier.numerics.inputs import draw
+
+        if new := [arm for arm in self.arms if not self._is_tuned(arm)]:
+            inputs = draw(self.spec, self.sizes, secrets.randbits(48), device="cuda")
+            yield from (partial(prepare, arm, self, inputs) for arm in new)
+
+    def _is_tuned(self, arm: str) -> bool:
+        from coda_agent.verifier.baselines import quack as quack_baseline
+
+        if arm in self.kernels:
+            return self.kernels[arm].is_tuned(self.sizes)
+        rival = arm in quack_baseline.ARMS
+        return not rival or quack_baseline.is_tuned(arm, self.spec, self.sizes, self.quack)
+
+
+def sit(seats: Seats) -> dict[str, Any]:
+    """An operator at one case's sizes, every arm on the same inputs: see ``contest``."""
+    return contest(partial(_Operator, seats), seats.arms, ANCHOR, seats.rounds)
+
+
+class _Operator(Stage):
+    """Sets of inputs that no arm finds in the L2."""
+
+    def __init__(self, seats: Seats):
+        from coda_agent.verifier.numerics import reference
+
+        self.seats = seats
+        self.sets = [self._drawn()]
+        self.sets += [self._drawn() for _ in range(sets_wanted(self.sets[0]) - 1)]
+        self.turns = len(self.sets)
+        exact = reference.oracle(seats.spec, self.sets[0], seats.sizes)
+        self.truth: Mapping[str, Tensor] = {name: self._kept(name, exact.pop(name)) for name in (*exact,)}
+        self.yardstick: Mapping[str, Tensor] = reference.yardstick(seats.spec, self.sets[0], seats.sizes)
+
+    def enter(self, arm: str) -> Entrant:
+        first = self._prepared(arm, self.sets[0])
+        return Entrant(first.call, self._losses(first.read(first.call())), first.arranged_bytes)
+
+    def again(self, arm: str, turn: int) -> Callable[[], object]:
+        return self._prepared(arm, self.sets[turn]).call
+
+    def _kept(self, name: str, exact: Tensor) -> Tensor:
+        """The truth of an output that has few bits is as good in fp32: of a 70B model's logits it is 8 GB."""
+        return exact.float() if self.seats.spec.outputs[name].dtype in FEW_BITS else exact
+
+    def forget_truth(self) -> None:
+        self.truth, self.yardstick = {}, {}
+
+    def _drawn(self) -> dict[str, Tensor]:
+        from coda_agent.verifier.numerics.inputs import draw
+
+        return draw(self.seats.spec, self.seats.sizes, secrets.randbits(48), device="cuda")
+
+    def _prepared(self, arm: str, inputs: Mapping[str, Tensor]) -> Prepared:
+        """An arm on inputs that no other arm writes to."""
+        written = self.seats.spec.signature().updates.values()
+        own = {name: t.clone() if name in written else t for name, t in inputs.items()}
+        return prepare(arm, self.seats, own)
+
+    def _losses(self, outputs: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+        from coda_agent.verifier.numerics.error_gate import loss
+
+        every = {n: loss(t, self.truth[n], self.yardstick[n]) for n, t in outputs.items()}
+        return {n: {"relative": relative, "yardsticks": ratio} for n, (relative, ratio) in every.items()}
+
+
+def prepare(arm: str, seats: Seats, inputs: Mapping[str, Tensor]) -> Prepared:
+    """A column's arm on one set of inputs. Whatever its library raises."""
+    from coda_agent.verifier.baselines import pytorch, quack as quack_baseline
+
+    spec, sizes = seats.spec, seats.sizes
+    if arm in seats.kernels:
+        return _launched(seats.kernels[arm], inputs)
+    if arm == ANCHOR:
+        return Prepared(pytorch.matmul(spec, inputs, sizes), lambda _: {})
+    if arm in pytorch.BASELINES:
+        return Prepared(pytorch.calls(arm, spec, [inputs], sizes)[0], _as_given)
+    if arm in quack_baseline.ARMS:
+        (call,) = quack_baseline.tuned(arm, spec, [inputs], sizes, seats.quack).calls
+        return Prepared(call, _as_given)
+    return entries(arm)[spec.name].build(Given(inputs, sizes, spec.constants))
+
+
+def _as_given(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return outputs
+
+
+def _launched(kernel: Contender, inputs: Mapping[str, Tensor]) -> Prepared:
+    plan = kernel.made().plan(inputs)
+    outputs = plan.in_place(inputs)
+    return Prepared(partial(plan.run, inputs, outputs), lambda _: outputs)

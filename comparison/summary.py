@@ -1,0 +1,399 @@
+"""What a comparison comes to: each operator against another column, and the paper's claims beside it.
+
+A ratio is a column's time over the LLM's kernel's: above 1 that kernel is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+from coda_agent.comparison.cells import Cell, Line, standing
+from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
+from coda_agent.agent.reporting.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
+from coda_agent.verifier.baselines.pytorch import CUBLAS
+from coda_agent.comparison.competitors import COMPILE, HUMAN, UPSTREAM, composed, helped
+from coda_agent.verifier.statistics import Interval
+
+TEN = GROUPS["CODA's ten"]
+SWIGLU_BACKWARD = "gemm_swiglu_bwd"
+WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # layers, which are told apart from operators
+FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
+RIVALS = (HUMAN, COMPILE, UPSTREAM)  # whom the summary is against, in its order
+OPERATORS, LAYERS = "all operators", "all layers"
+FEWEST = 2  # processes that decide: one tells nothing of how processes differ
+ALONE, DOUBTED = "‡", "§"  # behind what rests on one process, and on a time that cannot be
+BELOW = 0.05  # of the roofline: what ceilings that were measured may leave
+NOTHING = "Nothing has been measured yet."
+_PLACES = {name: place for place, name in enumerate(name for names in GROUPS.values() for name in names)}
+
+
+Outcome = Literal["win", "tie", "loss", "undecided"]
+PLURALS = {"win": "s", "tie": "s", "loss": "es", "undecided": ""}
+OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
+
+
+class Kind(NamedTuple):
+    """Operators of a column that are summed together: by ``name`` in a table, as ``told`` in a sentence."""
+
+    name: str
+    told: str
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A column of people's kernels that are not all its ``own``. The ``other`` ones: of ``which`` operators
+    they are, and what they are, as said under a chart (``drawn``)."""
+
+    own: Kind
+    other: Kind
+    which: Callable[[str], bool]
+    drawn: str
+
+
+SHARED = {
+    HUMAN: Shared(
+        Kind("QuACK's own kernels", "whose kernel is QuACK's own"),
+        Kind("composed by us from QuACK's operators", "whose kernel we composed from QuACK's operators"),
+        composed,
+        "what we composed from QuACK's operators, else QuACK's own",
+    ),
+    UPSTREAM: Shared(
+        Kind("CODA's own kernels", "whose kernel is CODA's own"),
+        Kind(
+            "CODA's kernels and passes of PyTorch's", "of which its package leaves a part to PyTorch's passes"
+        ),
+        helped,
+        "its kernels and passes of PyTorch's over whole matrices",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row's ratio, and how many ``processes`` it rests on; ``doubted`` where either time cannot be."""
+
+    case: str
+    ratio: Interval
+    anchored: bool
+    processes: int
+    doubted: bool
+
+    @classmethod
+    def of(cls, line: Line, cell: Cell) -> Row | None:
+        """None where the cell has no ratio."""
+        if cell.against is None:
+            return None
+        own = cell.milliseconds / cell.against.estimate  # the LLM's, whose column may not be shown
+        doubted = below(line, cell) or own < line.roofline * (1 - BELOW)
+        return cls(line.case, cell.against, cell.anchored, cell.processes, doubted)
+
+    @property
+    def alone(self) -> bool:
+        return self.processes < FEWEST
+
+    @property
+    def undecided(self) -> bool:
+        return self.alone or self.doubted
+
+    @property
+    def outcome(self) -> Outcome:
+        """A win or a loss of the LLM's kernel only where the whole interval says so, of several processes."""
+        if self.undecided:
+            return "undecided"
+        return "win" if self.ratio.low > 1 else "loss" if self.ratio.high < 1 else "tie"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Rows together, of one operator or of more: the geometric mean of their ratios."""
+
+    name: str
+    rows: tuple[Row, ...]
+    operators: tuple[str, ...]
+
+    def __str__(self) -> str:
+        *told, last = [
+            _count(count, outcome, PLURALS[outcome])
+            for outcome in OUTCOMES
+            if (count := self.count(outcome)) or outcome != "undecided"
+        ]
+        of = "whole layers" if self.name == LAYERS else _count(len(self.operators), "operator")
+        return (
+            f"{', '.join(told)} and {last} in {_count(len(self.rows), 'row')} of {of} "
+            f"(geometric mean {self.average})"
+        )
+
+    @property
+    def mean(self) -> Interval:
+        return together([row.ratio for row in self.rows])
+
+    @property
+    def average(self) -> str:
+        """The mean as it is shown: without an interval where a row's would claim more than it may."""
+        marks = doubts(self.rows)
+        return f"{self.mean.estimate:.3f} {marks}" if marks else shown(self.mean)
+
+    def count(self, outcome: str) -> int:
+        return sum(row.outcome == outcome for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The LLM's kernels against a column, by operator; none where no row has both."""
+
+    column: str
+    operators: tuple[Tally, ...]
+
+    @property
+    def totals(self) -> tuple[Tally, ...]:
+        """All operators, and apart from them all whole layers; each only where there are such."""
+        return self._together({OPERATORS: lambda name: name not in WHOLE, LAYERS: lambda name: name in WHOLE})
+
+    @property
+    def kinds(self) -> tuple[Tally, ...]:
+        """Of a column in ``SHARED``: what is its own, and what is not; each only where there is such."""
+        if not (shared := SHARED.get(self.column)):
+            return ()
+        own, other, which = shared.own.name, shared.other.name, shared.which
+        return self._together({own: lambda name: name not in WHOLE and not which(name), other: which})
+
+    def _together(self, kinds: Mapping[str, Callable[[str], bool]]) -> tuple[Tally, ...]:
+        every = {kind: [t for t in self.operators if which(t.name)] for kind, which in kinds.items()}
+        return tuple(_all(kind, tallies) for kind, tallies in every.items() if tallies)
+
+    def __str__(self) -> str:
+        if not self.operators:
+            return f"Against {self.column}: no row has both."
+        kinds, totals = self.kinds, self.totals
+        apart = [total for total in totals if total.name == LAYERS] if kinds else totals
+        told = " and ".join([*map(self._of_kind, kinds), *map(str, apart)])
+        rule = "A win or a loss only where the whole interval is on one side of 1"
+        if marks := doubts(row for total in totals for row in total.rows):
+            why = " or ".join(_WHY[mark] for mark in marks)
+            rule += f"; undecided where {why}, and a mean over such a row has no interval"
+        return f"Against {self.column} the LLM's kernels have {told}. {rule}."
+
+    def _of_kind(self, tally: Tally) -> str:
+        """With whose the kernels are; which operators' are not a column's own is said."""
+        shared = SHARED[self.column]
+        if tally.name == shared.own.name:
+            return f"{tally} {shared.own.told}"
+        return f"{tally} {shared.other.told} ({', '.join(tally.operators)})"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is said of CODA's kernels: in the rows of these operators, and of these ``cases`` where any are
+    named, the ratio to this column lies from low to high."""
+
+    what: str
+    operators: tuple[str, ...]
+    column: str
+    low: float
+    high: float
+    source: str
+    cases: tuple[str, ...] = ()
+
+
+_READERS = "CODA (arXiv 2605.19269), as its readers report it; cuBLAS with torch.compile"
+CLAIMS = (
+    Claim("forward operators", FORWARD, COMPILE, 1.0, 1.3, _READERS),
+    Claim(
+        "RMSNorm backward, weights of (d, d): M = 16384, K = N = 2048 and 4096",
+        (RMSNORM_BACKWARD,),
+        COMPILE,
+        1.4,
+        1.8,
+        f"{_READERS}; its authors' public benchmark has M = N = K = 2048, 4096 and 8192",
+        cases=SQUARE_WEIGHTS,
+    ),
+    Claim("SwiGLU backward", (SWIGLU_BACKWARD,), COMPILE, 1.3, 1.6, _READERS),
+    Claim("a whole layer, forward", (LAYER_FORWARD,), COMPILE, 1.05, 1.2, _READERS),
+    Claim(
+        "kernels written by a model are as fast as those written by people: QuACK's own",
+        tuple(name for name in TEN if not composed(name)),
+        HUMAN,
+        1.0,
+        1.0,
+        "CODA (arXiv 2605.19269): its abstract says that both achieve high performance; its readers report "
+        "parity, and that five of the ten that a model wrote needed visitors of 300 to 1,000 lines made by "
+        "hand",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim, and the rows that it is about as they were measured here."""
+
+    claim: Claim
+    rows: tuple[Row, ...]
+
+    @property
+    def measured(self) -> str:
+        """The range of the rows' ratios."""
+        if not self.rows:
+            return "not in these rows"
+        ratios = [row.ratio.estimate for row in self.rows]
+        return f"{min(ratios):.3f} to {max(ratios):.3f} in {_count(len(ratios), 'row')}"
+
+    @property
+    def verdict(self) -> str:
+        """How many rows lie within the claim, or beyond it with their whole interval; or are undecided."""
+        claim, decided = self.claim, [row.ratio for row in self.rows if not row.undecided]
+        below = sum(ratio.high < claim.low for ratio in decided)
+        above = sum(ratio.low > claim.high for ratio in decided)
+        counts = {"below": below, "within": len(decided) - below - above, "above": above}
+        counts["undecided"] = len(self.rows) - len(decided)
+        told = {where: count for where, count in counts.items() if count}
+        if len(told) < 2:
+            return next(iter(told), "not measured")
+        return ", ".join(f"{count} {where}" for where, count in told.items())
+
+
+def against(lines: Sequence[Line], column: str) -> Summary:
+    """Every operator whose rows have both this column and the LLM's kernel."""
+    found: dict[str, list[Row]] = {}
+    for line in ordered(lines):
+        cell = line.cell(column)
+        if cell and (row := Row.of(line, cell)):
+            found.setdefault(line.operator, []).append(row)
+    return Summary(column, tuple(Tally(name, tuple(rows), (name,)) for name, rows in found.items()))
+
+
+def findings(lines: Sequence[Line]) -> list[Finding]:
+    """Every claim, with what was measured."""
+    rows = {
+        column: {tally.name: tally.rows for tally in against(lines, column).operators}
+        for column in {claim.column for claim in CLAIMS}
+    }
+    return [
+        Finding(
+            claim,
+            tuple(
+                row
+                for name in claim.operators
+                for row in rows[claim.column].get(name, ())
+                if not claim.cases or row.case in claim.cases
+            ),
+        )
+        for claim in CLAIMS
+    ]
+
+
+def below(line: Line, cell: Cell) -> bool:
+    """Whether a time is less than the hardware allows. A bare matmul does less than the roofline is of."""
+    return cell.arm != CUBLAS and cell.milliseconds < line.roofline * (1 - BELOW)
+
+
+def doubts(rows: Iterable[Row]) -> str:
+    """The marks of what leaves any of these undecided."""
+    rows = list(rows)
+    told = {ALONE: any(row.alone for row in rows), DOUBTED: any(row.doubted for row in rows)}
+    return "".join(mark for mark, needed in told.items() if needed)
+
+
+_WHY = {
+    ALONE: f"it is of one process ({ALONE})",
+    DOUBTED: f"a time of it lies over {BELOW:.0%} below the roofline ({DOUBTED})",
+}
+
+
+def shown(ratio: Interval) -> str:
+    """To three places, or to as many as tell an interval that ends short of 1 from one that holds it."""
+    ends = [end for end in (ratio.low, ratio.high) if end != 1]
+    places = next(n for n in count(3) if all(round(end, n) != 1 for end in ends))
+    return f"{ratio.estimate:.{places}f} [{ratio.low:.{places}f}, {ratio.high:.{places}f}]"
+
+
+def _all(name: str, tallies: Sequence[Tally]) -> Tally:
+    rows = tuple(row for tally in tallies for row in tally.rows)
+    return Tally(name, rows, tuple(name for tally in tallies for name in tally.operators))
+
+
+def together(ratios: Sequence[Interval]) -> Interval:
+    """The geometric mean of ratios whose errors are independent: half-widths, in logarithms, add as squares
+    and are divided by how many there are. Of these ratios, not of those that others would have had."""
+
+    def mean(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
+        low, high = (
+            math.hypot(*(math.log(side(ratio)[end] / ratio.estimate) for ratio in ratios)) / len(ratios)
+            for end in (0, 1)
+        )
+        return estimate * math.exp(-low), estimate * math.exp(high)
+
+    estimate = math.exp(fmean(math.log(ratio.estimate) for ratio in ratios))
+    low, high = mean(lambda ratio: (ratio.low, ratio.high))
+    return Interval(
+        estimate=estimate,
+        low=low,
+        high=high,
+        confidence=ratios[0].confidence,
+        bootstrap=mean(lambda ratio: ratio.bootstrap),
+        student=mean(lambda ratio: ratio.student),
+    )
+
+
+def ordered(lines: Iterable[Line]) -> list[Line]:
+    """Operators as in all tables, an unknown one after those; of each the models' widths first."""
+    widths = {name: place for place, name in enumerate(WIDTHS)}
+    lines = list(lines)
+    first = {line.operator: place for place, line in reversed(list(enumerate(lines)))}
+    return sorted(
+        lines,
+        key=lambda line: (
+            _PLACES.get(line.operator, len(_PLACES)),
+            first[line.operator],
+            widths.get(line.case, len(widths)),
+        ),
+    )
+
+
+def measured(results: Results) -> str:
+    """What was measured on what, when; where sittings differ, all that occurs."""
+    sittings = standing(results)
+    if not sittings:
+        return NOTHING
+    conditions = [sitting.conditions for sitting in sittings]
+    known = {
+        "driver": _each(conditions, "driver"),
+        "PyTorch": _each(conditions, "torch"),
+        "CUDA": _each(conditions, "cuda"),
+    }
+    parts = [f"{name} {value}" for name, value in known.items() if value] + _versions(conditions)
+    days = sorted(sitting.date[:10] for sitting in sittings)
+    rounds = sorted(len(arm.milliseconds) for sitting in sittings for arm in sitting.arms.values())
+    seats = [len({s.process for s in sittings if s.row == row}) for row in {s.row for s in sittings}]
+    device = " ".join(
+        [_each(conditions, "gpu") or "an unknown device", *([f"({', '.join(parts)})"] if parts else [])]
+    )
+    return (
+        f"{_count(len(seats), 'row')} on {device}, {_span(days[0], days[-1])}, "
+        f"{_span(rounds[0], rounds[-1])} rounds in "
+        f"{'one process' if max(seats) == 1 else f'each of {_span(min(seats), max(seats))} processes'} a row."
+    )
+
+
+def _each(conditions: Iterable[Mapping[str, Any]], key: str) -> str:
+    return " and ".join(sorted({str(c[key]) for c in conditions if c.get(key) is not None}))
+
+
+def _versions(conditions: Iterable[Mapping[str, Any]]) -> list[str]:
+    found: dict[str, set[str]] = {}
+    for versions in (c.get("versions") for c in conditions):
+        for name, version in versions.items() if isinstance(versions, Mapping) else ():
+            found.setdefault(str(name), set()).add(str(version))
+    return [f"{name} {' and '.join(sorted(found[name]))}" for name in sorted(found) if name != "torch"]
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def _span(low: object, high: object) -> str:
+    return f"{low} to {high}" if low != high else f"{low}"

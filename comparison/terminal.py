@@ -1,0 +1,130 @@
+"""A comparison in a terminal as it stands while it is measured; in blocks of columns where that is narrow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from coda_agent.comparison.cells import Cell, Empty, Line, NAMES, lines
+from coda_agent.comparison.markdown import ABSENT, Notes, clocks, columns_of, fastest, mark, marks
+from coda_agent.comparison.results import Results
+from coda_agent.comparison.summary import NOTHING, Row, ordered
+from coda_agent.agent.reporting.charts import number
+from coda_agent.agent.reporting.safe_text import visible
+from coda_agent.comparison.competitors import LLM
+
+NAME, CASE = 15, 11  # characters of a line of an operator's name, and of a case
+STYLES = {"win": "green", "tie": "dim", "loss": "red", "undecided": "yellow"}
+MOST_REASONS = 8
+UNMEASURED = "not measured"
+
+
+def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
+    """Milliseconds, bold for the fastest of the columns shown, and, but for the LLM's own, the time over its
+    kernel's: green where that is faster, red where it is slower. Empty cells number their reasons, which
+    stand below; ``doing``: what is measured now, above the table, of which a screen may show the begin alone.
+    """
+    found, reasons = ordered(lines(results, columns)), Notes()
+    shown = _rows(found)
+    parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
+    if shown:
+        names = columns_of([line for _, line in shown])
+        # All of them now, by row: what is shown in which block changes no footnote's number.
+        cells = [[_cell(name, line, reasons) for name in names] for _, line in shown]
+        parts.append(_Blocks(shown, names, cells))
+    else:
+        parts.append(Text(NOTHING))
+    told = (*marks(found, columns), *clocks(found, columns))
+    parts += [Text(visible(sentence), "dim") for sentence in told]
+    listed = [f"{place} {text}" for place, text in reasons]
+    more = len(listed) - MOST_REASONS
+    parts += [_line(text, "dim") for text in listed[:MOST_REASONS]]
+    parts += [_line(f"and {more} more reasons", "dim")] if more > 0 else []
+    return Group(*parts)
+
+
+def _rows(found: list[Line]) -> list[tuple[str, Line]]:
+    """Lines beside their operator's name, which goes on from row to row as far as there are any."""
+    rows: list[tuple[str, Line]] = []
+    for operator, group in groupby(found, key=lambda line: line.operator):
+        names, members = _name(operator), list(group)
+        last = len(members) - 1
+        beside = [*names[:last], "\n".join(names[last:]), *[""] * last]
+        rows += zip(beside, members, strict=False)
+    return rows
+
+
+def _name(operator: str) -> list[str]:
+    """On as many lines as it takes, broken after its words."""
+    lines = [""]
+    for word in re.findall(r"[^_ ]*(?:[_ ]|$)", visible(operator).removeprefix("gemm_")):
+        joined = lines[-1] + word
+        lines = [*lines[:-1], joined] if len(joined.rstrip()) <= NAME else [*lines, word]
+    return [line.rstrip() for line in lines]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The table, as many columns beside each other as a terminal has room for; ``cells`` by row."""
+
+    rows: Sequence[tuple[str, Line]]
+    names: Sequence[str]
+    cells: Sequence[Sequence[Text]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(f"Milliseconds, and time over {LLM}'s", "italic")
+        block: list[int] = []
+        left = room = options.max_width - NAME - CASE - 2
+        for column, name in enumerate(self.names):
+            heading = max(map(len, _heading(name).split("\n")))
+            width = 1 + max(heading, *(row[column].cell_len for row in self.cells))
+            if block and width > left:
+                yield self._block(block)
+                block, left = [], room
+            block.append(column)
+            left -= width
+        yield self._block(block)
+
+    def _block(self, columns: Sequence[int]) -> Table:
+        made = Table(box=None, padding=(0, 1, 0, 0))
+        made.add_column("operator", width=NAME, no_wrap=True, overflow="ellipsis")
+        made.add_column("case", width=CASE, no_wrap=True, overflow="ellipsis")
+        for column in columns:
+            made.add_column(_heading(self.names[column]), justify="right", no_wrap=True)
+        for (operator, line), cells in zip(self.rows, self.cells, strict=True):
+            shown = [cells[column] for column in columns]
+            made.add_row(Text(operator, "bold"), Text(visible(line.case)), *shown)
+        return made
+
+
+def _heading(name: str) -> str:
+    return name.replace(".", ".\n").replace(" ", "\n")
+
+
+def _cell(name: str, line: Line, reasons: Notes) -> Text:
+    cell = line.cells[name]
+    if isinstance(cell, Empty):
+        known = "" if cell.reason == UNMEASURED else f" {reasons.of(cell.reason)[0]}"
+        return Text(f"{ABSENT}{known}", "dim")
+    return Text.assemble(
+        (_short(cell.milliseconds), "bold" if name == fastest(line) else ""), *_ratio(line, cell)
+    )
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.3f}" if milliseconds < 10 else number(milliseconds)
+
+
+def _ratio(line: Line, cell: Cell) -> list[tuple[str, str]]:
+    row = Row.of(line, cell)
+    return [(f" {row.ratio.estimate:.2f}{mark(row)}", STYLES[row.outcome])] if row else []
+
+
+def _line(text: str, style: str) -> Text:
+    return Text(" ".join(visible(text).split()), style, no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,55 @@
+"""A compiler's refusal in words for who wrote the kernel: its reason, and the lowered line that it is about.
+
+What a compiler says comes as a traceback through it, whose frames and paths are of this machine and say
+nothing of the kernel.
+"""
+
+from __future__ import annotations
+
+import re
+
+from coda_agent.primitives.system import subprocesses
+
+_NO_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|out of memory|allocate memory|memory allocation", re.IGNORECASE
+)
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+_FRAME = re.compile(r'\s*File "(?P<path>[^"]*)", line \d+')
+_LOWERED = re.compile(r"coda_lowered_\w+\.py$")
+_FOLDERS = re.compile(r"(?<![\w.)\]/])/(?:[\w.+@~-]+/)+(?=[\w.+@~-])")
+
+
+class CompileError(Exception):
+    """The compiler refused a lowered module, or would: its words, shortened, and a reason code; of a raw one
+    also the line of its text, of a program where it is known the node behind it."""
+
+    def __init__(
+        self, message: str, code: str = "compiler", line: int | None = None, node: int | None = None
+    ):
+        super().__init__(message)
+        self.code, self.line, self.node = code, line, node
+
+
+def refusal(words: str) -> str:
+    """What a compiler said, or why it ended, shortened."""
+    if not _NO_MEMORY.search(words):
+        return shortened(words)
+    limit = f"{subprocesses.MEMORY_BYTES / 2**30:g} GB"
+    return f"the compiler took over {limit} of memory: {shortened(words, 300)}"
+
+
+def shortened(words: str, limit: int = 1500) -> str:
+    """The reason, which stands behind the last frame of a traceback; before it, unless the reason quotes it,
+    the line of the lowered text that the traceback passed last. At most ``limit`` characters, the last."""
+    lines = [line for line in _COLOURS.sub("", words).splitlines() if line.strip()]
+    frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
+    own = [i + 1 for i in frames if (found := _FRAME.match(lines[i])) and _LOWERED.search(found["path"])]
+    quoted = lines[own[-1]].strip() if own and own[-1] < len(lines) else ""
+    after = frames[-1] + 1 if frames else 0
+    while frames and after < len(lines) and lines[after].startswith("    "):  # its source, and carets
+        after += 1
+    said = lines[after:] or lines[-1:]
+    reason = _FOLDERS.sub("", "\n".join(line for line in said if "Warning" not in line))
+    if quoted and quoted not in reason:
+        reason = f"{quoted}\n{reason}"
+    return reason[-limit:]

@@ -1,0 +1,275 @@
+"""Compiling one kernel of a lowered module in this process, by QuACK and CuTeDSL.
+
+QuACK's object cache (QUACK_CACHE_DIR) keeps compiled kernels; its keys hold the lowered module's and
+class's names, which hold the hash of the text, and the operands' dtypes and layouts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from coda_agent.primitives.compiler.lowered import Argument, GemmKernel, Lowered, VectorKernel
+from coda_agent.primitives.compiler.split import ORDER, ordered
+from coda_agent.primitives.frozen_names import device, frozen_names
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.system.files import cache_dir, write_atomic
+
+HOPPER = (9, 0)
+REFUSED = ".refused"  # beside an object
+
+
+def load_module(lowered: Lowered) -> ModuleType:
+    """Import a lowered text from its content-addressed file. Never a raw one: where that may run, in a
+    confined child, it is imported already."""
+    if lowered.module in sys.modules:
+        return sys.modules[lowered.module]
+    if lowered.raw:
+        raise ValueError(f"{lowered.module} is raw CuTeDSL: nothing imports it but a confined compiler")
+    path = cache_dir() / "lowered" / f"{lowered.module}.py"
+    if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
+        write_atomic(path, lowered.text)
+    return import_file(lowered.module, path)
+
+
+def import_file(name: str, path: Path) -> ModuleType:
+    """Import a file under a name of our choice."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a path always gives both
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with frozen_names():
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _cute_dtype(argument: Argument) -> Any:
+    return numeric("fp32" if argument.packed else argument.dtype)
+
+
+def numeric(dtype: str) -> Any:
+    """A signature's dtype -> CuTeDSL's."""
+    import cutlass
+
+    return {
+        "bf16": cutlass.BFloat16,
+        "fp16": cutlass.Float16,
+        "fp32": cutlass.Float32,
+        "fp8_e4m3": cutlass.Float8E4M3FN,
+        "int32": cutlass.Int32,
+        "int64": cutlass.Int64,
+    }[dtype]
+
+
+def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, Any]:
+    """What QuACK's compile wants to know of a resource's argument (its ``host_arg_key``)."""
+    dtype = _cute_dtype(argument)
+    match argument.role:
+        case "load" | "store":
+            key: Any = (dtype, "n")
+        case "scalar":
+            key = ("immediate", dtype)
+        case "pointer":
+            key = ("pointer", dtype)
+        case "head" | "table":
+            assert argument.period is not None  # heads have a width
+            key = ("width" if argument.role == "head" else dtype, argument.period(sizes))
+        case _:
+            key = (dtype, argument.rank)
+    return argument.name, key
+
+
+def cached_gemm(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> Callable[..., Any]:
+    """A step's, from QuACK's cache or compiled into it; operands as of ``primitives.runtime.compile``."""
+    from quack.gemm_runtime.host import _compile_gemm_epi
+
+    return _gemm(_compile_gemm_epi, lowered, kernel, schedule, sizes)
+
+
+def _gemm(
+    compile_it: Callable[..., Any],
+    lowered: Lowered,
+    kernel: GemmKernel,
+    schedule: Schedule,
+    sizes: Mapping[str, int],
+) -> Callable[..., Any]:
+    key = _gemm_key(lowered, kernel, schedule, sizes)
+    with ordered(schedule):
+        return compile_it(*key, post_init_attrs=_attributes(kernel, schedule, sizes))
+
+
+def _gemm_key(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> tuple[Any, ...]:
+    """What QuACK compiles a step by."""
+    from quack.gemm_runtime.identity import static_gemm_class_ref
+
+    operand = numeric(kernel.dtype)
+    return (
+        static_gemm_class_ref(getattr(load_module(lowered), kernel.name)),
+        HOPPER,
+        operand,
+        operand,
+        _cute_dtype(kernel.d) if kernel.d else None,
+        _cute_dtype(kernel.c) if kernel.c else None,
+        "m" if kernel.a_transposed else "k",
+        "k" if kernel.b_transposed else "n",
+        "n" if kernel.d else None,
+        "n" if kernel.c else None,
+        (schedule.tile_m, schedule.tile_n),
+        (schedule.cluster_m, schedule.cluster_n, 1),
+        schedule.pingpong,
+        True,  # persistent
+        False,  # statically scheduled
+        False,
+        False,
+        False,  # unbatched
+        not kernel.b_transposed,
+        tuple(sorted(_resource_key(a, sizes) for a in kernel.arguments)),
+    )
+
+
+def _attributes(
+    kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> tuple[tuple[str, Any], ...]:
+    """Of the step's class, which its object depends on too."""
+    return (
+        ("deep", schedule.deep),
+        ("evict_loads", schedule.evict_loads),
+        ("evict_stores", schedule.evict_stores),
+        ("head_widths", kernel.head_widths(sizes)),
+        ("split", ORDER if schedule.split else 0),
+    )
+
+
+def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
+    """The kernel for vectors between steps, from QuACK's cache or compiled into it."""
+    load_module(lowered)
+    return _cached_vector()(*_vector_key(lowered, kernel))
+
+
+def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
+    """What a kernel for vectors is compiled by. Words are interned: QuACK's cache hashes the pickled key, in
+    which one object twice is not what two equal ones are."""
+    arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
+    return lowered.module, kernel.name, tuple(arguments)
+
+
+def compiled(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> bool | None:
+    """What any process of this cache found of a program's step at one schedule, with all vectors: that it
+    compiles, or that it did and is refused; None where nothing was. Then no worker need be started for
+    them, which takes longer than loading what is there. Never of an edited text: a worker looks at its
+    object's stack, compiled before or not."""
+    if lowered.raw:
+        return None
+    own = _objects(lowered, kernel, schedule, sizes)
+    if own[0].with_suffix(REFUSED).exists():
+        return False
+    from quack.cache import jit
+
+    keys = [(_compile_vector.__qualname__, *_vector_key(lowered, vector)) for vector in lowered.vectors]
+    vectors = (own[0].with_name(f"{jit._key_to_hash(key)}.o") for key in keys)
+    return True if all(path.exists() for path in (*own, *vectors)) else None
+
+
+def refuse(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> None:
+    """Note beside its object that a step is not to be raced at a schedule."""
+    write_atomic(_objects(lowered, kernel, schedule, sizes)[0].with_suffix(REFUSED), "")
+
+
+def _objects(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> list[Path]:
+    """Where QuACK's cache keeps a step's objects, one a launch."""
+    from quack.cache import jit
+    from quack.gemm_runtime.host import _compile_gemm_epi
+
+    attributes = ("post_init_attrs", _attributes(kernel, schedule, sizes))
+    folder = objects()
+    keys = (_gemm_key(lowered, kernel, each, sizes) for each in schedule.launches)
+    name = _compile_gemm_epi.__qualname__
+    return [folder / f"{jit._key_to_hash((name, *key, attributes))}.o" for key in keys]
+
+
+def objects() -> Path:
+    """Where QuACK's cache keeps objects, QuACK's own too, of the versions that are installed."""
+    from quack.cache import jit
+
+    return jit.get_cache_path() / jit._compute_source_fingerprint()
+
+
+def compile_kernel(
+    lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
+) -> Callable[..., Any]:
+    """Either kind, now: no cache is asked or filled. A step's has a schedule."""
+    if isinstance(kernel, VectorKernel):
+        load_module(lowered)
+        return _compile_vector(*_vector_key(lowered, kernel))
+    from quack.gemm_runtime.host import _compile_gemm_epi
+
+    assert schedule is not None
+    return _gemm(_compile_gemm_epi.__wrapped__, lowered, kernel, schedule, sizes)
+
+
+def _cached_vector() -> Callable[..., Any]:
+    global _vector_cache
+    if _vector_cache is None:
+        from quack.cache import jit_cache
+
+        _vector_cache = jit_cache(_compile_vector)
+    return _vector_cache
+
+
+_vector_cache: Callable[..., Any] | None = None
+
+
+def _compile_vector(
+    module: str, name: str, arguments: tuple[tuple[str, str, int], ...]
+) -> Callable[..., Any]:
+    import cutlass
+    import cutlass.cute as cute
+    from quack.compile_utils import make_fake_stream, make_fake_tensor
+
+    rows = cute.sym_int()
+    fakes: list[Any] = []
+    for role, dtype, rank in arguments:
+        if role in ("scalar", "extent"):
+            fakes.append(cutlass.Float32(1.0))
+        elif role == "pointer":
+            fakes.append(make_fake_tensor(numeric(dtype), (1,)))
+        elif rank == 3:
+            fakes.append(make_fake_tensor(numeric(dtype), (cute.sym_int(), cute.sym_int(), cute.sym_int())))
+        else:
+            fakes.append(make_fake_tensor(numeric(dtype), (rows,)))
+    made = getattr(sys.modules[module], name)()
+    return cute.compile(made, *fakes, make_fake_stream(), options="--enable-tvm-ffi")
+
+
+@contextmanager
+def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
+    """How the mainloops that are compiled within share out an SM's memory: no tool reads it off a cubin."""
+    gemm = device("mainloop").FusedGemm
+    usual, seen = gemm._compute_stages, list[tuple[int, int, int]]()
+
+    def noted(*arguments: Any, **more: Any) -> tuple[int, int, int]:
+        seen.append(usual(*arguments, **more))
+        return seen[-1]
+
+    gemm._compute_stages = noted
+    try:
+        yield seen
+    finally:
+        gemm._compute_stages = usual

@@ -1,0 +1,134 @@
+"""Lowering: Program -> the text of one CuTeDSL module, and which tensor each of its arguments is.
+
+Each step becomes a class (``primitives.compiler.gemm_codegen``), vector arithmetic after it one small kernel
+(``vector_codegen``). Every identifier is invented there; constants pass through ``float.hex``.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from coda_agent.primitives.compiler.gemm_codegen import StepWriter
+from coda_agent.primitives.compiler.lowered import Argument, GemmKernel, Lowered, VectorKernel
+from coda_agent.primitives.compiler.vector_codegen import finish_writers
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.partition import cut
+
+PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
+
+
+def lower(program: Program, raw: str = "") -> Lowered:
+    """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would.
+
+    ``raw``: what an author made of ``editable``'s text, taken as it is in place of the program's own.
+    """
+    if not raw:
+        return _lowered(program)
+    plain = _lowered(program, hashed=False)
+    named = [module for module in exports() if re.search(rf"\b{module}\b", raw)]
+    return replace(plain, text=raw, hash=_digest([raw, plain.hash, *_device_sources(named)]), given=plain)
+
+
+def editable(program: Program) -> str:
+    """The lowered text as an author of raw CuTeDSL gets it: no name holds a hash."""
+    return _lowered(program, hashed=False).text
+
+
+def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
+    steps = cut(program)
+    writers = [StepWriter(program, steps, step) for step in steps.gemms]
+    finishes = finish_writers(program, steps)
+    body = "\n\n".join([w.text() for w in writers] + [w.text() for w in finishes])
+    header = _header(body)
+    digest = _digest([header, body, *_device_sources(_imported(header)), *map(version, PACKAGES)])
+    suffix = f"_{digest[:12]}" if hashed else ""
+    text = header + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
+    return Lowered(
+        text,
+        digest,
+        tuple(replace(w.kernel(), name=w.kernel().name + suffix) for w in writers),
+        tuple(replace(w.kernel(), name=w.kernel().name + suffix) for w in finishes),
+    )
+
+
+def _digest(meant: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(meant).encode()).hexdigest()
+
+
+DEVICE = Path(__file__).parents[1] / "device"
+RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK's that no operation names
+
+
+def resources() -> set[str]:
+    """QuACK's resources: those, and what operations name that is not our own."""
+    found = [o.reduction or o.statistic or o.spread for o in OPERATIONS.values()]
+    named = {name for how in found if how for name in re.findall(r"\b[A-Z]\w*", how.resource)}
+    return {*RESOURCES, *named}.difference(*exports().values())
+
+
+def _header(body: str) -> str:
+    """The docstring and imports of a module: of ours and QuACK's, what it uses."""
+    used = set(re.findall(r"\w+", body))
+    lines = ["import cutlass", "import cutlass.cute as cute", "from cutlass import Float32"]
+    chosen: dict[str, Iterable[str]] = {"quack.epilogue.ops": resources()}
+    chosen |= {f"primitives.device.{module}": names for module, names in exports().items()}
+    for module, names in chosen.items():
+        found = sorted(used.intersection(names))
+        lines += [f"from {module} import {', '.join(found)}"] if found else []
+    return (
+        '"""Lowered by coda-agent from a program: do not edit, lower again."""\n\n' + "\n".join(lines) + "\n"
+    )
+
+
+@cache
+def exports() -> dict[str, list[str]]:
+    """The names that each module of device code offers: its ``__all__``, without importing it."""
+    found = {}
+    for path in sorted(DEVICE.glob("[a-z]*.py")):
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+                found[path.stem] = list(ast.literal_eval(statement.value))
+    return found
+
+
+@cache
+def device_source(module: str) -> str:
+    """A module of the project's own device code: it is part of what a lowered text means."""
+    return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
+
+
+def _imported(text: str) -> list[str]:
+    """The modules of device code that a text imports."""
+    return re.findall(r"^from primitives\.device\.(\w+) import", text, re.M)
+
+
+def _device_sources(modules: Iterable[str]) -> list[str]:
+    """Some device code, and what that imports: a change elsewhere changes no kernel."""
+    pending, found = list(modules), dict[str, str]()
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found[module] = device_source(module)
+            pending += _imported(found[module])
+    return [found[module] for module in sorted(found)]
+
+
+__all__ = [
+    "PACKAGES",
+    "Argument",
+    "GemmKernel",
+    "Lowered",
+    "VectorKernel",
+    "device_source",
+    "editable",
+    "exports",
+    "lower",
+    "resources",
+]

@@ -1,0 +1,219 @@
+"""What lowering gives: a text and what its kernels are called with; and what the two writers share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from coda_agent.primitives.lang.cutedsl import Reduction, Spread, Statistic
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction
+from coda_agent.primitives.lang.partition import Steps
+from coda_agent.primitives.lang.schedule import TILES, Schedule
+
+CUTE_DTYPES = {
+    "bf16": "cutlass.BFloat16",
+    "fp16": "cutlass.Float16",
+    "fp32": "Float32",
+    "int32": "cutlass.Int32",
+    "int64": "cutlass.Int64",
+}
+HEAD_GRAIN = 8  # columns after which a thread's lanes of the accumulator recur
+SUM_GRAIN = 32  # columns of an epilogue subtile
+PAIR_GRAIN = Dim.parse(32)  # tile_n is a multiple of this where a tile half as wide is stored by TMA
+
+Role = Literal[
+    "load",
+    "store",
+    "row",
+    "column",
+    "index",
+    "memory",
+    "table",
+    "head",
+    "partial",
+    "scalar",
+    "pointer",
+    "extent",
+    "vector",
+    "out",
+]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor or number that a kernel takes: a node of the program under an invented name.
+
+    ``load`` and ``store`` are tiles through TMA, ``memory`` one that threads address themselves, ``table``
+    one that each head reads again; ``row`` and ``column`` vectors, ``index`` integers, ``head`` the width
+    of heads, ``scalar`` a number, ``pointer`` one in memory, ``extent`` a tile's columns.
+    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: of two
+    partial sums for columns twice as many as the GEMM's. ``period``: how wide heads are.
+    """
+
+    name: str
+    role: Role
+    node: int
+    dtype: str
+    packed: bool = False
+    part: int = 0
+    rank: int = 1
+    period: Dim | None = None
+
+    @property
+    def picks(self) -> bool:
+        """Whether it holds what was selected, [M]: one buffer, and no partial a tile."""
+        return self.role == "partial" and self.rank == 1
+
+
+@dataclass(frozen=True)
+class GemmKernel:
+    """A step's class and what it is called with. ``c`` and ``d`` are the mainloop's own epilogue
+    load and store; further ones are among ``arguments``. ``shape``: its rows and columns. ``periods``: heads'
+    widths in the GEMM's columns. ``grains``: what its tiles must be multiples of, some heads' widths among
+    them. ``adds``: the input to which D is added, where D is written over it."""
+
+    step: int
+    name: str
+    a: int
+    b: int
+    a_transposed: bool
+    b_transposed: bool
+    dtype: str
+    c: Argument | None
+    d: Argument | None
+    arguments: tuple[Argument, ...]
+    shape: tuple[Dim, Dim]
+    periods: tuple[Dim, ...]
+    grains: tuple[Dim, ...]
+    adds: int | None = None
+
+    def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
+        """Whether a schedule's tile holds whole heads and whole pairs; ``sizes`` has the static dims."""
+        return not self.narrow(sizes) and not any(schedule.tile_n % grain(sizes) for grain in self.grains)
+
+    def narrow(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a thread's lanes would mix heads: it has two of every HEAD_GRAIN columns, and what it sums
+        over heads is folded SUM_GRAIN columns at a time."""
+        sums = [a.period for a in self.arguments if a.role == "head" and a.period]
+        return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
+
+    @property
+    def whole(self) -> tuple[Dim, ...]:
+        """The ``periods`` of heads that no two tiles may share."""
+        return tuple(period for period in self.periods if period in self.grains)
+
+    def wants(self, sizes: Mapping[str, int]) -> str:
+        """What its tiles have to hold, in words for who chose the sizes or the tile."""
+        found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
+        if found:
+            found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
+        if PAIR_GRAIN in self.grains:
+            found.append(f"multiples of {PAIR_GRAIN} columns for its pairs")
+        return " and ".join(found)
+
+    def fitting(self) -> tuple[int, ...]:
+        """The widths of heads that a tile of its can hold whole, in the GEMM's columns."""
+        sums = any(a.role == "head" and a.period for a in self.arguments)
+        pairs = PAIR_GRAIN({}) if PAIR_GRAIN in self.grains else 1
+        tiles = {n for _, n, _ in TILES if n % pairs == 0}
+        step = SUM_GRAIN if sums else HEAD_GRAIN
+        return tuple(w for w in range(step, max(tiles) + 1, step) if any(n % w == 0 for n in tiles))
+
+    def head_widths(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """``periods`` at these sizes of the static dims."""
+        return tuple(period(sizes) for period in self.periods)
+
+
+@dataclass(frozen=True)
+class VectorKernel:
+    """The kernel for the vectors that are final after ``step`` (-1: before all)."""
+
+    step: int
+    name: str
+    length: int  # a node of the vectors' length
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """``text`` is the product; the rest says how to call it, and follows from the program too. ``given``:
+    what an author made the text of, where it is an edited one: code that nobody vouches for."""
+
+    text: str
+    hash: str
+    gemms: tuple[GemmKernel, ...]
+    vectors: tuple[VectorKernel, ...]
+    given: Lowered | None = None
+
+    @property
+    def raw(self) -> bool:
+        return self.given is not None
+
+    @property
+    def module(self) -> str:
+        """The name to import it by: of all edits one, as the text that they were made of has then."""
+        return f"coda_edited_{self.given.hash[:16]}" if self.given else f"coda_lowered_{self.hash[:16]}"
+
+
+def literal(value: float) -> str:
+    """A Python number that reads back exactly; its hexadecimal form stands behind as a check."""
+    if math.isinf(value):
+        return "LOWEST" if value < 0 else "(-LOWEST)"
+    if float(repr(value)).hex() != value.hex():
+        raise ValueError(f"{value!r} does not survive printing")
+    return f"({value!r})" if value < 0 else repr(value)
+
+
+class Writer:
+    """What both kinds of kernel share: names of values and the text of an operation."""
+
+    def __init__(self, program: Program, steps: Steps):
+        self.program, self.nodes, self.steps = program, program.nodes, steps
+
+    def expression(self, index: int, values: list[str], exact: bool) -> str:
+        operation = OPERATIONS[self.nodes[index].op]
+        template = operation.cute if exact or operation.fast is None else operation.fast
+        if template is None:
+            raise ValueError(f"operation {operation.name} has no CuTeDSL text of its own")
+        return template.format(*values)
+
+    def constant(self, index: int) -> float:
+        return float(str(self.nodes[index].attribute))
+
+    def dtype(self, index: int) -> str:
+        """Of what lies in memory: an input's, an output's, or a tile's between steps; else fp32."""
+        given = self.program.input_tensor(index)
+        return given.dtype if given else self.steps.dtypes.get(index, "fp32")
+
+    def reduction(self, index: int) -> Reduction:
+        """How a node that is known to reduce a tile does so."""
+        how = reduction(self.nodes[index])
+        assert how is not None  # steps list reductions only
+        return how
+
+    def statistic(self, index: int) -> Statistic:
+        """How a node that is known to be a statistic of heads is made."""
+        how = OPERATIONS[self.nodes[index].op].statistic
+        assert how is not None  # steps list statistics only
+        return how
+
+    def spread(self, index: int) -> Spread:
+        """How a node that is known to spread a vector does so."""
+        how = OPERATIONS[self.nodes[index].op].spread
+        assert how is not None  # steps list spread vectors only
+        return how
+
+    def reduced_width(self, index: int) -> float:
+        """Of the tile that a node reduces, beside its GEMM's."""
+        step = next(s.index for s in self.steps.gemms if index in s.reductions)
+        return self.steps.width[step, self.nodes[index].args[0]]
+
+    def partials(self, index: int) -> list[Argument]:
+        """What a step leaves of a reduction: columns twice as many as the GEMM's take two."""
+        how = self.reduction(index)
+        parts = 2 if how.axis == "column" and self.reduced_width(index) == 2 else 1
+        rank = 1 if how.selects else 3
+        return [Argument(f"p{index}_{k}", "partial", index, "fp32", part=k, rank=rank) for k in range(parts)]

@@ -1,0 +1,153 @@
+"""The schedules that a program is tried on before any is tuned: those that leave its mainloop room.
+
+Epilogue and mainloop share an SM's memory, and tiles that a step reads and stores through TMA take stages
+from the operands. QuACK splits it while it compiles; here it is counted before, as QuACK's
+``GemmSm90._compute_stages`` and our ``FusedGemm``'s do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import gcd, prod
+from typing import Literal
+
+from coda_agent.primitives.compiler.lowered import SUM_GRAIN, Argument, GemmKernel
+from coda_agent.primitives.compiler.resources import StepResources
+from coda_agent.primitives.compiler.roofline import H100, ITEM_BYTES
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.schedule import CLUSTERS, LARGE_TILES, SMALL_TILES, Schedule
+
+# One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
+PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
+
+
+BLOCK_BYTES = 227 << 10  # what a block may have of an SM's shared memory
+MAINLOOP_BYTES = 1024  # for its barriers
+ALIGNMENT = 1024  # bytes that operands may lose behind a resource
+ROW_BYTES = 128  # a row of an operand in a stage, whatever its dtype
+LOAD_STAGES = (4, 2)  # as QuACK begins, and what is left of them where the operands get fewer than three
+FEWEST = 2  # stages of operands: with one the mainloop waits for itself
+
+Kind = Literal["once", "load", "store"]  # how many times a resource lies there: once, or in every stage
+
+
+def probes(
+    program: Program, kernel: GemmKernel, sizes: Mapping[str, int], given: Iterable[Schedule] = PROBES
+) -> list[Schedule]:
+    """Those of the ``given`` schedules that a step of the program fits; where it fits none of them, the first
+    of tuning's that it does; empty where there is none. ``sizes`` has the static dims."""
+    resources = _resources(program, kernel)
+    for tried in (given, candidates(kernel, sizes)):
+        fitting = [s for s in tried if kernel.admits(s, sizes) and _stages(resources, s, sizes) >= FEWEST]
+        if fitting:
+            return fitting if tried is given else fitting[:1]
+    return []
+
+
+def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
+    """Where tuning starts: tiles that the step admits at these sizes, on clusters of two, pingpong also deep;
+    large ones alone where ``sizes`` has no more than the static dims."""
+    whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
+    found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
+    deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
+    return [schedule for schedule in (*found, *deep) if kernel.admits(schedule, sizes)]
+
+
+def starting(shape: Sequence[int] | None) -> list[Schedule]:
+    """Tiles on clusters of two, at the usual rasterisation: small ones too for an output of this shape, if it
+    is known, whose 128x128 tiles are fewer than an H100's SMs."""
+    few = shape is not None and prod(-(-size // 128) for size in shape) < H100.multiprocessors.value
+    tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
+    return [Schedule(*tile, *cluster) for tile in tiles for cluster in CLUSTERS if prod(cluster) == 2]
+
+
+def choices(
+    program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
+) -> list[dict[int, Schedule]]:
+    """``probes`` of all steps together, by step: as many as the step with most has."""
+    found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
+    most = max(map(len, found.values()))
+    return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]
+
+
+def fits(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
+    """Whether a tile holds a step's heads and pairs whole, and leaves its mainloop room."""
+    return kernel.admits(schedule, sizes) and operand_stages(program, kernel, schedule, sizes) >= FEWEST
+
+
+def operand_stages(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> int:
+    """How many stages of operands a step's mainloop gets, 0 and less where its epilogue takes all. A ``deep``
+    one may get one more."""
+    return _stages(_resources(program, kernel), schedule, sizes)
+
+
+def crowded(program: Program, kernel: GemmKernel, sizes: Mapping[str, int]) -> tuple[str, int | None]:
+    """Words for the author of a step that no tile has room for, and the node of its largest tile, the last
+    of several."""
+    names = {i: str(node.attribute) for i, node in enumerate(program.nodes) if node.op == "input"}
+    names |= {index: name for name, index in program.outputs.items()}
+    shares = list(_shares(_resources(program, kernel), PROBES[0], sizes))
+
+    def named(wanted: Kind) -> str:
+        found = [names.get(a.node, "one between gemms") for a, kind, _ in shares if kind == wanted]
+        return f"{len(found)} tiles ({', '.join(found)})" if found else "none"
+
+    tiles = [(size, a.node) for a, kind, size in shares if kind != "once"]
+    return (
+        f"step {kernel.step} reads {named('load')} and stores {named('store')}, which leave no room in "
+        "shared memory for the operands of its gemm, whatever the tile: read and return fewer tiles, or "
+        "narrower ones, or split the work over two kernels"
+    ), max(tiles, default=(0, None))[1]
+
+
+def _resources(program: Program, kernel: GemmKernel) -> StepResources:
+    steps = cut(program)
+    return StepResources(program, steps, steps.gemms[kernel.step])
+
+
+def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]) -> int:
+    rows, columns = _subtile(schedule)
+    subtiles = schedule.tile_m * schedule.tile_n // (rows * columns)
+    taken, beside = Counter[Kind](), 0
+    for argument, kind, size in _shares(resources, schedule, sizes):
+        taken[kind] += size
+        beside += size if argument not in (resources.c, resources.d) else 0
+    room = BLOCK_BYTES - MAINLOOP_BYTES - (ALIGNMENT if beside else 0)
+    room -= taken["once"] + taken["store"] * min(subtiles, 4 if columns <= 16 else 2)
+    operands = (schedule.tile_m + schedule.tile_n) * ROW_BYTES
+    usual, fewer = ((room - taken["load"] * min(subtiles, most)) // operands for most in LOAD_STAGES)
+    return usual if usual >= 3 else fewer
+
+
+def _shares(
+    resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]
+) -> Iterator[tuple[Argument, Kind, int]]:
+    """What lies in shared memory beside the operands, and bytes: in all, or of each stage."""
+    rows, columns = _subtile(schedule)
+    warps = rows // 16
+    own = [a for a in (resources.c, resources.d) if a]
+    for argument in (*own, *(a for a, _ in resources.all())):
+        each = 4 if argument.packed else ITEM_BYTES[argument.dtype]
+        period = argument.period(sizes) if argument.period else 0
+        match argument.role:
+            case "load":
+                yield argument, "load", rows * columns * each
+            case "table" if period % SUM_GRAIN == 0:  # else threads address it
+                yield argument, "load", rows * columns * each
+            case "store":
+                yield argument, "store", int(rows * columns * min(1, resources.width_of(argument))) * each
+            case "row" | "index":
+                yield argument, "once", schedule.tile_m * each
+            case "column":
+                yield argument, "once", schedule.tile_n * each
+            case "head":
+                yield argument, "once", schedule.tile_m * (schedule.tile_n // period) * each
+            case "partial" if resources.reduction(argument.node).axis == "column":
+                yield argument, "once", schedule.tile_n * (warps - 1) * each
+
+
+def _subtile(schedule: Schedule) -> tuple[int, int]:
+    """Rows and columns that an epilogue works on at a time: 64 rows for each warpgroup of the tile."""
+    return 64 if schedule.pingpong else 128, gcd(32, schedule.tile_n)

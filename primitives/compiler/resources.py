@@ -1,0 +1,142 @@
+"""What a step's epilogue needs beside its accumulator: tiles by TMA, vectors, reductions, heads, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from coda_agent.primitives.compiler.lowered import PAIR_GRAIN, Argument, Writer
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import GemmStep, Steps
+
+HALF = {0.5: 2, 1.0: 1}  # columns of the GEMM for one of a tile's
+
+
+class StepResources(Writer):
+    """A step's arguments by what they are for, and the constructors of QuACK's and our resources."""
+
+    def __init__(self, program: Program, steps: Steps, step: GemmStep):
+        super().__init__(program, steps)
+        self.step = step
+        self.sums = self.accumulated()
+        self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
+        self.stores = [self.store(i) for i in step.stores]
+        # The mainloop's own operand and output take the widest: they size its epilogue tile.
+        self.c = max((a for a in self.loads if a.role == "load"), key=self.width_of, default=None)
+        wide = [s for s in self.stores if s.role == "store" and self.width_of(s) >= 1]
+        self.d = max(wide, key=self.width_of, default=None)
+        if self.sums:
+            self.d = next(s for s in wide if self.sums and s.node == self.sums[0])
+        self.periods = sorted({self.period(i) for i in (*step.repeats, *step.statistics)}, key=str)
+
+    def width(self, index: int) -> float:
+        return self.steps.width[self.step.index, index]
+
+    def width_of(self, argument: Argument) -> float:
+        return self.width(argument.node)
+
+    def accumulated(self) -> tuple[int, int, int] | None:
+        """An fp32 output that is a sum with the input it overwrites, that input, and what is added: the
+        output's store then adds in memory, so that nothing is loaded."""
+        for output, name in self.program.signature.updates.items():
+            index = self.program.outputs[output]
+            node = self.nodes[index]
+            if index not in self.step.stores or node.op != "add" or self.dtype(index) != "fp32":
+                continue
+            readers = [n.args for n in self.nodes if index in n.args]
+            for old, new in (node.args, node.args[::-1]):
+                used = [n for n in self.nodes if old in n.args]
+                is_it = self.nodes[old].op == "input" and self.nodes[old].attribute == name
+                alone = used == [node] and old != new and not readers
+                if is_it and alone and self.steps.types[new].kind == "tile" and self.width(index) == 1:
+                    return index, old, new
+        return None
+
+    def load(self, index: int) -> Argument:
+        width, dtype = self.width(index), self.dtype(index)
+        role: Literal["load", "memory"] = "load" if self.streams(width, dtype) and width >= 1 else "memory"
+        return Argument(f"t{index}", role, index, dtype, role == "load" and width == 2, rank=2)
+
+    def store(self, index: int) -> Argument:
+        dtype = self.dtype(index)
+        head = self.steps.types[index].kind == "head"
+        width = 0.0 if head else self.width(index)
+        role: Literal["store", "memory"] = "store" if not head and self.streams(width, dtype) else "memory"
+        return Argument(f"o{index}", role, index, dtype, role == "store" and width == 2, rank=2)
+
+    @staticmethod
+    def streams(width: float, dtype: str) -> bool:
+        """Whether TMA moves such a tile: at another width than the GEMM's, two 16-bit values make a lane."""
+        return width == 1 or dtype in ("bf16", "fp16")
+
+    def period(self, index: int) -> Dim:
+        """The width of heads in the GEMM's columns."""
+        kind, _, period = self.steps.types[index]
+        assert period is not None  # of a repeated value or a statistic
+        if kind == "head":
+            return period
+        return period * Dim.parse(HALF[self.width(index)])
+
+    def heads(self, index: int) -> str:
+        """The text of that width, which is a number when the kernel is compiled."""
+        return f"self.head_widths[{self.periods.index(self.period(index))}]"
+
+    def grains(self) -> tuple[Dim, ...]:
+        """What the tile's columns must be multiples of: heads that are summed or come by TMA, and pairs."""
+        halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
+        whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
+        return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))
+
+    def all(self) -> Iterator[tuple[Argument, str]]:
+        """The epilogue's resources beside C and D: argument and constructor."""
+        for load in self.loads:
+            if load is not self.c:
+                kind = "TileLoad" if load.role == "load" else "Memory"
+                yield load, f'{kind}("{load.name}")'
+        for index in self.step.vectors:
+            yield self.vector(index)
+        for index in self.step.repeats:
+            yield self.repeat(index)
+        for index in self.step.scalars:
+            role: Literal["pointer", "scalar"] = "pointer" if self.nodes[index].op == "input" else "scalar"
+            yield Argument(f"s{index}", role, index, "fp32", rank=0), f'Scalar("s{index}")'
+        for index in self.step.statistics:
+            head = Argument(f"h{index}", "head", index, "fp32", period=self.period(index))
+            yield head, self.statistic(index).resource.format(name=head.name)
+        for store in self.stores:
+            if store.role == "memory":
+                yield store, f'Memory("{store.name}")'
+            elif store is not self.d:
+                gated = ", gated=True" if self.width_of(store) < 1 else ""
+                yield store, f'TileStore("{store.name}"{gated})'
+        for index in self.step.reductions:
+            yield from self.reduced(index)
+
+    def repeat(self, index: int) -> tuple[Argument, str]:
+        name, source = f"r{index}", self.nodes[index].args[0]
+        rank = len(self.steps.types[source].shape)
+        made = Argument(name, "memory", source, self.dtype(source), rank=rank)
+        if not self.tables(index):
+            return made, f'Memory("{name}")'
+        return replace(made, role="table", period=self.period(index)), f'HeadTable("{name}")'
+
+    def tables(self, index: int) -> bool:
+        """Whether what repeats for each head is a tile, with a column for each of the GEMM's."""
+        return len(self.steps.types[self.nodes[index].args[0]].shape) == 2 and self.width(index) == 1
+
+    def vector(self, index: int) -> tuple[Argument, str]:
+        name, vector = f"v{index}", self.nodes[index].args[0]
+        spread = self.spread(index)
+        if spread.role == "row" or self.width(index) == 1:
+            return Argument(name, spread.role, vector, self.dtype(vector)), spread.resource.format(name=name)
+        return Argument(name, "memory", vector, self.dtype(vector)), f'Memory("{name}")'
+
+    def reduced(self, index: int) -> Iterator[tuple[Argument, str]]:
+        how, given = self.reduction(index), f"i{index}"
+        if how.selects:
+            chosen = self.nodes[index].args[1]
+            yield Argument(given, "index", chosen, self.dtype(chosen)), f'ColVecLoad("{given}")'
+        for partial in self.partials(index):
+            yield partial, how.resource.format(name=partial.name, index=given)

@@ -1,0 +1,288 @@
+"""Roofline: Program x sizes -> FLOPs, compulsory bytes, and the time below which no schedule gets.
+
+FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is left out: it runs on other pipes, beside the
+tensor cores, so counting it could only lift the floor above what is possible. Bytes are compulsory
+ones: each tensor that a step reads counts once (a vector or tile repeated over heads, too), each that it
+writes once, and what passes between steps is written by one and read by the other; a buffer that is
+updated counts as read and as written. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from coda_agent.primitives.compiler.lowered import Writer
+from coda_agent.primitives.compiler.vector_codegen import FinishWriter, finish_writers
+from coda_agent.primitives.lang.assign_steps import untransposed
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import OPERANDS, Program, reduction
+from coda_agent.primitives.lang.partition import GemmStep, Steps, cut
+from coda_agent.primitives.lang.schedule import TILES
+
+ITEM_BYTES = {"fp8_e4m3": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
+PARTIAL_BYTES = 4  # partials are fp32
+# The largest tile each way: the fewest partials a row or a column.
+LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}
+Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # how many, or how many tiles
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What hardware gives at most, in ``unit``, and where the number is from."""
+
+    value: float
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``tensor_fp8``: the same of
+    fp8 operands; ``cache``: the L2."""
+
+    name: str
+    tensor: Ceiling
+    tensor_fp8: Ceiling
+    memory: Ceiling
+    cache: Ceiling
+    multiprocessors: Ceiling
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# Datasheet peaks, not sustained rates: a floor that a cool chip could beat would be none.
+H100 = Machine(
+    "H100 SXM",
+    Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
+    Ceiling(1978.9e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 3,958 TFLOPS fp8 sparse, half of it dense"),
+    Ceiling(3.35e12, "B/s", "NVIDIA H100 datasheet, SXM: 3.35 TB/s of HBM3"),
+    Ceiling(50 * 2**20, "B", "NVIDIA H100 architecture whitepaper, SXM5: 50 MB of L2"),
+    Ceiling(132, "SMs", "NVIDIA H100 architecture whitepaper, SXM5"),
+)
+
+
+def gemm_reads(program: Program, step: GemmStep) -> list[int]:
+    """What a GEMM step takes from memory, each node once: an operand that the epilogue loads too need not
+    be fetched twice."""
+    nodes = program.nodes
+    read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
+    read += step.loads
+    read += [nodes[i].args[0] for i in (*step.vectors, *step.repeats)]
+    read += [i for i in step.scalars if nodes[i].op == "input"]
+    read += [nodes[r].args[1] for r in step.reductions if selects(program, r)]
+    return list(dict.fromkeys(read))
+
+
+def gemm_writes(step: GemmStep) -> list[int]:
+    """What it leaves there: nodes, and ``~node`` for a reduction's partials."""
+    return [*step.stores, *(~r for r in step.reductions)]
+
+
+def vector_reads(kernel: FinishWriter) -> list[int]:
+    """What a kernel between steps takes from memory, each once; ``~node`` for a reduction's partials."""
+    given = [a for a in kernel.arguments if a.role in ("partial", "vector", "pointer")]
+    return list(dict.fromkeys(~a.node if a.role == "partial" else a.node for a in given))
+
+
+def vector_writes(kernel: FinishWriter) -> list[int]:
+    """What it leaves there: its vectors, and selections emptied again for the next call."""
+    return [*kernel.roots, *(~r for r in kernel.reductions if selects(kernel.program, r))]
+
+
+def selects(program: Program, reduced: int) -> bool:
+    """Whether a reduction picks one element a row: that needs one buffer, and no partial a tile."""
+    how = reduction(program.nodes[reduced])
+    return how is not None and how.selects
+
+
+def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
+    """What a reduction's partials are sized by: one a row and tile along N, or one a tile along M and column
+    of the GEMM, twice that for a tile of twice as many columns. A selection has one value a row."""
+    step = next(s for s in steps.gemms if reduced in s.reductions)
+    rows, columns = steps.types[step.gemm].shape
+    how, tile = reduction(program.nodes[reduced]), program.nodes[reduced].args[0]
+    if how is not None and how.axis == "column":
+        twice: list[Extent] = [(Dim.parse(2), None)] if steps.width[step.index, tile] == 2 else []
+        return [*twice, (rows, "tile_m"), (columns, None)]
+    return [(rows, None)] if selects(program, reduced) else [(rows, None), (columns, "tile_n")]
+
+
+def value_names(program: Program, steps: Steps) -> dict[int, str]:
+    """Names of all that lies in memory: inputs' and outputs' own; ``t0``, ``v0`` for what passes between
+    steps, ``partials0`` and ``selected0`` (by ``~node``) for reductions."""
+    names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
+    for name, index in sorted(program.outputs.items()):
+        names.setdefault(index, name)
+    reductions = sorted(r for s in steps.gemms for r in s.reductions)
+    invented = {
+        "t": sorted({i for s in steps.gemms for i in s.stores} - names.keys()),
+        "v": sorted({i for members in steps.finishes.values() for i in members} - names.keys()),
+        "partials": [~r for r in reductions if not selects(program, r)],
+        "selected": [~r for r in reductions if selects(program, r)],
+    }
+    taken = {*program.signature.inputs, *program.signature.outputs}
+    for prefix, indices in invented.items():
+        free = (n for n in (f"{prefix}{k}" for k in range(len(indices) + len(taken))) if n not in taken)
+        names |= dict(zip(indices, free, strict=False))
+    return names
+
+
+@dataclass(frozen=True)
+class StepFloor:
+    """One kernel: GEMM step ``step``, or vectors finished after it.
+
+    ``reads`` and ``writes`` are bytes by tensor; ``compute_seconds`` and ``memory_seconds`` what they
+    take at the machine's ceilings.
+    """
+
+    step: int
+    kind: Literal["gemm", "vector"]
+    flops: int
+    reads: dict[str, int]
+    writes: dict[str, int]
+    compute_seconds: float
+    memory_seconds: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_seconds, self.memory_seconds)
+
+    @property
+    def binds(self) -> Literal["compute", "memory"]:
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "kind": self.kind, "flops": self.flops, "bytes": self.bytes,
+            "reads": dict(self.reads), "writes": dict(self.writes),
+            "compute_seconds": self.compute_seconds, "memory_seconds": self.memory_seconds,
+            "seconds": self.seconds, "binds": self.binds,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Every kernel of a program at given sizes, in the order they run; totals are sums over them.
+
+    ``seconds`` takes every tensor through memory. The L2 can spare a part of that: what one kernel leaves
+    there the next may read, and the last results may be there still when the clock stops. ``limit`` allows
+    for both, so a measured time below it, from a cold L2, is wrong.
+    """
+
+    machine: Machine
+    sizes: dict[str, int]
+    steps: tuple[StepFloor, ...]
+
+    @property
+    def flops(self) -> int:
+        return sum(s.flops for s in self.steps)
+
+    @property
+    def bytes(self) -> int:
+        return sum(s.bytes for s in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        return sum(s.seconds for s in self.steps)
+
+    @property
+    def limit(self) -> float:
+        """Seconds for the matmuls alone, or for fetching inputs and writing what the L2 cannot hold."""
+        read = {name: size for s in self.steps for name, size in s.reads.items()}
+        written = {name: size for s in self.steps for name, size in s.writes.items()}
+        fetched = sum(size for name, size in read.items() if name not in written)
+        left = sum(size for name, size in written.items() if name not in read)
+        moved = fetched + max(0.0, left - self.machine.cache.value)
+        return max(sum(s.compute_seconds for s in self.steps), moved / self.machine.memory.value)
+
+    @property
+    def binds(self) -> Literal["compute", "memory"]:
+        """The term behind most of ``seconds``."""
+        compute = sum(s.seconds for s in self.steps if s.binds == "compute")
+        return "compute" if 2 * compute >= self.seconds else "memory"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine.to_dict(), "sizes": dict(self.sizes), "flops": self.flops,
+            "bytes": self.bytes, "seconds": self.seconds, "limit": self.limit, "binds": self.binds,
+            "steps": [s.to_dict() for s in self.steps],
+        }  # fmt: skip
+
+
+def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = H100) -> Roofline:
+    """The floor of a checked program at ``sizes``. ValueError unless every dim has a positive size.
+
+    Partials are those of the program's own schedule, else of the largest tiles, which write the fewest.
+    """
+    wrong = {d: sizes.get(d) for d in program.signature.dims if sizes.get(d, 0) < 1}
+    if wrong:
+        said = ", ".join(f"{d} is {'missing' if v is None else v}" for d, v in wrong.items())
+        raise ValueError(
+            f"sizes of {program.signature.name}: {said}; give each of "
+            f"{', '.join(program.signature.dims)} a positive integer"
+        )
+    own = {d: sizes[d] for d in program.signature.dims}
+    return Roofline(machine, own, _Counter(program, own, machine).floors())
+
+
+class _Counter(Writer):
+    def __init__(self, program: Program, sizes: Mapping[str, int], machine: Machine):
+        super().__init__(program, cut(program))
+        self.sizes, self.machine = sizes, machine
+        self.names = value_names(program, self.steps)
+
+    def extents(self, index: int) -> list[int]:
+        return [d(self.sizes) for d in self.steps.types[index].shape]
+
+    def size(self, index: int) -> int:
+        """Bytes of a tensor in memory; of a reduction's partials for ``~node``."""
+        if index < 0:
+            return PARTIAL_BYTES * math.prod(self.partial_extents(~index))
+        return ITEM_BYTES[self.dtype(index)] * math.prod(self.extents(index))
+
+    def partial_extents(self, reduced: int) -> list[int]:
+        step = next(s.index for s in self.steps.gemms if reduced in s.reductions)
+        schedule = self.program.schedule.get(step)
+        tiles: Mapping[str, int] = schedule._asdict() if schedule else LARGEST
+        shape = partial_shape(self.program, self.steps, reduced)
+        return [-(-dim(self.sizes) // (tiles[tile] if tile else 1)) for dim, tile in shape]
+
+    def sized(self, indices: list[int]) -> dict[str, int]:
+        return {self.names[i]: self.size(i) for i in sorted(indices, key=lambda i: self.names[i])}
+
+    def floors(self) -> tuple[StepFloor, ...]:
+        found = [(float(s.index), self.gemm(s)) for s in self.steps.gemms]
+        found += [(v.stage + 0.5, self.vector(v)) for v in finish_writers(self.program, self.steps)]
+        return tuple(floor for _, floor in sorted(found, key=lambda f: f[0]))
+
+    def gemm(self, step: GemmStep) -> StepFloor:
+        operands = self.nodes[step.gemm].args
+        (rows, inner), columns = self.extents(operands[0]), self.extents(step.gemm)[1]
+        fp8 = self.dtype(untransposed(self.program, operands[0])) in OPERANDS
+        flops, peak = 2 * rows * columns * inner, self.machine.tensor_fp8 if fp8 else self.machine.tensor
+        read, written = self.sized(gemm_reads(self.program, step)), self.sized(gemm_writes(step))
+        return self.floor(step.index, "gemm", flops, flops / peak.value, read, written)
+
+    def vector(self, kernel: FinishWriter) -> StepFloor:
+        read, written = self.sized(vector_reads(kernel)), self.sized(vector_writes(kernel))
+        return self.floor(kernel.stage, "vector", 0, 0.0, read, written)
+
+    def floor(
+        self,
+        step: int,
+        kind: Literal["gemm", "vector"],
+        flops: int,
+        seconds: float,
+        read: dict[str, int],
+        written: dict[str, int],
+    ) -> StepFloor:
+        moved = sum(read.values()) + sum(written.values())
+        return StepFloor(step, kind, flops, read, written, seconds, moved / self.machine.memory.value)

@@ -1,0 +1,69 @@
+"""A step in two launches, so that no SM is idle.
+
+Clusters of four read less from the L2, but an H100's GPCs hold them on 120 of its 132 SMs. The first launch
+takes these and most of the rows, the second the SMs beside them in clusters of two. They overlap by
+programmatic dependent launch: the first lets the second start as soon as all of its own blocks have, and what
+comes next on the stream waits for the second, which waits for the first before it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from math import ceil
+from threading import RLock
+from typing import Any
+
+from coda_agent.primitives.lang.schedule import Schedule
+
+ORDER = 1  # of the way that ``ordered`` has launches wait: objects are kept by it
+
+_tracing = RLock()  # what ``ordered`` changes for a while is the whole process's
+
+
+def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -> int:
+    """The rows of an output of this shape that the first launch of a ``split`` schedule takes, whole tiles of
+    whole clusters; all where there is no share for another. ``first``, ``second``: how many clusters of each
+    launch run at once."""
+    rows, columns = ceil(shape[0] / schedule.tile_m), ceil(shape[1] / schedule.tile_n)
+    if second < 1:
+        return shape[0]
+
+    def waves(rows: int, cluster: Schedule, clusters: int) -> int:
+        return ceil(ceil(rows / cluster.cluster_m) * ceil(columns / cluster.cluster_n) / clusters)
+
+    def longest(taken: int) -> int:
+        return max(waves(taken, schedule, first), waves(rows - taken, schedule.rest, second))
+
+    choices = range(schedule.cluster_m, rows + 1, schedule.cluster_m)
+    best = min(reversed(choices), key=longest, default=rows)
+    return min(best * schedule.tile_m, shape[0])
+
+
+@contextmanager
+def ordered(schedule: Schedule) -> Iterator[None]:
+    """While a kernel of a ``split`` schedule is traced. QuACK's GEMM waits for what comes before it on the
+    stream ahead of its first load, and lets the next one start when a block has no more tiles. Here the first
+    launch lets it start as soon as its own wait is over, and the second waits when it has no more tiles."""
+    with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
+        yield
+
+
+@contextmanager
+def _waiting(second: bool) -> Iterator[None]:
+    from cutlass.experimental import primitives as prims
+
+    usual, action = prims.griddepcontrol, prims.GridDepAction
+
+    def waits(kind: Any, **more: Any) -> None:
+        if kind == action.LAUNCH_DEPENDENTS:
+            usual(action.WAIT if second else kind, **more)
+        elif not second:
+            usual(kind, **more)
+            usual(action.LAUNCH_DEPENDENTS, **more)
+
+    prims.griddepcontrol = waits
+    try:
+        yield
+    finally:
+        prims.griddepcontrol = usual

@@ -1,0 +1,131 @@
+"""Vectors that are final after a step, in one kernel: partials reduced in a fixed order, and arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from coda_agent.primitives.compiler.lowered import Argument, VectorKernel, Writer, literal
+from coda_agent.primitives.lang.ir import Program, reduction
+from coda_agent.primitives.lang.partition import Steps
+
+
+def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
+    """The kernels between GEMM steps, by stage and then length; stage -1 runs before all."""
+    return [
+        FinishWriter(program, steps, stage, roots)
+        for stage, members in sorted(steps.finishes.items())
+        for roots in _by_length(steps, members)
+    ]
+
+
+def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
+    lengths: dict[str, list[int]] = {}
+    for index in members:
+        lengths.setdefault(str(steps.types[index].shape[0]), []).append(index)
+    return [lengths[key] for key in sorted(lengths)]
+
+
+class FinishWriter(Writer):
+    """Vectors of one length: a thread group a value finishes its partials, then does the arithmetic."""
+
+    def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
+        super().__init__(program, steps)
+        self.stage, self.roots = stage, roots
+        self.stored = {i for members in steps.finishes.values() for i in members}
+        self.order: list[int] = []
+        self.reductions: list[int] = []
+        self.arguments: list[Argument] = []
+        for root in roots:
+            self.visit(root)
+        self.arguments += [Argument(f"o{i}", "out", i, self.dtype(i)) for i in roots]
+
+    def visit(self, index: int) -> None:
+        node = self.nodes[index]
+        if index in self.order or index in self.reductions or node.op == "constant":
+            return
+        if any(a.node == index and a.role != "extent" for a in self.arguments):
+            return
+        if self.steps.types[index].kind == "vector" and (
+            node.op == "input" or (index in self.stored and index not in self.roots)
+        ):
+            self.arguments.append(Argument(f"v{index}", "vector", index, self.dtype(index)))
+        elif reduction(node):  # of this step or an earlier one: partials stay in the workspace
+            self.reduce(index)
+        elif node.op == "input":
+            self.arguments.append(Argument(f"s{index}", "pointer", index, "fp32", rank=0))
+        elif node.op == "dim":
+            self.arguments.append(Argument(f"s{index}", "scalar", index, "fp32", rank=0))
+        else:
+            for argument in node.args:
+                self.visit(argument)
+            self.order.append(index)
+
+    def reduce(self, index: int) -> None:
+        tile, *chosen = self.nodes[index].args
+        self.arguments += self.partials(index)
+        for each in chosen:
+            self.visit(each)
+            self.arguments.append(Argument(f"e{index}", "extent", tile, "fp32", rank=0))
+        self.reductions.append(index)
+
+    @property
+    def name(self) -> str:
+        return f"Finish{self.stage + 1}_{self.roots[0]}"
+
+    def kernel(self) -> VectorKernel:
+        return VectorKernel(self.stage, self.name, self.roots[0], tuple(self.arguments))
+
+    def text(self) -> str:
+        names = ", ".join(a.name for a in self.arguments)
+        lines = "".join(f"        {line}\n" for line in self.row())
+        length = f"o{self.roots[0]}.shape[0]"
+        return (
+            f"class @@{self.name}:\n"
+            "    @cute.jit\n"
+            f"    def __call__(self, {names}, stream):\n"
+            f"        blocks = cute.ceil_div({length} * LANES, BLOCK)\n"
+            f"        launched = self.kernel({names})\n"
+            "        launched.launch(grid=[blocks, 1, 1], block=[BLOCK, 1, 1], stream=stream)\n\n"
+            "    @cute.kernel\n"
+            f"    def kernel(self, {names}):\n"
+            "        thread = cute.arch.block_idx()[0] * BLOCK + cute.arch.thread_idx()[0]\n"
+            "        lane = thread % LANES\n"
+            "        # Past the end, the last value again: shuffles want whole warps.\n"
+            f"        at = cutlass.min(thread // LANES, {length} - 1)\n"
+            f"{lines}"
+        )
+
+    def row(self) -> Iterator[str]:
+        for a in self.arguments:
+            if a.role == "vector":
+                yield f"n{a.node} = {a.name}[at].to(Float32)"
+            elif a.role == "pointer":
+                yield f"n{a.node} = {a.name}[0]"
+            elif a.role == "scalar":
+                yield f"n{a.node} = {a.name}"
+        for index in self.reductions:
+            yield f"n{index} = {self.reduced(index)}"
+        for index in self.order:
+            parts = [self.value(a) for a in self.nodes[index].args]
+            yield f"n{index} = {self.expression(index, parts, exact=True)}"
+        yield "if thread == at * LANES:"
+        for root in self.roots:
+            yield f"    o{root}[at] = ({self.value(root)}).to(o{root}.element_type)"
+        for a in self.arguments:
+            if a.picks:
+                yield f"    {a.name}[at] = Float32(LOWEST)  # what it holds where nothing is selected"
+
+    def reduced(self, index: int) -> str:
+        """A reduction, finished."""
+        names = [partial.name for partial in self.partials(index)]
+        return self.reduction(index).finish.format(
+            partial=names[0],
+            partials="".join(f"{name}, " for name in names),
+            half=self.reduced_width(index) < 1,
+            index=f"n{self.nodes[index].args[-1]}",
+            extent=f"e{index}",
+        )
+
+    def value(self, index: int) -> str:
+        node = self.nodes[index]
+        return f"Float32({literal(self.constant(index))})" if node.op == "constant" else f"n{index}"

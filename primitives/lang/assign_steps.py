@@ -1,0 +1,137 @@
+"""Where tiles are computed: GEMMs in an order that works, and for each node the step whose registers hold it.
+
+A tile expression's *home* is the last GEMM it needs. An expression that needs a vector which is final only
+*after* its home is pending: it waits for a later GEMM to ride on. Standard library only: the jail imports
+this.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from coda_agent.primitives.lang.ir import IN_STEP, OPERATIONS, Program, Type, reduction
+
+
+class Placement(NamedTuple):
+    """``gemms`` in the order of their steps. By node: ``home``, the step of the accumulator it needs (-1 for
+    none), and ``after``, the step whose reductions must be final first (-1 for none)."""
+
+    gemms: list[int]
+    home: list[int]
+    after: list[int]
+
+
+def place(program: Program, types: tuple[Type, ...]) -> Placement:
+    """The placement of a checked program; what has no home is left at -1."""
+    return _Placer(program, types).place()
+
+
+def untransposed(program: Program, operand: int) -> int:
+    """The tile in memory behind a gemm's operand, which may be its transpose."""
+    node = program.nodes[operand]
+    return node.args[0] if node.op == "transpose" else operand
+
+
+class _Placer:
+    def __init__(self, program: Program, types: tuple[Type, ...]):
+        self.program, self.nodes, self.types = program, program.nodes, types
+        self.gemms = self.gemms_in_order()
+        self.step_of = {g: k for k, g in enumerate(self.gemms)}
+
+    def gemms_in_order(self) -> list[int]:
+        """GEMMs after those that their operands need, and where possible after those whose reductions
+        their epilogue spreads, whatever the order of independent ones in the program."""
+        needs, wishes = self.dependencies()
+        order: dict[int, None] = {}
+        while len(order) < len(needs):
+            free = [g for g in needs if g not in order and needs[g] <= order.keys()]
+            order[next((g for g in free if wishes[g] <= order.keys()), free[0])] = None
+        return list(order)
+
+    def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """By GEMM: the GEMMs that its operands need, and those whose sums meet its accumulator alone."""
+        needs: dict[int, set[int]] = {}
+        wishes: dict[int, set[int]] = {}
+        tiles: list[set[int]] = []  # by node: the accumulators it reads,
+        sums: list[set[int]] = []  # and the GEMMs whose reductions it reads
+        for index, node in enumerate(self.nodes):
+            read = set().union(*(tiles[a] for a in node.args))
+            summed = set().union(*(sums[a] for a in node.args))
+            if node.op == "gemm":
+                needs[index] = (read | summed).union(*(needs[g] for g in read | summed))
+                wishes[index] = set()
+                read, summed = {index}, set()
+            elif reduction(node):
+                read, summed = set(), read | summed
+            elif len(read) == 1:
+                (home,) = read
+                wishes[home] |= {g for g in summed if g != home and home not in needs[g]}
+            tiles.append(read)
+            sums.append(summed)
+        return needs, wishes
+
+    def place(self) -> Placement:
+        """Homes, in node order. A tile of inputs alone that must leave its step rides along with the
+        first GEMM that loads all of those inputs anyway."""
+        reads = self.inputs_read()
+        loaded = self.loaded(reads)
+        roots = self.roots()
+        homes: list[int] = []
+        afters: list[int] = []
+        for index, node in enumerate(self.nodes):
+            read = values_read(self.program, index)
+            home = max((homes[a] for a in read), default=-1)
+            after = max((afters[a] for a in read), default=-1)
+            if node.op == "gemm":
+                home, after = self.step_of[index], -1
+            elif reduction(node):
+                home, after = -1, home
+            elif self.types[index].kind not in IN_STEP:
+                home = -1
+            elif home < 0 and index in roots:
+                home = next((k for k in range(after + 1, roots[index]) if reads[index] <= loaded[k]), -1)
+            homes.append(home)
+            afters.append(after)
+        return Placement(self.gemms, homes, afters)
+
+    def roots(self) -> dict[int, int]:
+        """Tiles that must be computed somewhere, with the number of steps that come early enough."""
+        found = {n.args[0]: len(self.gemms) for n in self.nodes if reduction(n)}
+        found |= {i: len(self.gemms) for i in self.program.outputs.values()}
+        for step, gemm in enumerate(self.gemms):
+            for operand in self.nodes[gemm].args:
+                source = untransposed(self.program, operand)
+                found[source] = min(step, found.get(source, step))
+        return {i: k for i, k in found.items() if self.nodes[i].op != "input"}
+
+    def loaded(self, reads: list[set[int]]) -> list[set[int]]:
+        """The input tiles that each step's accumulator meets."""
+        found: list[set[int]] = [set() for _ in self.gemms]
+        last = [-1] * len(self.nodes)
+        for index, node in enumerate(self.nodes):
+            if node.op == "gemm":
+                last[index] = self.step_of[index]
+            elif self.types[index].kind == "tile" and node.args:
+                last[index] = max(last[a] for a in node.args)
+                if last[index] >= 0:
+                    for argument in node.args:
+                        if last[argument] < 0:
+                            found[last[index]] |= reads[argument]
+        return found
+
+    def inputs_read(self) -> list[set[int]]:
+        """By node: the input tiles that it reads through tiles; a gemm's operands do not count."""
+        found: list[set[int]] = []
+        for index, node in enumerate(self.nodes):
+            if self.types[index].kind != "tile" or node.op == "gemm":
+                found.append(set())
+            else:
+                own = set().union(*(found[a] for a in values_read(self.program, index)))
+                found.append({index} if node.op == "input" else own)
+        return found
+
+
+def values_read(program: Program, index: int) -> tuple[int, ...]:
+    """The arguments whose values a node uses; of others it takes the shape alone."""
+    node = program.nodes[index]
+    return node.args[: OPERATIONS[node.op].reads]

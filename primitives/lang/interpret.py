@@ -1,0 +1,169 @@
+"""The interpreter: Program x tensors -> tensors, in PyTorch, on any machine.
+
+It computes what the lowered kernel computes, rounding where that rounds: operands and tiles that
+leave their step, once, in the dtype they are stored in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.lang.dims import Dim, solve
+from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, Signature
+from coda_agent.primitives.lang.partition import GemmStep, cut
+
+if TYPE_CHECKING:
+    import torch
+
+Watch = Callable[[int, Sequence[Any], "torch.Tensor"], "torch.Tensor"]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """A signature's dtype -> torch's."""
+    import torch
+
+    return {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "int32": torch.int32,
+        "int64": torch.int64,
+    }[name]
+
+
+def solve_sizes(signature: Signature, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Each dim's value from the inputs' shapes. ValueError where they do not fit the signature."""
+    return solve({name: t.shape for name, t in signature.inputs.items()}, signature.dims, shapes)
+
+
+def interpret(
+    program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None
+) -> dict[str, torch.Tensor]:
+    """Run a checked program on tensors of its inputs' shapes and dtypes; outputs in theirs.
+
+    Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` sees each value of an
+    operation or a size as it is computed (node, arguments, value), and returns the value to go on with.
+    ValueError if shapes do not fit.
+    """
+    run = _Run(program, inputs, watch)
+    run.finish(-1)
+    for step in run.steps.gemms:
+        run.epilogue(step)
+        run.finish(step.index)
+    return {name: run.memory[index] for name, index in program.outputs.items()}
+
+
+class _Run:
+    """Steps in order. ``memory`` holds what lies there, in its dtype: a later step reads it rounded."""
+
+    def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None):
+        self.nodes, self.steps, self.watch = program.nodes, cut(program), watch
+        self.types = self.steps.types
+        self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()})
+        self.device = next(iter(inputs.values())).device
+        self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(self.nodes) if n.op == "input"}
+        self.reduced: dict[int, torch.Tensor] = {}
+        self.scalars: dict[int, torch.Tensor] = {}
+        for index, node in enumerate(self.nodes):
+            if self.types[index].kind == "scalar":
+                self.scalars[index] = self.scalar(index, node)
+
+    def scalar(self, index: int, node: Node) -> torch.Tensor:
+        import torch
+
+        if node.op == "input":
+            return self.memory[index].float()
+        if node.op == "constant":
+            return torch.tensor(node.attribute, dtype=torch.float32, device=self.device)
+        if node.op == "dim":
+            extent = Dim.parse(str(node.attribute))(self.sizes)
+            return self.seen(index, [], torch.tensor(extent, dtype=torch.float32, device=self.device))
+        return self.compute(index, self.scalars)
+
+    def compute(self, index: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        node = self.nodes[index]
+        operation = OPERATIONS[node.op]
+        meaning = operation.torch
+        assert meaning is not None  # inputs, constants, dims and gemms are treated apart
+        arguments: list[torch.Tensor | int] = [self.met(a, index, values) for a in node.args]
+        if operation.statistic:
+            arguments.append(Dim.parse(str(node.attribute))(self.sizes))
+        return self.seen(index, arguments, meaning(torch, *arguments))
+
+    def seen(self, index: int, arguments: Sequence[Any], value: torch.Tensor) -> torch.Tensor:
+        return self.watch(index, arguments, value) if self.watch else value
+
+    def met(self, index: int, reader: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """A value as its reader sees it: over all columns of a tile, where it is kept once a head."""
+        value, kind = values[index], self.types[index].kind
+        if self.types[reader].kind != "tile" or kind not in ("spread", "repeated"):
+            return value
+        period, columns = self.types[index].period, self.types[reader].shape[1]
+        assert period is not None  # both kinds have one
+        width = period(self.sizes)
+        if kind == "spread":
+            return value.repeat_interleave(width, dim=1)
+        return value.repeat(1, columns(self.sizes) // width)
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        self.memory[index] = value.to(torch_dtype(self.steps.dtypes.get(index, "fp32")))
+
+    def epilogue(self, step: GemmStep) -> None:
+        """One GEMM and all that rides on it, unrounded until it is stored."""
+        values = dict(self.scalars)
+        for index in step.loads:
+            values[index] = self.memory[index].float()
+        for index in (*step.vectors, *step.repeats):
+            source = self.nodes[index].args[0]
+            values[index] = self.compute(index, {source: self.memory[source].float()})
+        for index in step.sweep:
+            self.ride(index, values)
+        for index in step.statistics:
+            values[index] = self.compute(index, values)
+        for index in step.body:
+            self.ride(index, values)
+        for index in step.stores:
+            self.write(index, values[index])
+        for index in step.reductions:
+            tile, *others = self.nodes[index].args
+            known = {tile: values[tile]} | {i: self.memory[i].float() for i in others}
+            self.reduced[index] = self.compute(index, known)
+
+    def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
+        """A value of the epilogue, unless the sweep before it has made it."""
+        node = self.nodes[index]
+        if index in values:
+            return
+        if node.op == "gemm":
+            a, b = (self.operand(i) for i in node.args)
+            values[index] = a @ b
+        else:
+            values[index] = self.compute(index, self.with_shapes(node, values))
+
+    def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """The values, and for a tile of which only the shape is used, one of that shape."""
+        import torch
+
+        missing = [a for a in node.args if a not in values]
+        shapes = {a: [d(self.sizes) for d in self.types[a].shape] for a in missing}
+        return values | {a: torch.zeros(1, device=self.device).expand(s) for a, s in shapes.items()}
+
+    def operand(self, index: int) -> torch.Tensor:
+        node = self.nodes[index]
+        return self.memory[node.args[0]].float().mT if node.op == "transpose" else self.memory[index].float()
+
+    def finish(self, stage: int) -> None:
+        """The vectors that are stored once step ``stage`` is done."""
+        wanted = self.steps.finishes.get(stage, ())
+        values = self.scalars | self.reduced
+        values |= {i: t.float() for i, t in self.memory.items() if self.types[i].kind == "vector"}
+        for index, node in enumerate(self.nodes[: max(wanted, default=-1) + 1]):
+            known = index in values or self.types[index].kind != "vector"
+            if not known and all(a in values for a in node.args):
+                values[index] = self.compute(index, values)
+        for index in wanted:
+            self.write(index, values[index])

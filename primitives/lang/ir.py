@@ -1,0 +1,463 @@
+"""Programs: a kernel as data, a flat typed graph that serialises to JSON.
+
+A node is an operation over earlier nodes; its type follows from theirs by the operation's rule, so
+a program from anywhere is checked by building it again. Where the graph is cut into steps is
+derived too (``partition``). Standard library only, and tuples instead of dataclasses: the jail
+imports this module for each trace, and dataclasses alone would cost it a third of its time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from coda_agent.primitives.lang.cutedsl import Reduction, Spread, Statistic
+from coda_agent.primitives.lang.dims import NAME as DIM_NAME
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.schedule import Schedule, by_step
+
+DTYPES = ("bf16", "fp16", "fp32")
+OPERANDS = ("fp8_e4m3",)  # read by gemm alone
+INDICES = ("int32", "int64")  # vectors of targets and positions
+READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS}  # what inputs may be, by rank
+VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of specs and their values
+STEP = re.compile(r"0|[1-9][0-9]{0,2}")
+MAX_NODES = 512
+MAX_NAMES = 64  # of each kind in a signature
+MAX_BYTES = 1 << 20
+FORMAT = 2
+
+
+class TensorType(NamedTuple):
+    """A tensor outside the kernel: symbolic shape (rank 0 to 2) and dtype.
+
+    Inputs and outputs may be bf16, fp16 or fp32; matrices that only gemm reads also fp8_e4m3, vectors of
+    targets or positions int32 or int64; a scalar is fp32.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: str
+
+    def type(self) -> Type:
+        """What a kernel sees of it."""
+        return Type(("scalar", "vector", "tile")[len(self.shape)], self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": [str(d) for d in self.shape], "dtype": self.dtype}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorType:
+        if len(data["shape"]) > 2:
+            raise ValueError(f"a tensor of rank {len(data['shape'])}")
+        return cls(tuple(Dim.parse(d) for d in data["shape"]), str(data["dtype"]))
+
+
+class Signature(NamedTuple):
+    """What a kernel must match, and all that a tracer sees of a spec.
+
+    ``static``: dims fixed when the kernel is compiled. ``updates``: outputs that are written over an
+    input's buffer, by name.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    inputs: dict[str, TensorType]
+    outputs: dict[str, TensorType]
+    constants: Mapping[str, float] = {}  # never written to: no instance owns it
+    static: tuple[str, ...] = ()
+    updates: Mapping[str, str] = {}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "dims": list(self.dims),
+            "inputs": {k: t.to_json() for k, t in self.inputs.items()},
+            "outputs": {k: t.to_json() for k, t in self.outputs.items()},
+            "constants": {k: v.hex() for k, v in self.constants.items()},
+            "static": list(self.static),
+            "updates": dict(self.updates),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Signature:
+        """Rebuild and check; ProgramError for anything a spec could not have said."""
+        try:
+            for field in ("dims", "inputs", "outputs", "constants", "static", "updates"):
+                if len(data[field]) > MAX_NAMES:
+                    raise ValueError(f"{len(data[field])} {field}, of at most {MAX_NAMES}")
+            signature = cls(
+                str(data["name"]),
+                tuple(str(d) for d in data["dims"]),
+                {str(k): TensorType.from_json(t) for k, t in data["inputs"].items()},
+                {str(k): TensorType.from_json(t) for k, t in data["outputs"].items()},
+                {str(k): float.fromhex(v) for k, v in data["constants"].items()},
+                tuple(str(d) for d in data["static"]),
+                {str(k): str(v) for k, v in data["updates"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ProgramError("signature", f"the program's signature is malformed: {error}") from None
+        signature._check()
+        return signature
+
+    def _check(self) -> None:
+        tensors = [*self.inputs.items(), *self.outputs.items()]
+        names = [n for n, _ in tensors] + list(self.constants) + [self.name]
+        unknown = {n for _, t in tensors for d in t.shape for n in d.names} - set(self.dims)
+        bad = (
+            next((f"name {n!r}" for n in names if not VALUE_NAME.fullmatch(n)), None)
+            or next((f"name {n!r}, used twice" for n in names[:-1] if names[:-1].count(n) > 1), None)
+            or next((f"dim {n!r}" for n in self.dims if not DIM_NAME.fullmatch(n)), None)
+            or next((f"dim {n!r}" for n in sorted(unknown)), None)
+            or next((f"dtype or rank of {n!r}" for n, t in self.inputs.items() if not _readable(t)), None)
+            or next((f"dtype or rank of {n!r}" for n, t in self.outputs.items() if not _writable(t)), None)
+            or next((f"static dim {n!r}" for n in self.static if n not in self.dims), None)
+            or next((f"update of {n!r}" for n in self.updates if not self._updatable(n)), None)
+            or next((f"constant {n!r}" for n, v in self.constants.items() if not math.isfinite(v)), None)
+        )
+        if bad:
+            raise ProgramError("signature", f"the program's signature has an unusable {bad}")
+
+    def _updatable(self, output: str) -> bool:
+        target = self.updates[output]
+        alone = list(self.updates.values()).count(target) == 1
+        return alone and self.inputs.get(target, ()) == self.outputs.get(output)
+
+
+def _readable(tensor: TensorType) -> bool:
+    return tensor.dtype in READABLE.get(len(tensor.shape), ())
+
+
+def _writable(tensor: TensorType) -> bool:
+    return len(tensor.shape) in (1, 2) and tensor.dtype in DTYPES
+
+
+Kind = Literal["tile", "operand", "vector", "row", "column", "scalar", "head", "spread", "repeated"]
+
+
+class Type(NamedTuple):
+    """What a node is: a tile [M, N], a gemm operand x.mT, a vector [M], a vector spread over a tile
+    by per_row (``row``) or per_column (``column``), or a scalar. With heads ``period`` columns wide: a
+    statistic [M, heads] (``head``), the same spread over the heads' columns (``spread``), and a vector
+    [period] or a tile [M, period] that is ``repeated`` for each head."""
+
+    kind: Kind
+    shape: tuple[Dim, ...] = ()
+    period: Dim | None = None
+
+    def __str__(self) -> str:
+        size = ", ".join(map(str, self.shape))
+        spread = {
+            "row": f"per_row of [{size}]",
+            "column": f"per_column of [{size}]",
+            "scalar": "a scalar",
+            "head": f"head statistic [{size}]",
+            "spread": f"per_head of a statistic [{size}]",
+            "repeated": f"per_head of [{size}]",
+        }
+        return spread.get(self.kind, f"{self.kind} [{size}]")
+
+
+Attribute = str | float | None
+
+
+class Node(NamedTuple):
+    """One operation: its name, the nodes it reads, and for leaves what they name."""
+
+    op: str
+    args: tuple[int, ...] = ()
+    attribute: Attribute = None
+
+
+class Operation(NamedTuple):
+    """An operation's meanings: the typing rule, PyTorch, and the text of its CuTeDSL.
+
+    ``torch`` takes (torch, *values), of a statistic the heads' width too, and gives a value. ``cute`` is a
+    template over fp32 register values ``{0}``, ``{1}``; ``fast`` one that may round coarser, used where only
+    a bf16 output can see it. ``lanes`` instead, where no instruction is needed: the texts of a pair of lanes'
+    values, an argument each, to its own; ``at``, a template over where a lane lies. Of arguments but the
+    first ``reads`` it uses the shape alone. ``sides``, of an operation that chooses: (torch, *values) -> for
+    each of its two sides a mask of the elements that it decides, and the value that it gives. ``limit``, of a
+    function that is constant or straight away from zero: (torch, value) -> what it is there.
+    """
+
+    name: str
+    infer: Callable[[tuple[Type, ...], Attribute], Type]
+    torch: Callable[..., Any] | None = None
+    cute: str | None = None
+    fast: str | None = None
+    lanes: Callable[..., list[str]] | None = None
+    at: str = ""
+    reads: int | None = None
+    reduction: Reduction | None = None
+    statistic: Statistic | None = None
+    spread: Spread | None = None
+    sides: Callable[..., Sides] | None = None
+    limit: Callable[..., Any] | None = None
+
+
+Sides = tuple[tuple[Any, Any], tuple[Any, Any]]
+OPERATIONS: dict[str, Operation] = {}
+LEAVES = ("input", "constant", "dim")
+IN_STEP = ("tile", "head", "spread", "repeated")  # kinds that live in the registers of one step
+
+
+def reduction(node: Node) -> Reduction | None:
+    """How a node reduces a tile to a vector; None if it does not."""
+    return OPERATIONS[node.op].reduction
+
+
+def register(operation: Operation) -> Operation:
+    """Add to the vocabulary; a name stands for one thing only."""
+    if operation.name in OPERATIONS:
+        raise ValueError(f"operation {operation.name!r} is defined twice")
+    OPERATIONS[operation.name] = operation
+    return operation
+
+
+class Program(NamedTuple):
+    """A kernel: signature, nodes in topological order, outputs by name, an optional schedule a step."""
+
+    signature: Signature
+    nodes: tuple[Node, ...]
+    outputs: dict[str, int]
+    schedule: Mapping[int, Schedule] = {}
+
+    def __hash__(self) -> int:
+        return hash((self.nodes, tuple(self.outputs)))
+
+    def input_tensor(self, index: int) -> TensorType | None:
+        """The tensor that a node names; None for any but an input."""
+        node = self.nodes[index]
+        return self.signature.inputs[str(node.attribute)] if node.op == "input" else None
+
+    def types(self) -> tuple[Type, ...]:
+        """Each node's type; ProgramError where an operation does not apply to its arguments."""
+        known: list[Type] = []
+        for index, node in enumerate(self.nodes):
+            operation = OPERATIONS.get(node.op)
+            if operation is None:
+                raise ProgramError("operation", f"node {index}: there is no operation {node.op!r}")
+            if any(not 0 <= a < index for a in node.args):
+                raise ProgramError(
+                    "graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read"
+                )
+            if node.attribute is not None and node.op not in LEAVES and not operation.statistic:
+                raise ProgramError(
+                    "arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}"
+                )
+            if node.op == "input":
+                known.append(_input_type(self.signature, node))
+            else:
+                known.append(operation.infer(tuple(known[a] for a in node.args), node.attribute))
+        return tuple(known)
+
+    def check(self, lines: Sequence[int | None] | None = None) -> Program:
+        """Types, outputs and bounds; returns itself. Raises ProgramError, with a node's line if known."""
+        if len(self.nodes) > MAX_NODES:
+            raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
+        types = self.types()
+        for index, node in enumerate(self.nodes):
+            if node.op == "dim" or OPERATIONS[node.op].statistic:
+                self._check_size(index, str(node.attribute))
+            self._check_reading(node, lines[index] if lines else None)
+        self._check_choices(types, lines)
+        check_output_names(self.outputs, self.signature)
+        gemms = sum(node.op == "gemm" for node in self.nodes)
+        if not all(0 <= step < gemms for step in self.schedule):
+            raise ProgramError(
+                "schedule", f"schedules for steps {sorted(self.schedule)}, but a step is a gemm, from 0"
+            )
+        for name, index in self.outputs.items():
+            if not 0 <= index < len(types):
+                raise ProgramError("graph", f"output {name!r} names node {index}, which is not there")
+            check_output_type(name, types[index], self.signature)
+        self._check_use()
+        return self
+
+    def _check_size(self, index: int, text: str) -> None:
+        """A size is of the spec's dims, and has one spelling: it enters the hash as it is written."""
+        size = Dim.parse(text)
+        if not size.names <= set(self.signature.dims):
+            raise ProgramError("dim", f"node {index}: {text!r} has dims that the spec does not declare")
+        if str(size) != text:
+            raise ProgramError("dim", f"node {index}: the size {text!r} is written {str(size)!r}")
+
+    def _check_reading(self, node: Node, line: int | None) -> None:
+        """fp8 is for gemm alone, and an index is an input that holds integers."""
+        for argument in node.args:
+            given = self.input_tensor(argument)
+            if given and given.dtype in OPERANDS and node.op not in ("gemm", "transpose"):
+                name = self.nodes[argument].attribute
+                raise ProgramError(
+                    "dtype",
+                    f"input {name!r} is {given.dtype}: only gemm reads that; scale its product instead",
+                    line,
+                )
+        if (how := reduction(node)) and how.selects:
+            known = self.input_tensor(node.args[1])
+            if known is None or known.dtype not in INDICES:
+                raise ProgramError(
+                    "dtype",
+                    f"{node.op}'s index is an input of {' or '.join(INDICES)}, one value a row",
+                    line,
+                )
+
+    def _check_choices(self, types: Sequence[Type], lines: Sequence[int | None] | None) -> None:
+        """A choice depends on some input's values: one by sizes and literals alone would single out sizes."""
+        fixed: set[int] = set()
+        for index, node in enumerate(self.nodes):
+            if node.op == "input" or types[index].kind != "scalar" or not fixed.issuperset(node.args):
+                continue
+            if OPERATIONS[node.op].sides:
+                raise ProgramError(
+                    "size_choice",
+                    f"{node.op} of sizes and literals alone: a kernel computes the same at every size; write "
+                    "what holds for all of them",
+                    lines[index] if lines else None,
+                )
+            fixed.add(index)
+
+    def _check_use(self) -> None:
+        """Every node serves an output: a dead gemm would be a step that nothing asked for."""
+        used = set(self.outputs.values())
+        for index in range(len(self.nodes) - 1, -1, -1):
+            if index not in used:
+                raise ProgramError("graph", f"node {index} ({self.nodes[index].op}) serves no output")
+            used.update(self.nodes[index].args)
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal programs give equal bytes."""
+        data = {
+            "format": FORMAT,
+            "signature": self.signature.to_json(),
+            "nodes": [[n.op, list(n.args), _encode(n.attribute)] for n in self.nodes],
+            "outputs": dict(sorted(self.outputs.items())),
+            "schedule": {str(k): s.to_json() for k, s in sorted(self.schedule.items())},
+        }
+        return json.dumps(data, sort_keys=True, separators=(",", ":")) + "\n"
+
+    @property
+    def hash(self) -> str:
+        import hashlib  # costs the jail 2 ms, and it takes no hash
+
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str, signature: Signature | None = None) -> Program:
+        """Read hostile JSON: bounded, enumerated, typed again. It must carry ``signature`` if given."""
+        if len(text.encode("utf-8", "replace")) > MAX_BYTES:
+            raise ProgramError("size", f"a program of more than {MAX_BYTES} bytes")
+        data = _load(text)
+        if not isinstance(data, dict) or set(data) != {"format", "signature", "nodes", "outputs", "schedule"}:
+            raise ProgramError("json", "a program has exactly format, signature, nodes, outputs, schedule")
+        if type(data["format"]) is not int or data["format"] != FORMAT:
+            raise ProgramError(
+                "format", f"format {data['format']!r}; this version reads {FORMAT}: trace it again"
+            )
+        if signature is None:
+            signature = Signature.from_json(data["signature"])
+        elif data["signature"] != signature.to_json():
+            name = data["signature"].get("name") if isinstance(data["signature"], dict) else None
+            other = f"another version of spec {signature.name!r}: trace it again"
+            if isinstance(name, str) and name != signature.name:
+                other = f"spec {name[:80]!r}, not {signature.name!r}"
+            raise ProgramError("signature", f"the program was made for {other}")
+        if not isinstance(data["nodes"], list) or len(data["nodes"]) > MAX_NODES:
+            raise ProgramError("size", f"a program is a list of at most {MAX_NODES} nodes")
+        nodes = tuple(_node(i, raw) for i, raw in enumerate(data["nodes"]))
+        return cls(signature, nodes, _outputs(data["outputs"]), _schedules(data["schedule"])).check()
+
+
+def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
+    """ProgramError naming the missing and extra outputs."""
+    missing = sorted(signature.outputs.keys() - given.keys())
+    extra = sorted(given.keys() - signature.outputs.keys())
+    if missing or extra:
+        said = [
+            f"missing {', '.join(missing)}" if missing else "",
+            f"extra {', '.join(extra)}" if extra else "",
+        ]
+        raise ProgramError(
+            "outputs",
+            f"the kernel must return exactly {', '.join(signature.outputs)}: "
+            f"{'; '.join(s for s in said if s)}",
+        )
+
+
+def check_output_type(name: str, got: Type, signature: Signature, line: int | None = None) -> None:
+    """ProgramError if a value cannot be that output."""
+    expected = signature.outputs[name]
+    if got.kind not in ("tile", "vector", "head") or got.shape != expected.shape:
+        want = "tile" if len(expected.shape) == 2 else "vector"
+        raise ProgramError(
+            "output_shape",
+            f"output {name!r} is {got}, but the spec says {want} [{', '.join(map(str, expected.shape))}]",
+            line,
+        )
+
+
+def _input_type(signature: Signature, node: Node) -> Type:
+    tensor = signature.inputs.get(node.attribute) if isinstance(node.attribute, str) else None
+    if tensor is None or node.args:
+        raise ProgramError(
+            "input", f"{node.attribute!r} is no input; the spec has {', '.join(signature.inputs)}"
+        )
+    return tensor.type()
+
+
+def _encode(attribute: Attribute) -> str | list[str] | None:
+    return ["float", attribute.hex()] if isinstance(attribute, float) else attribute
+
+
+def _load(text: str) -> Any:
+    def refuse(value: str) -> None:
+        raise ValueError(f"non-finite number {value}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({k for k, _ in pairs}) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ProgramError("json", f"the program is no valid JSON: {error}") from None
+
+
+def _node(index: int, raw: Any) -> Node:
+    try:
+        op, args, attribute = raw
+        if isinstance(attribute, list):
+            tag, value = attribute
+            if tag != "float":
+                raise ValueError(f"attribute {attribute!r}: a number is written as ['float', hexadecimal]")
+            attribute = float.fromhex(value)
+            if not math.isfinite(attribute):
+                raise ValueError(f"constant {value!r} is not finite")
+        elif not (attribute is None or isinstance(attribute, str)):
+            raise ValueError(f"attribute {attribute!r}: a number is written as ['float', hexadecimal]")
+        if not isinstance(op, str):
+            raise ValueError(f"operation {op!r}")
+        if not isinstance(args, list) or any(type(a) is not int for a in args):
+            raise ValueError(f"arguments {args!r}")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProgramError("json", f"node {index} is malformed: {error}") from None
+    return Node(op, tuple(args), attribute)
+
+
+def _outputs(raw: Any) -> dict[str, int]:
+    if not isinstance(raw, dict) or any(type(v) is not int for v in raw.values()):
+        raise ProgramError("json", "outputs must map names to node numbers")
+    return raw
+
+
+def _schedules(raw: Any) -> dict[int, Schedule]:
+    if not isinstance(raw, dict) or any(
+        not STEP.fullmatch(k) or not isinstance(v, dict) for k, v in raw.items()
+    ):
+        raise ProgramError("json", "schedule must map step numbers to fields")
+    return by_step(raw)

@@ -1,0 +1,1 @@
+"""The operations of the vocabulary, a file for each family."""

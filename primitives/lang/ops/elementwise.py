@@ -1,0 +1,452 @@
+"""Family 1, elementwise: arithmetic, comparisons, activations, rotation.
+
+Every operation works on tiles, vectors and scalars alike, in fp32 registers. Each one's three
+meanings stand together: the symbolic rule (the decorated function's call), PyTorch, and CuTeDSL.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from coda_agent.primitives.lang import diagnostics
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
+from coda_agent.primitives.lang.ops.tiles import join, pairs
+from coda_agent.primitives.lang.ops.vectors import per_head, per_row
+from coda_agent.primitives.lang.trace import Tensor, apply
+
+
+def broadcast(name: str, types: tuple[Type, ...]) -> Type:
+    """The common type of elementwise arguments; ProgramError says which do not meet, and why."""
+    result = Type("scalar")
+    for given in types:
+        result = _meet(name, result, given)
+    return result
+
+
+def _meet(name: str, a: Type, b: Type) -> Type:
+    if a.kind == "scalar":
+        return b
+    if b.kind == "scalar" or a == b:
+        return a
+    for wide, narrow in ((a, b), (b, a)):
+        if covers(wide, narrow):
+            return wide
+        if (wide.kind, narrow.kind) == ("row", "column"):  # an outer product, say
+            return Type("tile", (*wide.shape, *narrow.shape))
+    if "operand" in (a.kind, b.kind):
+        raise ProgramError("broadcast", f"{name}: .mT is for operands of gemm only")
+    raise ProgramError("broadcast", f"{name}: {a} and {b} do not fit together{_remedy(a, b)}")
+
+
+def covers(wide: Type, narrow: Type) -> bool:
+    """Whether ``narrow`` has one value for each element of ``wide``: a tile, or a statistic a head."""
+    if wide.kind not in ("tile", "head") or narrow.kind == "scalar":
+        return wide.kind == "tile"
+    rows, columns = wide.shape
+    match narrow.kind:
+        case "row":
+            return narrow.shape[0] == rows
+        case "column":
+            return wide.kind == "tile" and narrow.shape[0] == columns
+        case "spread":
+            return (
+                wide.kind == "tile" and narrow.shape[0] == rows and _heads(columns, narrow) == narrow.shape[1]
+            )
+        case "repeated":
+            fits = wide.kind == "tile" and _heads(columns, narrow) is not None
+            return fits and (len(narrow.shape) == 1 or narrow.shape[0] == rows)
+    return False
+
+
+def _heads(columns: Dim, narrow: Type) -> Dim | None:
+    """How many heads of ``narrow.period`` columns there are."""
+    try:
+        return columns.divided(narrow.period) if narrow.period else None
+    except ValueError:
+        return None
+
+
+def _remedy(a: Type, b: Type) -> str:
+    kinds = {a.kind, b.kind}
+    if kinds == {"tile", "vector"}:
+        return (
+            ": say how the vector spreads, with per_row(v) (one value a row) or per_column(v) (one a column)"
+        )
+    if kinds == {"tile", "head"}:
+        return ": say how the statistic spreads, with per_head(v)"
+    if "repeated" in kinds:
+        return ": per_head(v) repeats a vector [W] or an input [M, W] over a tile [M, H*W] of H heads"
+    if kinds in ({"tile", "row"}, {"tile", "column"}):
+        return ": of a tile [M, N], per_row(v) takes a vector [M] and per_column(v) one of [N]"
+    if kinds == {"tile"} and a.shape[0] != b.shape[0]:
+        return f": their rows differ, {a.shape[0]} and {b.shape[0]}; {diagnostics.ROWS}"
+    if kinds == {"tile"} and a.shape[1].ratio(b.shape[1]) is None:
+        return f": their columns, {a.shape[1]} and {b.shape[1]}, are different sizes"
+    if kinds == {"tile"}:
+        return "; pairs(t) and join(a, b) change a tile's width"
+    return ""
+
+
+def elementwise(
+    *,
+    torch: Callable[..., Any],
+    cute: str,
+    fast: str | None = None,
+    sides: Callable[..., Sides] | None = None,
+    limit: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
+    """Turn a documented signature into an elementwise primitive with these further meanings."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., Tensor]:
+        name, arity = function.__name__, function.__code__.co_argcount
+
+        def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
+            if len(types) != arity or attribute is not None:
+                raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(types)}")
+            return broadcast(name, types)
+
+        register(Operation(name, infer, torch, cute, fast, sides=sides, limit=limit))
+
+        @functools.wraps(function)
+        def primitive(*args: Any, **named: Any) -> Tensor:
+            if named:
+                by_place = ", ".join(function.__code__.co_varnames)
+                raise ProgramError("arguments", f"{name} takes its arguments by place: {name}({by_place})")
+            if len(args) != arity:
+                raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(args)}")
+            return apply(name, *args)
+
+        return primitive
+
+    return decorate
+
+
+@elementwise(torch=lambda torch, a, b: a + b, cute="({0} + {1})")
+def add(a, b):
+    """``a + b``."""
+
+
+@elementwise(torch=lambda torch, a, b: a - b, cute="({0} - {1})")
+def subtract(a, b):
+    """``a - b``."""
+
+
+@elementwise(torch=lambda torch, a, b: a * b, cute="({0} * {1})")
+def multiply(a, b):
+    """``a * b``."""
+
+
+@elementwise(torch=lambda torch, a, b: a / b, cute="({0} / {1})")
+def divide(a, b):
+    """``a / b``, rounded correctly; where many values share a divisor, multiply by its reciprocal."""
+
+
+@elementwise(torch=lambda torch, a: -a, cute="(-{0})")
+def negative(a):
+    """``-a``."""
+
+
+def comparison(
+    symbol: str, holds: Callable[[Any, Any], Any]
+) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
+    """Turn a documented signature into a comparison: 1 where it holds, 0 elsewhere."""
+
+    def sides(torch: Any, a: Any, b: Any) -> Sides:
+        return (holds(a, b), torch.ones(())), (~holds(a, b), torch.zeros(()))
+
+    return elementwise(
+        torch=lambda torch, a, b: holds(a, b) * 1.0,
+        cute=f"choose({{0}} {symbol} {{1}}, 1.0, 0.0)",
+        sides=sides,
+    )
+
+
+@comparison(">", operator.gt)
+def greater(a, b):
+    """``a > b``: 1 where it holds, 0 elsewhere."""
+
+
+@comparison(">=", operator.ge)
+def greater_equal(a, b):
+    """``a >= b``: 1 where it holds, 0 elsewhere."""
+
+
+@comparison("<", operator.lt)
+def less(a, b):
+    """``a < b``: 1 where it holds, 0 elsewhere."""
+
+
+@comparison("<=", operator.le)
+def less_equal(a, b):
+    """``a <= b``: 1 where it holds, 0 elsewhere."""
+
+
+@comparison("==", operator.eq)
+def equal(a, b):
+    """``a == b``: 1 where it holds, 0 elsewhere. Indices are exact up to 2**24."""
+
+
+@comparison("!=", operator.ne)
+def not_equal(a, b):
+    """``a != b``: 1 where it holds, 0 elsewhere."""
+
+
+@elementwise(
+    torch=lambda torch, c, a, b: torch.where(c != 0, a, b),
+    cute="choose({0} != 0.0, {1}, {2})",
+    sides=lambda torch, c, a, b: ((c != 0, a), (c == 0, b)),
+)
+def where(condition, a, b):
+    """Per element ``a`` where the comparison ``condition`` holds, else ``b``. Both are computed.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, and what both take.
+    Paper: family 1, elementwise.
+
+        far = abs(t) > 3
+        kept = where(far, 0, t)
+    """
+
+
+@elementwise(
+    torch=lambda torch, a, b: torch.maximum(a, b),
+    cute="cute.arch.fmax({0}, {1})",
+    sides=lambda torch, a, b: ((a > b, a), (b > a, b)),
+)
+def maximum(a, b):
+    """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. Where one is NaN it gives the
+    other; torch gives NaN.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
+    Paper: family 1, elementwise.
+
+        low = maximum(t, -2)
+        high = maximum(low, per_row(v))
+    """
+
+
+@elementwise(
+    torch=lambda torch, a, b: torch.minimum(a, b),
+    cute="(-cute.arch.fmax(-{0}, -{1}))",
+    sides=lambda torch, a, b: ((a < b, a), (b < a, b)),
+)
+def minimum(a, b):
+    """The smaller of ``a`` and ``b`` per element. Where one is NaN it gives the other; torch gives NaN.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element.
+    Paper: family 1, elementwise.
+
+        low = minimum(t, 6)
+        least = minimum(low, per_column(b))
+    """
+
+
+@elementwise(
+    torch=lambda torch, a: torch.abs(a),
+    cute="cute.arch.fmax({0}, -{0})",
+    sides=lambda torch, a: ((a > 0, a), (a < 0, -a)),
+)
+def abs(a):
+    """The magnitude of ``a``.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
+    Paper: family 1, elementwise.
+
+        size = abs(t)
+        near = size < 0.5
+    """
+
+
+@elementwise(torch=lambda torch, a: torch.exp(a), cute="cute.math.exp({0}, fastmath=True)")
+def exp(a):
+    """``e ** a``, by the hardware's ex2: about 2 ulp of fp32.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element, 1 of them MUFU.
+    Paper: family 1, elementwise.
+
+        half = -0.5 * t ** 2
+        bell = exp(half)
+    """
+
+
+@elementwise(torch=lambda torch, a: torch.log(a), cute="cute.math.log({0}, fastmath=True)")
+def log(a):
+    """Natural logarithm, by the hardware's lg2.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element, 1 of them MUFU.
+    Paper: family 1, elementwise.
+
+        size = 1 + abs(t)
+        level = log(size)
+    """
+
+
+@elementwise(torch=lambda torch, a: torch.sqrt(a), cute="cute.math.sqrt({0})")
+def sqrt(a):
+    """Square root, rounded correctly; rsqrt is much cheaper.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 15 instructions an element, 1 of them MUFU.
+    Paper: family 1, elementwise.
+
+        length = sqrt(1 + t ** 2)
+        ratio = t / length
+    """
+
+
+@elementwise(torch=lambda torch, a: torch.rsqrt(a), cute="cute.math.rsqrt({0}, fastmath=True)")
+def rsqrt(a):
+    """``1 / sqrt(a)``, by the hardware's rsqrt: about 2 ulp.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, a MUFU.
+    Paper: family 1, elementwise.
+
+        inverse = rsqrt(1 + t ** 2)
+        ratio = inverse * t
+    """
+
+
+@elementwise(
+    torch=lambda torch, a: torch.tanh(a),
+    cute="cute.math.tanh({0})",
+    fast="tanh_fast({0})",
+    limit=lambda torch, a: a.sign(),
+)
+def tanh(a):
+    """Hyperbolic tangent.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, a MUFU; exact, 17 with 2
+    MUFU. Paper: family 1, elementwise.
+
+        bent = tanh(0.5 * t)
+        rest = t - bent
+    """
+
+
+@elementwise(torch=lambda torch, a: torch.sin(a), cute="sine({0})", fast="sine_fast({0})")
+def sin(a):
+    """Sine of an angle in radians: the argument is reduced exactly enough for positions up to 2**20.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact,
+    about 82. Paper: family 1, elementwise.
+
+        turns = 6.2831853 * t
+        wave = sin(turns)
+    """
+
+
+@elementwise(torch=lambda torch, a: torch.cos(a), cute="cosine({0})", fast="cosine_fast({0})")
+def cos(a):
+    """Cosine of an angle in radians, as sin.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact,
+    about 84. Paper: family 1, elementwise.
+
+        angle = 0.5 * t
+        wave = cos(angle)
+    """
+
+
+@elementwise(
+    torch=lambda torch, a: torch.sigmoid(a),
+    cute="sigmoid({0})",
+    fast="sigmoid_fast({0})",
+    limit=lambda torch, a: (a > 0) * 1.0,
+)
+def sigmoid(a):
+    """``1 / (1 + exp(-a))``. Compute it once and reuse the value.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 3 instructions an element, 1 of them MUFU; exact, 6
+    with 2 MUFU. Paper: family 1, elementwise.
+
+        gate = sigmoid(t)
+        odd = 2 * gate - 1
+    """
+
+
+@elementwise(
+    torch=lambda torch, a: a * torch.sigmoid(a),
+    cute="({0} * sigmoid({0}))",
+    fast="({0} * sigmoid_fast({0}))",
+    limit=lambda torch, a: torch.relu(a),
+)
+def silu(a):
+    """``a * sigmoid(a)``, also called swish.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 4 instructions an element, 1 of them MUFU; exact, 7
+    with 2 MUFU. Paper: family 1, elementwise.
+
+        bent = silu(t)
+        shifted = bent + 0.25
+    """
+
+
+@elementwise(
+    torch=lambda torch, a: torch.nn.functional.gelu(a, approximate="tanh"),
+    cute="gelu({0})",
+    fast="gelu_fast({0})",
+    limit=lambda torch, a: torch.relu(a),
+)
+def gelu(a):
+    """GELU in its tanh form: ``0.5 * a * (1 + tanh(0.7978845608 * (a + 0.044715 * a**3)))``. Its derivative
+    has no primitive of its own: write it with tanh, which both share.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact, 11
+    with 2 MUFU. Paper: family 1, elementwise.
+
+        bent = gelu(t)
+        mixed = bent + 0.1 * t
+    """
+
+
+@elementwise(
+    torch=lambda torch, x: torch.nn.functional.softplus(x),
+    cute="softplus({0})",
+    fast="softplus_fast({0})",
+    limit=lambda torch, x: torch.relu(x),
+)
+def softplus(x):
+    """``log(1 + exp(x))``, without overflow for large x and with full relative accuracy for very negative x.
+
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 8 instructions an element, 1 of them MUFU; exact, 12
+    with 1 MUFU: a polynomial takes the place of the logarithm. Paper: family 1, elementwise.
+
+        step = softplus(t)
+        decay = exp(-step)
+    """
+
+
+def _as_tile(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if len(types) != 2 or types[1].kind != "tile" or not covers(types[1], types[0]):
+        raise ProgramError(
+            "broadcast", f"{' and '.join(map(str, types))}: the first does not cover the second"
+        )
+    return types[1]
+
+
+def _over(torch: Any, a: Any, t: Any) -> Any:
+    return torch.broadcast_to(a, t.shape)
+
+
+register(Operation("as_tile", _as_tile, _over, "{0}", lanes=lambda a: a, reads=1))
+
+
+def rope(t: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotary embedding of a tile [M, H*2P]: in each head, columns 2j and 2j + 1 are turned by the angle
+    ``positions[row] * inv_freq[j]``. Backward: rope with -inv_freq.
+
+    Shapes: ``positions`` [M], ``inv_freq`` [P]; P is a static dim. Dtypes: integers or fp32; angles and
+    rotation are fp32. Cost: 7 instructions an element, 1 of them MUFU (a sine and a cosine a pair); exact,
+    about 85. Paper: family 1, elementwise.
+
+        turned = rope(t, steps, freq)
+        back = rope(turned, steps, -freq)
+    """
+    even, odd = pairs(t)
+    angle = multiply(apply("as_tile", per_row(positions), even), per_head(inv_freq))
+    sine, cosine = sin(angle), cos(angle)
+    turned = subtract(multiply(even, cosine), multiply(odd, sine))
+    return join(turned, add(multiply(even, sine), multiply(odd, cosine)))

@@ -1,0 +1,196 @@
+"""Family 4, reductions along rows and columns: partials a CTA tile, finished in a fixed order between steps.
+
+To the author a reduction is a finished vector. Lanes outside a ragged tile count as its identity,
+whatever the expression makes of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from coda_agent.primitives.lang.cutedsl import Reduction
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
+from coda_agent.primitives.lang.trace import Tensor, apply
+
+Rule = Callable[[tuple[Type, ...], Attribute], Type]
+Torch = Callable[..., Any]
+Page = Callable[..., Tensor]
+
+
+def reduces(
+    how: Reduction, *, torch: Torch, rule: Rule | None = None, sides: Callable[..., Sides] | None = None
+) -> Callable[[Page], Page]:
+    """Give a documented function, which traces itself, its further meanings: it reduces its first argument.
+    ``rule``: of typing, where that takes more than one tile; ``sides``, where it chooses."""
+
+    def decorate(function: Page) -> Page:
+        name = function.__name__
+        register(Operation(name, rule or _of_a_tile(name, how), torch, reduction=how, sides=sides))
+        return function
+
+    return decorate
+
+
+def _of_a_tile(name: str, how: Reduction) -> Rule:
+    """One tile in, a vector out."""
+
+    def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
+        if [t.kind for t in types] != ["tile"]:
+            raise ProgramError(
+                "arguments", f"{name} takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
+            )
+        rows, columns = types[0].shape
+        return Type("vector", (rows if how.axis == "row" else columns,))
+
+    return infer
+
+
+class Fold(NamedTuple):
+    """How values become one, along either axis. ``lanes``: the running value's text and new ones' -> the next
+    running value's; ``identity``: the value that changes nothing; ``across``: how the running values of
+    threads and of CTA tiles combine, from 0, or with "max" from -inf; ``finished``: a template over what
+    comes of that."""
+
+    lanes: Callable[[str, Sequence[str]], str]
+    identity: float
+    across: Literal["add", "max", "max_abs"]
+    finished: str = "{0}"
+
+    def along(self, axis: Literal["row", "column"]) -> Reduction:
+        """The reduction: a partial a CTA tile, and a kernel after the step that finishes them."""
+        if axis == "row":
+            resource, finish = "RowPartials", f'finish_row({{partial}}, at, lane, "{self.across}")'
+        else:
+            resource = "ColumnPartials"
+            finish = f'finish_column(({{partials}}), at, lane, "{self.across}", {{half}})'
+        said = f"{'sum' if self.across == 'add' else 'max'}({{kept}})"
+        return Reduction(
+            axis,
+            f'{resource}("{{name}}", "{self.across}")',
+            self.finished.format(finish),
+            self.finished.format(said),
+            self.lanes,
+            self.identity,
+        )
+
+
+def largest(value: str) -> Callable[[str, Sequence[str]], str]:
+    """The largest of what ``value``, a template, makes of values."""
+
+    def lanes(running: str, values: Sequence[str]) -> str:
+        for each in values:
+            running = f"largest({running}, {value.format(each)})"
+        return running
+
+    return lanes
+
+
+def _halves(axis: int, extremum: Torch) -> Callable[..., Sides]:
+    """The sides of an extremum: it lies in the first half along an axis, or in the second."""
+
+    def sides(torch: Any, t: Any) -> Sides:
+        first, second = t.tensor_split([(t.shape[axis] + 1) // 2], axis)
+        a, b = extremum(torch, first), extremum(torch, second if second.numel() else first)
+        return (a > b, a), (b > a, b)
+
+    return sides
+
+
+def _max(axis: int) -> Torch:
+    return lambda torch, t: t.amax(dim=axis)
+
+
+def _abs_max(axis: int) -> Torch:
+    return lambda torch, t: t.abs().amax(dim=axis)
+
+
+SUM = Fold(lambda running, values: f"{running} + ({' + '.join(values)})", 0.0, "add")
+MAX = Fold(largest("{0}"), -math.inf, "max")
+MAX_ABS = Fold(largest("magnitude({0})"), 0.0, "max_abs")
+
+
+@reduces(SUM.along("row"), torch=lambda torch, t: t.sum(dim=-1))
+def row_sums(t: Tensor) -> Tensor:
+    """The sum of each row of a tile (of any width), of the unrounded values. It is final only after its step:
+    use it in vector arithmetic, as an output, or spread with per_row in a *later* gemm's epilogue.
+
+    Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 1.5 instructions an element, 0.05 of them shuffles; 4 bytes a
+    row and CTA tile, which a small kernel after the step adds up (one for all vectors of a length).
+    Paper: family 4, reductions.
+
+        total = row_sums(abs(t))
+        share = total / t.columns
+    """
+    return apply("row_sums", t)
+
+
+@reduces(MAX.along("row"), torch=_max(1), sides=_halves(1, _max(1)))
+def row_max(t: Tensor) -> Tensor:
+    """The largest value of each row of a tile; NaN is left out (a row of nothing else gives -inf); torch
+    gives NaN. Final after its step, as row_sums.
+
+    Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 3 instructions an element, else as row_sums.
+    Paper: family 4, reductions.
+
+        peak = row_max(t)
+        room = 8 - peak
+    """
+    return apply("row_max", t)
+
+
+@reduces(MAX_ABS.along("row"), torch=_abs_max(1), sides=_halves(1, _abs_max(1)))
+def row_abs_max(t: Tensor) -> Tensor:
+    """The largest magnitude of each row of a tile: what a quantised output's scale is made from. NaN is left
+    out (a row of nothing else gives 0); torch gives NaN. Final after its step, as row_sums.
+
+    Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 1.5 instructions an element, else as row_sums.
+    Paper: family 4, reductions.
+
+        size = row_abs_max(t)
+        step = size / 240
+    """
+    return apply("row_abs_max", t)
+
+
+@reduces(SUM.along("column"), torch=lambda torch, t: t.sum(dim=0))
+def column_sums(t: Tensor) -> Tensor:
+    """The sum of each column of a tile, of the unrounded values: gradients of biases and norm weights. Final
+    after its step, as row_sums.
+
+    Shapes: [M, N] to [N]. Dtypes: fp32. Cost: 3 instructions an element, 0.2 of them shuffles; 4 bytes a
+    column and CTA tile, else as row_sums. Paper: family 4, reductions.
+
+        total = column_sums(t)
+        level = total / t.rows
+    """
+    return apply("column_sums", t)
+
+
+@reduces(MAX.along("column"), torch=_max(0), sides=_halves(0, _max(0)))
+def column_max(t: Tensor) -> Tensor:
+    """The largest value of each column of a tile; NaN as for row_max. Final after its step, as row_sums.
+
+    Shapes: [M, N] to [N]. Dtypes: fp32. Cost: 4 instructions an element, else as column_sums.
+    Paper: family 4, reductions.
+
+        peak = column_max(t)
+        twice = 2 * peak
+    """
+    return apply("column_max", t)
+
+
+@reduces(MAX_ABS.along("column"), torch=_abs_max(0), sides=_halves(0, _abs_max(0)))
+def column_abs_max(t: Tensor) -> Tensor:
+    """The largest magnitude of each column of a tile; NaN as for row_abs_max. Final after its step, as
+    row_sums.
+
+    Shapes: [M, N] to [N]. Dtypes: fp32. Cost: 3 instructions an element, else as column_sums.
+    Paper: family 4, reductions.
+
+        size = column_abs_max(t)
+        step = size / 127
+    """
+    return apply("column_abs_max", t)

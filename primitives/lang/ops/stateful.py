@@ -1,0 +1,118 @@
+"""Family 5, stateful reductions: online log-sum-exp, selection along a row, statistics of heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coda_agent.primitives.lang import diagnostics
+from coda_agent.primitives.lang.cutedsl import Reduction, Statistic
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
+from coda_agent.primitives.lang.ops.reductions import reduces
+from coda_agent.primitives.lang.trace import Tensor, apply, dim_attribute, size_of
+
+
+def _selected(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile", "vector"] or types[0].shape[0] != types[1].shape[0]:
+        raise ProgramError(
+            "arguments",
+            f"row_select takes a tile and one index a row, not {', '.join(map(str, types)) or 'nothing'}",
+        )
+    return Type("vector", types[0].shape[:1])
+
+
+def _heads(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile"]:
+        raise ProgramError(
+            "arguments", f"head_sums takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
+        )
+    rows, columns = types[0].shape
+    width = dim_attribute(attribute)
+    try:
+        return Type("head", (rows, columns.divided(width)), width)
+    except ValueError as error:
+        raise ProgramError("width", f"head_sums: {error}: a tile is a whole number of heads") from None
+
+
+def _select(torch: Any, t: Any, index: Any) -> Any:
+    inside = (index >= 0) & (index < t.shape[1])
+    found = t.gather(1, index.where(inside, 0).long()[:, None])[:, 0]
+    return found.where(inside, 0.0)
+
+
+def _selected_from(torch: Any, t: Any, index: Any) -> Sides:
+    """The sides of a selection: it is from the first half of the columns, or from the second."""
+    value, middle, columns = _select(torch, t, index), (t.shape[1] + 1) // 2, t.shape[1]
+    first, second = (index >= 0) & (index < middle), (index >= middle) & (index < columns)
+    return (first, value.where(first, 0.0)), (second, value.where(second, 0.0))
+
+
+def _head_sums(torch: Any, t: Any, width: int) -> Any:
+    return t.unflatten(1, (-1, width)).sum(dim=-1)
+
+
+_LOGSUMEXP = Reduction(
+    "row",
+    resource='OnlineLSEReduce("{name}")',  # which masks, in place
+    finish="finish_logsumexp({partial}, at, lane)",
+    said="logsumexp({kept})",
+    spoils=True,
+)
+
+
+@reduces(_LOGSUMEXP, torch=lambda torch, t: torch.logsumexp(t, dim=-1))
+def row_logsumexp(t: Tensor) -> Tensor:
+    """``log(sum(exp(t)))`` along each row of a tile, without overflow: a running maximum and a sum rescaled
+    to it. A row of -inf gives -inf. Final after its step, as row_sums.
+
+    Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 9 instructions an element, 1.2 of them MUFU and 0.1 shuffles;
+    else as row_sums. Paper: family 5, stateful.
+
+        level = row_logsumexp(t)
+        surplus = level - row_max(t)
+    """
+    return apply("row_logsumexp", t)
+
+
+_SELECT = Reduction(
+    "row",
+    resource='ColVecSelect("{name}", ColVecLoad("{index}"))',
+    finish="finish_select({partial}, at, {index}, {extent})",
+    said="where(({index} >= 0) & ({index} < {extent}), {kept}, 0)",
+    selects=True,
+    own_width=(diagnostics.SELECT, diagnostics.SELECT),
+)
+
+
+@reduces(_SELECT, torch=_select, rule=_selected, sides=_selected_from)
+def row_select(t: Tensor, index: Tensor) -> Tensor:
+    """Of each row of a tile the element in column ``index[row]``; where that is below 0 or at least N (an
+    ignored target), 0. Final after its step, as row_sums.
+
+    Shapes: a tile [M, N] of its gemm's width and an input [M], to [M]. Dtypes: the index int32 or int64, the
+    result fp32. Cost: 4 instructions an element; each value is written once, by the thread that has it, and
+    read by the kernel after the step. Paper: family 5, stateful.
+
+        first = row_select(t, index)
+        gap = row_max(t) - first
+    """
+    return apply("row_select", t, index)
+
+
+_HEADS = Statistic('HeadSums("{name}")', own_width=(diagnostics.NARROW_HEADS, diagnostics.WIDE_HEADS))
+register(Operation("head_sums", _heads, _head_sums, statistic=_HEADS))
+
+
+def head_sums(t: Tensor, width: Tensor) -> Tensor:
+    """Sums over each head of a tile: a statistic, final at once, within its step. The tile has its gemm's
+    width and uses no loaded tile. Arithmetic on statistics happens once a head; spread one with per_head, or
+    return it.
+
+    Shapes: [M, H*W] to [M, H]; ``width`` W is made of static dims (parameters of the kernel), so that a head
+    lies inside one CTA tile. Dtypes: fp32. Cost: 2 instructions an element, 0.1 of them shuffles, in a sweep
+    over the accumulator before the epilogue. Paper: family 5, stateful.
+
+        total = head_sums(t, W)
+        centred = t - per_head(total / W)
+    """
+    return apply("head_sums", t, attribute=size_of(width))

@@ -1,0 +1,149 @@
+"""Family 3, tiles: the GEMM whose accumulator they ride on, its operands, and paired widths.
+
+Tiles are loaded where an expression reads an input or an earlier step's tile, and stored where they
+are returned or become a later gemm's operand: there is no load or store to write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Attribute, Operation, Type, register
+from coda_agent.primitives.lang.trace import Tensor, apply
+
+
+def _transpose(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile"]:
+        raise ProgramError(
+            "arguments", f".mT is of a matrix, not of {', '.join(map(str, types)) or 'nothing'}"
+        )
+    return Type("operand", (types[0].shape[1], types[0].shape[0]))
+
+
+def _gemm(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if len(types) != 2 or any(t.kind not in ("tile", "operand") for t in types):
+        raise ProgramError("arguments", f"gemm takes two matrices, not {', '.join(map(str, types))}")
+    (m, k), (k2, n) = types[0].shape, types[1].shape
+    if k != k2:
+        raise ProgramError(
+            "shapes",
+            f"gemm of [{m}, {k}] and [{k2}, {n}]: the inner sizes {k} and {k2} differ; "
+            "a weight stored [N, K] is used as w.mT",
+        )
+    return Type("tile", (m, n))
+
+
+def _half(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if len(types) != 1 or types[0].kind not in ("tile", "repeated"):
+        instead = {
+            "vector": ": let the vector meet the tile first, as pairs(t + per_column(v))",
+            "column": ": let it meet the tile first, as pairs(t + per_column(v))",
+            "row": ": it meets each half of a tile as it is",
+        }.get(types[0].kind if len(types) == 1 else "", "")
+        raise ProgramError(
+            "arguments",
+            f"pairs takes one tile, not {', '.join(map(str, types)) or 'nothing'}{instead}",
+        )
+    (whole,) = types
+    try:
+        half = whole.shape[-1].halved()
+    except ValueError:
+        raise ProgramError(
+            "width",
+            f"pairs of {whole}: {whole.shape[-1]} columns are not even for every size; "
+            "the spec must say 2*F, say",
+        ) from None
+    return Type(whole.kind, (*whole.shape[:-1], half), half if whole.kind == "repeated" else None)
+
+
+def _join(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile", "tile"] or types[0] != types[1]:
+        raise ProgramError(
+            "arguments", f"join takes two tiles of one shape, not {', '.join(map(str, types))}"
+        )
+    rows, columns = types[0].shape
+    return Type("tile", (rows, columns + columns))
+
+
+def _index(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile"]:
+        raise ProgramError("arguments", "column_index takes the tile whose columns it numbers")
+    return types[0]
+
+
+def _columns(torch: Any, t: Any) -> Any:
+    return torch.arange(t.shape[1], device=t.device, dtype=torch.float32).expand(t.shape)
+
+
+def _interleave(torch: Any, a: Any, b: Any) -> Any:
+    return torch.stack((a, b), dim=-1).flatten(-2)
+
+
+def _interleaved(even: list[str], odd: list[str]) -> list[str]:
+    return [value for pair in zip(even, odd, strict=True) for value in pair]
+
+
+register(Operation("transpose", _transpose, lambda torch, a: a.mT))
+register(Operation("gemm", _gemm))
+
+
+def gemm(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on. Starts
+    a step.
+
+    Shapes: [M, K] by [K, N] to [M, N]; inputs, transposes ``x.mT`` of such (a weight [N, K] is used as
+    ``w.mT``), or tiles of an earlier step (which are then stored once, rounded to the other operand's dtype).
+    Dtypes: both have one 16-bit dtype, or both are fp8_e4m3: then ``a`` is an input and ``b`` the transpose
+    of one (both are contiguous along K). Cost: 2*M*N*K FLOPs and a kernel; a tile handed on is written and
+    read again, 4 bytes an element. Paper: family 3, tiles.
+
+        t = gemm(left, right.mT)
+        back = gemm(t, right)
+    """
+    return apply("gemm", a, b)
+
+
+register(Operation("even", _half, lambda torch, a: a[..., 0::2], lanes=lambda a: a[0::2]))
+register(Operation("odd", _half, lambda torch, a: a[..., 1::2], lanes=lambda a: a[1::2]))
+
+
+def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Take adjacent columns apart: even ones and odd ones, as two tiles. Also of per_head(v).
+
+    Shapes: [M, 2F] to twice [M, F]. Dtypes: any to fp32. Cost: none, both lie in one thread's registers.
+    Paper: family 3, tiles.
+
+        left, right = pairs(t)
+        apart = left - right
+    """
+    return apply("even", t), apply("odd", t)
+
+
+register(Operation("join", _join, _interleave, lanes=_interleaved))
+
+
+def join(even: Tensor, odd: Tensor) -> Tensor:
+    """Interleave two tiles: the inverse of pairs.
+
+    Shapes: twice [M, F] to [M, 2F]. Dtypes: fp32. Cost: none. Paper: family 3, tiles.
+
+        left, right = pairs(t)
+        swapped = join(right, left)
+    """
+    return apply("join", even, odd)
+
+
+register(Operation("column_index", _index, _columns, at="Float32(column(place, {0}))", reads=0))
+
+
+def column_index(t: Tensor) -> Tensor:
+    """The number of each column of a tile, from 0: for masks and one-hot rows.
+
+    Shapes: [M, N] to [M, N]. Dtypes: fp32, exact up to 2**24. Cost: half an instruction an element.
+    Paper: family 3, tiles.
+
+        place = column_index(t)
+        kept = where(place < per_row(v), t, 0)
+    """
+    return apply("column_index", t)

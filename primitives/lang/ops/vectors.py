@@ -1,0 +1,120 @@
+"""Family 2, vectors and scalars: one value a row or a column, spread over tiles; sizes and literals.
+
+Arithmetic between vectors happens between steps, in one small generated kernel a step.
+"""
+
+from __future__ import annotations
+
+from coda_agent.primitives.lang import diagnostics
+from coda_agent.primitives.lang.cutedsl import Spread
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Attribute, Operation, Type, register
+from coda_agent.primitives.lang.trace import Tensor, apply, dim_attribute
+
+LARGEST = (2 - 2**-23) * 2.0**127  # of fp32, in which registers compute
+
+
+def _vector(name: str, types: tuple[Type, ...]) -> Type:
+    if [t.kind for t in types] != ["vector"]:
+        raise ProgramError(
+            "arguments", f"{name} takes one vector, not {', '.join(map(str, types)) or 'nothing'}"
+        )
+    return types[0]
+
+
+def _row(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    return Type("row", _vector("per_row", types).shape)
+
+
+def _column(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    return Type("column", _vector("per_column", types).shape)
+
+
+def _per_head(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    match types:
+        case (Type(kind="head") as given,):
+            return Type("spread", given.shape, given.period)
+        case (Type(kind="vector" | "tile") as given,):
+            return Type("repeated", given.shape, given.shape[-1])
+    raise ProgramError(
+        "arguments",
+        "per_head takes a statistic of head_sums, a vector or an input tile, "
+        f"not {', '.join(map(str, types)) or 'nothing'}",
+    )
+
+
+def _leaf(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if types or not isinstance(attribute, float):
+        raise ProgramError("arguments", "a constant is one number")
+    if not abs(attribute) <= LARGEST:
+        raise ProgramError(
+            "constant", f"constant {attribute!r} is not finite in fp32: write {diagnostics.FINITE}"
+        )
+    return Type("scalar")
+
+
+def _dim(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if types:
+        raise ProgramError("arguments", "a dim reads no other node")
+    dim_attribute(attribute)
+    return Type("scalar")
+
+
+def _no_rule(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    raise ProgramError("arguments", "an input's type comes from the signature")
+
+
+register(Operation("input", _no_rule))
+register(Operation("constant", _leaf))
+register(Operation("dim", _dim))
+
+ROW = Spread("row", 'ColVecLoad("{name}")', ("{name}[2 * i]",))
+register(Operation("per_row", _row, lambda torch, v: v[:, None], spread=ROW))
+
+
+def per_row(v: Tensor) -> Tensor:
+    """Spread a vector over a tile: one value a row. It must be final before the tile's step runs: an input,
+    or made from reductions of an *earlier* gemm. A row scale may so wait for the next gemm (the deferred row
+    scale).
+
+    Shapes: [M], over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an element; the vector
+    once a CTA tile. Paper: family 2, vectors.
+
+        share = t / per_row(v)
+        rest = 1 - share
+    """
+    return apply("per_row", v)
+
+
+COLUMN = Spread("column", 'RowVecLoad("{name}")', ("{name}[2 * i]", "{name}[2 * i + 1]"))
+register(Operation("per_column", _column, lambda torch, v: v[None, :], spread=COLUMN))
+
+
+def per_column(v: Tensor) -> Tensor:
+    """Spread a vector over a tile: one value a column, such as a bias.
+
+    Shapes: [N], the tile's columns, over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an
+    element; the vector once a CTA tile. Paper: family 2, vectors.
+
+        centred = t - per_column(b)
+        size = abs(centred)
+    """
+    return apply("per_column", v)
+
+
+register(Operation("per_head", _per_head, lambda torch, v: v, lanes=lambda v: v))
+
+
+def per_head(v: Tensor) -> Tensor:
+    """Spread over a tile of heads what is the same for each head or all over one. Meets a tile; two of a kind
+    may meet before.
+
+    Shapes: over [M, H*W], H heads of W columns, W made of static dims: a head statistic [M, H] (over its
+    head's columns), a vector [W] or an input tile [M, W] (both repeated for each head). Dtypes: any to fp32.
+    Cost: for a statistic none, for a vector half a load from memory an element, for a tile 5 instructions,
+    brought in bulk for each head. Paper: family 2, vectors.
+
+        shifted = t - per_head(g)
+        ratio = shifted / per_head(1 + g * g)
+    """
+    return apply("per_head", v)

@@ -1,0 +1,413 @@
+"""Cutting a program into steps: one GEMM each, with the tile expressions that ride on its
+accumulator, and the vector arithmetic that becomes possible once its reductions are final.
+
+A tile of an earlier home (``assign_steps``) is stored once and read back. What no kernel can do is
+refused here, with the line of the kernel file. Standard library only: the jail imports this module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from coda_agent.primitives.lang import diagnostics
+from coda_agent.primitives.lang.assign_steps import Placement, place, untransposed, values_read
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import DTYPES, OPERANDS, OPERATIONS, Program, Type, reduction
+
+WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its step's N
+
+
+class GemmStep:
+    """One fused GEMM: nodes of the program by what the kernel does with them."""
+
+    def __init__(self, index: int, gemm: int):
+        self.index, self.gemm = index, gemm
+        self.stores: list[int] = []  # tiles, and statistics of heads
+        self.reductions: list[int] = []
+        self.statistics: list[int] = []  # head_sums, of a sweep before the epilogue
+        self.loads: list[int] = []
+        self.repeats: list[int] = []  # per_head of vectors and tiles in memory
+        self.vectors: list[int] = []  # the row and column nodes it spreads
+        self.scalars: list[int] = []
+        self.sweep: list[int] = []  # every tile node that statistics need, in order
+        self.body: list[int] = []  # every tile node of the epilogue, in order
+
+
+class Steps(NamedTuple):
+    """``gemms`` in order; ``finishes[k]``: vectors to store once step k is done (-1: before all);
+    ``width`` of a tile by (step, node): 0.5, 1 or 2 of that step's N; ``dtypes`` of what leaves its step."""
+
+    gemms: tuple[GemmStep, ...]
+    finishes: dict[int, tuple[int, ...]]
+    width: dict[tuple[int, int], float]
+    types: tuple[Type, ...]
+    dtypes: dict[int, str]
+
+
+@functools.lru_cache(maxsize=64)
+def cut(program: Program, lines: tuple[int | None, ...] = ()) -> Steps:
+    """The steps of a checked program; ProgramError (with the line, if known) where none exist."""
+    return _Cutter(program, lines).cut()
+
+
+class _Cutter:
+    def __init__(self, program: Program, lines: tuple[int | None, ...]):
+        self.program, self.nodes, self.types = program, program.nodes, program.types()
+        self.lines = lines or (None,) * len(self.nodes)
+        self.placed: Placement = place(program, self.types)
+        self.steps = [GemmStep(k, g) for k, g in enumerate(self.placed.gemms)]
+        self.finishes: dict[int, list[int]] = {}
+        self.width: dict[tuple[int, int], float] = {}
+        self.dtypes: dict[int, str] = {}
+
+    def fail(self, code: str, message: str, index: int, reader: int | None = None) -> ProgramError:
+        """An input has no line of its own: it is refused where its reader is."""
+        line = self.lines[index]
+        if line is None and reader is not None:
+            line = self.lines[reader]
+        return ProgramError(code, message, line)
+
+    def cut(self) -> Steps:
+        self.check_outputs()
+        for name, index in self.program.outputs.items():
+            self.dtypes[index] = self.program.signature.outputs[name].dtype
+            if self.types[index].kind == "vector":
+                self.finish(index)
+            else:
+                self.store(index, diagnostics.output(name))
+        for step in self.steps:
+            self.operands(step)
+        for index, node in enumerate(self.nodes):
+            if how := reduction(node):
+                home = self.ready(node.args[0], diagnostics.reduced(node.op), index)
+                self.steps[home].reductions.append(index)
+                if how.selects:
+                    # Finishing it empties its buffer: what reads it later reads the vector.
+                    self.finish(index)
+        # Later steps first: what they read back, earlier ones must store.
+        for step in reversed(self.steps):
+            self.collect(step)
+        if not self.steps:
+            raise ProgramError("homeless", "the kernel calls gemm nowhere: there is no epilogue to fuse into")
+        self.check_updates()
+        finishes = {k: tuple(sorted(v)) for k, v in self.finishes.items()}
+        return Steps(tuple(self.steps), finishes, self.width, self.types, self.dtypes)
+
+    # What leaves a step
+
+    def check_outputs(self) -> None:
+        """Each output is written once, by a kernel: it is a value of its own."""
+        seen: dict[int, str] = {}
+        for name, index in sorted(self.program.outputs.items()):
+            node = self.nodes[index]
+            if node.op == "input":
+                raise self.fail(
+                    "outputs",
+                    f"output {name!r} is the input {node.attribute!r} itself: leave copying to the caller",
+                    index,
+                )
+            if index in seen:
+                raise self.fail(
+                    "outputs",
+                    f"outputs {seen[index]!r} and {name!r} are one value: return it once and let "
+                    "the spec declare one output",
+                    index,
+                )
+            seen[index] = name
+
+    def ready(self, index: int, use: diagnostics.Use, reader: int | None = None) -> int:
+        """The step that computes a tile which must leave it; ProgramError if none can."""
+        home, after = self.placed.home[index], self.placed.after[index]
+        if home < 0:
+            raise self.homeless(use, index, reader)
+        if after >= home:
+            raise self.fail(
+                "pending",
+                f"{use.said} needs a reduction over whole rows or columns of a step that is not done until "
+                f"all of its tiles are: {use.pending}",
+                index,
+            )
+        return home
+
+    def homeless(self, use: diagnostics.Use, index: int, reader: int | None = None) -> ProgramError:
+        return self.fail(
+            "homeless",
+            f"{use.said} has no GEMM to ride on: a tile is computed in the epilogue of a gemm whose result "
+            f"it uses, or whose epilogue loads all that it reads anyway; {use.homeless}",
+            index,
+            reader,
+        )
+
+    def store(self, index: int, use: diagnostics.Use) -> None:
+        self.keep(index, self.ready(index, use))
+
+    def keep(self, index: int, home: int) -> None:
+        if index not in self.steps[home].stores:
+            self.steps[home].stores.append(index)
+
+    def finish(self, index: int) -> None:
+        """A vector that something outside the vector kernels reads must be stored."""
+        if self.nodes[index].op == "input":
+            return
+        stage = self.finishes.setdefault(self.placed.after[index], [])
+        if index not in stage:
+            stage.append(index)
+
+    def operands(self, step: GemmStep) -> None:
+        """The operands' dtypes agree, and a tile among them is stored in the other one's."""
+        sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args]
+        given = [tensor.dtype for i in sources if (tensor := self.program.input_tensor(i))]
+        dtype = next(iter(given), self.any_operand())
+        for source in sources:
+            if self.nodes[source].op != "input":
+                self.store(source, diagnostics.OPERAND)
+                if self.placed.home[source] >= step.index:  # with what it is made of, which must leave too
+                    raise self.homeless(diagnostics.OPERAND, source)
+                given.append(self.dtypes.setdefault(source, dtype))
+        if len(set(given)) > 1 or given[0] == "fp32":
+            raise self.fail(
+                "dtype",
+                f"gemm's operands are {' and '.join(sorted(set(given)))}: both must be bf16, both fp16, "
+                "or both fp8_e4m3",
+                step.gemm,
+            )
+        a, b = (self.nodes[i].op for i in self.nodes[step.gemm].args)
+        own = all(map(self.program.input_tensor, sources))
+        if given[0] in OPERANDS and not (own and (a, b) == ("input", "transpose")):
+            raise self.fail(
+                "dtype",
+                f"gemm of {given[0]} reads both operands along K: gemm(x, w.mT) of inputs [M, K] and [N, K]",
+                step.gemm,
+            )
+
+    def any_operand(self) -> str:
+        """The 16-bit dtype of the inputs that GEMMs read, for a GEMM of two earlier tiles."""
+        for gemm in self.placed.gemms:
+            for operand in self.nodes[gemm].args:
+                given = self.program.input_tensor(untransposed(self.program, operand))
+                if given and given.dtype in DTYPES:
+                    return given.dtype
+        return "bf16"
+
+    def check_updates(self) -> None:
+        """An input that is written over is read where the output is made, and nowhere else."""
+        for output, name in self.program.signature.updates.items():
+            target = self.program.outputs[output]
+            readers = [i for i, n in enumerate(self.nodes) for a in n.args if self.reads_input(a, name)]
+            apart = [
+                i
+                for i in readers
+                if self.nodes[i].op in ("gemm", "transpose", "per_row", "per_column", "per_head")
+            ]
+            if self.types[target].kind == "tile":
+                home = self.placed.home[target]
+                apart += [
+                    s.gemm
+                    for s in self.steps
+                    if s.index != home
+                    for i in s.loads
+                    if self.reads_input(i, name)
+                ]
+            else:
+                apart += [
+                    root
+                    for stage, roots in self.finishes.items()
+                    if stage != self.placed.after[target]
+                    for root in roots
+                    if self.finishes_from(root, name)
+                ]
+            if apart:
+                raise self.fail(
+                    "updates",
+                    f"output {output!r} is written over input {name!r}, which is read elsewhere too: use it "
+                    "element by element where that output is computed, and nowhere else",
+                    apart[0],
+                )
+
+    def finishes_from(self, root: int, name: str) -> bool:
+        """Whether the kernel that finishes a vector reads this input, beside vectors that are stored."""
+        stored = {i for roots in self.finishes.values() for i in roots}
+        seen, pending = set[int](), [root]
+        while pending:
+            index = pending.pop()
+            if self.reads_input(index, name):
+                return True
+            if not reduction(self.nodes[index]):
+                pending += [a for a in self.nodes[index].args if a not in seen | stored]
+                seen.update(self.nodes[index].args)
+        return False
+
+    def reads_input(self, index: int, name: str) -> bool:
+        return self.nodes[index].op == "input" and self.nodes[index].attribute == name
+
+    # What a step does
+
+    def collect(self, step: GemmStep) -> None:
+        """Everything the epilogue computes or loads, walking back from what it stores and reduces."""
+        wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
+        step.stores.sort()
+        for reduced in step.reductions:
+            self.check_own_width(reduced, step)
+        self.walk(wanted, lambda index: self.visit(index, step, step.body))
+        swept = {self.nodes[i].args[0] for i in step.statistics}
+        for statistic in step.statistics:
+            self.check_own_width(statistic, step)
+        before = len(step.loads), len(step.statistics)
+        self.walk(swept, lambda index: self.visit(index, step, step.sweep))
+        self.check_sweep(step, step.loads[before[0] :], step.statistics[before[1] :])
+        for nodes in (step.loads, step.repeats, step.vectors, step.scalars, step.statistics):
+            nodes[:] = sorted(set(nodes))
+        step.body.reverse()
+        step.sweep.reverse()
+
+    def check_sweep(self, step: GemmStep, loads: list[int], statistics: list[int]) -> None:
+        """The sweep reads no loaded tile, no other statistic, and nothing that threads address by their
+        columns, which only the epilogue knows."""
+        read = {a for i in step.sweep for a in self.nodes[i].args}
+        found = {
+            "loaded": loads,
+            "statistic": statistics,
+            "column_index": [i for i in step.sweep if self.nodes[i].op == "column_index"],
+            "per_head": read & set(step.repeats),
+            "width": [i for i in read if self.nodes[i].op == "per_column" and self.width[step.index, i] != 1],
+        }
+        for why, nodes in found.items():
+            if nodes:
+                raise self.fail(
+                    "sweep",
+                    "head_sums of what is loaded or uses column_index, per_head, another head statistic or a "
+                    "vector of another width: the sweep sees the accumulator, its vectors and scalars alone; "
+                    + diagnostics.SWEEP[why],
+                    next(i for i in sorted(step.statistics) if self.made_of(i, nodes)),
+                )
+
+    def made_of(self, root: int, wanted: Collection[int]) -> bool:
+        """Whether a value of a step is made of one of these there."""
+        seen, pending = set[int](), [root]
+        while pending:
+            node = self.nodes[index := pending.pop()]
+            new = () if node.op == "gemm" or reduction(node) else set(values_read(self.program, index)) - seen
+            if any(i in wanted for i in new):
+                return True
+            seen.update(new)
+            pending += new
+        return False
+
+    def walk(self, wanted: set[int], visit: Callable[[int], tuple[int, ...]]) -> None:
+        for index in range(max(wanted, default=-1), -1, -1):
+            if index in wanted:
+                wanted.update(visit(index))
+
+    def visit(self, index: int, step: GemmStep, body: list[int]) -> tuple[int, ...]:
+        """Say how a step comes by a value: loaded, or computed from those returned."""
+        node, kind = self.nodes[index], self.types[index].kind
+        if node.op == "constant":
+            return ()
+        if kind == "scalar" and node.op in ("dim", "input"):
+            step.scalars.append(index)
+            return ()
+        if OPERATIONS[node.op].spread:
+            self.finish(node.args[0])
+            if kind == "column":
+                self.width[step.index, index] = self.relative(index, step, axis=0)
+            step.vectors.append(index)
+            return ()
+        if kind == "tile":
+            self.width[step.index, index] = self.relative(index, step)
+            if self.comes_loaded(index, step):
+                step.loads.append(index)
+                return ()
+        elif kind in ("head", "spread") and self.placed.home[index] not in (-1, step.index):
+            raise self.fail(
+                "pending",
+                "a statistic of heads stays in its step: use it on that step's tile, before the next gemm",
+                index,
+            )
+        if OPERATIONS[node.op].statistic:
+            self.static(self.types[index].period, index)
+            step.statistics.append(index)
+            return ()
+        read = values_read(self.program, index)
+        for argument in read:
+            if self.types[argument].kind == "repeated":
+                self.repeat(argument, index, step)
+        if node.op == "per_head" and kind == "repeated":
+            step.repeats.append(index)
+            return ()
+        body.append(index)
+        return () if node.op == "gemm" else read
+
+    def comes_loaded(self, index: int, step: GemmStep) -> bool:
+        """Whether a tile lies in memory: an input, or one of an earlier step, which then stores it."""
+        if self.nodes[index].op == "input":
+            return True
+        home = self.placed.home[index]
+        if home >= 0 and self.placed.after[index] < home < step.index:
+            self.keep(index, home)
+            self.dtypes.setdefault(index, self.any_operand())
+            return True
+        return False
+
+    def repeat(self, index: int, reader: int, step: GemmStep) -> None:
+        """A value that repeats for each head has the width of the tile it meets."""
+        width = self.width[step.index, reader] * (
+            2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
+        )
+        if width > 1:
+            raise self.fail("width", f"{self.types[index]} {diagnostics.WIDE_REPEAT}", index)
+        if self.width.setdefault((step.index, index), width) != width:
+            raise self.fail("width", f"{self.types[index]} {diagnostics.TWO_WIDTHS}", index)
+        self.static(self.types[index].period, index)
+        if self.nodes[index].op == "per_head":
+            source = self.nodes[index].args[0]
+            if self.types[source].kind == "vector":
+                self.finish(source)
+            elif self.nodes[source].op != "input":
+                raise self.fail(
+                    "argument", "per_head of a tile takes an input: compute with it once it is spread", index
+                )
+
+    def static(self, period: Dim | None, index: int) -> None:
+        names = period.names if period else frozenset()
+        missing = sorted(names - set(self.program.signature.static))
+        if missing:
+            repeated = self.types[index].kind == "repeated" and len(self.types[index].shape) == 2
+            raise self.fail(
+                "static",
+                f"heads of {period} columns: the spec must declare {', '.join(missing)} static"
+                f"{diagnostics.REPEATED if repeated else ''}",
+                index,
+            )
+
+    def check_own_width(self, index: int, step: GemmStep) -> None:
+        """Of a selection or a head statistic: its tile has the accumulator's width."""
+        operation = OPERATIONS[self.nodes[index].op]
+        how = operation.reduction or operation.statistic
+        if how and how.own_width:
+            width = self.relative(self.nodes[index].args[0], step, reader=index)
+            if width != 1:
+                instead = how.own_width[width > 1]
+                raise self.fail(
+                    "width", f"{operation.name} takes a tile as wide as its gemm: {instead}", index
+                )
+
+    def relative(self, index: int, step: GemmStep, axis: int = 1, reader: int | None = None) -> float:
+        """How wide a tile, or a vector spread over columns, is beside the step's accumulator."""
+        rows, columns = self.types[step.gemm].shape
+        own = self.types[index].shape
+        width = WIDTHS.get(own[axis].ratio(columns) or (0, 0))
+        other_rows = axis == 1 and own[0] != rows
+        if width is None or other_rows:
+            readers = [i for i in (*step.body, *step.sweep) if index in self.nodes[i].args]
+            raise self.fail(
+                "width",
+                f"a {self.types[index]} in the epilogue of a gemm [{rows}, {columns}]: what meets there has "
+                "its rows, and half, once or twice its columns; "
+                + (diagnostics.ROWS if other_rows else diagnostics.WIDTH),
+                index,
+                min(readers, default=reader),
+            )
+        return width

@@ -1,0 +1,92 @@
+"""How a step of a program runs on Hopper, and what the mainloop offers. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from coda_agent.primitives.lang.errors import ProgramError
+
+
+class Schedule(NamedTuple):
+    """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
+
+    ``deep`` takes stages of shared memory from the epilogue where that buys the mainloop another. ``split``:
+    clusters of four leave some of an H100's SMs idle, and a second launch, in clusters of two, takes their
+    share of the rows (``primitives.compiler.split``).
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    pingpong: bool = True
+    cluster_m: int = 2
+    cluster_n: int = 1
+    swizzle: int = 8
+    evict_loads: bool = False
+    evict_stores: bool = False
+    deep: bool = False
+    split: bool = False
+
+    @property
+    def rest(self) -> Schedule:
+        """Of a ``split`` one, that of its second launch."""
+        return self._replace(cluster_m=1, cluster_n=2)
+
+    @property
+    def launches(self) -> tuple[Schedule, ...]:
+        """Each kernel's that a step on this schedule launches, in order."""
+        return (self, self.rest) if self.split else (self,)
+
+    def to_json(self) -> dict[str, int | bool]:
+        return self._asdict()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schedule:
+        """ProgramError for an unknown field, a wrong type or a tile the mainloop has not."""
+        known = {name: type(default) for name, default in cls._field_defaults.items()}
+        for name, value in data.items():
+            if name not in known or type(value) is not known[name]:
+                raise ProgramError(
+                    "schedule", f"schedule field {name!r} = {value!r}; known: {', '.join(known)}"
+                )
+        schedule = cls(**data)
+        if (schedule.tile_m, schedule.tile_n, schedule.pingpong) not in TILES:
+            raise ProgramError(
+                "schedule",
+                f"no tile {schedule.tile_m}x{schedule.tile_n} with "
+                f"pingpong={schedule.pingpong}; known: {sorted(TILES)}",
+            )
+        if (schedule.cluster_m, schedule.cluster_n) not in CLUSTERS or schedule.swizzle not in SWIZZLES:
+            raise ProgramError("schedule", f"cluster must be one of {CLUSTERS}, swizzle one of {SWIZZLES}")
+        if schedule.split and schedule.cluster_m * schedule.cluster_n < 4:
+            raise ProgramError("schedule", "split takes a cluster of four, which is what leaves SMs idle")
+        return schedule
+
+
+def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
+    """Schedules by the steps they are of, whose numbers are JSON's names. Raises ProgramError."""
+    return {int(step): Schedule.from_json(fields) for step, fields in data.items()}
+
+
+def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Schedule]]:
+    """By step, what each of these chose, once."""
+    found: dict[int, dict[Schedule, None]] = {}
+    for step, schedule in (pair for tuned in tunings for pair in tuned.items()):
+        found.setdefault(step, {})[schedule] = None
+    return {step: [*schedules] for step, schedules in found.items()}
+
+
+# What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.
+LARGE_TILES = frozenset(
+    [(256, n, False) for n in (128, 160, 192, 208)]
+    + [(128, n, False) for n in (128, 160, 192, 224, 256)]
+    + [(128, n, True) for n in (128, 160, 192, 208)]
+    + [(192, 128, True)]
+)
+# For outputs of which those are too few to give every SM one.
+SMALL_TILES = frozenset(
+    [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
+)
+TILES = LARGE_TILES | SMALL_TILES
+CLUSTERS = ((1, 1), (1, 2), (2, 1), (2, 2))
+SWIZZLES = (1, 2, 4, 8, 16, 32)

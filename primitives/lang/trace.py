@@ -1,0 +1,437 @@
+"""Tracing: running a kernel file on symbolic tensors writes down a Program and computes nothing.
+
+Standard library only: the jail imports this module. ``trace_source`` executes the file's code, so
+untrusted source is traced by ``verifier.sandbox.jail``, never here directly.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from coda_agent.primitives.lang import diagnostics
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import (
+    OPERATIONS,
+    Attribute,
+    Node,
+    Program,
+    Signature,
+    Type,
+    check_output_names,
+    check_output_type,
+)
+from coda_agent.primitives.lang.partition import cut
+
+FILENAME = "<kernel>"
+BUILTINS = ("dict", "enumerate", "float", "int", "len", "list", "range", "reversed", "tuple", "zip")
+
+
+class Kernel:
+    """A function marked by ``@kernel``: what a kernel file defines exactly one of."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+
+def kernel(function: Callable[..., Any]) -> Kernel:
+    """Mark the one function of a kernel file: its parameters are the spec's inputs and constants by
+    name, and it returns a dict of the spec's outputs."""
+    return Kernel(function)
+
+
+class Trace:
+    """The graph under construction; equal operations over equal arguments are one node."""
+
+    def __init__(self, signature: Signature):
+        self.signature = signature
+        self.nodes: list[Node] = []
+        self.types: list[Type] = []
+        self.lines: list[int | None] = []
+        self._known: dict[Node, int] = {}
+
+    def add(self, node: Node) -> int:
+        if node in self._known:
+            return self._known[node]
+        if node.op == "input":
+            kind = self.signature.inputs[str(node.attribute)].type()
+        else:
+            kind = OPERATIONS[node.op].infer(tuple(self.types[a] for a in node.args), node.attribute)
+        self.nodes.append(node)
+        self.types.append(kind)
+        self.lines.append(_kernel_line())
+        self._known[node] = len(self.nodes) - 1
+        return self._known[node]
+
+
+_current: Trace | None = None
+
+
+def _kernel_line() -> int | None:
+    """The line of the kernel file being executed, from the innermost of its frames."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == FILENAME:
+            return int(frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def _tracing(trace: Trace) -> Iterator[None]:
+    global _current
+    _current = trace
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def apply(op: str, *args: Any, attribute: Attribute = None) -> Tensor:
+    """Add an operation over tensors and Python numbers to the graph being traced."""
+    if _current is None:
+        raise ProgramError("trace", f"{op}() was called outside a @kernel function")
+    indices = tuple(lift(a, op)._index for a in args)
+    return Tensor(_current.add(Node(op, indices, attribute)))
+
+
+def lift(value: Any, op: str) -> Tensor:
+    """A tensor as it is; a finite Python number as a constant."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool | int | float):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        return apply(
+            "constant", attribute=number + 0.0
+        )  # no -0.0: it equals 0.0, and whichever came first would stay
+    raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
+
+
+class Tensor:
+    """A value that a kernel computes: a tile, a vector, a scalar, or a spread vector."""
+
+    __slots__ = ("_index",)
+    __hash__ = None  # type: ignore[assignment]  # == traces a comparison, so tensors are no keys
+
+    def __init__(self, index: int):
+        self._index = index
+
+    @property
+    def _type(self) -> Type:
+        if _current is None:
+            raise ProgramError("trace", "a traced value was used after its kernel had returned")
+        return _current.types[self._index]
+
+    @property
+    def mT(self) -> Tensor:
+        """The transpose, for use as an operand of gemm."""
+        return apply("transpose", self)
+
+    @property
+    def rows(self) -> Tensor:
+        """The number of rows of a tile, as a scalar."""
+        return self._extent(0, "rows")
+
+    @property
+    def columns(self) -> Tensor:
+        """The number of columns of a tile, as a scalar."""
+        return self._extent(1, "columns")
+
+    def _extent(self, axis: int, name: str) -> Tensor:
+        if self._type.kind != "tile":
+            raise ProgramError("argument", f".{name} is a tile's; this is {self._type}")
+        return apply("dim", attribute=str(self._type.shape[axis]))
+
+    def __bool__(self) -> bool:
+        raise ProgramError(
+            "control_flow",
+            "a traced value has no truth value: choose per element with "
+            "where(condition, a, b), or maximum(a, b) and minimum(a, b)",
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ProgramError(
+            "argument", "a traced value cannot be unpacked or iterated; pairs(t) gives two tiles"
+        )
+
+    def __abs__(self) -> Tensor:
+        return apply("abs", self)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ProgramError(
+            "argument", "a traced value cannot be indexed: pairs(t) takes adjacent columns apart"
+        )
+
+    def __neg__(self) -> Tensor:
+        return apply("negative", self)
+
+    def __pos__(self) -> Tensor:
+        return self
+
+    def __pow__(self, exponent: Any) -> Tensor:
+        if isinstance(exponent, int | float) and exponent == 2:
+            return apply("multiply", self, self)
+        raise ProgramError("argument", "only ** 2 is there: write products, sqrt(t) or exp(log(t) * p)")
+
+    def __rpow__(self, base: Any) -> Tensor:
+        raise ProgramError(
+            "argument", "only ** 2 is there: write 2 ** t, say, as exp(0.6931471805599453 * t)"
+        )
+
+    def __invert__(self) -> Tensor:
+        raise ProgramError("argument", f"~ {diagnostics.NO_OPERATOR}")
+
+    def __float__(self) -> float:
+        raise ProgramError("argument", diagnostics.NO_NUMBER)
+
+    __int__ = __index__ = __len__ = __float__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions, which have answers
+            raise AttributeError(name)
+        raise ProgramError("argument", diagnostics.no_attribute(name, _vocabulary()))
+
+
+def _binary(op: str) -> tuple[Callable[[Any, Any], Tensor], Callable[[Any, Any], Tensor]]:
+    def forward(self: Tensor, other: Any) -> Tensor:
+        return apply(op, self, other)
+
+    def reflected(self: Tensor, other: Any) -> Tensor:
+        return apply(op, other, self)
+
+    return forward, reflected
+
+
+for _name, _op in (("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("truediv", "divide")):
+    _forward, _reflected = _binary(_op)
+    setattr(Tensor, f"__{_name}__", _forward)
+    setattr(Tensor, f"__r{_name}__", _reflected)
+for _name, _op in (
+    ("gt", "greater"),
+    ("ge", "greater_equal"),
+    ("lt", "less"),
+    ("le", "less_equal"),
+    ("eq", "equal"),
+    ("ne", "not_equal"),
+):
+    setattr(Tensor, f"__{_name}__", _binary(_op)[0])
+for _name, _symbol in (
+    ("matmul", "@"),
+    ("mod", "%"),
+    ("floordiv", "//"),
+    ("and", "&"),
+    ("or", "|"),
+    ("xor", "^"),
+    ("lshift", "<<"),
+    ("rshift", ">>"),
+):
+
+    def _refuse(self: Tensor, other: Any, _symbol: str = _symbol) -> Tensor:
+        raise ProgramError("argument", f"{_symbol} {diagnostics.NO_OPERATOR}")
+
+    setattr(Tensor, f"__{_name}__", _refuse)
+    setattr(Tensor, f"__r{_name}__", _refuse)
+
+
+def trace_source(source: str, signature: Signature) -> Program:
+    """Execute a kernel file's code and trace its kernel against ``signature``; see ``trace_lines``."""
+    return trace_lines(source, signature)[0]
+
+
+def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | None]]:
+    """Execute a kernel file's code and trace its kernel against ``signature``: the program, and for each of
+    its nodes the line that made it.
+
+    Raises ProgramError with a line of the file for whatever is wrong with it. The code runs with a
+    handful of builtins and no import machinery; names come from ``primitives.__all__``.
+    """
+    trace = Trace(signature)
+    at: int | None = None  # where what has no line of its own went wrong
+    try:
+        function, tree = _load(source)
+        at = function.__code__.co_firstlineno
+        with _tracing(trace):
+            outputs = _call(function, trace)
+            at, entries = _returned(tree, function.__name__)
+            traced = _canonical(trace, _outputs(outputs, trace, entries))
+    except ProgramError as error:
+        if error.line is None:
+            error.line = _line_of(error) or at
+        raise
+    except NameError as error:
+        hint = f": {diagnostics.unknown(error.name, _vocabulary())}" if error.name else ""
+        raise ProgramError("python", f"NameError: {error}{hint}", _line_of(error)) from None
+    except RecursionError:
+        raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
+    except (
+        SyntaxError
+    ) as error:  # of what parses and does not compile, such as a return outside of a function
+        raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ProgramError("python", f"{type(error).__name__}: {error}", _line_of(error)) from None
+    return traced
+
+
+def _line_of(error: BaseException) -> int | None:
+    line, traceback = None, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == FILENAME:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+def _vocabulary() -> list[str]:
+    return list(sys.modules["coda_agent.primitives"].__all__)
+
+
+def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
+    if "\0" in source:  # a ValueError or a SyntaxError, as the version of Python has it
+        raise ProgramError("syntax", "syntax error: source code string cannot contain null bytes")
+    try:
+        tree = ast.parse(source, FILENAME)
+    except MemoryError:
+        raise ProgramError("syntax", "syntax error: an expression is nested too deeply") from None
+    namespace: dict[str, Any] = {"__builtins__": {name: getattr(builtins, name) for name in BUILTINS}}
+    imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "primitives"]
+    for statement in imports:
+        namespace.update(_imported(statement))
+    tree.body = [n for n in tree.body if n not in imports]
+    exec(compile(tree, FILENAME, "exec"), namespace)  # jailed: see the module's docstring
+    kernels = [v for v in namespace.values() if isinstance(v, Kernel)]
+    if len(kernels) != 1:
+        raise ProgramError(
+            "kernel", f"a kernel file has exactly one @kernel function; this has {len(kernels)}"
+        )
+    return kernels[0].function, tree
+
+
+def _imported(statement: ast.ImportFrom) -> dict[str, Any]:
+    vocabulary = sys.modules["coda_agent.primitives"]
+    for alias in statement.names:
+        if alias.name not in vocabulary.__all__:
+            raise ProgramError(
+                "vocabulary",
+                f"primitives has no {alias.name!r}; it has {diagnostics.these(vocabulary.__all__)}",
+                statement.lineno,
+            )
+    return {alias.asname or alias.name: getattr(vocabulary, alias.name) for alias in statement.names}
+
+
+def _call(function: Callable[..., Any], trace: Trace) -> Any:
+    signature = trace.signature
+    code = function.__code__
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    expected = [*signature.inputs, *signature.constants, *signature.static]
+    if sorted(given) != sorted(expected):
+        wrong = [n for n in given if n not in expected]
+        missing = [n for n in expected if n not in given]
+        said = [
+            f"unknown {', '.join(wrong)}" if wrong else "",
+            f"missing {', '.join(missing)}" if missing else "",
+        ]
+        raise ProgramError(
+            "parameters",
+            f"the kernel's parameters must be {', '.join(expected)}: {'; '.join(s for s in said if s)}",
+            code.co_firstlineno,
+        )
+    values: dict[str, Any] = {n: Tensor(trace.add(Node("input", (), n))) for n in signature.inputs}
+    sizes = {n: apply("dim", attribute=n) for n in signature.static}
+    return function(**values, **signature.constants, **sizes)
+
+
+def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
+    """The line of the function's return, and of each entry of a dict that is written there."""
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    found = next((n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)), None)
+    if found is None:
+        return next((f.lineno for f in functions), None), {}
+    keys = found.value.keys if isinstance(found.value, ast.Dict) else []
+    return found.lineno, {k.value: k.lineno for k in keys if isinstance(k, ast.Constant)}
+
+
+def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int]:
+    """The nodes that outputs are; ProgramError, with the entry's line, for what the spec does not ask for."""
+    if not isinstance(given, dict) or not all(isinstance(k, str) for k in given):
+        raise ProgramError("outputs", "the kernel must return a dict of outputs by name")
+    check_output_names(given, trace.signature)
+    for name, value in given.items():
+        line = entries.get(name)
+        if not isinstance(value, Tensor):
+            said = f"output {name!r} is {type(value).__name__}, not a tile or vector"
+            raise ProgramError("outputs", said, line)
+        check_output_type(name, trace.types[value._index], trace.signature, line)
+    return {name: value._index for name, value in given.items()}
+
+
+def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:
+    """Only what outputs reach, numbered depth first from them: names and order of lines leave no mark."""
+    order: dict[int, int] = {}
+    for root in (outputs[name] for name in sorted(outputs)):
+        stack = [(root, False)]
+        while stack:
+            index, done = stack.pop()
+            if index in order:
+                continue
+            if done:
+                order[index] = len(order)
+            else:
+                stack.append((index, True))
+                stack.extend((a, False) for a in reversed(trace.nodes[index].args))
+    nodes = tuple(
+        Node(n.op, tuple(order[a] for a in n.args), n.attribute) for n in (trace.nodes[i] for i in order)
+    )
+    lines = [trace.lines[i] for i in order]
+    program = Program(trace.signature, nodes, {k: order[v] for k, v in outputs.items()}).check(lines)
+    cut(program, tuple(lines))
+    return program, lines
+
+
+def size_of(value: Any) -> str:
+    """The size that a static dim, or a product of such, stands for."""
+    if _current is not None and isinstance(value, Tensor):
+        found = _size(_current.nodes, value._index)
+        if found is not None:
+            return str(found)
+    raise ProgramError(
+        "argument", "head_sums: the width is a static dim, a parameter of the kernel, or 2 * such a dim"
+    )
+
+
+def _size(nodes: list[Node], index: int) -> Dim | None:
+    """The polynomial that a scalar node computes from dims and whole numbers, if it is one."""
+    node = nodes[index]
+    if node.op == "dim":
+        return Dim.parse(str(node.attribute))
+    if node.op == "constant" and isinstance(node.attribute, float) and node.attribute.is_integer():
+        return Dim.parse(int(node.attribute))
+    parts = [_size(nodes, a) for a in node.args] if node.op in ("add", "multiply") else []
+    if len(parts) == 2 and parts[0] is not None and parts[1] is not None:
+        return parts[0] + parts[1] if node.op == "add" else parts[0] * parts[1]
+    return None
+
+
+def dim_attribute(attribute: Attribute) -> Dim:
+    """A ``dim`` node's polynomial; ProgramError where it is none."""
+    try:
+        return Dim.parse(attribute if isinstance(attribute, str) else "?")
+    except ValueError as error:
+        raise ProgramError("dim", str(error)) from None

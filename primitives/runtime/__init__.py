@@ -1,0 +1,1 @@
+"""Running programs on a GPU: compiled, tuned, planned and launched."""

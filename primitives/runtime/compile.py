@@ -1,0 +1,234 @@
+"""Compiling lowered modules: kernels to call, and cubins with a resource report.
+
+A program's own text is compiled here (``jit``), one that an author has edited in confinement
+(``primitives.raw``). The resource report needs no GPU: it compiles for sm_90a in a child process and reads
+the cubin. ``python -m coda_agent.primitives.runtime.compile`` is that child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives import raw
+from coda_agent.primitives.compiler.compile_error import CompileError, refusal
+from coda_agent.primitives.compiler.cubin import Resources, inspect_cubin
+from coda_agent.primitives.compiler.jit import cached_gemm, cached_vector, compile_kernel, noting_stages
+from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel, lower
+from coda_agent.primitives.compiler.probe_schedules import (
+    PROBES,
+    candidates,
+    crowded,
+    probes,
+)
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.system import deadline, subprocesses
+from coda_agent.primitives.system.files import cache_dir, kept
+
+CROWDED = "shared_memory"  # the code of a step that no tile has room for
+FORMAT = 5  # of the file that keeps a report, and of what is counted in it
+
+
+def compile_gemm(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
+) -> Callable[..., Any]:
+    """Compile a step for one schedule; of ``sizes`` only those of static dims matter. Its A crosses as
+    [M, K], whatever its strides; B as it is stored: [K, N], or [N, K] where ``b_transposed``. Of a raw text,
+    the object that a confined child makes or has made: CompileError where it refuses, as below."""
+    if lowered.raw:
+        return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
+    return cached_gemm(lowered, kernel, schedule, sizes)
+
+
+def compile_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
+    """Compile the kernel for vectors between steps."""
+    if lowered.raw:
+        return raw.load(raw.Wanted(lowered, kernel, None, {}))
+    return cached_vector(lowered, kernel)
+
+
+def report(
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[Schedule] = PROBES, raw: str = ""
+) -> tuple[Resources, ...]:
+    """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins; of an edited text
+    (``raw``) in a confined child of the child.
+
+    ``sizes`` holds the static dims; schedules that a step does not fit are left out, and where none is left,
+    one that it fits is taken (``probe_schedules``). Runs in a child process (a compiler can crash) and is
+    kept by content. Raises CompileError, with the code CROWDED where a step fits none, and CacheError.
+    """
+    lowered = lower(program, raw)
+    static = {dim: sizes[dim] for dim in program.signature.static}
+    tried = _tried(program, lowered, sizes, tuple(schedules))
+    key = json.dumps(
+        [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
+    )
+    asked = {"program": program.to_json(), "sizes": static, "schedules": tried, "raw": raw}
+    rows = kept("resources", key, lambda: _run_child(json.dumps(asked)))
+    return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
+
+
+def _tried(
+    program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
+) -> list[list[dict[str, int | bool]]]:
+    """The schedules that each step is compiled on; none where no tile holds its heads."""
+    tried = []
+    for gemm in lowered.gemms:
+        fitting = probes(program, gemm, sizes, schedules)
+        if not fitting and candidates(gemm, sizes):
+            words, node = crowded(program, gemm, sizes)
+            raise CompileError(words, CROWDED, node=node)
+        tried.append([schedule.to_json() for schedule in fitting])
+    return tried
+
+
+COMPILE_SECONDS = 300
+
+
+def _run_child(request: str) -> str:
+    """The child's answer. CompileError with its words, or with the bound that ended it: time or memory."""
+    with _turn:
+        child = _child()
+        try:
+            return child.answer(request)
+        except BaseException:  # one that failed, or was interrupted, is not asked again
+            child.end()
+            raise
+
+
+def _child() -> _Child:
+    """The one that was started before, or a new one."""
+    global _kept
+    if _kept is None or not _kept.usable():
+        if _kept is not None:
+            _kept.end()
+        _kept = _Child()
+    return _kept
+
+
+class _Child:
+    """A process that compiles, one request after the other: its imports take longer than most compiles."""
+
+    def __init__(self) -> None:
+        self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in end()
+        self.made = self._circumstances()
+        self.process = subprocesses.converse(
+            "coda_agent.primitives.runtime.compile",
+            self.scratch.name,
+            stderr=self.errors,
+            env=_environment() | {"CUTE_DSL_DUMP_DIR": self.scratch.name, "CUTE_DSL_KEEP_CUBIN": "1"},
+        )
+
+    @staticmethod
+    def _circumstances() -> tuple[object, ...]:
+        """Who starts a child, and what decides which code and files it works with."""
+        paths = (os.environ.get("PYTHONPATH"), cache_dir())
+        return os.getpid(), sys.executable, subprocesses.MEMORY_BYTES, *paths
+
+    def usable(self) -> bool:
+        return self.made == self._circumstances() and not subprocesses.ended(self.process)
+
+    def answer(self, request: str) -> str:
+        limit = deadline.within(COMPILE_SECONDS)
+        line = subprocesses.ask(self.process, request.encode() + b"\n", limit)
+        if line:
+            answer = json.loads(line)
+            if isinstance(answer, list):
+                return json.dumps(answer)
+            raise CompileError(refusal(answer["error"]), answer.get("code", "compiler"), answer.get("line"))
+        if time.monotonic() >= limit:
+            deadline.check(limit)
+            raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
+        status = subprocesses.end(self.process)
+        raise CompileError(
+            refusal(subprocesses.tail(self.errors)) or f"the compiler died with status {status}"
+        )
+
+    def end(self) -> None:
+        if self.made[0] != os.getpid():  # after a fork it is the parent's
+            return
+        subprocesses.hang_up(self.process)
+        self.errors.close()
+        self.scratch.cleanup()
+
+
+_turn = threading.Lock()
+_kept: _Child | None = None
+
+
+def _environment() -> dict[str, str]:
+    """A user's settings of the compilers must not change what is reported."""
+    given = {k: v for k, v in subprocesses.environment().items() if not k.startswith(("CUTE_DSL_", "QUACK_"))}
+    return given | subprocesses.HOPPER
+
+
+def _serve(scratch: Path) -> None:
+    """A request a line in, an answer a line out: resources, or what the compiler said."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
+    for line in sys.stdin:
+        try:
+            answer: object = _answer(json.loads(line), scratch)
+        except CompileError as error:
+            answer = {"error": str(error), "code": error.code, "line": error.line}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
+    lowered = lower(Program.from_json(request["program"]), request["raw"])
+    sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None]]()
+    for gemm, tried in zip(lowered.gemms, request["schedules"], strict=True):
+        wanted += [(gemm, each) for fields in tried for each in Schedule.from_json(fields).launches]
+    wanted += [(vector, None) for vector in lowered.vectors]
+    return [asdict(_resources(scratch, lowered, kernel, s, sizes)) for kernel, s in wanted]
+
+
+def _resources(
+    scratch: Path,
+    lowered: Lowered,
+    kernel: GemmKernel | VectorKernel,
+    schedule: Schedule | None,
+    sizes: Mapping[str, int],
+) -> Resources:
+    fields = schedule.to_json() if schedule else None
+    if lowered.raw:
+        built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), scratch)
+        cubin = scratch / "built.cubin"
+        cubin.write_bytes(built.cubin)
+        found = inspect_cubin(cubin, kernel.name, fields, built.stages, built.seconds)
+        cubin.unlink()
+        return replace(found, own_launch=built.own_launch)
+    return _measured(scratch, kernel.name, fields, partial(compile_kernel, lowered, kernel, schedule, sizes))
+
+
+def _measured(
+    scratch: Path, name: str, schedule: dict[str, Any] | None, build: Callable[[], Any]
+) -> Resources:
+    start = time.monotonic()
+    with noting_stages() as stages:
+        build()
+    seconds = time.monotonic() - start
+    (cubin,) = scratch.rglob("*.cubin")
+    found = inspect_cubin(cubin, name, schedule, stages[-1] if stages else None, seconds)
+    cubin.unlink()  # the next configuration's has the same name
+    return found
+
+
+if __name__ == "__main__":
+    subprocesses.die_with(int(sys.argv[2]))
+    _serve(Path(sys.argv[1]))

@@ -1,0 +1,375 @@
+"""Plans: a program bound to sizes and schedules, its kernels compiled, one workspace allocated and every host
+decision taken; calling one launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+from coda_agent.primitives.compiler.jit import load_module
+from coda_agent.primitives.compiler.lower import Argument, GemmKernel, VectorKernel, lower
+from coda_agent.primitives.compiler.split import share
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import Program, reduction
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.compile import compile_gemm, compile_vector
+from coda_agent.primitives.runtime.launchable import LaunchError
+from coda_agent.primitives.runtime.turns import CudaStreams, Turns
+
+if TYPE_CHECKING:
+    import torch
+
+GAP = 4096  # bytes around each tensor of a workspace, in which a proof sees what is written astray
+
+
+class _Slots:
+    """The tensors and numbers that launches pick from, by position: a call's inputs and outputs, then
+    what is fixed once, then what derives from the former."""
+
+    def __init__(self, names: Sequence[str]):
+        self._index: dict[Hashable, int] = {name: i for i, name in enumerate(names)}
+        self.fixed: list[Any] = []
+        self.derived: list[tuple[int, Callable[[Any], Any]]] = []
+        self._given = len(names)
+        self.nothing = self.fix(None, None)
+
+    def fix(self, key: Hashable, value: Any) -> int:
+        """The slot of something that no call changes. All of these come before any derived one."""
+        self._index[key] = self._given + len(self.fixed)
+        self.fixed.append(value)
+        return self._index[key]
+
+    def at(self, key: Hashable) -> int:
+        """The slot of what was named or fixed before."""
+        return self._index[key]
+
+    def derive(self, source: int, change: Callable[[Any], Any]) -> int:
+        """The slot of a view that each call takes of another slot; of a fixed one it is taken here, once."""
+        if (source, change) not in self._index:
+            self._index[source, change] = self._given + len(self.fixed) + len(self.derived)
+            once = 0 <= source - self._given < len(self.fixed)
+            view = _always(change(self.fixed[source - self._given])) if once else change
+            self.derived.append((source, view))
+        return self._index[source, change]
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda _: value
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.view(torch.float32)
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mT
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _listed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(1)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Some of what lies along an axis of a tensor."""
+
+    axis: int
+    first: int
+    past: int
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.axis == 0:
+            return tensor[self.first : self.past]  # half of what narrow costs the host
+        return tensor.narrow(self.axis, self.first, self.past - self.first)
+
+
+def _picker(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """itemgetter that gives a tuple for one item too."""
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    (only,) = slots
+    return lambda values: (values[only],)
+
+
+Launch = Callable[[Sequence[Any]], None]
+Part = tuple[Literal["gemm", "vector"], int]  # of a program: a step's GEMM, or the vectors final after it
+
+
+class Plan:
+    """A program bound to sizes, schedules and a device.
+
+    ``plan(inputs)`` returns fresh outputs; ``plan.run(inputs, outputs)`` writes into given ones with
+    no allocation and no decision. Tensors must have the shapes, dtypes and device of the plan.
+    The workspace (bytes; made where none, or too small a one, is given) is shared between calls. Any threads
+    and streams may call: the calls run one after the other on the GPU (``turns``). Plans that are given one
+    workspace do not wait for each other.
+    ``raw``: an edited text to compile in place of the program's own, in a confined child.
+    ``parts``: what is launched, in order; ``gaps``: bytes of the workspace in which nothing lies.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        sizes: Mapping[str, int],
+        schedules: Mapping[int, Schedule],
+        device: torch.device | str = "cuda",
+        workspace: torch.Tensor | None = None,
+        raw: str = "",
+    ):
+        import torch
+
+        self.program, self.sizes, self.device = program, dict(sizes), torch.device(device)
+        self.lowered = lower(program, raw)
+        self.schedules = {g.step: schedules[g.step] for g in self.lowered.gemms}
+        self._steps = cut(program)
+        self._names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
+        self._names |= {index: name for name, index in program.outputs.items()}
+        self._inputs, self._outputs = tuple(program.signature.inputs), tuple(program.signature.outputs)
+        self._slots = _Slots([*self._inputs, *self._outputs])
+        kernels: list[GemmKernel | VectorKernel] = [*self.lowered.gemms, *self.lowered.vectors]
+        scalars = {(a.role, a.node) for k in kernels for a in k.arguments if a.role in ("scalar", "extent")}
+        fixed = {key: self._scalar(*key) for key in sorted(scalars)} | self._allocate(workspace)
+        for key, value in fixed.items():
+            self._slots.fix(key, value)
+        tensors = [self.workspace, *(v for v in fixed.values() if isinstance(v, torch.Tensor))]
+        streams = CudaStreams(self.device) if self.device.type == "cuda" else None
+        self._turns = Turns(streams, tensors)
+        kernels.sort(key=lambda k: (k.step, isinstance(k, VectorKernel)))
+        self._launches: list[tuple[Part, Launch]] = []
+        for k in kernels:
+            if isinstance(k, GemmKernel):
+                self._launches += [(("gemm", k.step), launch) for launch in self._gemm(k)]
+            else:
+                self._launches.append((("vector", k.step), self._vector(k)))
+        self.parts = list(dict.fromkeys(part for part, _ in self._launches))
+        added = {self._names[k.adds] for k in self.lowered.gemms if k.adds is not None}
+        self._added = [(o, name) for o, name in program.signature.updates.items() if name in added]
+
+    def _shape(self, index: int) -> list[int]:
+        return [d(self.sizes) for d in self._steps.types[index].shape]
+
+    def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
+        """[1, M, tiles along N] of a reduction along rows, [1, tiles along M, N] of one along columns."""
+        rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
+        schedule = self.schedules[gemm.step]
+        if self._along_columns(reduced):
+            return [1, -(-rows // schedule.tile_m), columns]
+        return [1, rows, -(-columns // schedule.tile_n)]
+
+    def _along_columns(self, reduced: int) -> bool:
+        how = reduction(self.program.nodes[reduced])
+        return how is not None and how.axis == "column"
+
+    def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
+        """What lives between kernels, in one buffer: tiles and vectors that are no outputs, then partials,
+        which are as many as the chosen tiles make them."""
+        import torch
+
+        values: dict[Hashable, tuple[list[int], str]] = {}
+        partials: dict[Hashable, tuple[list[int], str]] = {}
+        for gemm in self.lowered.gemms:
+            for a in (*gemm.arguments, gemm.d):
+                if a is not None and a.role == "partial" and not a.picks:
+                    partials["partial", a.node, a.part] = (self._partials(gemm, a.node), "fp32")
+                elif a is not None and a.role == "store" and a.node not in self._names:
+                    values["value", a.node] = (self._shape(a.node), self._steps.dtypes[a.node])
+        for vector in self.lowered.vectors:
+            for a in vector.arguments:
+                if a.role == "out" and a.node not in self._names:
+                    values["value", a.node] = (self._shape(a.node), a.dtype)
+        # Values lie at one place whatever the tiles: plans of a race share a buffer, and run a step on what
+        # earlier ones left there.
+        wanted = values | partials
+        sizes = {
+            key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
+            for key, (shape, dtype) in wanted.items()
+        }
+        total = GAP + sum(-(-n // 256) * 256 + GAP for n in sizes.values())
+        if workspace is None or workspace.numel() < total:
+            workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
+        self.workspace = workspace
+        # Selections start and are left at -inf (the finishing kernel sees to it): no other plan's bytes.
+        selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
+        tensors: dict[Hashable, torch.Tensor] = {
+            key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
+        }
+        offset, end = GAP, 0
+        self.gaps: list[torch.Tensor] = []
+        for key, (shape, dtype) in wanted.items():
+            self.gaps.append(workspace[end:offset])
+            end = offset + sizes[key]
+            tensors[key] = workspace[offset:end].view(torch_dtype(dtype)).view(shape)
+            offset += -(-sizes[key] // 256) * 256 + GAP
+        self.gaps.append(workspace[end:])
+        return tensors
+
+    def _scalar(self, role: str, node: int) -> Any:
+        """The size that a node names, or for an ``extent`` how many columns it has."""
+        from cutlass import Float32
+
+        named = role == "scalar"
+        size = (
+            Dim.parse(str(self.program.nodes[node].attribute)) if named else self._steps.types[node].shape[1]
+        )
+        return Float32(float(size(self.sizes)))
+
+    def _value(self, node: int) -> int:
+        return self._slots.at(self._names.get(node) or ("value", node))
+
+    def _slot(self, argument: Argument | None, pointer: Callable[[torch.Tensor], Any] = _address) -> int:
+        """Where a launch finds an argument; ``pointer``: as what a number in memory crosses."""
+        if argument is None or argument.role == "head":  # which is a number in the compiled kernel
+            return self._slots.nothing
+        if argument.role in ("scalar", "extent"):
+            return self._slots.at((argument.role, argument.node))
+        if argument.role == "partial":
+            return self._slots.at(("partial", argument.node, argument.part))
+        slot = self._value(argument.node)
+        if argument.role == "pointer":
+            return self._slots.derive(slot, pointer)
+        return self._slots.derive(slot, _packed) if argument.packed else slot
+
+    def _gemm(self, kernel: GemmKernel) -> list[Launch]:
+        from quack.cute_dsl_utils import get_max_active_clusters
+
+        schedule = self.schedules[kernel.step]
+        if not kernel.admits(schedule, self.sizes):
+            raise LaunchError(
+                f"step {kernel.step}: a tile of {schedule.tile_n} columns does not hold "
+                f"{kernel.wants(self.sizes)}"
+            )
+        clusters = get_max_active_clusters(schedule.cluster_m * schedule.cluster_n)
+        if not schedule.split:
+            return [self._launch(kernel, schedule, clusters)]
+        beside = (get_max_active_clusters(1) - 4 * clusters) // 2
+        rows, columns = self._shape(self._steps.gemms[kernel.step].gemm)
+        taken = share((rows, columns), schedule, clusters, beside)
+        spans = (0, taken, clusters), (taken, rows, beside)
+        return [
+            self._launch(kernel, each, most, (first, past))
+            for each, (first, past, most) in zip(schedule.launches, spans, strict=True)
+            if first < past
+        ]
+
+    def _launch(
+        self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
+    ) -> Launch:
+        """A step, or some of its ``rows``, on so many clusters at a time."""
+        from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
+
+        compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
+        made = self._epilogue_arguments(kernel.step)
+        own = {a.name: self._rows(a, schedule, rows) for a in kernel.arguments}
+        epilogue = _picker([own.get(field, self._slots.nothing) for field in made._fields])
+        make = made._make
+        a = self._value(kernel.a)
+        a = self._slots.derive(a, _transposed) if kernel.a_transposed else a
+        a = self._slots.derive(a, _Span(0, *rows)) if rows else a
+        tiles = [self._rows(each, schedule, rows) for each in (kernel.d, kernel.c)]
+        operands = _picker([a, self._value(kernel.b), *tiles])
+        scheduler = make_scheduler_args(clusters, schedule.swizzle, None)
+        varlen = make_varlen_args(None, None, None)
+
+        def launch(slots: Sequence[Any]) -> None:
+            compiled(*operands(slots), make(epilogue(slots)), scheduler, varlen, None, None)
+
+        return launch
+
+    def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> int:
+        """Where a launch of some rows finds what it reads and writes of an argument."""
+        slot = self._slot(argument)
+        if argument is None or rows is None:
+            return slot
+        first, past = rows
+        match argument.role:
+            case "partial" if not argument.picks:
+                if self._along_columns(argument.node):
+                    first, past = first // schedule.tile_m, -(-past // schedule.tile_m)
+                return self._slots.derive(slot, _Span(1, first, past))
+            case "load" | "store" | "table" | "row" | "index" | "partial":
+                return self._slots.derive(slot, _Span(0, first, past))
+            case "memory" if argument.rank == 2:
+                return self._slots.derive(slot, _Span(0, first, past))
+        return slot
+
+    def _epilogue_arguments(self, step: int) -> Any:
+        """The class of a step's epilogue arguments: an edited text's are those of the program's own."""
+        lowered = lower(self.program) if self.lowered.raw else self.lowered
+        name = next(g.name for g in lowered.gemms if g.step == step)
+        return getattr(load_module(lowered), name).EpilogueArguments
+
+    def _vector(self, kernel: VectorKernel) -> Launch:
+        compiled = compile_vector(self.lowered, kernel)
+        arguments = _picker([self._slot(a, _listed) for a in kernel.arguments])
+        return lambda slots: compiled(*arguments(slots))
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Fresh, uninitialised outputs; those that update an input among them, too."""
+        import torch
+
+        return {
+            name: torch.empty(
+                [d(self.sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=self.device
+            )
+            for name, t in self.program.signature.outputs.items()
+        }
+
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Launch on the current stream. The caller vouches for shapes, dtypes and device. An output that
+        updates an input may be that input's tensor: it is then written over."""
+        with self._turns.lock:
+            self._turns.take()
+            slots = self._fill(inputs, outputs)
+            for _, launch in self._launches:
+                launch(slots)
+
+    def run_step(
+        self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """One GEMM and the vectors that are final after it, on what ``run`` left for it."""
+        self.run_parts((("gemm", step), ("vector", step)), inputs, outputs)
+
+    def run_parts(
+        self,
+        wanted: Sequence[Part],
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Some of ``parts``, in their order, on what ``run`` left for them."""
+        with self._turns.lock:
+            self._turns.take()
+            slots = self._fill(inputs, outputs)
+            for part, launch in self._launches:
+                if part in wanted:
+                    launch(slots)
+
+    def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:
+        for output, name in self._added:
+            if outputs[output] is not inputs[name]:  # a sum is added to what is there
+                outputs[output].copy_(inputs[name])
+        slots: list[Any] = [inputs[name] for name in self._inputs]
+        slots += [outputs[name] for name in self._outputs]
+        slots += self._slots.fixed
+        for source, change in self._slots.derived:
+            slots.append(change(slots[source]))
+        return slots
+
+    def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs as a caller wants them: fresh ones, but for those that are written over an input."""
+        updated = {output: inputs[name] for output, name in self.program.signature.updates.items()}
+        return {**self.outputs(), **updated}
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outputs = self.outputs()
+        self.run(inputs, outputs)
+        return outputs

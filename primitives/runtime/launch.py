@@ -1,0 +1,132 @@
+"""Launching: Program x CUDA tensors -> CUDA tensors, planned once and then called cheaply.
+
+A ``Kernel`` checks its tensors (``launchable``), has its schedules tuned (``tune``)
+and keeps a plan (``primitives.runtime.executable``) for their sizes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.schedule import Schedule, all_by_step, by_step
+from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.primitives.runtime.launchable import LaunchError, check_sizes, check_tensors, dense
+from coda_agent.primitives.runtime.tune import tuned
+from coda_agent.primitives.system.files import read_json
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Kernel:
+    """A program as a function of CUDA tensors: ``Kernel.load("NAME.program.json")(x=x, w=w, ...)``.
+
+    It launches on the tensors' device, on that one's current stream. The first call with new shapes plans
+    and tunes (seconds to minutes, kept on disk); later ones launch.
+    ``schedules`` by step replace tuning; with ``known`` ones it only races those. ``raw``: as for ``Plan``;
+    such a text is raced over ``known`` schedules alone, since on others nobody saw that it is right.
+
+    Any threads and CUDA streams may call it at once. Calls of the same shapes share a workspace, so they run
+    one after the other on the GPU: a stream waits for the stream of the call before. For calls that overlap,
+    make a Kernel for each stream. A call that is captured into a CUDA graph waits for nothing, and neither do
+    the graph's replays: keep them from overlapping each other and other calls, and call from no other thread
+    during a capture. An external stream must live until another stream's next call.
+    A copy, or what a pickle gives, plans anew.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedules: Mapping[int, Schedule] | None = None,
+        known: Mapping[int, Sequence[Schedule]] | None = None,
+        raw: str = "",
+    ):
+        self.program, self.known, self.raw = program, known, raw
+        self.schedules = {**(schedules or {}), **program.schedule}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._planning = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.program, self.schedules, self.known, self.raw)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, schedules: Mapping[int, Schedule] | None = None, raw: str | Path | None = None
+    ) -> Kernel:
+        """Read a NAME.program.json; ``raw``: and a NAME.raw.py, which is compiled in confinement and runs in
+        place of the program's own text, on schedules that the report beside it says it was proved on. Raises
+        OSError, or ProgramError for what is no program."""
+        text, edited = (Path(p).read_text(encoding="utf-8") if p else "" for p in (path, raw))
+        program = Program.from_json(text)
+        known = _proved(program, edited, Path(raw)) if raw else None
+        return cls(program, schedules, known, edited)
+
+    def plan(self, inputs: Mapping[str, torch.Tensor]) -> Plan:
+        """The plan for tensors like these. LaunchError for inputs that cannot be launched on."""
+        sizes = check_tensors(self.program.signature, inputs)
+        device = next(iter(inputs.values())).device
+        key = (device, *sorted(sizes.items()))
+        found = self._plans.get(key)
+        if found is None:
+            check_sizes(self.program, sizes)  # of a plan's sizes this is known
+            with self._planning, _current(device):  # one thread plans, and the others take its plan
+                found = self._plans.get(key) or self._planned(inputs, sizes, device)
+                self._plans[key] = found
+        return found
+
+    def _planned(
+        self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int], device: torch.device
+    ) -> Plan:
+        steps = {n for n, _ in enumerate(cut(self.program).gemms)}
+        schedules = self.schedules
+        if not steps <= schedules.keys():
+            self._expect_proved(sizes)
+            schedules = {**tuned(self.program, inputs, sizes, self.known, self.raw), **schedules}
+        return Plan(self.program, sizes, schedules, device, raw=self.raw)
+
+    def _expect_proved(self, sizes: Mapping[str, int]) -> None:
+        for gemm in lower(self.program).gemms if self.raw else ():
+            known = (self.known or {}).get(gemm.step, ())
+            if gemm.step not in self.schedules and not any(gemm.admits(s, sizes) for s in known):
+                raise LaunchError(
+                    f"step {gemm.step}: no report says that the edited text is right on a schedule which "
+                    "these sizes admit: give schedules, or leave raw out"
+                )
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Outputs by name; one that updates an input is that input's tensor, written over. LaunchError for
+        inputs that cannot be launched on."""
+        import torch
+
+        taken = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+        plan = self.plan(taken)
+        outputs = plan.in_place(taken)
+        with _current(plan.device):
+            plan.run(taken, outputs)
+        return outputs | {output: inputs[name] for output, name in self.program.signature.updates.items()}
+
+
+def _proved(program: Program, text: str, path: Path) -> dict[int, list[Schedule]]:
+    """By step, the schedules that the report beside an edited text measured it on; none where there is no
+    report of this text."""
+    report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
+    if report.get("identity", {}).get("lowered_hash") != lower(program, text).hash:
+        return {}
+    return all_by_step(by_step(timing["schedules"]) for timing in report["timings"])
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, ``device`` is PyTorch's current one: a kernel goes to that one's stream, wherever its tensors
+    lie."""
+    import torch
+
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,125 @@
+"""What a program can be launched on: checks of tensors and sizes, made before any kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING
+
+from coda_agent.primitives.compiler.roofline import ITEM_BYTES
+from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
+from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.lang.partition import cut
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 16  # bytes: what the bulk tensor copies need of addresses and row strides
+
+
+class LaunchError(Exception):
+    """Tensors or sizes that a program cannot be launched on, found before any kernel runs."""
+
+
+def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
+    """Which rows are no multiple of 16 bytes at these sizes, in words; empty if all are."""
+    signature, types = program.signature, program.types()
+    tensors = {name: (t.shape, t.dtype) for name, t in {**signature.inputs, **signature.outputs}.items()}
+    for index, dtype in cut(program).dtypes.items():
+        if types[index].kind == "tile" and index not in program.outputs.values():
+            tensors[f"the tile that node {index} hands on"] = (types[index].shape, dtype)
+    for name, index in program.outputs.items():
+        if types[index].kind == "head":  # threads store statistics themselves, one by one
+            del tensors[name]
+    found = []
+    for name, (shape, dtype) in tensors.items():
+        if len(shape) == 2:
+            extent = shape[1](sizes)
+            if extent * ITEM_BYTES[dtype] % ALIGNMENT:
+                found.append(f"{name}: rows of {extent} {dtype} are no multiple of {ALIGNMENT} bytes")
+    return found
+
+
+def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
+    """LaunchError for sizes at which a tensor is empty or has rows that do not align."""
+    errors = [*empty(program.signature, sizes), *alignment_errors(program, sizes)]
+    if errors:
+        raise LaunchError("; ".join(errors))
+
+
+def check_tensors(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The sizes of tensors that are what the signature says; LaunchError naming what is wrong otherwise.
+
+    A tensor that requires grad is refused while PyTorch records gradients: a kernel is no autograd function,
+    so a loss made of its outputs would train nothing, and nobody would be told.
+    """
+    import torch
+
+    if set(inputs) != set(signature.inputs):
+        raise LaunchError(f"inputs must be {', '.join(signature.inputs)}; got {', '.join(inputs)}")
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise LaunchError(f"input {name!r} must be a tensor; it is of type {type(tensor).__name__}")
+    devices = {str(t.device) for t in inputs.values()}
+    if len(devices) != 1 or not next(iter(devices)).startswith("cuda"):
+        raise LaunchError(f"inputs must be on one CUDA device; they are on {', '.join(sorted(devices))}")
+    for name, tensor in inputs.items():
+        declared = signature.inputs[name]
+        if tensor.dtype != torch_dtype(declared.dtype):
+            raise LaunchError(f"input {name!r} is {tensor.dtype}; the spec says {declared.dtype}")
+        if tensor.ndim != len(declared.shape):
+            raise LaunchError(f"input {name!r} has {tensor.ndim} dims; the spec says {len(declared.shape)}")
+        if not tensor.is_contiguous() or tensor.ndim and tensor.data_ptr() % ALIGNMENT:
+            raise LaunchError(
+                f"input {name!r} must be contiguous and {ALIGNMENT}-byte aligned: call .contiguous()"
+            )
+        if dense(tensor) is not tensor:
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise LaunchError(
+                f"input {name!r} of shape {shape} has strides {strides}, which bulk copies do not take: "
+                f"call .flatten().view{shape}"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise LaunchError(
+                f"input {name!r} requires grad, and a kernel's outputs carry none: call .detach(), or launch "
+                "under torch.no_grad()"
+            )
+    _check_updates(signature, inputs)
+    try:
+        return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
+    """LaunchError where an input that is written over shares memory with another one. What the program itself
+    reads of it, element by element where the output is computed, was checked when it was traced."""
+    spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
+    for output, written in signature.updates.items():
+        start, end = spans[written]
+        for other, (first, last) in spans.items():
+            if other != written and first < end and start < last:
+                raise LaunchError(
+                    f"output {output!r} is written over input {written!r}, with which input {other!r} shares "
+                    f"memory: give {other!r} a tensor of its own, with .clone()"
+                )
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements with the strides of a fresh tensor, no copy; most tensors come back as they are.
+    PyTorch calls one row contiguous whatever its stride, which bulk copies want to be a multiple of 16 bytes.
+    """
+    if 1 not in tensor.shape or not tensor.is_contiguous():
+        return tensor
+    strides = tuple(prod(max(1, n) for n in tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+
+
+def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
+    """Which inputs and outputs would have no elements at these sizes, in words: a shape may subtract."""
+    found = []
+    for name, tensor in {**signature.inputs, **signature.outputs}.items():
+        extents = [d(sizes) for d in tensor.shape]
+        if min(extents, default=1) < 1:
+            found.append(f"{name} would be {extents} at {dict(sizes)}: every extent is at least 1")
+    return found

@@ -1,0 +1,272 @@
+"""Machine code beside the lowered text: which instructions each of its lines became.
+
+CuTeDSL's line info, which changes no instruction, names the file and line that an operation was traced at;
+what a line of the lowered text calls (``sigmoid``, ``pack``) counts as that line's here. Instructions are
+counted as they stand in the code, not as often as they run; an epilogue is unrolled whole, so that its counts
+are a thread's for one tile. Compiles without a GPU, in a child process, which is this module run by
+``python -m``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from coda_agent.primitives import raw
+from coda_agent.primitives.compiler.compile_error import CompileError, refusal
+from coda_agent.primitives.compiler.cubin import tool
+from coda_agent.primitives.compiler.jit import compile_kernel, load_module
+from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel, lower
+from coda_agent.primitives.compiler.probe_schedules import probes
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule, by_step
+from coda_agent.primitives.runtime.compile import COMPILE_SECONDS, _environment
+from coda_agent.primitives.system import subprocesses
+from coda_agent.primitives.system.files import kept
+
+FORMAT = 2  # of the file that keeps a listing, and of how it is found
+LOWERED = ""  # the file of the lowered text itself
+
+_KINDS = {
+    "HGMMA": "HGMMA QGMMA",
+    "FP32": "FADD FMUL FFMA FMNMX FSEL FSET FSETP FCHK",
+    "MUFU": "MUFU",
+    "convert": "F2F F2FP F2I F2IP I2F I2FP FRND",
+    "shuffle": "SHFL REDUX VOTE MATCH",
+    "shared": "LDS LDSM STS STSM ATOMS",
+    "global": "LDG LD STG ST ATOM ATOMG RED REDG",
+    "TMA": "UTMALDG UTMASTG UTMAREDG UTMAPF UBLKCP UBLKRED UBLKPF",
+    "spill": "LDL STL",
+    "sync": "BAR SYNCS WARPSYNC WARPGROUP DEPBAR LDGDEPBAR MEMBAR FENCE ERRBAR UTMACMDFLUSH UCGABAR_ARV "
+    "UCGABAR_WAIT ACQBULK",
+    "integer": "IADD3 IMAD IMNMX ISETP LEA LOP3 MOV PLOP3 POPC PRMT SEL SHF VIADD VIADDMNMX VIMNMX",
+}
+OTHER = "other"
+KINDS = (*_KINDS, OTHER)  # what instructions are counted by, in the order they are shown
+Key = TypeVar("Key", int, str)
+_KIND = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One machine instruction: its byte address in the kernel, its text, and the ``line`` of ``file`` that it
+    comes from: LOWERED, a file of a library's or the project's, or "?" where the compiler kept none."""
+
+    address: int
+    text: str
+    file: str
+    line: int
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        opcode = re.sub(r"^@!?U?P\w+\s+", "", self.text)
+        found = re.match(r"\w+", opcode)
+        return _KIND.get(found[0], OTHER) if found else OTHER
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A kernel's instructions by address, and what it was compiled for: ``schedule`` of a GEMM, else None.
+    ``source`` has the lines of its class in the lowered text, by their numbers. ``part``: which of its step's
+    launches this is, from 1, and of how many; of a ``split`` step two, which are compiled of one class."""
+
+    kernel: str
+    schedule: Schedule | None
+    source: dict[int, str]
+    instructions: tuple[Instruction, ...]
+    part: tuple[int, int] = (1, 1)
+
+    def total(self) -> Counter[str]:
+        """How many there are of each kind."""
+        return Counter(i.kind for i in self.instructions)
+
+    def lines(self) -> dict[int, Counter[str]]:
+        """How many of each kind a line of the lowered text became, by its number; lines of none left out."""
+        return _counted((i.line, i.kind) for i in self.instructions if i.file == LOWERED)
+
+    def elsewhere(self) -> dict[str, Counter[str]]:
+        """The others, by the file they come from, most first: the mainloop, the scheduler, stores by TMA."""
+        found = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
+        return dict(sorted(found.items(), key=lambda item: -item[1].total()))
+
+
+def _counted(pairs: Iterable[tuple[Key, str]]) -> dict[Key, Counter[str]]:
+    found: dict[Key, Counter[str]] = {}
+    for key, kind in pairs:
+        found.setdefault(key, Counter())[kind] += 1
+    return dict(sorted(found.items()))
+
+
+def disassemble(
+    program: Program,
+    sizes: Mapping[str, int],
+    schedules: Mapping[int, Schedule] | None = None,
+    raw: str = "",
+) -> tuple[Listing, ...]:
+    """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions: of a step in
+    two launches those of both, in order.
+
+    ``sizes`` holds the static dims; a step that ``schedules`` lacks takes the first of its probes.
+    Runs in a child process, for an edited text (``raw``) in a confined child of that, and is kept by content.
+    Raises CompileError, and CacheError.
+    """
+    lowered = lower(program, raw)
+    static = {dim: sizes[dim] for dim in program.signature.static}
+    chosen = {str(step): s.to_json() for step, s in sorted((schedules or {}).items())}
+    key = json.dumps([FORMAT, lowered.hash, static, chosen], sort_keys=True)
+    asked = {"program": program.to_json(), "sizes": static, "schedules": chosen, "raw": raw}
+    rows = kept("sass", key, lambda: _run_child(json.dumps(asked)))
+    text = lowered.text.splitlines()
+    return tuple(_listing(row, text) for row in rows)
+
+
+def _listing(row: dict[str, Any], text: list[str]) -> Listing:
+    number, instructions = row["launch"], tuple(Instruction(*fields) for fields in row["instructions"])
+    launches = Schedule.from_json(row["step"]).launches if row["step"] else (None,)
+    source = dict(_class(row["kernel"], text))
+    return Listing(row["kernel"], launches[number], source, instructions, (number + 1, len(launches)))
+
+
+def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
+    """The numbered lines of a class of the lowered text."""
+    start = next(i for i, line in enumerate(text) if re.match(rf"class {name}\b", line))
+    for index in range(start, len(text)):
+        if index > start and re.match(r"\S", text[index]):
+            return
+        if text[index].strip():
+            yield index + 1, text[index]
+
+
+def _run_child(request: str) -> str:
+    """The child's answer; CompileError with its words, or with the bound that ended it."""
+    with tempfile.TemporaryDirectory(prefix="coda-sass-") as scratch:
+        dump = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
+        begin = partial(
+            subprocesses.start, "coda_agent.primitives.runtime.sass", scratch, env=_environment() | dump
+        )
+        status, said, words = subprocesses.attend(begin, request, COMPILE_SECONDS)
+    if status is None:
+        raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
+    if status:
+        raise CompileError(refusal(words) or f"the compiler died with status {status}")
+    return said
+
+
+def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
+    program = Program.from_json(request["program"])
+    lowered = lower(program, request["raw"])
+    sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None, int]]()
+    given = by_step(request["schedules"])
+    for gemm in lowered.gemms:
+        schedule = given.get(gemm.step) or probes(program, gemm, sizes)[0]
+        wanted += [(gemm, schedule, launch) for launch in range(len(schedule.launches))]
+    wanted += [(vector, None, 0) for vector in lowered.vectors]
+    return [_row(lowered, kernel, step, launch, sizes, scratch) for kernel, step, launch in wanted]
+
+
+def _cubin(
+    lowered: Lowered,
+    kernel: GemmKernel | VectorKernel,
+    schedule: Schedule | None,
+    sizes: Mapping[str, int],
+    scratch: Path,
+) -> tuple[bytes, str]:
+    """A kernel's machine code, and the path that its line info has for the lowered text."""
+    if lowered.raw:
+        return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
+    path = load_module(lowered).__file__ or ""
+    with _lines_of(path):
+        compile_kernel(lowered, kernel, schedule, sizes)
+    (cubin,) = scratch.rglob("*.cubin")
+    data = cubin.read_bytes()
+    cubin.unlink()  # the next kernel's may have the same name
+    return data, path
+
+
+def _lines_of(path: str) -> AbstractContextManager[None]:
+    """What is traced within belongs to the innermost line of the lowered text that it was called from."""
+    from cutlass._mlir import ir
+    from cutlass._mlir_helpers.op import loc_transform
+
+    def located(usual: Any) -> Any:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != path:
+            frame = frame.f_back
+        return usual if frame is None else ir.Location.file(path, frame.f_lineno, 0)
+
+    return loc_transform(located)
+
+
+def _row(
+    lowered: Lowered,
+    kernel: GemmKernel | VectorKernel,
+    step: Schedule | None,
+    launch: int,
+    sizes: Mapping[str, int],
+    scratch: Path,
+) -> dict[str, Any]:
+    """What a Listing is made of: of a ``step``'s schedule, the kernel of its ``launch``, from 0."""
+    data, path = _cubin(lowered, kernel, step and step.launches[launch], sizes, scratch)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(data)
+        cubin.flush()
+        instructions = list(parse(tool("nvdisasm", "-c", "-g", cubin.name), path))
+    return {
+        "kernel": kernel.name,
+        "step": step and step.to_json(),
+        "launch": launch,
+        "instructions": [[i.address, i.text, i.file, i.line] for i in instructions],
+    }
+
+
+_PLACE = re.compile(r'\s*//## File "(.*)", line (\d+)')
+_CODE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+_LABEL = re.compile(r"(\.L_\w+):")
+
+
+def parse(sass: str, lowered: str) -> Iterator[Instruction]:
+    """The instructions of ``nvdisasm -c -g``'s text; ``lowered`` is the path of the lowered text. Labels
+    become the addresses that they stand for."""
+    place, waiting = ("?", 0), []
+    labels: dict[str, str] = {}
+    found: list[Instruction] = []
+    for line in sass.splitlines():
+        if at := _PLACE.match(line):
+            place = (LOWERED if at[1] == lowered else _short(at[1]), int(at[2]))
+        elif label := _LABEL.match(line):
+            waiting.append(label[1])
+        elif code := _CODE.match(line):
+            labels |= dict.fromkeys(waiting, f"{int(code[1], 16):#06x}")
+            waiting.clear()
+            found.append(Instruction(int(code[1], 16), code[2], *place))
+    while found and found[-1].text == "NOP":  # that pad the kernel's end
+        found.pop()
+    for i in found:
+        text = re.sub(r"`\((\.L_\w+)\)", lambda m: labels.get(m[1], m[1]), i.text)
+        yield Instruction(i.address, text, i.file, i.line)
+
+
+def _short(path: str) -> str:
+    """A file's path from its package on."""
+    root = f"{Path(__file__).parents[2]}{os.sep}"
+    return re.sub(r"^.*?/(?:site|dist)-packages/", "", path.removeprefix(root))
+
+
+if __name__ == "__main__":
+    subprocesses.die_with(int(sys.argv[2]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
+    json.dump(_answer(json.load(sys.stdin), Path(sys.argv[1])), answers)
+    answers.close()

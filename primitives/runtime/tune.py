@@ -1,0 +1,478 @@
+"""Tuning: which schedule runs each step fastest at given sizes, on this GPU.
+
+Every tile (small ones where the output is) and cluster of two at the usual rasterisation, pingpong also with
+a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction hints, the best ones
+also on clusters of four; then the best of both, the best five tiles among them, in a longer race, because
+the first two pick among noise. Candidates are compiled in parallel processes, timed interleaved in random
+order with a cold L2, and the choice is kept under the hash of text, sizes and GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from filelock import FileLock, Timeout
+
+from coda_agent.primitives import raw
+from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.cubin import deepest_stack
+from coda_agent.primitives.compiler.jit import compiled, refuse
+from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, lower
+from coda_agent.primitives.compiler.probe_schedules import candidates, probes
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import SMALL_TILES, SWIZZLES, Schedule, by_step
+from coda_agent.primitives.runtime.compile import compile_gemm, compile_vector
+from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.primitives.runtime.launchable import LaunchError
+from coda_agent.primitives.system import deadline, workers
+from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = 6  # of the file that keeps a tuning, and of the way it is found
+ROUNDS = 9
+FINALISTS = 3  # tiles that are refined
+LAST_TILES = 5  # and that meet in the last race, which is nearer to scoring than the first was
+SPLIT = 2  # tiles that are raced in two launches, too
+SPLIT_GROUPS = (4, 8, 16)  # and how they are rasterised where the last race is known
+FINAL = 6
+FINAL_ROUNDS = 40
+FEWEST = 4  # rounds of a race among long kernels, which a round tells apart better; of the last race 13
+PER_ROUND = 3.5  # milliseconds that a kernel may take before its race gets fewer rounds
+MOST_STACK = 512  # bytes a thread: of what won so far the most is 192, with 456 spilled loads
+WARM_UP = 0.7  # seconds of load before each race, towards the clocks that it settles at
+LAST_WARM_UP = 2.0  # before the last one: as before scoring, at the power limit that it will meet there
+COOLING = 2.0  # seconds of load that a second of rest takes back
+
+HEAD_START = 1_000_000  # cycles of idling before a short call, so that its launch is not timed
+SHORT = 0.2  # milliseconds: what takes longer is enqueued while the one before runs, and runs back to back
+
+Known = Mapping[int, Sequence[Schedule]]
+
+
+class NoSchedule(Exception):
+    """Every schedule of a step was refused, by the compiler or by the GPU."""
+
+
+class Tiled(Protocol):
+    """A schedule, ours or QuACK's."""
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def pingpong(self) -> bool: ...
+
+
+Choice = TypeVar("Choice")
+Tile = TypeVar("Tile", bound=Tiled)
+Race = Callable[[list[Tile], int], list[tuple[Tile, float]]]
+
+
+def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
+    """The candidates, at least one."""
+    found = candidates(kernel, sizes)
+    if not found:
+        raise LaunchError(f"step {kernel.step}: no tile holds {kernel.wants(sizes)}")
+    return found
+
+
+def refinements(ranked: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
+    """Second stage: the leaders over rasterisation and, where tiles are streamed, eviction hints."""
+    hints = [(False, False), (True, False), (False, True), (True, True)]
+    if kernel.c is None:
+        hints = [(False, False), (False, True)]
+    return [
+        s._replace(swizzle=swizzle, evict_loads=loads, evict_stores=stores)
+        for s in [*leaders(ranked), *map(_on_four, ranked[:1]), *_split(ranked, ranked)]
+        for loads, stores in hints
+        for swizzle in SWIZZLES
+        if swizzle > 1
+    ]
+
+
+def _on_four(schedule: Schedule) -> Schedule:
+    return schedule._replace(cluster_m=2, cluster_n=2)
+
+
+def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
+    """The best tiles in two launches; none where small ones start, too: an output of less than a wave."""
+    best = [] if any(map(_small, start)) else leaders(ranked)[:SPLIT]
+    return [_on_four(schedule)._replace(split=True) for schedule in best]
+
+
+def search(
+    start: list[Tile], refine: Callable[[list[Tile]], list[Tile]], race: Race[Tile]
+) -> list[tuple[Tile, float]]:
+    """The last race's choices with their milliseconds, fastest first. ``refine`` makes the second race's of
+    all of the first's, fastest first."""
+    first = [choice for choice, _ in race(start, ROUNDS)]
+    refined = refine(first)
+    second = [choice for choice, _ in race(refined, ROUNDS)] if refined else []
+    return race(list(dict.fromkeys(second[:FINAL] + leaders(first, LAST_TILES))), FINAL_ROUNDS)
+
+
+def ranking(
+    start: list[Tile],
+    refine: Callable[[list[Tile]], list[Tile]],
+    race: Race[Tile],
+    known: list[Tile],
+    *,
+    edited: bool,
+) -> list[tuple[Tile, float]]:
+    """The last race of a search, or of one among ``known`` choices. Those of an ``edited`` text are what its
+    author was shown: they race alone."""
+    if known and edited:
+        return race(known, FINAL_ROUNDS)
+    return search_again(known, start, race) if known else search(start, refine, race)
+
+
+def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
+    """``search`` where good choices are known: only these race if they have tiles enough among them, since
+    which is best depends on the GPU: one that meets its power limit sooner prefers wider ones (by 10%, over
+    a 128x128 pingpong at 7B width), and small ones where such start."""
+    others = [] if _enough(known, start) else leaders([choice for choice, _ in race(start, ROUNDS)])
+    return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
+
+
+def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
+    return len(_by_tile(known)) >= FINALISTS and any(map(_small, known)) == any(map(_small, start))
+
+
+def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
+    """The fastest of each tile, of the best few tiles: what a wide one reads less of shows at its own group
+    size only."""
+    return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
+
+
+def _small(choice: Tiled) -> bool:
+    return (choice.tile_m, choice.tile_n, choice.pingpong) in SMALL_TILES
+
+
+def _by_tile(ranked: Sequence[Tile]) -> dict[tuple[int, int, bool], Tile]:
+    return {(c.tile_m, c.tile_n, c.pingpong): c for c in reversed(ranked)}
+
+
+def revisited(
+    kernel: GemmKernel,
+    sizes: Mapping[str, int],
+    known: Sequence[Schedule],
+    start: Sequence[Schedule],
+    *,
+    edited: bool = False,
+) -> list[Schedule]:
+    """What is raced where these schedules were good before, beside those that a search begins from
+    (``start``): those that the sizes admit, and of a lowering's own text the best ones in two launches, of
+    which what was known before there were any says nothing."""
+    fit = [s for s in known if kernel.admits(s, sizes)]
+    split = [] if edited else _split(fit, start)
+    return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
+
+
+def within_reach(kernel: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
+    """All that ``tuned`` may come to where these are known: for whoever compiles ahead of it."""
+    start = _fitting(kernel, sizes)
+    again = revisited(kernel, sizes, known, start)
+    return again if _enough(again, start) else [*again, *start]
+
+
+def tuned(
+    program: Program,
+    inputs: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+    known: Known | None = None,
+    raw: str = "",
+    *,
+    afresh: bool = False,
+) -> dict[int, Schedule]:
+    """The fastest schedule for each step: from the cache (not ``afresh``), or measured now (seconds to
+    minutes). Of several processes that want the same one measures; the others wait, and take its result.
+
+    ``known``: by step, schedules that were good before, for ``search_again``. What the program says of a step
+    itself is not searched for. LaunchError where no tile holds a whole head, NoSchedule if none runs.
+    ``raw``: as for ``lower``.
+    """
+    if not afresh and (found := kept(program, sizes, known, raw)):
+        return found
+    first = {g.step: _fitting(g, sizes) for g in lower(program).gemms}
+    with _alone(cache_path(program, sizes, raw)):
+        if not afresh and (found := kept(program, sizes, known, raw)):  # another process's, while we waited
+            return found
+        return _searched(program, inputs, sizes, known, raw, first)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Within: no other thread or process tunes what is kept at ``path``. A lock ends with its process. Raises
+    OSError, and Late at the deadline."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    late = deadline.within(math.inf)
+    lock = FileLock(path.with_name(f"{path.stem}.lock"))
+    try:
+        lock.acquire(timeout=-1 if late == math.inf else max(0.0, late - time.monotonic()))
+    except Timeout:
+        raise deadline.Late from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _searched(
+    program: Program,
+    inputs: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+    known: Known | None,
+    raw: str,
+    first: Mapping[int, list[Schedule]],
+) -> dict[int, Schedule]:
+    """What a search from the ``first`` schedules of each step comes to; it is kept."""
+    start = time.monotonic()
+    lowered = lower(program)
+    chosen = {g.step: (probes(program, g, sizes, [Schedule()]) or first[g.step])[0] for g in lowered.gemms}
+    chosen |= program.schedule
+    evidence: dict[str, Any] = {}
+    for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
+        race = partial(_race, program, kernel, dict(chosen), inputs, sizes, raw)
+        begin, good = first[kernel.step], (known or {}).get(kernel.step, ())
+        again = revisited(kernel, sizes, good, begin, edited=bool(raw))
+        refine = partial(refinements, kernel=kernel)
+        ranked = ranking(begin, refine, race, again, edited=bool(raw))
+        if not ranked:
+            raise NoSchedule(f"no schedule of {kernel.name} runs at {dict(sizes)}")
+        chosen[kernel.step] = ranked[0][0]
+        evidence[str(kernel.step)] = [[s.to_json(), t] for s, t in ranked]
+    record = {
+        "schedules": {str(k): s.to_json() for k, s in chosen.items()},
+        "milliseconds": evidence,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    write_atomic(cache_path(program, sizes, raw), json.dumps(record, indent=1))
+    return chosen
+
+
+def kept(
+    program: Program, sizes: Mapping[str, int], known: Known | None = None, raw: str = ""
+) -> dict[int, Schedule] | None:
+    """What ``tuned`` chose before; of an edited text nothing but what is ``known`` of it, where anything is:
+    it may have been tuned over more."""
+    record = read_json(cache_path(program, sizes, raw))
+    chosen = by_step(record["schedules"]) if record else None
+    if chosen and raw and known:
+        tried = chosen.keys() - program.schedule.keys()
+        return chosen if all(chosen[step] in known.get(step, ()) for step in tried) else None
+    return chosen
+
+
+def finalists(program: Program, sizes: Mapping[str, int], raw: str = "") -> dict[int, list[Schedule]]:
+    """The schedules of the last race of a tuning that was kept, fastest first; empty if there is none."""
+    kept = read_json(cache_path(program, sizes, raw)) or {"milliseconds": {}}
+    raced = kept["milliseconds"].items()
+    return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
+
+
+def cache_path(program: Program, sizes: Mapping[str, int], raw: str = "") -> Path:
+    """Where a tuning is kept: program, text (which covers the versions of the compilers), sizes, GPU."""
+    import torch
+
+    made = [FORMAT, program.hash, lower(program, raw).hash]
+    where = [dict(sorted(sizes.items())), torch.cuda.get_device_name(), torch.version.cuda]
+    key = json.dumps([*made, *where])
+    return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+_Task = tuple[str, str, int, Schedule, str]  # program, static sizes, step, schedule, edited text
+
+# What this process has seen compile, by program: sizes are symbolic, so one object serves all cases.
+_compiled: dict[_Task, bool] = {}
+
+
+def compile_all(
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
+) -> list[bool]:
+    """Fill the object cache with these (step, schedule) in parallel; whether each compiled. Worker processes
+    are for what is not there yet."""
+    wanted = _tasks(program, sizes, schedules, raw)
+    new = _lacking(program, sizes, wanted, raw)
+    _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
+    return [_compiled[w] for w in wanted]
+
+
+def to_compile(
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
+) -> list[workers.Job]:
+    """What ``compile_all`` would have worker processes do."""
+    lacking = _lacking(program, sizes, _tasks(program, sizes, schedules, raw), raw)
+    return [(_compile_one, w) for w in lacking]
+
+
+def _tasks(
+    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str
+) -> list[_Task]:
+    text = program._replace(schedule={}).to_json()
+    static = json.dumps({dim: sizes[dim] for dim in program.signature.static})
+    # Rasterisation is a launch argument: one object serves every group size.
+    return [(text, static, step, s._replace(swizzle=8), raw) for step, s in schedules]
+
+
+def _lacking(program: Program, sizes: Mapping[str, int], wanted: list[_Task], raw: str) -> list[_Task]:
+    """Those that neither this process nor the cache knows of."""
+    lowered = lower(program, raw)
+    kernels = {g.step: g for g in lowered.gemms}
+    asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
+    for w in asked:
+        if (verdict := compiled(lowered, kernels[w[2]], w[3], sizes)) is not None:
+            _compiled[w] = verdict
+    return [w for w in asked if w not in _compiled]
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """How QuACK or the compiler refuses a schedule, or a confined child one of an edited text."""
+    from cutlass.base_dsl.common import DSLBaseError
+
+    return DSLBaseError, RuntimeError, ValueError, AssertionError, CompileError
+
+
+def _compile_one(task: _Task) -> bool:
+    """In a worker process: a configuration that the compiler refuses, or cannot keep in registers, is one not
+    to race."""
+    text, static, step, schedule, raw = task
+    lowered = lower(Program.from_json(text), raw)
+    kernel, cubins = next(g for g in lowered.gemms if g.step == step), Path(os.environ["CUTE_DSL_DUMP_DIR"])
+    try:
+        if lowered.raw:
+            _build_raw(lowered, kernel, schedule, json.loads(static), cubins)
+        else:
+            for vector in lowered.vectors:
+                compile_vector(lowered, vector)
+            for each in schedule.launches:
+                compile_gemm(lowered, kernel, each, json.loads(static))
+    except refusals():
+        return False
+    if deepest_stack(cubins) <= MOST_STACK:
+        return True
+    if not lowered.raw:  # whose objects are looked at each time
+        refuse(lowered, kernel, schedule, json.loads(static))
+    return False
+
+
+def _build_raw(
+    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
+) -> None:
+    """The objects of an edited text, and in ``cubins`` those of the step."""
+    for vector in lowered.vectors:
+        raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
+    built = [raw.build(raw.Wanted(lowered, kernel, each, sizes), cubins) for each in schedule.launches]
+    for number, one in enumerate(built):
+        (cubins / f"built{number}.cubin").write_bytes(one.cubin)
+
+
+def _race(
+    program: Program,
+    kernel: GemmKernel,
+    others: dict[int, Schedule],
+    inputs: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+    raw: str,
+    schedules: list[Schedule],
+    rounds: int,
+) -> list[tuple[Schedule, float]]:
+    """Milliseconds of each schedule that runs, fastest first."""
+    fine = compile_all(program, sizes, [(kernel.step, s) for s in schedules], raw)
+    device = next(iter(inputs.values())).device
+    plans: list[tuple[Schedule, Plan]] = []
+    # The narrowest tiles need the largest workspace: all candidates take turns in it.
+    for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
+        shared = plans[0][1].workspace if plans else None
+        plans.append((s, Plan(program, sizes, others | {kernel.step: s}, device, shared, raw)))
+    outputs = plans[0][1].in_place(inputs) if plans else {}
+    running = []
+    for schedule, plan in plans:
+        with contextlib.suppress(RuntimeError, ValueError):  # needs more of an SM than there is, say
+            plan.run(inputs, outputs)  # what earlier steps leave for this one
+            running.append((schedule, partial(plan.run_step, kernel.step, inputs, outputs)))
+    return race_calls(running, rounds)
+
+
+def race_calls(
+    calls: Sequence[tuple[Choice, Callable[[], object]]], rounds: int
+) -> list[tuple[Choice, float]]:
+    """Median milliseconds of each call that runs, fastest first: warmed up, then interleaved in random
+    order, each from a cold L2."""
+    import torch
+
+    running = []
+    for choice, call in calls:
+        with contextlib.suppress(RuntimeError, ValueError):  # needs more of an SM than there is, say
+            call()
+            running.append((choice, call))
+    if not running:
+        return []
+    torch.cuda.synchronize()
+    with _load.more() as warm:
+        until = time.monotonic() + (LAST_WARM_UP if rounds == FINAL_ROUNDS else WARM_UP) - warm
+        once = _interleaved([call for _, call in running], 1, [0.0])
+        while time.monotonic() < until:
+            once = _interleaved([call for _, call in running], 1, once)
+        rounds = max(FEWEST, rounds // 3, min(rounds, round(rounds * PER_ROUND / max(*once, 1e-3))))
+        times = _interleaved([call for _, call in running], rounds, once)
+    ranked = sorted(range(len(running)), key=times.__getitem__)
+    return [(running[i][0], times[i]) for i in ranked]
+
+
+class Load:
+    """How long this process has kept its GPU at work, as far as that still shows: a race right after another
+    need not warm it up again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._seconds, self._ended = 0.0, -math.inf
+
+    @contextlib.contextmanager
+    def more(self) -> Iterator[float]:
+        """The body is load; given are the seconds that it follows on."""
+        begun = self._clock()
+        before = max(0.0, self._seconds - COOLING * (begun - self._ended))
+        yield before
+        self._ended = self._clock()
+        self._seconds = min(LAST_WARM_UP, before + self._ended - begun)
+
+
+_load = Load()
+
+
+def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:
+    """Median milliseconds of each. ``before``: what they took, by which short ones wait for their launch.
+
+    Long ones must not: a GPU that idles between them saves the power for clocks that scoring never sees, and
+    which tile is best depends on the clocks."""
+    import torch
+
+    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    shuffle, idle = random.Random(0).sample, HEAD_START if min(before) < SHORT else 0
+    spans: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for i in shuffle(range(len(calls)), len(calls)):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            if idle:
+                torch.cuda._sleep(idle)
+            start.record()
+            calls[i]()
+            stop.record()
+            spans[i].append((start, stop))
+    torch.cuda.synchronize()
+    return [statistics.median(a.elapsed_time(b) for a, b in span) for span in spans]

@@ -1,0 +1,1 @@
+"""What the project asks of the operating system: processes, deadlines, files, confinement."""

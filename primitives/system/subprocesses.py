@@ -1,0 +1,193 @@
+"""Child processes that compile: they cannot outlive their parent, their time or their memory.
+
+A compiler crashes, hangs and allocates. Each child leads a process group, so that whatever it started ends
+with it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+# Of private writable memory, a process. An honest compile takes 0.4 GB, once in an hour-old worker too; a
+# limit on addresses would count what CUDA and the compiler only reserve (1.3 GB without a GPU).
+MEMORY_BYTES = 16 << 30
+WORDS_BYTES = 1 << 16
+PATIENCE = 200  # milliseconds until a silent child is looked after
+NOT_STARTED, NOT_FOUND = 126, 127  # the statuses of a command that could not be
+_PR_SET_PDEATHSIG = 1
+
+
+def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """``python -m module *arguments PARENT``, bounded; ``options`` are Popen's. The child passes PARENT, this
+    process's id, to ``die_with``."""
+    command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    with suppress(ProcessLookupError):  # it has ended already
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_DATA)
+        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
+    return process
+
+
+def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """As ``start``, for ``ask``; ``hang_up`` when done."""
+    pipe = subprocess.PIPE
+    process = start(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
+    os.set_blocking(_pipes(process)[0].fileno(), False)  # one that hangs reads nothing
+    return process
+
+
+HOPPER = {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"}  # compile for it, whatever GPU is here
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+
+
+def environment() -> dict[str, str]:
+    """Ours, for a child that compiles for Hopper: without keys, since it may compile what nobody vouches
+    for."""
+    kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    return kept | HOPPER | {"PYTHONPATH": path()}
+
+
+def path() -> str:
+    """PYTHONPATH for a child that is to find this project, wherever it starts."""
+    root = str(Path(__file__).absolute().parents[3])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def attend(
+    begin: Callable[..., subprocess.Popen[Any]], text: str, seconds: float
+) -> tuple[int | None, str, str]:
+    """``begin`` takes Popen's files and gives a process that leads its group: give it ``text`` and wait.
+
+    Its status (None: it took over ``seconds``), its output, and the end of its errors. Nothing of its group
+    is left."""
+    # Files, not pipes: one whom a dead child left its pipes to would keep us waiting. In memory: a disk may
+    # fill up meanwhile.
+    with _memory() as given, _memory() as output, _memory() as errors:
+        given.write(text.encode())
+        given.seek(0)
+        process = begin(stdin=given, stdout=output, stderr=errors)
+        try:
+            timely = _wait(process, seconds)
+        finally:
+            status = end(process)
+        output.seek(0)
+        said, words = output.read().decode("utf-8", "replace"), tail(errors)
+    return status if timely else None, said, words
+
+
+def _memory() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("coda"), "w+b")
+
+
+def tail(file: IO[bytes]) -> str:
+    """The end of what was written to a file."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - WORDS_BYTES))
+    return file.read().decode("utf-8", "replace")
+
+
+def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
+    """The line that a child answers to a line, by ``time.monotonic()``; empty where it dies first, whoever
+    holds its pipes then, or the time is up."""
+    tasks, answers = (pipe.fileno() for pipe in _pipes(process))
+    poll = select.poll()
+    poll.register(answers, select.POLLIN)
+    poll.register(tasks, select.POLLOUT)
+    answer = b""
+    while time.monotonic() < deadline:
+        ready = [descriptor for descriptor, _ in poll.poll(PATIENCE)]
+        if answers in ready:
+            answer += (said := os.read(answers, 1 << 16))
+            if not said or answer.endswith(b"\n"):
+                return answer if said else b""
+        elif tasks in ready:
+            try:
+                line = line[os.write(tasks, line) :]
+            except BrokenPipeError:
+                break
+            if not line:
+                poll.unregister(tasks)
+        elif ended(process):
+            break
+    return b""
+
+
+def hang_up(process: subprocess.Popen[bytes]) -> int:
+    """``end`` a child that was conversed with."""
+    status = end(process)
+    for pipe in _pipes(process):
+        pipe.close()
+    return status
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None and process.stdout is not None
+    return process.stdin, process.stdout
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent (its thread that started us) ends, whatever ends it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before its death could reach us
+
+
+def dying_with_us(command: Sequence[str]) -> list[str]:
+    """The command of a program that is not ours, for a child that dies with this process as ours do. Where
+    it cannot be started its status is NOT_FOUND or NOT_STARTED, as a shell's is, and its errors say why."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def _become(parent: int, command: list[str]) -> None:
+    die_with(parent)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and so by what it becomes
+        signal.signal(ignored, signal.SIG_DFL)
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        print(error.strerror, file=sys.stderr)
+        sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED)
+
+
+def ended(process: subprocess.Popen[Any]) -> bool:
+    """Whether it has. It is not reaped, so that its number, which is its group's, stays its own."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another thread has just reaped it
+        return True
+
+
+def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
+    """Whether it ends in time."""
+    deadline = time.monotonic() + seconds
+    while not ended(process):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def end(process: subprocess.Popen[Any]) -> int:
+    """Kill what is left of the child's group and reap it; its status, negative for a signal."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), sys.argv[2:])

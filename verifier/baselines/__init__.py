@@ -1,0 +1,1 @@
+"""What a kernel has to beat: PyTorch, cuBLAS and QuACK."""

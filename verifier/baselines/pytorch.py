@@ -1,0 +1,239 @@
+"""What a kernel has to beat: the plain PyTorch formulation of its spec, compiled and eager, and cuBLAS.
+
+A builder takes (spec, sets of inputs, sizes) and gives for each set a call without arguments that launches
+the work on the current stream; ``BASELINES`` names them. QuACK's own kernels have a schedule to sweep and
+live in ``verifier.baselines.quack``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# torch.compile's "max-autotune" replays CUDA graphs, which copy every input into the graph's own
+# memory first: a cost that no user pays who keeps inputs in place. Launches are not timed anyway.
+MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+Step = Callable[..., "dict[str, Tensor]"]
+Sets = Sequence[Mapping[str, "Tensor"]]
+Builder = Callable[[Spec, Sets, Mapping[str, int]], Sequence[Callable[[], object]]]
+
+
+def compiled(
+    spec: Spec,
+    inputs: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    mode: str = "default",
+    *,
+    backend: str = "inductor",
+) -> Callable[[], dict[str, Tensor]]:
+    """``torch.compile`` of ``formulation``, fullgraph and static shapes; compiles on the first call.
+
+    ``mode`` is "default" or "max-autotune" (without CUDA graphs).
+    """
+    return _bind(_compiled(spec, sizes, mode, backend), spec, inputs)
+
+
+_steps: dict[tuple[Any, ...], Step] = {}
+
+
+def _compiled(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
+    """The same for the same case: it compiles once in a process, whatever it is bound to."""
+    key = spec.hash, tuple(sorted(sizes.items())), mode, backend
+    if key not in _steps:
+        _steps[key] = _step(spec, sizes, mode, backend)
+    return _steps[key]
+
+
+def _step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str) -> Step:
+    step: Step = under_compile(formulation(spec, sizes), mode, backend)
+    return step
+
+
+def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
+    """``torch.compile`` of a function, fullgraph and static shapes, with a code object of its own: results
+    are kept by code object, eight at most, and every spec and size of a formulation would share one.
+    Raises ValueError for a mode that is none of ``MODES``."""
+    import torch
+    import torch._inductor.config
+
+    # Its report of every choice would drown ours; refused configurations are part of its search.
+    torch._inductor.config.autotune_num_choices_displayed = 0
+    logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
+    if mode not in MODES:
+        raise ValueError(f"torch.compile mode {mode!r} is unknown; use one of {', '.join(MODES)}")
+    assert isinstance(step, FunctionType)
+    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend, mode=MODES[mode])
+
+
+def eager(
+    spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> Callable[[], dict[str, Tensor]]:
+    """``formulation`` as PyTorch runs it without a compiler."""
+    return _bind(formulation(spec, sizes), spec, inputs)
+
+
+def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Callable[[], list[Tensor]]:
+    """cuBLAS's bare matmuls of the formulation: ``torch.mm`` on the very operands (values, layouts) and
+    with the very output dtypes, into outputs allocated beforehand. Runs the formulation once to collect
+    them.
+
+    fp8 operands have no ``torch.mm``: there it is ``torch._scaled_mm`` with the formulation's scales,
+    output dtype and accumulation, which cuBLAS applies within the product (a bias is left out).
+    Raises ValueError for a formulation without a matmul.
+    """
+    return matmuls(spec, [inputs], sizes)[0]
+
+
+def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], list[Tensor]]]:
+    """``matmul`` of each of several sets of inputs, all into the same outputs."""
+    every = [products(spec, inputs, sizes) for inputs in sets]
+    outs = [p.out() for p in every[0]]
+    return [partial(_multiplied, found, outs) for found in every]
+
+
+class Product(NamedTuple):
+    """A matmul that a formulation ran: a [M, K] and b [K, N] of any strides, and what it was to give.
+
+    ``scales`` of a and b: fp8 operands, with the ``fast_accum`` that was asked for.
+    """
+
+    a: Tensor
+    b: Tensor
+    dtype: torch.dtype
+    scales: tuple[Tensor, Tensor] | None = None
+    fast_accum: bool = False
+
+    def out(self) -> Tensor:
+        """Room for it, [M, N]."""
+        return self.a.new_empty(self.a.shape[0], self.b.shape[1], dtype=self.dtype)
+
+    def into(self, out: Tensor) -> None:
+        """Compute it again, bare."""
+        import torch
+
+        if self.scales is not None:
+            fast, (a, b) = self.fast_accum, self.scales
+            torch._scaled_mm(self.a, self.b, a, b, out_dtype=self.dtype, use_fast_accum=fast, out=out)
+        elif self.dtype != self.a.dtype:
+            torch.mm(self.a, self.b, out_dtype=self.dtype, out=out)
+        else:
+            torch.mm(self.a, self.b, out=out)
+
+
+def _multiplied(found: list[Product], outs: list[Tensor]) -> list[Tensor]:
+    for product, out in zip(found, outs, strict=True):
+        product.into(out)
+    return outs
+
+
+def _compiled_once(
+    spec: Spec, sets: Sets, sizes: Mapping[str, int], mode: str
+) -> list[Callable[[], dict[str, Tensor]]]:
+    step = _compiled(spec, sizes, mode)
+    return [_bind(step, spec, inputs) for inputs in sets]
+
+
+def _eager_each(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[], dict[str, Tensor]]]:
+    return [eager(spec, inputs, sizes) for inputs in sets]
+
+
+CUBLAS, MAX_AUTOTUNE = "cuBLAS matmul", "torch.compile max-autotune"
+BASELINES: dict[str, Builder] = {
+    "torch.compile": partial(_compiled_once, mode="default"),
+    MAX_AUTOTUNE: partial(_compiled_once, mode="max-autotune"),
+    "eager": _eager_each,
+    CUBLAS: matmuls,
+}
+
+
+def calls(name: str, spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> Sequence[Callable[[], object]]:
+    """The named baseline on each of several sets of inputs. Raises ValueError for an unknown name."""
+    if name not in BASELINES:
+        raise ValueError(f"baseline {name!r} is unknown; use one of {', '.join(BASELINES)}")
+    return BASELINES[name](spec, sets, sizes)
+
+
+def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:
+    """The spec's ``baseline``, else its ``reference``, as a function of the input tensors in order.
+
+    Nothing is cast but the outputs, to their declared dtypes: inputs (scalars, integers and fp8 too)
+    keep theirs and promote as PyTorch promotes. An output that ``updates`` an input is written into that
+    input's tensor, which is what is returned for it: every call changes the inputs it was given.
+    """
+    from coda_agent.verifier.numerics.inputs import DTYPES
+    from coda_agent.verifier.numerics.reference import function
+
+    text = function(spec, spec.baseline)
+    names = tuple(spec.inputs)
+    known = {dim: sizes[dim] for dim in spec.dims} | spec.constants
+    dtypes = {name: DTYPES[out.dtype] for name, out in spec.outputs.items()}
+    updates = spec.signature().updates
+
+    def step(*tensors: Tensor) -> dict[str, Tensor]:
+        given = dict(zip(names, tensors, strict=True))
+        outs = text(**given, **known)
+        cast = {name: outs[name].to(dtype) for name, dtype in dtypes.items()}
+        return cast | {name: given[target].copy_(cast[name]) for name, target in updates.items()}
+
+    step.__name__ = spec.name
+    return step
+
+
+def _bind(
+    step: Callable[..., dict[str, Tensor]], spec: Spec, inputs: Mapping[str, Tensor]
+) -> Callable[[], dict[str, Tensor]]:
+    missing = sorted(spec.inputs.keys() - inputs.keys())
+    if missing:
+        raise ValueError(f"spec {spec.name}: no tensor was given for input {', '.join(missing)}")
+    tensors = [inputs[name] for name in spec.inputs]
+    return lambda: step(*tensors)
+
+
+def products(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Product]:
+    """The matmuls of the formulation, in order: runs it once. ValueError for one without any."""
+    found = _recorded(eager(spec, inputs, sizes))
+    if not found:
+        raise ValueError(f"spec {spec.name}: its formulation has no matmul to compare with")
+    return found
+
+
+def _recorded(call: Callable[[], object]) -> list[Product]:
+    """Every matmul that ``call`` runs, in order."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: list[Product] = []
+    aten = torch.ops.aten
+    plain = {aten.mm.default: 0, aten.mm.dtype: 0, aten.addmm.default: 1, aten.addmm.dtype: 1}
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func in plain:
+                a, b = args[plain[func] :][:2]
+                found.append(Product(a, b, result.dtype))
+            elif func is aten._scaled_mm.default:
+                bound = dict(zip((x.name for x in func._schema.arguments), args, strict=False))
+                bound |= kwargs or {}
+                scales = bound["scale_a"], bound["scale_b"]
+                fast = bool(bound.get("use_fast_accum"))
+                found.append(Product(bound["self"], bound["mat2"], result.dtype, scales, fast))
+            return result
+
+    # As in numerics.reference: in inference mode linear would arrive here before it is taken apart.
+    with torch.inference_mode(False), torch.no_grad(), Recorder():
+        call()
+    return found

@@ -1,0 +1,351 @@
+"""QuACK as arms: the outputs of our spec by its epilogues, on a schedule found in one of two ways, and the
+bare matmuls of the formulation.
+
+``QuACK (its own tuner)`` races the schedules that QuACK's autotuner would; ``QuACK (our search)`` those
+that our own kernels choose from, which are more: every cluster and rasterisation. ``QuACK matmul`` is the
+first with no epilogue: what its mainloop, which is ours too, takes for the products alone. All are raced by
+our clock, from a cold L2; where an earlier measurement's last race is known, its schedules alone. Importing
+this module imports nothing heavy; ``tuned`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.primitives.compiler.jit import objects
+from coda_agent.primitives.compiler.probe_schedules import starting
+from coda_agent.primitives.lang.schedule import SWIZZLES
+from coda_agent.primitives.runtime.tune import FORMAT as SEARCHED
+from coda_agent.primitives.runtime.tune import leaders, race_calls, ranking, refusals
+from coda_agent.primitives.system import workers
+from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
+from coda_agent.verifier.baselines.pytorch import products
+from coda_agent.verifier.baselines.quack_epilogue import QuackEpilogue, Tensors
+from coda_agent.verifier.baselines.quack_library import LIBRARY, quack_library
+from coda_agent.verifier.report import Config, Finalists, QuackTuned
+from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    from quack.gemm_config import GemmConfig
+    from torch import Tensor
+
+FORMAT = 2  # of the file that keeps a tuning; the way it is found has another
+OWN_TUNER, OUR_SEARCH = "QuACK (its own tuner)", "QuACK (our search)"
+MATMUL = "QuACK matmul"
+LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
+ARMS = (*LIBRARY_ARMS, MATMUL)
+PAIR_GRAIN = 32  # SM90: tile_n of an epilogue over pairs of columns is a multiple of this
+SWIZZLE = 8  # what QuACK's own tuner fixes
+SMALL = 256  # a size to compile at, where sizes are symbolic
+
+Configs = list["GemmConfig"]
+
+
+def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> tuple[str, ...]:
+    """The arms without those of QuACK where it has no epilogue for the spec, or takes no such operands.
+
+    ``beside_kept``: of an edited text that is measured against the kernel before it, which says more than
+    QuACK's bare matmul, whose tuning would take longer than the edit's."""
+    fp8 = any(given.dtype == "fp8_e4m3" for given in spec.inputs.values())
+    there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not fp8 and not beside_kept}
+    return tuple(name for name in arms if there.get(name, True))
+
+
+def config(
+    tile_m: int, tile_n: int, pingpong: bool, *, cluster: tuple[int, int] = (2, 1), swizzle: int = SWIZZLE
+) -> GemmConfig:
+    """A Hopper schedule with the static persistent scheduler, the one that QuACK tunes with there."""
+    from quack.gemm_config import GemmConfig
+
+    return GemmConfig(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        pingpong=pingpong,
+        is_dynamic_persistent=False,
+        cluster_m=cluster[0],
+        cluster_n=cluster[1],
+        max_swizzle_size=swizzle,
+        device_capacity=9,
+    )
+
+
+def own_space(stage: QuackEpilogue) -> Configs:
+    """What QuACK's autotuner races on Hopper for this epilogue (``gemm_runtime.autotune``): its tiles and
+    clusters at one rasterisation, and the operands swapped where nothing is paired or reduced."""
+    from quack.gemm_config import get_all_configs
+
+    swaps = not (stage.paired or stage.mod.sinks)
+    every = get_all_configs(epilogue="gated" if stage.paired else None)
+    return [c for c in every if c.device_capacity == 9 and (swaps or not c.swap_ab)]
+
+
+def our_space(stage: QuackEpilogue) -> Configs:
+    """The first stage of our own search: tiles that this epilogue admits, on clusters of two, small ones
+    where the output is small."""
+    return [
+        config(s.tile_m, s.tile_n, s.pingpong, cluster=(s.cluster_m, s.cluster_n))
+        for s in starting((stage.a.shape[0], stage.b.shape[1]))
+        if not (stage.paired and s.tile_n % PAIR_GRAIN)
+    ]
+
+
+def _as_they_are(ranked: Configs) -> Configs:
+    """The second stage of its own tuner's: nothing to refine."""
+    return []
+
+
+def _rasterised(ranked: Configs) -> Configs:
+    """The second stage of our own search: group sizes, the best also on a cluster of four."""
+    every = [*leaders(ranked), *(replace(best, cluster_m=2, cluster_n=2) for best in ranked[:1])]
+    return [replace(c, max_swizzle_size=s) for c in every for s in SWIZZLES if s > 1]
+
+
+Refine = Callable[[Configs], Configs]
+SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
+    OWN_TUNER: (own_space, _as_they_are),
+    OUR_SEARCH: (our_space, _rasterised),
+    MATMUL: (own_space, _as_they_are),
+}
+
+
+class Tuned(NamedTuple):
+    """An arm: a call for each set of inputs, and in JSON's terms the ``finalists`` of its tuning, of which
+    the first of each stage is what the calls run on."""
+
+    calls: list[Callable[[], dict[str, Tensor]]]
+    finalists: list[list[Config]]
+
+
+def tuned(
+    arm: str,
+    spec: Spec,
+    sets: Sequence[Tensors],
+    sizes: Mapping[str, int],
+    known: QuackTuned | None = None,
+) -> Tuned:
+    """For each of several sets of inputs QuACK's GEMMs for ``arm`` (of ``ARMS``), each on its fastest
+    schedule, as one call that gives the spec's outputs, or the bare products by number. Compiles in
+    parallel; the last race is kept on disk. ``known``: what it was tuned to before, to be raced again where
+    it was the same QuACK on such a GPU. ValueError where QuACK has no epilogue for the spec, RuntimeError
+    if no schedule runs."""
+    every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
+    first = every[0]
+    path = _kept(spec, sizes, arm, first)
+    if kept := read_json(path):
+        ranked = _from_json(kept)
+    else:
+        ranked = _ranked(spec, sizes, arm, first, _again(arm, known))
+        write_atomic(path, json.dumps(_to_json(ranked)))
+    if arm == MATMUL:  # nobody reads its outputs: one room for all sets
+        every = [[replace(s, outs=f.outs) for s, f in zip(own, first, strict=True)] for own in every]
+    calls = [chained([s.prepare(c) for s, (c, *_) in zip(own, ranked, strict=True)]) for own in every]
+    return Tuned(calls, _to_json(ranked))
+
+
+def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
+    """Whether ``tuned`` need not search: its choice is on disk, or it was ``known`` before. Takes small
+    inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
+    from coda_agent.verifier.numerics.inputs import draw
+
+    if _again(arm, known):
+        return True
+    small = dict(_small(spec, sizes))
+    stages = _stages(spec, draw(spec, small, 0, device="cuda"), small, arm)
+    return _kept(spec, sizes, arm, stages).exists()
+
+
+def parsed(arms: Mapping[str, Finalists]) -> dict[str, list[Configs]]:
+    """By arm and stage. ValueError for an arm that is none of QuACK's, or a field that no schedule has."""
+    if unknown := sorted(arms.keys() - {*ARMS}):
+        raise ValueError(f"{unknown[0]!r} is no arm of QuACK's; known: {', '.join(ARMS)}")
+    return {arm: _from_json(stages) for arm, stages in arms.items()}
+
+
+def _stages(spec: Spec, inputs: Tensors, sizes: Mapping[str, int], arm: str) -> Sequence[QuackEpilogue]:
+    if arm != MATMUL:
+        return quack_library(spec.name, inputs, sizes, spec.constants)
+    from quack.epilogue.library import identity_epi
+
+    found = products(spec, inputs, sizes)
+    return [
+        QuackEpilogue(identity_epi, p.a, p.b, {"D": p.out()}, {"D": f"product {i}"})
+        for i, p in enumerate(found)
+    ]
+
+
+def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], dict[str, Tensor]]:
+    """One call after another; all their outputs."""
+
+    def call() -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = {}
+        for each in calls:
+            outputs |= each()
+        return outputs
+
+    return call
+
+
+def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
+    """What to race again, by stage: nothing of another GPU's or another QuACK's."""
+    if known is None or [known.gpu, known.version] != _here():
+        return []
+    return parsed(known.arms).get(arm, [])
+
+
+def _ranked(
+    spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue], known: list[Configs]
+) -> list[Configs]:
+    """The last race of each stage, fastest first: among what is ``known`` of it, or of a search."""
+    space, refine = SPACES[arm]
+    ranked: list[Configs] = []
+    for index, stage in enumerate(stages):
+        start = space(stage)
+        again = _admitted(known[index], start, refine) if index < len(known) else []
+        found = ranking(start, refine, partial(_race, spec, sizes, arm, index, stage), again, edited=False)
+        if not found:
+            name = stage.mod.fn.__name__
+            raise RuntimeError(f"no schedule of QuACK's {name} for {spec.name} runs at {dict(sizes)}")
+        ranked.append([each for each, _ in found])
+        stage.prepare(ranked[-1][0])()  # the next stage is raced on what this one leaves to it
+    return ranked
+
+
+def _admitted(known: Configs, start: Configs, refine: Refine) -> Configs:
+    """Those of the known schedules that a search from ``start`` could come to, as it has them."""
+    reached = {c: c for c in (*start, *(finer for each in start for finer in refine([each])))}
+    return list(dict.fromkeys(reached[c] for c in known if c in reached))
+
+
+def _kept(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue]) -> Path:
+    epilogues = [stage.mod.semantic_digest for stage in stages]
+    what: list[Any] = [spec.hash, dict(sorted(sizes.items()))]
+    if arm == MATMUL:  # of specs with the same products it is the same
+        what = [_geometry(t) for stage in stages for t in (stage.a, stage.b, stage.outs["D"])]
+    key = json.dumps([SEARCHED, FORMAT, *what, arm, epilogues, *_here()])
+    return cache_dir() / "tuning" / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _geometry(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
+
+
+def _here() -> list[str]:
+    """What a tuning holds on: the GPU's name, and the version of QuACK."""
+    import torch
+
+    return [torch.cuda.get_device_name(), version("quack-kernels")]
+
+
+def _to_json(ranked: Sequence[Configs]) -> list[list[Config]]:
+    return [[asdict(each) for each in stage] for stage in ranked]
+
+
+def _from_json(ranked: Sequence[Sequence[Config]]) -> list[Configs]:
+    """ValueError for a field that no schedule has."""
+    from quack.gemm_config import GemmConfig
+
+    names = [field.name for field in fields(GemmConfig)]
+    for each in (each for stage in ranked for each in stage):
+        if unknown := sorted(each.keys() - {*names}):
+            raise ValueError(f"QuACK's schedules have no field {unknown[0]!r}; known: {', '.join(names)}")
+    made: Callable[..., GemmConfig] = GemmConfig
+    return [[made(**each) for each in stage] for stage in ranked]
+
+
+def _race(
+    spec: Spec,
+    sizes: Mapping[str, int],
+    arm: str,
+    index: int,
+    stage: QuackEpilogue,
+    configs: Configs,
+    rounds: int,
+) -> list[tuple[GemmConfig, float]]:
+    """Fastest first; those that the library or the compiler refuses are left out."""
+    prepared = []
+    for each in _compiled(spec, sizes, arm, index, stage, configs):
+        with contextlib.suppress(*refusals()):
+            prepared.append((each, stage.prepare(each)))
+    return race_calls(prepared, rounds)
+
+
+Small = tuple[tuple[str, int], ...]
+Task = tuple[Spec, Small, str, int, "GemmConfig"]
+
+
+def to_compile(
+    arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
+) -> list[workers.Job]:
+    """What would fill QuACK's object cache with all that ``tuned`` races first: its finalists of before, or
+    its first race's. Takes small inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
+    from coda_agent.verifier.numerics.inputs import draw
+
+    small, again = _small(spec, sizes), _again(arm, known)
+    space, refine = SPACES[arm]
+    jobs: list[workers.Job] = []
+    for index, stage in enumerate(_stages(spec, draw(spec, dict(small), 0, device="cuda"), dict(small), arm)):
+        start = space(stage)
+        first = _admitted(again[index], start, refine) if index < len(again) else start
+        new, _ = _untried(spec, small, arm, index, stage, first)
+        jobs += [(_compile_one, (spec, small, arm, index, c)) for c in new]
+    return jobs
+
+
+def _untried(
+    spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
+) -> tuple[Configs, dict[GemmConfig, Path]]:
+    """Of the objects that configs have, those which nobody has tried to compile; and where all are noted."""
+    wanted = dict.fromkeys(map(_launched_alike, configs))
+    notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
+    return [c for c, note in notes.items() if not note.exists()], notes
+
+
+def _compiled(
+    spec: Spec, sizes: Mapping[str, int], arm: str, index: int, stage: QuackEpilogue, configs: Configs
+) -> Configs:
+    """Fill QuACK's object cache, and those of the configs that are not refused: sizes but the static ones are
+    symbolic in it, so small tensors of the same kind do. Rasterisation is an argument of the launch. A note
+    in that cache has what any process found of a config: no worker need be started for it, which takes longer
+    than loading it. Of whom a worker died there is none."""
+    small = _small(spec, sizes)
+    new, notes = _untried(spec, small, arm, index, stage, configs)
+    workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
+    refused = {c for c, note in notes.items() if read_json(note) is False}
+    return [c for c in configs if _launched_alike(c) not in refused]
+
+
+def _launched_alike(config: GemmConfig) -> GemmConfig:
+    """What one object serves has one of these."""
+    return replace(config, max_swizzle_size=SWIZZLE)
+
+
+def _note(spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, config: GemmConfig) -> Path:
+    """Where it is kept whether the compiler took a config."""
+    key = [spec.hash, small, arm == MATMUL, index, stage.mod.semantic_digest, asdict(config)]
+    return objects() / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.tried"
+
+
+def _small(spec: Spec, sizes: Mapping[str, int]) -> Small:
+    return tuple((dim, sizes[dim] if dim in spec.static else SMALL) for dim in spec.dims)
+
+
+def _compile_one(task: Task) -> bool:
+    """In a worker process, on the GPU: whether the compiler took it."""
+    from coda_agent.verifier.numerics.inputs import draw
+
+    spec, small, arm, index, chosen = task
+    sizes, fine = dict(small), False
+    stage = _stages(spec, draw(spec, sizes, 0, device="cuda"), sizes, arm)[index]
+    with contextlib.suppress(*refusals()):  # one not to race
+        stage.prepare(chosen)
+        fine = True
+    write_atomic(_note(spec, small, arm, index, stage, chosen), json.dumps(fine))
+    return fine

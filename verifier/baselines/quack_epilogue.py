@@ -1,0 +1,124 @@
+"""One fused GEMM of QuACK's on given tensors, and what the entries of its library are made of.
+
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from quack.gemm_config import GemmConfig
+    from torch import Tensor
+
+Tensors = Mapping[str, "Tensor"]
+
+
+def _nothing() -> None:
+    """Nothing to do before the GEMM."""
+
+
+def _no_more(partials: Tensors) -> dict[str, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True)
+class QuackEpilogue:
+    """One of QuACK's epilogues on given tensors: D = epilogue(a @ b, c, operands), or D += with
+    ``accumulate``.
+
+    ``outs`` are its buffers under QuACK's names ("D" and the declared ones); ``names`` maps those that
+    the spec wants to the spec's names. ``start`` runs before the GEMM, and ``finish`` turns its partial
+    results (by QuACK's names) into the rest of the outputs, both within the call.
+    """
+
+    mod: Any
+    a: Tensor  # [M, K], any strides
+    b: Tensor  # [K, N], any strides
+    outs: dict[str, Tensor]
+    names: dict[str, str]
+    c: Tensor | None = None
+    operands: dict[str, Any] = field(default_factory=dict)
+    accumulate: bool = False
+    start: Callable[[], object] = _nothing
+    finish: Callable[[Tensors], dict[str, Tensor]] = _no_more
+
+    @property
+    def paired(self) -> bool:
+        """Whether it works on pairs of adjacent columns."""
+        return bool(self.mod.mode != "element")
+
+    def prepare(self, config: GemmConfig) -> Callable[[], dict[str, Tensor]]:
+        """Compile for ``config``; a call that launches and gives the spec's outputs by name.
+
+        The outputs' buffers are shared by all calls and all configs of this epilogue.
+        """
+        more = {"add_to_output": True} if self.accumulate else {}
+        plan = self.mod.plan(self.a, self.b, self.c, out=self.outs, config=config, **more, **self.operands)
+        stored = {wanted: self.outs[name] for name, wanted in self.names.items()}
+
+        def call() -> dict[str, Tensor]:
+            self.start()
+            plan.run(self.a, self.b, self.c, out=self.outs, **self.operands)
+            return stored | self.finish(plan.scratch)
+
+        return call
+
+
+class Given(NamedTuple):
+    """A case to build for: the spec's inputs, on the GPU, its sizes and its constants."""
+
+    inputs: Tensors
+    sizes: Mapping[str, int]
+    constants: Mapping[str, float]
+
+
+Build = Callable[[Given], tuple[QuackEpilogue, ...]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a spec is computed with QuACK: whose epilogues, and one after another what they are given.
+
+    ``inexact``: outputs in fp32 that the library takes from the hardware's approximate tanh, which is
+    less than the error gate asks of a kernel of ours.
+    """
+
+    kind: Literal["library", "composed"]
+    build: Build
+    inexact: tuple[str, ...] = ()
+
+
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` under torch.compile: one kernel where PyTorch alone would run several, and one of its own
+    for each shape of its arguments. Left to itself it would make a dynamic one of the second shape on, which
+    is slower."""
+
+    def call(*given: Any) -> Any:
+        return _compiled(function, tuple(getattr(each, "shape", each) for each in given))(*given)
+
+    return call
+
+
+@cache
+def _compiled(function: Callable[..., Any], shapes: tuple[Any, ...]) -> Callable[..., Any]:
+    """``shapes``: those of tensors, and other arguments as they are."""
+    from coda_agent.verifier.baselines.pytorch import under_compile
+
+    compiled: Callable[..., Any] = under_compile(function, "default")
+    return compiled
+
+
+def column_sum(partials: Tensors, *, name: str, out: Tensor) -> dict[str, Tensor]:
+    import torch
+
+    return {name: torch.sum(partials[name], dim=0, out=out)}
+
+
+def fp32(like: Tensor, *shape: int) -> Tensor:
+    import torch
+
+    return like.new_empty(shape, dtype=torch.float32)

@@ -1,0 +1,246 @@
+"""What of QuACK computes the outputs of a spec: its library's own epilogues wherever there are such.
+
+``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, untouched) or
+``composed`` (ours, with QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for fp8
+operands (the library's epilogues are for 16 bits), nor for the backward of cross-entropy (no operator
+gives a column's index). Reductions are finished inside the call, as a user would who cares for time: by
+QuACK's second kernel for RMSNorm, by a torch sum, or by a few operations under torch.compile. What
+depends on weights alone (rotary frequencies, a head's weight for every head) is prepared outside of it.
+Importing this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.verifier.baselines.quack_epilogue import (
+    Entry,
+    Given,
+    QuackEpilogue,
+    Tensors,
+    column_sum,
+    fp32,
+    fused,
+)
+from coda_agent.verifier.baselines.quack_norms import NORMS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def log_sum_exp(partials: Tensor) -> Tensor:
+    """[M, tiles] -> [M]."""
+    return partials.logsumexp(-1)
+
+
+# ── Projections ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rmsnorm(g: Given) -> tuple[QuackEpilogue, ...]:
+    from coda_agent.verifier.baselines.quack_composed import row_scale
+
+    x, w, rstd = g.inputs["x"], g.inputs["w"], g.inputs["rstd"]
+    y = x.new_empty(x.shape[0], w.shape[0])
+    return (QuackEpilogue(row_scale, x, w.mT, {"D": y}, {"D": "y"}, operands={"rstd": rstd}),)
+
+
+def _layernorm(g: Given) -> tuple[QuackEpilogue, ...]:
+    """The library takes rstd * mean ready-made: it is computed inside the call."""
+    import torch
+    from quack.epilogue.library import ln_affine_epi
+
+    x, w, mean, rstd = (g.inputs[n] for n in ("x", "w", "mean", "rstd"))
+    shift = torch.empty_like(mean)
+    operands = {"s": rstd, "t": shift, "wg": g.inputs["wg"], "wb": g.inputs["wb"]}
+    start = partial(torch.mul, mean, rstd, out=shift)
+    z = x.new_empty(x.shape[0], w.shape[0])
+    return (QuackEpilogue(ln_affine_epi, x, w.mT, {"D": z}, {"D": "z"}, operands=operands, start=start),)
+
+
+def _row_abs_max(g: Given) -> tuple[QuackEpilogue, ...]:
+    import torch
+    from quack.epilogue.library import amax_epi
+
+    x, w = g.inputs["x"], g.inputs["w"]
+    amax = fp32(x, x.shape[0])
+
+    def finish(partials: Tensors) -> dict[str, Tensor]:
+        return {"amax": torch.amax(partials["amax"], dim=-1, out=amax)}
+
+    y = x.new_empty(x.shape[0], w.shape[0])
+    return (QuackEpilogue(amax_epi, x, w.mT, {"D": y}, {"D": "y"}, finish=finish),)
+
+
+def _alpha_residual(g: Given) -> tuple[QuackEpilogue, ...]:
+    from quack.epilogue.library import scaled_residual
+
+    y, w, x = (g.inputs[n] for n in ("y", "w", "x"))
+    outs, operands = {"D": x.new_empty(x.shape)}, {"alpha": g.inputs["alpha"]}
+    return (QuackEpilogue(scaled_residual, y, w.mT, outs, {"D": "h"}, c=x, operands=operands),)
+
+
+def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
+    """Into a copy of dw that is the arm's own, made outside of the call: each call adds to it again."""
+    from quack.epilogue.library import identity_epi
+
+    dy, x, outs = g.inputs["dy"], g.inputs["x"], {"D": g.inputs["dw"].clone()}
+    return (QuackEpilogue(identity_epi, dy.mT, x, outs, {"D": "dw_new"}, accumulate=True),)
+
+
+# ── Activations ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _activated(g: Given, mod: Any, second: str, *, gated: bool, **operands: Tensor) -> QuackEpilogue:
+    """x @ w.mT stored as preact, and its activation, which QuACK calls ``second``."""
+    x, w = g.inputs["x"], g.inputs.get("w", g.inputs.get("w_gate_up"))
+    assert w is not None  # every activation's spec has one of the two
+    m, n = x.shape[0], w.shape[0]
+    outs = {"D": x.new_empty(m, n), second: x.new_empty(m, n // 2 if gated else n)}
+    return QuackEpilogue(mod, x, w.mT, outs, {"D": "preact", second: "act"}, operands=operands)
+
+
+def _gated(g: Given, activation: str) -> QuackEpilogue:
+    from quack.epilogue.library import linear_act_mod
+
+    mod = linear_act_mod(activation, gated=True, has_c=False, has_rowvec=False, has_colvec=False)
+    return _activated(g, mod, "mAuxOut", gated=True)
+
+
+def _swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
+    return (_gated(g, "swiglu"),)
+
+
+def _geglu(g: Given) -> tuple[QuackEpilogue, ...]:
+    return (_gated(g, "geglu"),)
+
+
+def _rmsnorm_swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
+    """Not rstd_swiglu_preact_epi: that one stores the pre-activation without its row scale."""
+    from quack.epilogue.library import norm_act_mod
+
+    mod = norm_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=True)
+    return (_activated(g, mod, "mAuxOut", gated=True, mColVecBroadcast=g.inputs["rstd"]),)
+
+
+def _bias_gelu(g: Given) -> tuple[QuackEpilogue, ...]:
+    from quack.epilogue.library import linear_act_mod
+
+    mod = linear_act_mod("gelu_tanh_approx", gated=False, has_c=False, has_rowvec=True, has_colvec=False)
+    return (_activated(g, mod, "mAuxOut", gated=False, mRowVecBroadcast=g.inputs["bias"]),)
+
+
+def _relu2(g: Given) -> tuple[QuackEpilogue, ...]:
+    from quack.epilogue.library import relu_sq_mod
+
+    return (_activated(g, relu_sq_mod, "postact", gated=False),)
+
+
+def _swiglu_mlp(g: Given) -> tuple[QuackEpilogue, ...]:
+    from quack.epilogue.library import identity_epi
+
+    first, w = _gated(g, "swiglu"), g.inputs["w_down"]
+    act = first.outs["mAuxOut"]
+    outs = {"D": act.new_empty(act.shape[0], w.shape[0])}
+    return first, QuackEpilogue(identity_epi, act, w.mT, outs, {"D": "out"})
+
+
+def _swiglu_bwd(g: Given) -> tuple[QuackEpilogue, ...]:
+    import torch
+    from quack.epilogue.library import dswiglu_dpreact_mod
+
+    dy, w, z = (g.inputs[n] for n in ("dy", "w_down", "z"))
+    s = fp32(z, z.shape[0])
+
+    def finish(partials: Tensors) -> dict[str, Tensor]:
+        return {"s": torch.sum(partials["dsum"], dim=-1, out=s)}
+
+    outs = {"D": z.new_empty(z.shape), "postact": z.new_empty(z.shape[0], w.shape[1])}
+    names = {"D": "dz", "postact": "act"}
+    return (QuackEpilogue(dswiglu_dpreact_mod, dy, w, outs, names, c=z, finish=finish),)
+
+
+def _gelu_bwd(g: Given) -> tuple[QuackEpilogue, ...]:
+    from quack.epilogue.library import dgelu_dbias_mod
+
+    dy, w, z = (g.inputs[n] for n in ("dy", "w_down", "z"))
+    outs = {"D": z.new_empty(z.shape), "postact": z.new_empty(z.shape)}
+    names = {"D": "dz", "postact": "act"}
+    finish = partial(column_sum, name="dbias", out=fp32(z, z.shape[1]))
+    return (QuackEpilogue(dgelu_dbias_mod, dy, w, outs, names, c=z, finish=finish),)
+
+
+# ── Cross-entropy ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _cross_entropy(g: Given, mod: Any, *, stored: bool = True, **operands: Any) -> QuackEpilogue:
+    """QuACK leaves the target's logit of an ignored row as it was: the call starts by zeroing it."""
+    x, w = g.inputs["x"], g.inputs["w"]
+    picked = fp32(x, x.shape[0])
+
+    def finish(partials: Tensors) -> dict[str, Tensor]:
+        return {"lse": fused(log_sum_exp)(partials["lse"]), "target_logit": picked}
+
+    outs = {"D": x.new_empty(x.shape[0], w.shape[0])} if stored else {}
+    names = {"D": "logits"} if stored else {}
+    operands |= {"target": g.inputs["target"], "target_logit": picked}
+    return QuackEpilogue(mod, x, w.mT, outs, names, operands=operands, start=picked.zero_, finish=finish)
+
+
+def _partial_cross_entropy(g: Given) -> tuple[QuackEpilogue, ...]:
+    from quack.epilogue.library import lse_target_epi
+
+    return (_cross_entropy(g, lse_target_epi),)
+
+
+def _partial_cross_entropy_unstored(g: Given) -> tuple[QuackEpilogue, ...]:
+    from quack.epilogue.library import lse_target_epi
+
+    return (_cross_entropy(g, lse_target_epi, stored=False),)
+
+
+def _rmsnorm_partial_cross_entropy(g: Given) -> tuple[QuackEpilogue, ...]:
+    from coda_agent.verifier.baselines.quack_composed import rstd_lse_target
+
+    return (_cross_entropy(g, rstd_lse_target, rstd=g.inputs["rstd"]),)
+
+
+def _softcap_cross_entropy(g: Given) -> tuple[QuackEpilogue, ...]:
+    from coda_agent.verifier.baselines.quack_composed import softcap_lse_target
+
+    cap = g.constants["cap"]
+    return (_cross_entropy(g, softcap_lse_target, cap=cap, reciprocal=1 / cap),)
+
+
+LIBRARY: dict[str, Entry] = {
+    "gemm_rmsnorm": Entry("composed", _rmsnorm),
+    "gemm_layernorm": Entry("library", _layernorm),
+    "gemm_row_abs_max": Entry("library", _row_abs_max),
+    "gemm_alpha_residual": Entry("library", _alpha_residual),
+    "gemm_grad_accumulate": Entry("library", _grad_accumulate),
+    "gemm_swiglu": Entry("library", _swiglu),
+    "gemm_geglu": Entry("library", _geglu),
+    "gemm_rmsnorm_swiglu_fp16": Entry("library", _rmsnorm_swiglu),
+    "gemm_rmsnorm_swiglu": Entry("library", _rmsnorm_swiglu),
+    "gemm_bias_gelu": Entry("library", _bias_gelu),
+    "gemm_relu2": Entry("library", _relu2),
+    "gemm_swiglu_mlp": Entry("library", _swiglu_mlp),
+    "gemm_swiglu_bwd": Entry("library", _swiglu_bwd),
+    "gemm_gelu_bwd": Entry("library", _gelu_bwd, inexact=("dbias",)),
+    "gemm_partial_cross_entropy": Entry("library", _partial_cross_entropy),
+    "gemm_partial_cross_entropy_unstored": Entry("library", _partial_cross_entropy_unstored),
+    "gemm_rmsnorm_partial_cross_entropy": Entry("composed", _rmsnorm_partial_cross_entropy),
+    "gemm_softcap_cross_entropy": Entry("composed", _softcap_cross_entropy),
+} | NORMS
+
+
+def quack_library(
+    spec_name: str, inputs: Tensors, sizes: Mapping[str, int], constants: Mapping[str, float]
+) -> tuple[QuackEpilogue, ...]:
+    """QuACK's epilogues for a spec of ours, one after another, on CUDA tensors; sizes and constants are
+    the spec's. Raises ValueError where QuACK has none that computes the same outputs.
+    """
+    if spec_name not in LIBRARY:
+        raise ValueError(f"QuACK has no epilogue for spec {spec_name!r}; there are {', '.join(LIBRARY)}")
+    return LIBRARY[spec_name].build(Given(inputs, sizes, constants))

@@ -1,0 +1,1 @@
+"""Work on a GPU in worker processes: checks, benchmarks and telemetry."""

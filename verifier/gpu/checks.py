@@ -1,0 +1,299 @@
+"""On the GPU, in a worker: is a program right there, and the same each time? Tasks of ``worker``.
+
+A task takes a ``Job`` and gives figures, or raises Failed with what the candidate did wrong. Inputs come
+from fresh seeds, drawn after the program is fixed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.verifier.gates import Failed, judge
+from coda_agent.verifier.gpu import guards
+from coda_agent.verifier.gpu.fingerprint import Fingerprints
+from coda_agent.verifier.gpu.guards import POISONS, Guarded
+from coda_agent.verifier.gpu.worker import report
+from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.runtime.executable import Plan
+    from coda_agent.verifier.numerics.error_gate import OutputError
+
+REPEATS = 20
+
+Schedules = Mapping[int, Schedule]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program at one case's sizes, on one or more choices of schedules by step."""
+
+    spec: Spec
+    program: Program
+    case: str
+    sizes: Mapping[str, int]
+    schedules: tuple[Schedules, ...] = ()
+    families: tuple[str, ...] = ("normal",)
+    known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: the only ones to race
+    afresh: bool = False  # for tuning: whatever an earlier one found
+    raw: str = ""  # an edited text, in place of the program's own
+
+    def plans(self) -> list[Plan]:
+        """A plan for each choice, in one workspace. Failed where a schedule that the program says does not
+        fit these sizes."""
+        from coda_agent.primitives.runtime.executable import Plan
+        from coda_agent.primitives.runtime.launchable import LaunchError
+
+        made: list[Plan] = []
+        for chosen in self.schedules:
+            room = made[0].workspace if made else None
+            try:
+                made.append(Plan(self.program, self.sizes, chosen, "cuda", room, self.raw))
+            except LaunchError as error:
+                raise Failed("schedule", f"case {self.case}: {error}") from None
+        return made
+
+    def draw(self, family: str = "normal", device: str = "cuda") -> tuple[int, dict[str, torch.Tensor]]:
+        """A fresh seed and the inputs it gives."""
+        from coda_agent.verifier.numerics.inputs import draw
+
+        seed = secrets.randbits(48)
+        return seed, draw(self.spec, self.sizes, seed, device=device, family=family)
+
+
+class Trial:
+    """Fresh inputs of a family, and what is true of them: found once a kernel has run, for one that reads
+    astray must not find it in the GPU's memory."""
+
+    def __init__(self, job: Job, family: str = "normal"):
+        self.job, self.family = job, family
+        self.seed, self.inputs = job.draw(family)
+        self.drawn = Fingerprints(self.inputs)
+
+    @cached_property
+    def truth(self) -> dict[str, torch.Tensor]:
+        """Raises Failed where the inputs are no longer what was drawn."""
+        from coda_agent.verifier.numerics import reference
+
+        untouched(self.job, self.inputs, self.drawn)
+        return reference.oracle(self.job.spec, self.inputs, self.job.sizes)
+
+    @cached_property
+    def yardstick(self) -> dict[str, torch.Tensor]:
+        from coda_agent.verifier.numerics import reference
+
+        return reference.yardstick(self.job.spec, self.inputs, self.job.sizes)
+
+    @cached_property
+    def exact(self) -> frozenset[str]:
+        """Outputs that have to be right to the bit."""
+        from coda_agent.verifier.numerics import exactness, reference
+
+        if self.family != "integers":
+            return frozenset()
+        found = reference.fp32(self.job.spec, self.inputs, self.job.sizes)
+        return exactness.exact_outputs(found, self.truth)
+
+    @cached_property
+    def undefined(self) -> frozenset[str]:
+        """Outputs in which the reference loses its meaning on these inputs."""
+        from coda_agent.verifier.numerics import error_gate
+
+        return error_gate.undefined(self.family, self.truth, self.yardstick)
+
+    def judge(self, plan: Plan, outputs: Mapping[str, torch.Tensor]) -> Sequence[OutputError]:
+        """What a plan made of the inputs, through the error gate. Raises Failed."""
+        from coda_agent.verifier.numerics import error_gate, limits
+
+        allowed = limits.of_stored(self.family)
+        found = error_gate.compare(self.job.spec, outputs, self.truth, self.yardstick, allowed, self.exact)
+        errors = [error for error in found if error.name not in self.undefined]
+        where = f"on the GPU, {_place(self.job)}, inputs {self.family!r}, schedule {named(plan.schedules)}"
+        judge(errors, where)
+        return errors
+
+
+def tune(job: Job) -> dict[str, Any]:
+    """The fastest schedules by step, those of the last race, and the seconds it took; from the cache
+    where they were found before, unless ``afresh``. The inputs are forgotten: scoring draws its own."""
+    from coda_agent.primitives.runtime.launchable import LaunchError
+    from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned
+
+    start = time.monotonic()
+    seed, inputs = job.draw()
+    try:
+        chosen = tuned(job.program, inputs, job.sizes, job.known, job.raw, afresh=job.afresh)
+    except (LaunchError, NoSchedule) as error:
+        raise Failed("no_schedule", f"case {job.case}: {error}") from None
+    return {
+        "schedules": named(chosen),
+        "finalists": {
+            str(step): [dict(s.to_json()) for s in raced]
+            for step, raced in finalists(job.program, job.sizes, job.raw).items()
+        },
+        "seconds": round(time.monotonic() - start, 1),
+        "seeds": {"tuning": seed},
+    }
+
+
+def numerics(job: Job) -> dict[str, Any]:
+    """Poisoned outputs against fp64 truth through the error gate: every family of inputs on every plan.
+
+    Figures of stretched inputs stand apart, under ``beyond``: limits there are others."""
+    from coda_agent.verifier.numerics.stretch import STRETCHED
+
+    plans = job.plans()
+    typical: dict[str, dict[str, float]] = {}
+    beyond: dict[str, dict[str, float]] = {}
+    seeds: dict[str, int] = {}
+    for family in job.families:
+        report("numerics", f"case {job.case}, inputs {family!r}")
+        seeds[f"numerics/{family}"], errors = _tried(job, plans, family)
+        for error in errors:
+            known = (beyond if family in STRETCHED else typical).setdefault(error.name, {})
+            for key in ("rms_ratio", "tile_ratio", "element_ratio"):
+                known[key] = max(known.get(key, 0.0), round(getattr(error, key), 4))
+    figures = {"outputs": typical, "families": list(job.families), "plans": len(plans), "seeds": seeds}
+    return figures | ({"beyond": beyond} if beyond else {})
+
+
+def _tried(job: Job, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
+    """The seed of one trial, and how each plan did in it; its tensors are gone before the next."""
+    trial = Trial(job, family)
+    ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
+    return trial.seed, [error for plan, outputs in ran for error in trial.judge(plan, outputs)]
+
+
+def stability(job: Job) -> dict[str, Any]:
+    """On every plan: repeats bitwise equal from outputs and workspace poisoned in two ways, inputs untouched,
+    nothing beside any of them written, or read and used."""
+    report("stability", f"case {job.case}")
+    seed, drawn = job.draw()
+    inputs = Guarded.holding(drawn, POISONS[0])
+    del drawn  # inputs of a case may be gigabytes
+    for plan in job.plans():
+        _repeat(job, plan, inputs)
+    return {"repeats": REPEATS, "plans": len(job.schedules), "seeds": {"stability": seed}}
+
+
+def launch(job: Job) -> dict[str, Any]:
+    """Every plan once, and nothing else on the GPU but copies: what a sanitizer is to look at. cuBLAS, in the
+    reference, would have hazards of its own reported."""
+    import torch
+
+    seed, drawn = job.draw(device="cpu")
+    inputs = {name: t.cuda() for name, t in drawn.items()}
+    for plan in job.plans():
+        plan.run(inputs, plan.outputs())
+    torch.cuda.synchronize()
+    return {"seeds": {"sanitizer": seed}}
+
+
+def clean(_: object) -> dict[str, Any]:
+    """Whether the GPU computes, after a worker was lost: bytes free, and a small product that is right."""
+    import torch
+
+    ones = torch.ones(256, 256, device="cuda")
+    if not bool((ones @ ones == 256).all()):
+        raise Failed("device_error", "the GPU computes a wrong product: reset it")
+    return {"free_bytes": torch.cuda.mem_get_info()[0]}
+
+
+def _place(job: Job) -> str:
+    return f"case {job.case}" if job.case in {c.name for c in job.spec.cases} else f"sizes {dict(job.sizes)}"
+
+
+def named(schedules: Schedules) -> dict[str, dict[str, Any]]:
+    """As a report has them."""
+    return {str(step): dict(schedule.to_json()) for step, schedule in schedules.items()}
+
+
+def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs of a run that found NaN in them, and in all that lies between its kernels."""
+    import torch
+
+    outputs = plan.outputs()
+    for tensor in outputs.values():
+        tensor.fill_(float("nan"))
+    plan.workspace.fill_(POISONS[0])
+    plan.run(inputs, outputs)
+    torch.cuda.synchronize()
+    return outputs
+
+
+def _repeat(job: Job, plan: Plan, inputs: Guarded) -> None:
+    import torch
+
+    before = Fingerprints(inputs.tensors)
+    first: dict[str, torch.Tensor] = {}
+    for repeat in range(REPEATS):
+        poison = POISONS[repeat % 2]
+        outputs = Guarded(plan.outputs(), poison)
+        inputs.poison(poison)
+        plan.workspace.fill_(poison)
+        plan.run(inputs.tensors, outputs.tensors)
+        torch.cuda.synchronize()
+        _within_bounds(job, plan, inputs, outputs, poison)
+        for name, view in outputs.tensors.items():
+            if repeat == 0:
+                first[name] = view.clone()
+            elif not torch.equal(bits(first[name]), bits(view)):
+                raise Failed(
+                    "unstable",
+                    f"{_place(job)}: output {name!r} differs between two runs on the same inputs: "
+                    "something is read that nothing wrote, or summed in no fixed order",
+                )
+    _updated_alike(job, plan, inputs.tensors, first)
+    untouched(job, inputs.tensors, before)
+
+
+def _within_bounds(job: Job, plan: Plan, inputs: Guarded, outputs: Guarded, poison: int) -> None:
+    """Failed where a run wrote beside a tensor, or beside what lies between its kernels."""
+    beside = [f"output {name!r}" for name in outputs.written_beside(poison)]
+    beside += [f"input {name!r}" for name in inputs.written_beside(poison)]
+    beside += [] if guards.untouched(plan.gaps, poison) else ["what one kernel leaves for the next"]
+    if beside:
+        raise Failed("out_of_bounds", f"{_place(job)}: bytes beside {', '.join(beside)} were written")
+
+
+def untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Fingerprints) -> None:
+    """Failed where inputs are no longer what they were."""
+    changed = before.differing(inputs)
+    if changed:
+        raise Failed("inputs_written", f"{_place(job)}: input(s) {', '.join(changed)} were changed")
+
+
+def _updated_alike(
+    job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]
+) -> None:
+    """An output that is written over its input's buffer is what it is in a buffer of its own."""
+    import torch
+
+    updates = plan.program.signature.updates
+    if not updates:
+        return
+    own = {name: t.clone() if name in updates.values() else t for name, t in inputs.items()}
+    outputs = plan.in_place(own)
+    plan.run(own, outputs)
+    torch.cuda.synchronize()
+    differing = [name for name in updates if not torch.equal(bits(outputs[name]), bits(first[name]))]
+    if differing:
+        raise Failed(
+            "update", f"{_place(job)}: output(s) {', '.join(differing)} differ when written over their input"
+        )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: NaN equals itself there."""
+    import torch
+
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

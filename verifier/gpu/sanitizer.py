@@ -1,0 +1,75 @@
+"""compute-sanitizer over a kernel at small sizes: accesses astray, and races on shared memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu.checks import Job, launch
+from coda_agent.verifier.gpu.worker import SAID, Task, Worker, cuda_error
+
+TOOLS = ("memcheck", "racecheck")
+PATIENCE = 500.0  # seconds: an instrumented kernel runs up to a hundred times slower
+# Probing the driver for optional functions counts as errors of its API, dozens of them.
+OPTIONS = ("--report-api-errors", "no", "--print-limit", "5")
+# In PyTorch's cache tensors share an allocation, and a store from one into the next would be legal.
+EACH_ITS_OWN = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+class SanitizerMissing(Exception):
+    """compute-sanitizer is not on this machine."""
+
+
+def sanitized(job: Job) -> dict[str, Any]:
+    """The number of errors by tool, all zero; Failed with the tool's words where one found something.
+
+    Raises SanitizerMissing where there is no compute-sanitizer.
+    """
+    return {tool: errors(tool, launch, job) for tool in TOOLS}
+
+
+def errors(tool: str, task: Task, argument: Any) -> int:
+    """Run a task in a worker under one tool, which finds nothing."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise SanitizerMissing("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"  # its words, which would otherwise stand between a worker's answers
+        wrapper = [*EACH_ITS_OWN, program, "--tool", tool, "--log-file", str(log), *OPTIONS]
+        with Worker(wrapper) as worker:
+            died = worker.ask(_to_its_end, (task, argument), patience=PATIENCE).get("died")
+            status = worker.finish(PATIENCE)
+        words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    found = [int(n) for n in _SUMMARY.findall(words)]
+    if any(found):
+        raise Failed("sanitizer", f"{tool} found {max(found)} error(s): {_first(words)}")
+    if died:
+        raise Failed("sanitizer", f"under {tool}, which found nothing, it died: {died}")
+    if status or not found:
+        raise Failed("sanitizer", f"{tool} ended with status {status}: {words[-500:] or 'it said nothing'}")
+    return 0
+
+
+def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
+    """A task whose CUDA error is an answer: the tool ends a kernel that went astray, and says why only as
+    the process ends by itself, which a worker that is lost does not."""
+    task, argument = asked
+    try:
+        task(argument)
+    except Exception as error:
+        if not cuda_error(str(error)):
+            raise
+        return {"died": str(error)[:SAID]}
+    return {}
+
+
+def _first(words: str) -> str:
+    """The first of its findings."""
+    lines = [line.removeprefix("=========").strip() for line in words.splitlines()]
+    start = next((i for i, line in enumerate(lines) if "Invalid" in line or "hazard" in line), 0)
+    return " ".join(lines[start : start + 4])[:600]

@@ -1,0 +1,225 @@
+"""GPU work in a process that can be lost: a kernel that hangs or writes astray takes a worker along.
+
+The command line holds no CUDA context. It asks a ``Worker``, and where that one is lost the candidate is
+rejected with the reason, and a fresh worker finds a clean GPU. ``python -m`` of this module is a worker: a
+task a line in, lines of progress and one answer out.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import os
+import pickle
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from coda_agent.primitives.system import deadline, subprocesses
+from coda_agent.primitives.system.sandbox import die_with
+from coda_agent.verifier.gates import Failed, Progress, silent
+
+Task = Callable[[Any], dict[str, Any]]  # a module's function; its answer is JSON
+
+ROOT = str(Path(__file__).absolute().parents[3])  # where our own packages are
+SAID = 2000  # characters of a lost worker's last words
+_CUDA_ERROR = re.compile(r"cuda\w*[ _](?:driver )?error|cudaError|CUDA_ERROR", re.IGNORECASE)
+_ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misaligned", re.IGNORECASE)
+
+
+class Lost(Failed):
+    """The worker is gone, or of no more use: ``crashed``, ``hung``, ``illegal_address``, ``device_error`` or
+    ``out_of_memory``. What the candidate did, hence a reason to reject it."""
+
+
+class WorkerError(Exception):
+    """An exception in a task that is no fault of a kernel's: our bug, with the worker's traceback."""
+
+
+class Worker:
+    """A process that owns the GPU while it works on a task. Starting returns at once: imports take seconds.
+
+    ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import while the
+    asker still works on something else. ``python``: of an environment with other versions of packages, which
+    the asker's PYTHONPATH would come before: it is not passed on there.
+    """
+
+    def __init__(self, wrapper: Sequence[str] = (), ahead: Sequence[str] = (), python: str = sys.executable):
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process is)
+        self._process = subprocess.Popen(
+            [*wrapper, python, "-m", "coda_agent.verifier.gpu.worker", *ahead],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            env=os.environ | {"PYTHONPATH": subprocesses.path() if python == sys.executable else ROOT},
+            start_new_session=True,
+        )
+        self._unread = b""
+        self._asked = False
+
+    def ask(
+        self, task: Task, argument: Any, *, patience: float, progress: Progress = silent
+    ) -> dict[str, Any]:
+        """The task's answer. Failed as the task raised it; Lost, with nothing left of the process, where it
+        dies, is silent for ``patience`` seconds, or can no longer use the GPU. WorkerError for our bugs, and
+        where it died before it was asked anything, of which no kernel is the cause; Late at the deadline
+        (``primitives.system.deadline``), with nothing left of it either."""
+        assert self._process.stdin is not None  # a pipe
+        if not self._asked and subprocesses.ended(self._process):
+            raise self._stillborn()
+        self._asked = True
+        with suppress(BrokenPipeError):  # that it died is found when reading
+            self._process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
+            self._process.stdin.flush()
+        while True:
+            match self._line(patience):
+                case {"progress": [str(gate), str(words)]}:
+                    progress(gate, words)
+                case {"answer": dict(answer)}:
+                    return answer
+                case {"failed": {"code": code, "message": message, "evidence": evidence}}:
+                    raise Failed(code, message, **evidence)
+                case {"lost": [str(code), str(message)]}:
+                    self.close()
+                    raise Lost(code, message)
+                case {"bug": str(trace)}:
+                    self.close()
+                    raise WorkerError(f"a task of the GPU worker failed:\n{trace}")
+                case other:
+                    self.close()
+                    raise WorkerError(f"the GPU worker said {str(other)[:200]!r}, which is no answer")
+
+    def close(self) -> None:
+        """Kill the process and all that it started; again does nothing."""
+        subprocesses.end(self._process)
+        for file in (self._process.stdin, self._process.stdout, self._words):
+            if file is not None:
+                with suppress(BrokenPipeError):
+                    file.close()
+
+    def finish(self, patience: float) -> int:
+        """Let it end by itself, for a wrapper that reports at the end: its exit status."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        limit = deadline.within(patience)
+        try:
+            return self._process.wait(limit - time.monotonic())
+        except subprocess.TimeoutExpired:
+            deadline.check(limit)
+            raise Lost("hung", f"the GPU worker did not end within {patience:g} s") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _line(self, patience: float) -> Any:
+        assert self._process.stdout is not None  # a pipe
+        descriptor = self._process.stdout.fileno()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        limit = deadline.within(patience)
+        while b"\n" not in self._unread:
+            left = limit - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                self.close()
+                deadline.check(limit)
+                raise Lost("hung", f"the GPU worker said nothing for {patience:g} s: a kernel does not end")
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:
+                raise self._death()
+            self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+    def _death(self) -> Lost:
+        status = self._process.wait()
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        said = self._said(SAID)
+        self.close()
+        return Lost("crashed", f"the GPU worker died ({how}): {said or 'it said nothing'}")
+
+    def _stillborn(self) -> WorkerError:
+        said = self._said(SAID)
+        self.close()
+        return WorkerError(f"a GPU worker died before it was asked anything: {said or 'it said nothing'}")
+
+    def _said(self, characters: int) -> str:
+        self._words.seek(0, os.SEEK_END)
+        self._words.seek(max(0, self._words.tell() - characters))
+        return self._words.read().decode("utf-8", "replace").strip()
+
+
+def report(gate: str, words: str) -> None:
+    """Within a task: tell the asker how far it is, and that it is alive."""
+    if _answers is not None:
+        _say({"progress": [gate, words]})
+
+
+_answers: Any = None  # where a worker's lines go; None elsewhere
+
+
+def _say(record: dict[str, Any]) -> None:
+    _answers.write(json.dumps(record).encode() + b"\n")
+    _answers.flush()
+
+
+def cuda_error(words: str) -> bool:
+    """Whether an exception's words say that this process can no longer use its GPU."""
+    return _CUDA_ERROR.search(words) is not None
+
+
+def _serve(ahead: Sequence[str]) -> None:
+    global _answers
+    with suppress(OSError):  # not on this system: then a hanging worker outlives an asker that was killed
+        die_with(os.getppid())
+    _answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
+    try:
+        for module in ahead:
+            importlib.import_module(module)
+    except Exception:  # no kernel has run here
+        _say({"bug": traceback.format_exc()})
+        raise
+    for line in sys.stdin.buffer:
+        task, argument = pickle.loads(base64.b64decode(line))
+        _say(_outcome(task, argument))
+
+
+def _outcome(task: Task, argument: Any) -> dict[str, Any]:
+    try:
+        return {"answer": task(argument)}
+    except Failed as failed:
+        return {"failed": {"code": failed.code, "message": failed.message, "evidence": failed.evidence}}
+    except Exception as error:
+        words = str(error)
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every task imports
+            return {
+                "lost": ["out_of_memory", f"the GPU has too little memory for this kernel: {words[:SAID]}"]
+            }
+        if cuda_error(words):
+            code = "illegal_address" if _ASTRAY.search(words) else "device_error"
+            return {"lost": [code, words[:SAID]]}
+        return {"bug": traceback.format_exc()}
+
+
+if __name__ == "__main__":
+    from coda_agent.verifier.gpu.worker import (
+        _serve as serve,  # one module, not two: Failed must be what verify raises
+    )
+
+    serve(sys.argv[1:])

@@ -1,0 +1,69 @@
+"""What a change has to beat: an accepted kernel, and the schedules that it was tuned over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.schedule import Schedule, all_by_step, by_step
+from coda_agent.verifier.gpu.checks import Job
+from coda_agent.verifier.report import Timing
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import Case
+
+Known = Mapping[int, Sequence[Schedule]]  # by step, schedules worth racing
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An accepted kernel that a change has to beat: schedules by case and step as it was tuned, and those of
+    tuning's last race. ``raw``: its text, where an author has edited it."""
+
+    program: Program
+    schedules: Mapping[str, Mapping[int, Schedule]]
+    finalists: Mapping[str, Known]
+    raw: str = ""
+
+    @classmethod
+    def of(cls, program: Program, timings: Iterable[Timing], raw: str = "") -> Kept:
+        """As a report has it. Raises ProgramError."""
+        timed = list(timings)
+        tuned = {t.case: t.schedules for t in timed}
+        return cls.parsed(program, tuned, {t.case: t.finalists for t in timed}, raw)
+
+    @classmethod
+    def parsed(
+        cls,
+        program: Program,
+        schedules: Mapping[str, Mapping[str, Any]],
+        finalists: Mapping[str, Mapping[str, Sequence[Any]]],
+        raw: str = "",
+    ) -> Kept:
+        """Of schedules in JSON's terms. Raises ProgramError."""
+        tuned = {case: by_step(steps) for case, steps in schedules.items()}
+        return cls(program, tuned, raced(finalists), raw)
+
+    @property
+    def proved(self) -> Known:
+        """What it was tuned to in all cases, on which it was seen to be right."""
+        return all_by_step(self.schedules.values())
+
+    def job(self, spec: Spec, case: Case) -> Job:
+        """To be tuned again, over what was good before: that may have been on another GPU."""
+        known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
+        return Job(spec, self.program, case.name, case.sizes, known=known, afresh=True, raw=self.raw)
+
+
+def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
+    """Of each step those of the ``last`` race; where there was none, what was ``chosen``."""
+    return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
+
+
+def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
+    """By case and step, schedules in JSON's terms. Raises ProgramError."""
+    return {
+        case: {int(step): [Schedule.from_json(s) for s in every] for step, every in steps.items()}
+        for case, steps in finalists.items()
+    }

@@ -1,0 +1,23 @@
+"""Loading a spec, with or without a trial of its reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coda_agent.verifier.spec.file import read
+from coda_agent.verifier.spec.model import Spec
+
+
+def load(path: str | Path, check: bool = True) -> Spec:
+    """Read and check a spec; ``check=False`` leaves out running its reference, and so needs no torch.
+
+    Raises SpecError for whatever is wrong with the file.
+    """
+
+    def tried(spec: Spec) -> None:
+        if check:
+            from coda_agent.verifier.numerics.trial import check_reference  # torch: only to run a reference
+
+            check_reference(spec)
+
+    return read(path, Spec, tried)

@@ -1,0 +1,1 @@
+"""Numerical truth: references, inputs, the error gate, and how strong they are."""

@@ -1,0 +1,169 @@
+"""A program's choices: where it takes one of two values, and whether both sides ever mattered.
+
+A choice that no tried input decides is a blind spot: a clamp beyond what is drawn looks like no clamp at all.
+So each side must be *needed*: with the choice forced to its other side, the program must fail the error gate
+on some inputs on which, as it stands, it passes. A sigmoid far from zero is a choice, too: its bend must be
+needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+
+SHARE = 1 / 256  # of a choice's elements: enough on one side for the error gate to see them
+SIDES = {
+    "where": ("its condition never holds", "its condition always holds"),
+    "maximum": ("its first argument is never the larger", "its second argument is never the larger"),
+    "minimum": ("its first argument is never the smaller", "its second argument is never the smaller"),
+    "abs": ("its argument is never positive", "its argument is never negative"),
+    "row_select": ("it never selects from the first half", "it never selects from the second half"),
+    **dict.fromkeys(
+        ("row_max", "row_abs_max", "column_max", "column_abs_max"),
+        ("it is never in the first half", "it is never in the second half"),
+    ),
+}
+BEND = 16.0  # beyond, functions that have a limit are within half an fp32 ulp of it
+COMPARED = ("it never holds", "it always holds")
+
+
+class Side(NamedTuple):
+    """One side of a choice: the node, and 0 or 1."""
+
+    node: int
+    side: int
+
+    def unused(self, program: Program) -> str:
+        """Words for a side that decides nothing."""
+        op = program.nodes[self.node].op
+        if OPERATIONS[op].limit:
+            return "its argument is always far from zero"
+        return SIDES.get(op, COMPARED)[self.side]
+
+
+@dataclass
+class Seen:
+    """How much a side decided: the largest share of the elements in a run, and that run's family."""
+
+    share: float = 0.0
+    family: str = ""
+    needed: str = ""  # the family of the run that failed without it
+    tries: int = 0  # runs that did not
+
+
+@dataclass
+class Coverage:
+    """What judged runs showed of each side of each choice."""
+
+    program: Program
+    seen: dict[Side, Seen] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = {side: Seen() for node in choices(self.program) for side in self._of(node)}
+
+    def _of(self, node: int) -> list[Side]:
+        """A choice's sides; of a function with a limit its bend."""
+        bends = OPERATIONS[self.program.nodes[node].op].limit
+        return [Side(node, side) for side in ((0,) if bends else (0, 1))]
+
+    @property
+    def open(self) -> list[Side]:
+        """Sides that no run has needed yet."""
+        return [side for side, seen in self.seen.items() if not seen.needed]
+
+    def add(self, counts: Mapping[Side, tuple[int, int]], family: str) -> None:
+        """Add a judged run's counts: of a side, elements decided and elements in all."""
+        for side, (decided, elements) in counts.items():
+            if side not in self.seen:
+                continue
+            seen, share = self.seen[side], decided / max(elements, 1)
+            if share > seen.share:
+                seen.share, seen.family = share, family
+
+    def unexercised(self) -> list[Side]:
+        """Sides that were neither needed, nor decided a share of the elements beside a side that did, too. A
+        comparison in arithmetic must be needed."""
+        return [side for side in self.open if not self._alike(side.node)]
+
+    def _alike(self, node: int) -> bool:
+        """Whether both sides of a choice of values decided enough, so that they give the same by any gate."""
+        compares = self.program.nodes[node].op not in SIDES
+        return not compares and all(self.seen[Side(node, side)].share >= SHARE for side in (0, 1))
+
+    def table(self) -> list[dict[str, Any]]:
+        """The choices as a report has them."""
+        return [
+            {
+                "node": node,
+                "op": self.program.nodes[node].op,
+                "sides": [
+                    {
+                        "share": round(seen.share, 4),
+                        "family": seen.needed or seen.family,
+                        "needed": bool(seen.needed),
+                    }
+                    for seen in map(self.seen.__getitem__, self._of(node))
+                ],
+            }
+            for node in choices(self.program)
+        ]
+
+
+def choices(program: Program) -> list[int]:
+    """The nodes that choose. A comparison that only ``where`` reads, as its condition, is that choice."""
+    readers: dict[int, list[bool]] = {}
+    for node in program.nodes:
+        for place, argument in enumerate(node.args):
+            readers.setdefault(argument, []).append(node.op == "where" and place == 0)
+    return [
+        index
+        for index, node in enumerate(program.nodes)
+        if OPERATIONS[node.op].limit
+        or OPERATIONS[node.op].sides
+        and (node.op in SIDES or not all(readers.get(index, [False])))
+    ]
+
+
+class Counting:
+    """A watch of the interpreter's that counts the elements which each side decides."""
+
+    def __init__(self, program: Program, sides: Sequence[Side]):
+        self.program, self.nodes = program, {side.node for side in sides}
+        self.counts: dict[Side, tuple[int, int]] = {}
+
+    def __call__(self, index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
+        if index in self.nodes:
+            for side, (mask, _) in enumerate(_sides(self.program, index, arguments)):
+                mask = mask.expand(value.shape)
+                self.counts[Side(index, side)] = int(mask.sum()), mask.numel()
+        return value
+
+
+class Forcing:
+    """A watch of the interpreter's that takes one side away: the choice gives the other side's value."""
+
+    def __init__(self, program: Program, without: Side):
+        self.program, self.without = program, without
+
+    def __call__(self, index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
+        if index != self.without.node:
+            return value
+        _, other = _sides(self.program, index, arguments)[1 - self.without.side]
+        return torch.as_tensor(other, dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def _sides(program: Program, index: int, arguments: Sequence[Any]) -> Any:
+    operation = OPERATIONS[program.nodes[index].op]
+    if operation.limit:
+        (value,) = arguments
+        near = value.abs() < BEND
+        return (near, None), (~near, operation.limit(torch, value))
+    sides = operation.sides
+    assert sides is not None  # only choices are asked
+    return sides(torch, *arguments)

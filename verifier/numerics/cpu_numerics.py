@@ -1,0 +1,143 @@
+"""The interpret gate's runs: a program against its spec's reference on a CPU, over families and sizes.
+
+Each run is judged twice: as a kernel would store its outputs, and with outputs left in fp32. The second
+sees mathematics that is almost right (GELU's other form, a sigmoid by pieces), which the rounding of
+16-bit outputs hides, and which no kernel of the program could put right. There small values count as
+much as large ones: an activation's tail must be right, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from random import Random
+from typing import NamedTuple
+
+from coda_agent.primitives.lang.assign_steps import untransposed
+from coda_agent.primitives.lang.interpret import Watch, interpret
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.numerics import error_gate, exactness, reference
+from coda_agent.verifier.numerics.error_gate import FEW, OutputError
+from coda_agent.verifier.numerics.inputs import DTYPES, FAMILIES, ON_CPU, draw
+from coda_agent.verifier.numerics.limits import Limits, of_stored, of_unrounded
+from coda_agent.verifier.numerics.reference import Tensors
+from coda_agent.verifier.numerics.sizes import (
+    LARGEST_ON_CPU,
+    between,
+    hidden,
+    scaled,
+    small_sizes,
+    stretched,
+    together,
+)
+from coda_agent.verifier.numerics.stretch import STRETCHED
+from coda_agent.verifier.spec.file import SpecError
+from coda_agent.verifier.spec.model import Spec
+
+STORED = "as stored"
+REPEATS = 6  # of each stretched family: what one draw scales up, another scales down
+FEW_DIMS = 48  # extents for what is seen at any size
+
+
+class Run(NamedTuple):
+    """Inputs by what draws them again."""
+
+    sizes: Mapping[str, int]
+    family: str
+    seed: int
+    long: bool = False
+
+    def __str__(self) -> str:
+        return f"inputs {self.family!r}, sizes {dict(self.sizes)}, seed {self.seed}"
+
+
+def runs(spec: Spec, program: Program, seed: int) -> Iterator[Run]:
+    """Each family at hidden sizes of its own, the stretched ones at several, and, of a program that computes
+    with sizes or column numbers, where dims have a case's ratios. The first also at the fixed small sizes,
+    at each extent that a dim has in a case, where all are longer at once, and between the cases' extents. One
+    row and few are tried on integers, of which much is exact: a handful of values makes poor statistics."""
+    fresh = partial(Random(seed).getrandbits, 48)
+    for sizes in small_sizes(spec):
+        yield Run(sizes, "normal", fresh())
+    for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
+        sizes = hidden(spec, fresh(), largest)
+        for family in STRETCHED:  # of little cost, and they show most of what is wrong
+            yield Run(sizes, family, fresh())
+    for family in (*FAMILIES, *ON_CPU):
+        yield Run(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
+    yield Run(hidden(spec, fresh(), LARGEST_ON_CPU, rows=1), "integers", fresh())
+    sized = any(node.op in ("dim", "column_index") for node in program.nodes)
+    for sizes in scaled(spec, fresh()):
+        for family in (*FAMILIES, *STRETCHED, *ON_CPU) if sized else ("normal",):
+            yield Run(sizes, family, fresh(), long=True)
+    for sizes in stretched(spec, fresh()):
+        yield Run(sizes, "normal", fresh(), long=True)
+    for sizes in together(spec, fresh()):
+        yield Run(sizes, "normal", fresh())
+    for dim, sizes in between(spec, fresh()):
+        yield Run(sizes, "integers" if sizes[dim] < FEW else "normal", fresh(), long=True)
+
+
+class Comparison(NamedTuple):
+    """Inputs with their truth in fp64, the reference's values in fp32, and the outputs that must be exact."""
+
+    spec: Spec
+    run: Run
+    inputs: Tensors
+    truth: Tensors
+    values: Tensors
+    exact: frozenset[str]
+    undefined: frozenset[str]  # outputs in which the reference loses its meaning here
+
+    @classmethod
+    def of(cls, spec: Spec, run: Run, inputs: Tensors | None = None) -> Comparison:
+        """The trial of a run; ``inputs``: those of a search, in place of a family's. Raises SpecError where
+        the reference raises, as one may that was only tried at small sizes."""
+        inputs = inputs or draw(spec, run.sizes, run.seed, family=run.family)
+        try:
+            truth, values = (of(spec, inputs, run.sizes) for of in (reference.oracle, reference.fp32))
+        except reference.MISTAKES as error:
+            message = f"its reference raises {type(error).__name__} on {run}: {error}"
+            raise SpecError(f"spec {spec.name}", None, message) from error
+        exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
+        undefined = error_gate.undefined(run.family, truth, values)
+        return cls(spec, run, inputs, truth, values, exact, undefined)
+
+    def errors(self, program: Program, watch: Watch | None = None) -> Iterator[tuple[str, list[OutputError]]]:
+        """How the outputs were judged, in words, and what the error gate says: as stored, then unrounded,
+        there value by value alone where a family is ``limits.EXTREME``. Those that are ``undefined`` are left
+        out."""
+        family, long = self.run.family, self.run.long
+        wide = error_gate.unrounded(self.spec), unrounded(program)
+        yield STORED, self._judged(self.spec, program, of_stored(family, long), watch)
+        yield "not rounded", self._judged(*wide, of_unrounded(family, long), watch)
+
+    def passes(self, program: Program, watch: Watch) -> bool:
+        """Whether the error gate passes all outputs of the program as it is watched."""
+        return all(error.passed for _, errors in self.errors(program, watch) for error in errors)
+
+    def _judged(self, spec: Spec, program: Program, limits: Limits, watch: Watch | None) -> list[OutputError]:
+        yard = {name: self.values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
+        made = interpret(program, self.inputs, watch)
+        errors = error_gate.compare(spec, made, self.truth, yard, limits, self.exact)
+        return [error for error in errors if error.name not in self.undefined]
+
+
+def unrounded(program: Program) -> Program:
+    """The program with its outputs in fp32. One that a matmul reads is made twice: rounded as it was, for the
+    matmul, and by its own name unrounded."""
+    nodes, outputs = list(program.nodes), dict(program.outputs)
+    types = {name: tensor._replace(dtype="fp32") for name, tensor in program.signature.outputs.items()}
+    for name in _handed_on(program):
+        read = f"{name} for a matmul"
+        types[read], outputs[read] = program.signature.outputs[name], outputs[name]
+        outputs[name] = len(nodes)
+        nodes.append(nodes[outputs[read]])
+    signature = program.signature._replace(outputs=types, updates={})
+    return program._replace(signature=signature, nodes=tuple(nodes), outputs=outputs)
+
+
+def _handed_on(program: Program) -> list[str]:
+    """Outputs that one of the program's matmuls reads, and reads rounded."""
+    operands = {untransposed(program, a) for n in program.nodes if n.op == "gemm" for a in n.args}
+    return [name for name, index in program.outputs.items() if index in operands]

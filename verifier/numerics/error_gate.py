@@ -1,0 +1,373 @@
+"""The error gate: a candidate's error beside the yardstick's, which is what any kernel must lose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from coda_agent.verifier.numerics.exactness import matrix, rows_at_once, unequal
+from coda_agent.verifier.numerics.inputs import DTYPES
+from coda_agent.verifier.numerics.limits import USUAL, Limits
+from coda_agent.verifier.numerics.reference import Tensors
+from coda_agent.verifier.numerics.sizes import TILE
+from coda_agent.verifier.numerics.stretch import BEYOND
+from coda_agent.verifier.spec.model import Spec
+
+FEW = 32  # elements: of n, the yardstick's error and their RMS may both be 2**(10/n) times too small by luck
+OCTAVES = (-150, 128)  # exponents of all that fp32 holds
+FLOOR = 2.0**-24  # half an fp32 ulp: as a share of the RMS truth, the least a yardstick may be said to lose
+CANCELLED = 56  # such halves: what a value may keep of larger ones that cancel, as in g - g * sigmoid(-g)
+SHARE = 2.0**-5  # of itself: what any value left in fp32 may be off by
+LOST = 2.0**-8  # of an output's RMS: more than its last rounding
+COARSE = 2.0**-14  # of the truth's RMS: a loss of 16-bit roundings, not of fp32 arithmetic
+
+
+class OutputError(BaseModel):
+    """How one output did: its ratios to the yardstick's error, its slope on the truth, and what is off.
+
+    ``unequal``: of an output that must be exact, how many values are not; None of any other.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    rms_ratio: float
+    tile_ratio: float
+    element_ratio: float
+    slope: float
+    unequal: int | None = None
+    passed: bool
+    reason: str = ""
+
+
+def compare(
+    spec: Spec,
+    got: Tensors,
+    truth: Tensors,
+    yard: Tensors,
+    limits: Limits = USUAL,
+    exact: Collection[str] = (),
+) -> list[OutputError]:
+    """The error gate: one entry an output, in the spec's order; ``reason`` is for the kernel's author.
+
+    got: the candidate's outputs, truth: ``reference.oracle``'s, yard: ``reference.yardstick``'s, all
+    computed on one kind of device: tensor cores lose more in fp32 than a CPU's sums. Per output, as
+    ratios of the candidate's error to the yardstick's: RMS error; RMS error of the worst 128x128 tile
+    against that same tile's; largest error against the largest. 16-bit outputs also: the slope of the
+    output regressed on the truth. Never allowed: a non-finite value where the truth is finite and the
+    output's dtype can hold it, but for as many in a row as the yardstick has there: what overflows on the
+    way in fp32 does so here in one value, there in its neighbour.
+
+    ``limits``, those of a family of inputs (``limits``), are widened by the spec's tolerance, and by
+    slack for small samples: a ratio of two independent RMS errors over n elements scatters by about
+    1/sqrt(n), so it is given 1 + 4/sqrt(n) (n of the output; for a tile, of that tile); the slope gets 4 of
+    its own standard errors, sum(e^2 t^2)^0.5 / sum(t^2), from the yardstick's errors e. At a full tile that
+    is 3%, at benchmark sizes nothing. Of fewer than ``FEW`` elements the yardstick's error says little, and
+    limits are 2**(10/n) times as wide: at M = 1 a row's sum is wrong from about 0.1% on. The values of a row
+    share the errors of what they were all made of, so that of m rows the slack is 1 + 1/m times as much:
+    twice at M = 1, nothing at a case's sizes. Yardstick errors count as no smaller than half an fp32 ulp
+    of the truth's RMS: one that is exactly zero would forbid any other order of summation.
+
+    Outputs named in ``exact`` must besides be the truth rounded once to their dtype, bit for bit (-0.0 is
+    0.0): see ``verifier.numerics.exactness``.
+    """
+    return [
+        _judge(spec, name, got[name], truth[name], yard[name], limits, name in exact) for name in spec.outputs
+    ]
+
+
+def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
+    """RMS error over the truth's RMS, and over the yardstick's error: how far an output is from fp64, of
+    whatever dtype it is. NaN where ``compare`` finds values that are not finite, or wrongly finite; what it
+    excuses of them is left out."""
+    stats, _ = _measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
+    if stats.wrong:
+        return math.nan, math.nan
+    error, lost = math.sqrt(stats.e2 / stats.count), math.sqrt(stats.r2 / stats.count)
+    return math.sqrt(stats.e2 / stats.t2) if stats.t2 else error, stats.ratio(error, lost)
+
+
+def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
+    """Outputs that say nothing on inputs beyond what is typical: the reference itself overflows in fp32, or
+    loses more of them than ``LOST``. None of a typical family."""
+    if family not in BEYOND:
+        return frozenset()
+    losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
+    return frozenset(name for name, lost in losses.items() if not lost <= LOST)
+
+
+@dataclass
+class _Stats:
+    """Sums over one output that the gate decides by; e is the candidate's error, r the yardstick's."""
+
+    count: int
+    e2: float = 0.0
+    r2: float = 0.0
+    t2: float = 0.0
+    g2: float = 0.0
+    gt: float = 0.0
+    rt: float = 0.0
+    r2t2: float = 0.0
+    r4: float = 0.0
+    e_max: float = 0.0
+    r_max: float = 0.0
+    wrong: int = 0
+    first_wrong: tuple[int, int] = (0, 0)
+    zeros: int = 0
+
+    @property
+    def floor(self) -> float:
+        return max(FLOOR * math.sqrt(self.t2 / self.count), 2.0**-149)
+
+    @property
+    def effective(self) -> float:
+        """The number of elements that make up the yardstick's error: of errors alike, all."""
+        return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
+
+    @property
+    def coarse(self) -> bool:
+        """Whether the yardstick loses what 16-bit operands lose."""
+        return self.r2 > COARSE**2 * self.t2
+
+    @property
+    def slope(self) -> float:
+        return self.gt / self.t2 if self.t2 else 1.0
+
+    @property
+    def slope_off(self) -> float:
+        """How far the slope is from 1 and from the yardstick's own, the nearer of the two: where values
+        repeat along an axis, so do their roundings, and even the yardstick's slope is not 1."""
+        return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0
+
+    @property
+    def slope_error(self) -> float:
+        """The slope's standard error, were the errors the yardstick's."""
+        return math.sqrt(self.r2t2) / self.t2 if self.t2 else 0.0
+
+    def ratio(self, error: float, yard: float) -> float:
+        return error / max(yard, self.floor)
+
+
+@dataclass
+class _Tiles:
+    """Per 128x128 tile: sums of squared errors and the number of elements."""
+
+    e2: Tensor
+    r2: Tensor
+    count: Tensor
+
+
+def _judge(
+    spec: Spec, name: str, got: Tensor, truth: Tensor, yard: Tensor, limits: Limits, exact: bool
+) -> OutputError:
+    declared = spec.outputs[name].dtype
+    if got.shape != truth.shape or got.dtype != DTYPES[declared]:
+        wanted = f"{DTYPES[declared]} {list(truth.shape)}"
+        raise ValueError(f"output {name!r} is {got.dtype} {list(got.shape)}; it must be {wanted}")
+    stats, tiles = _measure(matrix(got), matrix(truth), matrix(yard), DTYPES[declared])
+    factor = spec.tolerance.factor if spec.tolerance else 1.0
+    base = limits.shared if limits.shared and declared == "fp32" and stats.coarse else limits.ratios(declared)
+    rms_limit, tile_limit, element_limit = (factor * limit for limit in base)
+    count = stats.effective if limits.effective else stats.count
+    few = 2.0 ** (10 / count) if count < FEW else 1.0
+    rms_limit, tile_limit, element_limit = few * rms_limit, few * tile_limit, few * element_limit
+    deviations = limits.deviations * (1 + 1 / matrix(truth).shape[0])
+    slack = 1 + deviations / math.sqrt(count)
+    rms = stats.ratio(math.sqrt(stats.e2 / stats.count), math.sqrt(stats.r2 / stats.count))
+    element = stats.ratio(stats.e_max, stats.r_max)
+    tile, excess, at = _worst_tile(stats, tiles, deviations)
+    slope_limit = limits.slope + deviations * stats.slope_error
+    faults = []
+    if stats.wrong:
+        place = "row {}, column {}".format(*stats.first_wrong)
+        faults.append(f"{stats.wrong} non-finite or wrongly finite values, the first at {place}")
+    if rms > rms_limit * slack:
+        faults.append(f"RMS error {rms:.3g}x the least a kernel must lose (limit {rms_limit * slack:.3g})")
+    if excess > tile_limit:
+        faults.append(f"worst tile, {_span(at, truth)}: {tile:.3g}x (limit {tile_limit * tile / excess:.3g})")
+    if element > element_limit * slack:
+        faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
+    if declared != "fp32" and stats.slope_off > slope_limit:
+        faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
+    if limits.values and not stats.coarse:  # else small values are mostly a rounded operand's loss
+        faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
+    wrong_bits = None
+    if exact:
+        wrong_bits, example = unequal(matrix(got), matrix(truth))
+        if wrong_bits:
+            faults.append(
+                f"{wrong_bits} of {stats.count} values are not the truth rounded once, {example}; the inputs "
+                "are such that every sum of products is exact in fp32"
+            )
+    reason = f"output {name!r}: {'; '.join(faults)}{_hint(stats, rms, tile)}" if faults else ""
+    return OutputError(
+        name=name,
+        rms_ratio=rms,
+        tile_ratio=tile,
+        element_ratio=element,
+        slope=stats.slope,
+        unequal=wrong_bits,
+        passed=not faults,
+        reason=reason,
+    )
+
+
+def _measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tuple[_Stats, _Tiles]:
+    stats = _Stats(count=truth.numel())
+    rows = rows_at_once(truth)
+    parts = [
+        _accumulate(stats, i, got[i : i + rows], truth[i : i + rows], yard[i : i + rows], dtype)
+        for i in range(0, truth.shape[0], rows)
+    ]
+    e2, r2, count = (torch.cat(column) for column in zip(*parts, strict=True))
+    return stats, _Tiles(e2, r2, count)
+
+
+def _accumulate(
+    stats: _Stats, start: int, got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add one block of rows to ``stats``; its tiles' sums of e^2 and r^2, and their element counts."""
+    t, g, r = (values.double() for values in (truth, got, yard))
+    rounded = truth.to(dtype)
+    if not _finite(rounded, got, yard):
+        usable = _usable(stats, start, rounded.isfinite(), got, t, yard)
+        t, g, r = (values.where(usable, 0.0) for values in (t, g, r))
+    stats.zeros += int(((g == 0) & (t != 0)).sum())
+    stats.g2 += float(g.square().sum())
+    stats.gt += float((g * t).sum())
+    e, r = g - t, r - t
+    stats.e_max = max(stats.e_max, float(e.abs().max()))
+    stats.r_max = max(stats.r_max, float(r.abs().max()))
+    stats.rt += float((r * t).sum())
+    e2, r2, t2 = e.square_(), r.square_(), t.square()
+    stats.e2 += float(e2.sum())
+    stats.r2 += float(r2.sum())
+    stats.t2 += float(t2.sum())
+    tiles = _tile_sums(e2), _tile_sums(r2), _tile_counts(e2)
+    stats.r4 += float(r2.square().sum())
+    stats.r2t2 += float(r2.mul_(t2).sum())
+    return tiles
+
+
+def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
+    """Where values can be compared; those that are wrong are added to ``stats``. ``holds``: where the dtype
+    holds the truth, for what overflows it may do so in a kernel too."""
+    ok, known = got.isfinite(), yard.isfinite()
+    same_infinity = (got == t) | (got.isnan() & t.isnan())
+    lost, excused = holds & ~ok, holds & ~known
+    wrong = ~t.isfinite() & ~same_infinity | lost & (lost.sum(1) > excused.sum(1))[:, None]
+    if count := int(wrong.sum()):
+        if not stats.wrong:
+            row, column = divmod(int(wrong.flatten().int().argmax()), t.shape[1])
+            stats.first_wrong = (start + row, column)
+        stats.wrong += count
+    return holds & ok & known
+
+
+def _finite(*tensors: Tensor) -> bool:
+    """Whether all values are, as their sums tell: to ask each value takes as long as the rest of the gate. No
+    where a sum overflows, too: then each is asked."""
+    return all(math.isfinite(values.sum(dtype=torch.float64)) for values in tensors)
+
+
+def _off_by_themselves(
+    got: Tensor, truth: Tensor, yard: Tensor, limit: float, floor: float, loud: bool
+) -> list[str]:
+    """What is wrong value by value, in words: small values count here as much as large ones.
+
+    An error may be ``SHARE`` of its value, ``CANCELLED`` floors, or ``limit`` times the worst error that the
+    yardstick makes at values no larger than twice this one. Where ``loud``, as many more floors as its row
+    and column are larger than usual.
+    """
+    got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
+    size, e, r = truth.abs(), (got - truth).abs(), (yard - truth).abs()
+    if not _finite(truth, got, yard):
+        usable = truth.isfinite() & got.isfinite() & yard.isfinite()
+        size, e, r = (values.where(usable, 0.0) for values in (size, e, r))
+    octave = (torch.frexp(size).exponent.clamp(*OCTAVES) - OCTAVES[0]).long()
+    worst = r.new_zeros(OCTAVES[1] - OCTAVES[0] + 1)
+    worst = worst.scatter_reduce(0, octave.flatten(), r.flatten(), "amax").cummax(0).values
+    least = CANCELLED * floor
+    off = e > torch.maximum(size * SHARE, limit * worst[octave]).clamp_min(least)
+    if loud and off.any():
+        off &= e > least * _loudness(size)
+    if not (count := int(off.sum())):
+        return []
+    row, column = divmod(int((e / size).where(off, 0.0).argmax()), truth.shape[1])
+    said = f"{float(got[row, column]):.4g} for {float(truth[row, column]):.4g}"
+    return [f"{count} values off by much of themselves, the worst at row {row}, column {column}: {said}"]
+
+
+def _loudness(size: Tensor) -> Tensor:
+    """[R, C]: how many times as large as usual a value would be, were it as its row and its column are; at
+    least 1."""
+    power = size.square()
+    rows, columns = power.mean(1, keepdim=True), power.mean(0, keepdim=True)
+    usual = power.mean().clamp_min(2.0**-300)  # all may be zero
+    return (rows * columns / usual.square()).clamp_min(1.0).sqrt()
+
+
+def _tile_sums(values: Tensor) -> Tensor:
+    """[R, C] -> sums over 128x128 tiles, the ragged ones at the edges included."""
+    return _strip_sums(_strip_sums(values).mT).mT.double()
+
+
+def _strip_sums(values: Tensor) -> Tensor:
+    """[R, C] -> [ceil(R / 128), C]: sums of 128 rows each, and of what is left of them."""
+    whole, rest = values.tensor_split([len(values) // TILE * TILE])
+    sums = whole.unflatten(0, (-1, TILE)).sum(1)
+    return torch.cat((sums, rest.sum(0, keepdim=True))) if len(rest) else sums
+
+
+def _tile_counts(values: Tensor) -> Tensor:
+    """The number of elements in each tile of ``_tile_sums``, fp64."""
+    rows, columns = (
+        torch.tensor([min(TILE, n - i) for i in range(0, n, TILE)], dtype=torch.float64) for n in values.shape
+    )
+    return torch.outer(rows, columns).to(values.device)
+
+
+def _worst_tile(stats: _Stats, tiles: _Tiles, deviations: float) -> tuple[float, float, tuple[int, int]]:
+    """The ratio of the tile worst for its size, that ratio over its slack, and the tile's row and column."""
+    yard = (tiles.r2 / tiles.count).sqrt().clamp_min(stats.floor)
+    ratio = (tiles.e2 / tiles.count).sqrt() / yard
+    excess = ratio / (1 + deviations / tiles.count.sqrt())
+    row, column = divmod(int(excess.argmax()), excess.shape[1])
+    return float(ratio[row, column]), float(excess[row, column]), (row, column)
+
+
+def _span(tile: tuple[int, int], truth: Tensor) -> str:
+    shape = matrix(truth).shape
+    (a, b), (c, d) = ((i * TILE, min((i + 1) * TILE, n)) for i, n in zip(tile, shape, strict=True))
+    rows = f"rows {a} to {b - 1}"
+    return f"{rows}, columns {c} to {d - 1}" if truth.dim() > 1 else rows
+
+
+def _hint(stats: _Stats, rms: float, tile: float) -> str:
+    """What the numbers look like, where they look like something."""
+    unexplained = max(stats.g2 - stats.slope * stats.gt, 0)  # squares left once the slope is taken out
+    residual = stats.ratio(math.sqrt(unexplained / stats.count), math.sqrt(stats.r2 / stats.count))
+    hint = ""
+    if stats.zeros > stats.count // 1000:
+        share = f"{stats.zeros} of {stats.count} values"
+        hint = f"{share} are zero where the truth is not: is a tile never stored?"
+    elif abs(stats.slope - 1) > 1e-4 and residual < 1.5:
+        hint = f"looks like a factor of {stats.slope:.4g}"
+    elif tile > 4 * rms:
+        hint = "the error sits in few tiles: look at edges and indices"
+    elif 1.2 < rms < 16:
+        hint = "looks like a value rounded, or summed, in too low a precision on its way"
+    elif stats.slope < 0.5:
+        hint = "hardly follows the truth: look at signs, transposes and which output is which"
+    return f"; {hint}" if hint else ""
+
+
+def unrounded(spec: Spec) -> Spec:
+    """The spec with its outputs in fp32: what ``limits.of_unrounded`` is for."""
+    wide = {name: output.model_copy(update={"dtype": "fp32"}) for name, output in spec.outputs.items()}
+    return spec.model_copy(update={"outputs": wide})

@@ -1,0 +1,61 @@
+"""Outputs that must be right to the bit: what sums and products make of small integers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from coda_agent.verifier.numerics.reference import Tensors
+from coda_agent.verifier.numerics.sizes import TILE
+
+CHUNK = 1 << 25  # elements compared at once: about 2 GB of fp64 temporaries
+EXACT_BITS = 22  # of fp32's 24: two to spare for sums in another order than the reference's
+
+
+def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
+    """The outputs that a kernel must get right to the bit, on inputs of family "integers".
+
+    Those whose ``values``, ``reference.fp32``'s on the kernel's device, are the fp64 ``truth`` in every
+    element, all multiples of one power of two that fit in ``EXACT_BITS`` bits: then sums in any order are
+    exact too. One dropped term, one wrong column, one rounding on the way is a wrong bit, where an RMS
+    over all elements may not see it.
+    """
+    return frozenset(name for name in truth if _is_exact(matrix(values[name]), matrix(truth[name])))
+
+
+def _is_exact(values: Tensor, truth: Tensor) -> bool:
+    largest = float(truth.abs().max())
+    if not math.isfinite(largest):
+        return False
+    fraction = 2.0 ** (EXACT_BITS - math.frexp(largest)[1])  # a power of two, so that the product is exact
+    rows = rows_at_once(truth)
+    return all(
+        torch.equal(v.double(), t) and not bool((t * fraction).frac().any())
+        for v, t in zip(values.split(rows), truth.split(rows), strict=True)
+    )
+
+
+def rows_at_once(values: Tensor) -> int:
+    """How many rows to look at in one go: a multiple of a tile's."""
+    return max(TILE, CHUNK // values.shape[1] // TILE * TILE)
+
+
+def matrix(tensor: Tensor) -> Tensor:
+    """Rows by all else: the view in which tiles and places are counted."""
+    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+
+
+def unequal(got: Tensor, truth: Tensor) -> tuple[int, str]:
+    """How many values are not the truth rounded once to their dtype, and the first of them in words."""
+    count, example, rows = 0, "", rows_at_once(truth)
+    for start in range(0, truth.shape[0], rows):
+        part, wanted = got[start : start + rows], truth[start : start + rows].to(got.dtype)
+        wrong = part != wanted
+        if (found := int(wrong.sum())) and not count:
+            row, column = divmod(int(wrong.flatten().int().argmax()), truth.shape[1])
+            place = f"the first at row {start + row}, column {column}"
+            example = f"{place}: {float(part[row, column]):.9g} for {float(wanted[row, column]):.9g}"
+        count += found
+    return count, example

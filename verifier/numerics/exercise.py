@@ -1,0 +1,151 @@
+"""Exercising a program: both sides of each of its choices decide, and nothing hangs on an exact size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import interpret
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.system import deadline
+from coda_agent.verifier.gates import Failed, judge
+from coda_agent.verifier.numerics.choices import Counting, Coverage, Forcing
+from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run, unrounded
+from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.numerics.search import LARGEST, searches
+from coda_agent.verifier.numerics.sizes import hidden
+from coda_agent.verifier.numerics.stretch import SEARCHED
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import Case
+
+NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors of a size
+STEEPEST = 8  # power of a size
+SMALLEST = 8  # size from which on powers are smooth
+NOISE = 1e-4  # of outputs: what fp32 makes of another order
+TRIES = 3  # runs in which a side is taken away: where it decides most, the first shows it
+
+
+def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
+    """Add a judged run to the coverage: which open sides decided there, and which were needed."""
+    coverage.add(counts.counts, compared.run.family)
+    for side in coverage.open:
+        decided, _ = counts.counts.get(side, (0, 0))
+        seen = coverage.seen[side]
+        if decided and seen.tries < TRIES:
+            seen.tries += 1
+            if not compared.passes(program, Forcing(program, side)):
+                seen.needed = compared.run.family
+
+
+def reach(
+    spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
+) -> None:
+    """Search the domain for inputs that need the sides left open; what is found is judged as any run.
+
+    Raises Failed for a program that is wrong there, or for a side that nothing within the domain needs.
+    """
+    for sizes, drawn, inputs in searches(spec, program, seed) if coverage.open else ():
+        deadline.check()
+        counts = Counting(program, coverage.open)
+        interpret(program, inputs, counts)
+        if not any(decided for decided, _ in counts.counts.values()):
+            continue
+        run = Run(sizes, SEARCHED, drawn)
+        compared = Comparison.of(spec, run, inputs)
+        if len(compared.undefined) == len(spec.outputs):
+            continue
+        for how, errors in compared.errors(program):
+            judge(errors, f"in the interpreter, {run}, outputs {how}")
+        for side in coverage.open:
+            coverage.seen[side].tries = 0  # each draw is as good as the first
+        cover(compared, program, coverage, counts)
+        if not coverage.open:
+            return
+    for side in coverage.unexercised():
+        line = lines[side.node] if side.node < len(lines) else None
+        op = program.nodes[side.node].op
+        raise Failed(
+            "idle_choice",
+            f"{op} changes nothing within the spec's domain: {side.unused(program)}, or the outputs are the "
+            "same without it; remove it, or what hides it",
+            line,
+        )
+
+
+def smooth(spec: Spec, program: Program, seed: int) -> None:
+    """Hold each size that the program computes with beside a size almost the same.
+
+    A kernel uses sizes as a mean does: twice as many columns give about half. Small inputs are run as if
+    their dims were those of a case, then as if one or all of these were a little larger or smaller; scalars
+    made of sizes alone are computed for every size up to twice a case's. Raises Failed where outputs, or
+    such a scalar, change by more than the eighth power of a size does.
+    """
+    sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
+    dims = sorted({name for size in sized.values() for name in size.names})
+    for case in spec.cases if dims else ():
+        deadline.check()
+        for dim in dims:
+            _scan(program, sized, case, dim)
+    sizes = hidden(spec, seed, LARGEST)
+    inputs, wide = draw(spec, sizes, seed), unrounded(program)
+
+    def outputs(at: Mapping[str, float]) -> list[Tensor]:
+        def resized(index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
+            return torch.full_like(value, sized[index].value(at)) if index in sized else value
+
+        return list(interpret(wide, inputs, resized).values())
+
+    for case in spec.cases if dims else ():
+        deadline.check()
+        usual = outputs(case.sizes)
+        for factor in NEARBY:
+            for changed in (*([dim] for dim in dims), dims):
+                beside = outputs({d: n * factor if d in changed else n for d, n in case.sizes.items()})
+                change = max(_change(a, b) for a, b in zip(usual, beside, strict=True))
+                if change > max(factor, 1 / factor) ** STEEPEST - 1 + NOISE:
+                    raise Failed(
+                        "size_choice",
+                        f"outputs jump with {', '.join(changed)} at case {case.name}: {change:.2g} of them "
+                        f"where sizes change by {abs(factor - 1):.2g}; use sizes as a mean does",
+                    )
+
+
+def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
+    """Compute the scalars made of sizes alone for every size of one dim, the others being a case's."""
+    extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
+    values: dict[int, Tensor] = {}
+    used: set[int] = set()  # by what is more than sizes
+    for index, node in enumerate(program.nodes):
+        made = OPERATIONS[node.op].torch
+        if index in sized:
+            size = torch.as_tensor(sized[index].value({**case.sizes, dim: extents}), dtype=torch.float64)
+            values[index] = size.expand_as(extents)
+        elif node.op == "constant":
+            values[index] = torch.full_like(extents, float(node.attribute or 0))
+        elif made and node.args and values.keys() >= set(node.args):
+            values[index] = made(torch, *(values[a] for a in node.args))
+        else:
+            used.update(node.args)
+    for index in used & values.keys():
+        before, after = values[index][:-1], values[index][1:]
+        allowed = (1 + 1 / extents[:-1]) ** STEEPEST - 1
+        jumps = (after - before).abs() > allowed * torch.minimum(before.abs(), after.abs()) + NOISE**2
+        if jumps.any():
+            at = int(extents[1:][jumps][0])
+            raise Failed(
+                "size_choice",
+                f"a scalar made of sizes jumps where {dim} is {at}, beside case {case.name}'s other sizes; "
+                "use sizes as a mean does",
+            )
+
+
+def _change(a: Tensor, b: Tensor) -> float:
+    """The RMS difference over the smaller RMS; 0 where neither is finite."""
+    usable = a.isfinite() & b.isfinite()
+    a, b = a[usable].double(), b[usable].double()
+    least = min(float(a.norm()), float(b.norm()))
+    return float((a - b).norm()) / max(least, 1e-300) if a.numel() and not torch.equal(a, b) else 0.0

@@ -1,0 +1,296 @@
+"""Inputs for a spec: drawn at a case's sizes in one of a few families, or tiny ones to try a reference on."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import DTYPES as FLOATS
+from coda_agent.primitives.lang.ir import INDICES, OPERANDS
+from coda_agent.verifier.numerics.sizes import row_dims
+from coda_agent.verifier.numerics.stretch import STRETCHED, Typical, stretched
+from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
+from coda_agent.verifier.spec.model import BadReference, Spec
+from coda_agent.verifier.spec.parts import TensorSpec
+
+Sizes = Mapping[str, int]
+DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *OPERANDS, *INDICES)}
+
+
+class _Drawn(NamedTuple):
+    """What a family may go by: the values of a normal init before they are cast, and what they are for.
+
+    ``rows`` gives the same numbers for every input of one draw, ``own`` does not.
+    """
+
+    values: Tensor
+    std: float
+    activation: bool
+    fp8: bool
+    own: torch.Generator
+    rows: torch.Generator
+
+
+def _normal(of: _Drawn) -> Tensor:
+    """The spec's own init."""
+    return of.values
+
+
+def _positive(of: _Drawn) -> Tensor:
+    """Magnitudes: sums grow with K, and a low-precision accumulator stalls."""
+    return of.values.abs_()
+
+
+def _tiny(of: _Drawn) -> Tensor:
+    """All by 2**-10: only there does an eps of 1e-6 matter. fp8, which would become zeros, stays."""
+    return of.values if of.fp8 else of.values.mul_(2.0**-10)
+
+
+def _small(of: _Drawn) -> Tensor:
+    """Activations by 1e-2: additive terms of fixed size (a bias, an eps) take over, functions are linear."""
+    return of.values.mul_(1e-2) if of.activation else of.values
+
+
+def _large(of: _Drawn) -> Tensor:
+    """Activations by 8: functions saturate, maxima dominate sums of exponentials, which still hold them."""
+    return of.values.mul_(8.0) if of.activation else of.values
+
+
+def _huge(of: _Drawn) -> Tensor:
+    """Activations by 40: an exponential of them overflows that is not taken relative to a maximum."""
+    return of.values.mul_(40.0) if of.activation else of.values
+
+
+def _outliers(of: _Drawn) -> Tensor:
+    """An eighth of the rows of all activations, and of the columns of weights, 30 to 100 times the rest: what
+    is scaled or rounded over a block instead of a row, or in too narrow a range, loses the rest. The rest
+    is made smaller, not the few larger, so that nothing overflows which does not in "normal"."""
+    length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
+    usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
+    factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)
+    return of.values.mul_(_over_rows(factors, of.values) if of.activation else factors)
+
+
+def _zeros(of: _Drawn) -> Tensor:
+    """An eighth of the rows of all activations zero, a quarter near sqrt(eps), so that eps decides there."""
+    if not of.activation or not of.values.dim():
+        return of.values
+    share = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0)
+    near = torch.exp2(_uniform(of.values.shape[:1], of.rows, -12.0, -8.0))
+    return of.values.mul_(
+        _over_rows(torch.where(share < 3 / 8, near, 1.0).where(share > 1 / 8, 0.0), of.values)
+    )
+
+
+def _low_rank(of: _Drawn) -> Tensor:
+    """Matrices of rank 4 to 8, whose products' errors are correlated. Factors are bounded: a product of
+    several normals would now and then be larger than an exponential bears."""
+    if of.values.dim() != 2:
+        return of.values
+    rank = int(torch.randint(4, 9, (), generator=of.own, device=of.values.device))
+    left, right = (_uniform((n, rank), of.own, -(3**0.5), 3**0.5) for n in of.values.shape)
+    return (left @ right.mT).mul_(of.std * rank**-0.5)
+
+
+def _tails(of: _Drawn) -> Tensor:
+    """An eighth of the rows of all activations by 3, the rest by 1/4: the tail of an activation function is
+    there in force, from -4 on, and little else is so large that its errors would hide it."""
+    if not of.activation or not of.values.dim():
+        return of.values
+    many = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0) < 1 / 8
+    return of.values.mul_(_over_rows(torch.where(many, 3.0, 0.25), of.values))
+
+
+def _spikes(of: _Drawn) -> Tensor:
+    """In an eighth of the rows of all activations one value of either sign, 32 to 4096 times what is usual:
+    so are residual streams of trained models. What is clamped, or kept in too narrow a range, loses it."""
+    if not of.activation or not of.values.numel() or of.values.dim() < 2:
+        return of.values
+    rows = of.values.view(len(of.values), -1)
+    many = _uniform(rows.shape[:1], of.rows, 0.0, 1.0) < 1 / 8
+    at = torch.randint(rows.shape[1], (len(rows), 1), generator=of.own, device=rows.device)
+    size = torch.exp2(_uniform(at.shape, of.own, 5.0, 12.0)).mul_(of.std)
+    size = size.where(_uniform(at.shape, of.own, -1.0, 1.0) > 0, -size)
+    rows.scatter_(1, at, size.where(many[:, None], rows.gather(1, at)))
+    return of.values
+
+
+def _negative(of: _Drawn) -> Tensor:
+    """Magnitudes, of activations by -40: products are far below zero, and all of a row are. A running maximum
+    that begins at zero, or a sum of exponentials that takes in a zero, is then all that is left."""
+    return of.values.abs_().mul_(-40.0 if of.activation else 1.0)
+
+
+def _integers(of: _Drawn) -> Tensor:
+    """Multiples of a power of two, up to 8 of it (in fp8, whose sums tensor cores keep to fewer bits, 2):
+    a matmul is exact in fp32 in any order of summation, and so what follows from it by sums and products
+    of such values. ``exactness.exact_outputs`` finds what must then be right to the bit."""
+    steps = 1 if of.fp8 else 4
+    unit = 2.0 ** round(math.log2(of.std)) / steps
+    return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)
+
+
+#: How inputs may be drawn. A family shapes what has a normal init. Every other init is one the operator
+#: relies on (a range, indices, a series) and stays; in "integers" uniform ones take few of their values.
+FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
+    "normal": _normal,
+    "positive": _positive,
+    "tiny": _tiny,
+    "small": _small,
+    "large": _large,
+    "huge": _huge,
+    "outliers": _outliers,
+    "zeros": _zeros,
+    "low_rank": _low_rank,
+    "integers": _integers,
+}
+
+
+#: More of them, for a CPU alone: what they show is a program's mathematics, not how a GPU does it.
+ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
+
+
+#: Families that a GPU has wherever its oracle takes no time.
+EVERY = (*FAMILIES, *STRETCHED)
+
+
+def draw(
+    spec: Spec, sizes: Sizes, seed: int, device: str | torch.device = "cpu", family: str = "normal"
+) -> dict[str, Tensor]:
+    """Inputs by name, in the spec's shapes and dtypes, on ``device``.
+
+    A seed and an input's name fix its values on one kind of device (a GPU draws other ones than a CPU).
+    """
+    known = (*EVERY, *ON_CPU)
+    if family not in known:
+        raise ValueError(f"family {family!r} is unknown; use one of {', '.join(known)}")
+    rows = row_dims(spec)
+    return {name: _draw(t, name, sizes, seed, device, family, rows) for name, t in spec.inputs.items()}
+
+
+def _draw(
+    tensor: TensorSpec,
+    name: str,
+    sizes: Sizes,
+    seed: int,
+    device: str | torch.device,
+    family: str,
+    rows: frozenset[str],
+) -> Tensor:
+    own, init = _generator(f"{seed}/{name}", device), tensor.init
+    shape, dtype = [d(sizes) for d in tensor.shape], DTYPES[tensor.dtype]
+    values = _values(init, shape, sizes, own)
+    fp8 = dtype == torch.float8_e4m3fn
+    if family in STRETCHED:
+        values = stretched(_typical(tensor, values, sizes, own), family)
+    elif init.normal:
+        activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
+        shared = _generator(f"{seed}/", device)  # no input has this name
+        values = (FAMILIES | ON_CPU)[family](
+            _Drawn(values, init.normal.at(sizes), activation, fp8, own, shared)
+        )
+    elif init.uniform and family == "integers":
+        values = _on_grid(values, *init.uniform)
+    return values.clamp_(-448.0, 448.0).to(dtype) if fp8 else values.to(dtype)  # not every cast saturates
+
+
+def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
+    """An input's typical values on a CPU, for what goes beyond them."""
+    own = _generator(f"{seed}/{name}", "cpu")
+    return _typical(tensor, _values(tensor.init, [d(sizes) for d in tensor.shape], sizes, own), sizes, own)
+
+
+def _typical(tensor: TensorSpec, values: Tensor, sizes: Sizes, own: torch.Generator) -> Typical:
+    return Typical(values, tensor.init, tensor.dtype, *tensor.bounds(sizes), own)
+
+
+def _generator(stream: str, device: str | torch.device) -> torch.Generator:
+    seed = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:7], "little")
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _uniform(shape: Sequence[int], generator: torch.Generator, low: float, high: float) -> Tensor:
+    return torch.empty(shape, device=generator.device).uniform_(low, high, generator=generator)
+
+
+def _over_rows(factors: Tensor, values: Tensor) -> Tensor:
+    return factors.reshape(-1, *[1] * (values.dim() - 1))
+
+
+def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
+    """Values of a range rounded to powers of two, by which one may divide, too. Where the range has less than
+    two, or both signs: to multiples of one, of which it has 8 to 16."""
+    if low > 0 and (most := math.floor(math.log2(high))) > (least := math.ceil(math.log2(low))):
+        return values.log2_().round_().clamp_(least, most).exp2_()
+    unit = 2.0 ** math.floor(math.log2((high - low) / 8))
+    return values.div_(unit).round_().clamp_(math.ceil(low / unit), math.floor(high / unit)).mul_(unit)
+
+
+def _values(init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator) -> Tensor:
+    """The init's values before they are cast: fp32, fp64 for a series, int64 for integers."""
+    device = generator.device
+    if init.integers:
+        low, high = init.range_at(sizes)
+        values = torch.randint(low, high + 1, shape, generator=generator, device=device)
+        if init.ignored is not None:
+            share = torch.rand(shape, generator=generator, device=device)
+            values.masked_fill_(share < IGNORED_SHARE, init.ignored)
+        return _with_ends(values, low, high, generator)
+    if init.count is not None:
+        period = init.range_at(sizes)[1] + 1
+        rows = torch.arange(shape[0] if shape else 1, device=device) % period
+        return _spread(rows.reshape(-1, *[1] * (len(shape) - 1)), shape)
+    if init.geometric:
+        low_end, high_end = init.geometric
+        steps = torch.arange(n := shape[-1] if shape else 1, device=device, dtype=torch.float64) / n
+        return _spread(low_end * (high_end / low_end) ** steps, shape)
+    values = torch.empty(shape, device=device)
+    if init.uniform:
+        return values.uniform_(*init.uniform, generator=generator)
+    return values.normal_(std=init.normal.at(sizes) if init.normal else 1.0, generator=generator)
+
+
+def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
+    """Both ends of a range of integers among them, somewhere, where there are two: a vocabulary's first and
+    last word are of the few that a slip in a comparison mistakes, and hardly ever drawn."""
+    half = values.numel() // 2
+    if half:
+        first, last = torch.randint(half, (2,), generator=generator, device=values.device).tolist()
+        values.view(-1)[first], values.view(-1)[half + last] = low, high
+    return values
+
+
+def _spread(series: Tensor, shape: list[int]) -> Tensor:
+    return series.expand(shape).contiguous() if shape else series[0].clone()
+
+
+def trial(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Tiny sizes, even and distinct so that no mistake hides in equal numbers, and inputs there.
+
+    Integers are drawn as the spec says, one of them ``ignored`` where it has such a value; all else is
+    fp64 in [0.5, 1.5). BadReference where the range of integers is empty at such sizes.
+    """
+    primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
+    sizes = {dim: 2 * prime for dim, prime in zip(spec.dims, primes, strict=False)}
+    generator = torch.Generator().manual_seed(0)
+    return sizes, {name: _tried(t, name, sizes, generator) for name, t in spec.inputs.items()}
+
+
+def _tried(tensor: TensorSpec, name: str, sizes: Sizes, generator: torch.Generator) -> Tensor:
+    shape = [d(sizes) for d in tensor.shape]
+    if tensor.dtype not in ("int32", "int64"):
+        return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+    try:
+        values = _values(tensor.init, shape, sizes, generator)
+    except ValueError as error:
+        message = f"input {name!r}: {tensor.init.form} {error} at the tiny sizes of a trial; write it in dims"
+        raise BadReference(message, key="inputs") from None
+    if tensor.init.ignored is not None:
+        values[-1] = tensor.init.ignored
+    return values.to(DTYPES[tensor.dtype])

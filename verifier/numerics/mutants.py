@@ -1,0 +1,161 @@
+"""Wrong versions of a spec's reference, each by one plausible slip, that the gates must catch.
+
+Two kinds. Wrong mathematics is another text: a program may say it, so the interpreter's run with
+unrounded outputs sees it too. Wrong execution is the same text with matmuls or outputs spoilt, as a bad
+lowering or a cheat would: only the error gate stands against it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from coda_agent.verifier.numerics.reference import Product
+from coda_agent.verifier.numerics.reference_mutations import slips
+from coda_agent.verifier.numerics.sizes import TILE
+from coda_agent.verifier.spec.model import Spec
+
+Outputs = dict[str, Tensor]
+TAIL = 16  # of K: what one tensor-core instruction multiplies
+E4M3_LARGEST = 448.0
+FEWER_BITS = {"bf16": 16, "fp16": 13}  # of its mantissa, than fp32
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong version: the reference's text, how its matmuls are done, and what happens to its outputs.
+
+    ``text`` is the reference's own where only the execution is wrong; ``product`` None is the honest one.
+    """
+
+    name: str
+    text: str
+    product: Product | None = None
+    after: Callable[[Outputs], Outputs] = dict
+
+    @property
+    def spoken(self) -> bool:
+        """Whether a program could say it: it is another text."""
+        return self.product is None and self.after is dict
+
+
+def mutants(spec: Spec) -> Iterator[Mutant]:
+    """All of them, in a fixed order, each under a name of its own. No two say the same text."""
+    text = ast.unparse(ast.parse(spec.reference))
+    yield from _wrong_outputs(spec, text)
+    yield from _wrong_matmuls(spec, text)
+    known, named = {text}, Counter[str]()
+    for name, wrong in slips(spec, text):
+        if wrong not in known:
+            known.add(wrong)
+            named[name] += 1
+            yield Mutant(name if named[name] == 1 else f"{name} ({named[name]})", wrong)
+
+
+# --- outputs ----------------------------------------------------------------------------------------
+
+
+def _wrong_outputs(spec: Spec, text: str) -> Iterator[Mutant]:
+    for name, output in spec.outputs.items():
+        yield Mutant(f"{name} zeroed", f"{text}\n{name} = zeros_like({name})")
+        yield Mutant(f"{name} times 1.002", f"{text}\n{name} = 1.002 * {name}")
+        yield Mutant(f"{name} negated", f"{text}\n{name} = -{name}")
+        yield Mutant(f"{name} without its last rows", text, after=_changed(name, _without_last_rows))
+        if len(output.shape) > 1:
+            flipped = _changed(name, lambda t: _without_last_rows(t.mT).mT)
+            yield Mutant(f"{name} without its last columns", text, after=flipped)
+            yield Mutant(f"{name} with one wrong column", text, after=_changed(name, _one_wrong_column))
+            yield Mutant(f"{name} with one wrong row", text, after=_changed(name, _one_wrong_row))
+        if output.dtype != "fp32":
+            cut = partial(_truncated, bits=FEWER_BITS[output.dtype])
+            yield Mutant(f"{name} truncated, not rounded", text, after=_changed(name, cut))
+    for a, b in combinations(spec.outputs, 2):
+        if (spec.outputs[a].shape, spec.outputs[a].dtype) == (spec.outputs[b].shape, spec.outputs[b].dtype):
+            yield Mutant(f"{a} and {b} swapped", f"{text}\n{a}, {b} = ({b}, {a})")
+
+
+def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Outputs], Outputs]:
+    return lambda outputs: {**outputs, name: change(outputs[name])}
+
+
+def _without_last_rows(output: Tensor) -> Tensor:
+    """The last tile was never stored."""
+    kept = output.clone()
+    kept[(output.shape[0] - 1) // TILE * TILE :] = 0
+    return kept
+
+
+def _one_wrong_column(output: Tensor) -> Tensor:
+    """One column is its neighbour's."""
+    kept, at = output.clone(), output.shape[1] // 2
+    kept[:, at] = output[:, at - 1]
+    return kept
+
+
+def _one_wrong_row(output: Tensor) -> Tensor:
+    return _one_wrong_column(output.mT).mT
+
+
+def _truncated(output: Tensor, bits: int) -> Tensor:
+    """fp32 without so many of its last bits: what a cast by shifting gives."""
+    return (output.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
+
+
+# --- matmuls ----------------------------------------------------------------------------------------
+
+
+def _wrong_matmuls(spec: Spec, text: str) -> Iterator[Mutant]:
+    yield Mutant(f"the last {TAIL} of K dropped", text, _without_tail)
+    yield Mutant("one element of K dropped", text, _without_first)
+    if all(t.dtype != "fp8_e4m3" for t in spec.inputs.values()):  # which would lose nothing
+        yield Mutant("matmul operands in fp8", text, _in_fp8)
+    yield Mutant("matmuls accumulated in bf16", text, partial(_accumulated, dtype=torch.bfloat16))
+    if any(t.dtype == "fp16" for t in spec.inputs.values()):
+        yield Mutant("matmuls accumulated in fp16", text, partial(_accumulated, dtype=torch.float16))
+    yield Mutant("matmuls rounded to bf16", text, _rounded)
+    yield Mutant("matmuls added from two halves of K in bf16", text, _halved)
+
+
+def _without_tail(a: Tensor, b: Tensor) -> Tensor:
+    return a[..., :-TAIL].float() @ b[..., :-TAIL, :].float()
+
+
+def _without_first(a: Tensor, b: Tensor) -> Tensor:
+    return a[..., 1:].float() @ b[..., 1:, :].float()
+
+
+def _in_fp8(a: Tensor, b: Tensor) -> Tensor:
+    return _through_fp8(a) @ _through_fp8(b)
+
+
+def _through_fp8(t: Tensor) -> Tensor:
+    """e4m3, scaled by a power of two to fill its range: what is fp8 already stays as it is."""
+    largest = t.float().abs().max().clamp_min(2.0**-100)
+    scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / largest)))
+    return (t.float() * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+def _accumulated(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """As many products as one instruction adds, then a rounding."""
+    total = torch.zeros((), dtype=dtype, device=a.device)
+    for k in range(0, a.shape[-1], TAIL):
+        part = a[..., k : k + TAIL].float() @ b[..., k : k + TAIL, :].float()
+        total = (total + part).to(dtype)
+    return total.float()
+
+
+def _rounded(a: Tensor, b: Tensor) -> Tensor:
+    """As a matmul leaves it that is no part of its epilogue's kernel."""
+    return (a.float() @ b.float()).bfloat16().float()
+
+
+def _halved(a: Tensor, b: Tensor) -> Tensor:
+    half = a.shape[-1] // 2
+    return _rounded(a[..., :half], b[..., :half, :]) + _rounded(a[..., half:], b[..., half:, :])

@@ -1,0 +1,92 @@
+"""Whether a spec is strong enough to judge by: then the gates pass no mutant; see ``weak_spots``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from coda_agent.verifier.numerics import error_gate, exactness, reference
+from coda_agent.verifier.numerics.error_gate import OutputError
+from coda_agent.verifier.numerics.inputs import DTYPES, FAMILIES, ON_CPU, Sizes, draw
+from coda_agent.verifier.numerics.limits import Limits, of_stored, of_unrounded
+from coda_agent.verifier.numerics.mutants import Mutant, mutants
+from coda_agent.verifier.numerics.reference import Tensors
+from coda_agent.verifier.spec.model import Spec
+
+SAME = 1e-12  # of itself: what a value in fp64 may be off by that is computed in another way
+
+
+def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
+    """Names of the mutants (``mutants``) that the gates let through at these sizes, whatever the
+    family of inputs: those that a program may say the interpret gate, the others a GPU's, each by its own
+    families and their limits.
+
+    Empty for a spec that is fit to judge by. Small sizes on a CPU will do. A text that is in fp64 what the
+    reference is, for every family and but for the order of its roundings, is no mutant.
+    """
+    left = list(mutants(spec))
+    for family in (*FAMILIES, *ON_CPU):
+        trial = Sample.of(spec, sizes, seed, family)
+        left = [m for m in left if family in ON_CPU and not m.spoken or trial.passes(m)]
+    return [mutant.name for mutant in left if differs(spec, mutant, sizes, seed)]
+
+
+def differs(spec: Spec, mutant: Mutant, sizes: Sizes, seed: int = 0) -> bool:
+    """Whether a mutant is another function than the reference, in some family of inputs."""
+    return any(Sample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Mutants on one draw of inputs."""
+
+    spec: Spec
+    sizes: Sizes
+    family: str
+    inputs: Tensors
+    truth: Tensors
+    values: Tensors
+    exact: frozenset[str]
+
+    @classmethod
+    def of(cls, spec: Spec, sizes: Sizes, seed: int, family: str, device: str = "cpu") -> Sample:
+        inputs = draw(spec, sizes, seed, device=device, family=family)
+        truth, values = reference.oracle(spec, inputs, sizes), reference.fp32(spec, inputs, sizes)
+        exact = exactness.exact_outputs(values, truth) if family == "integers" else frozenset()
+        return cls(spec, sizes, family, inputs, truth, values, exact)
+
+    def passes(self, mutant: Mutant) -> bool:
+        """Whether the gates pass it."""
+        got = self.made(mutant)
+        return got is not None and all(e.passed for e, _, _ in self.errors(got, mutant.spoken))
+
+    def made(self, mutant: Mutant) -> Tensors | None:
+        """Its outputs; None where kinds or shapes no longer fit, which no kernel could hide."""
+        try:
+            got = reference.fp32(self.spec, self.inputs, self.sizes, mutant.text, mutant.product)
+        except reference.MISTAKES:
+            return None
+        got = mutant.after(got)
+        return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
+
+    def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, Limits]]:
+        """Each output's error with its dtype and limits: the error gate's, of outputs as stored, and, where a
+        program could say (``spoken``) what made them, the interpreter's, of unrounded ones."""
+        judged = [(self.spec, of_stored(self.family))]
+        if spoken:
+            judged.append((error_gate.unrounded(self.spec), of_unrounded(self.family)))
+        for spec, limits in judged:
+            stored, yard = (
+                {name: tensors[name].to(DTYPES[o.dtype]) for name, o in spec.outputs.items()}
+                for tensors in (got, self.values)
+            )
+            for error in error_gate.compare(spec, stored, self.truth, yard, limits, self.exact):
+                yield error, spec.outputs[error.name].dtype, limits
+
+    def differs(self, mutant: Mutant) -> bool:
+        """Whether it is another function: a spoilt execution is."""
+        other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
+        same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())
+        return not same or not mutant.spoken

@@ -1,0 +1,335 @@
+"""Running a spec's reference: truth in fp64, the yardstick in fp32.
+
+A reference is the spec owner's text, so it is trusted; its names are checked so that a typing error has
+a line. Large cases run in blocks of rows, where a trial at tiny sizes shows that blocks give the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.verifier.numerics.inputs import DTYPES, Sizes, trial
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
+
+BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take
+# Of matrices as large as two extents of different dims make: where so many fit, nobody asks what is made on
+# the way, for which PyTorch imports 2 s worth of itself.
+AMPLE = 8
+TEMPORARIES = 6  # a guess: how many times all of a block's tensors together a reference keeps alive
+TEXT = "<reference>"
+
+Tensors = Mapping[str, Tensor]
+Function = Callable[..., dict[str, Tensor]]
+Product = Callable[[Tensor, Tensor], Tensor]  # two operands, already rounded, to fp32
+
+_BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
+# A reference is somebody's code: whatever it raises, by an assert or an exception of its own, is its mistake.
+MISTAKES = Exception
+
+
+class RowDim(NamedTuple):
+    """A dim along which a reference may be cut; ``whole``: as a number in its text it stays the full size."""
+
+    name: str
+    whole: bool
+
+
+def function(spec: Spec, text: str | None = None) -> Function:
+    """``text`` (the reference unless given) as a function of inputs, dims and constants, all by keyword.
+
+    Returns the outputs by name. It has no casts and no side effects; ``torch.compile`` takes it.
+    """
+    arguments = (*spec.inputs, *spec.dims, *spec.constants)
+    return _compiled(text or spec.reference, arguments, tuple(spec.outputs))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) -> Function:
+    result = ", ".join(f"{name!r}: {name}" for name in outputs)
+    shell = ast.parse(f"def reference(*, {', '.join(arguments)}):\n    return {{{result}}}")
+    head = shell.body[0]
+    if isinstance(head, ast.FunctionDef):
+        head.body = [*ast.parse(text).body, *head.body]
+    names = dict(scope())
+    exec(compile(shell, TEXT, "exec"), names)
+    compiled: Function = names["reference"]
+    return compiled
+
+
+@functools.cache
+def scope() -> dict[str, Any]:
+    """What a reference may name: torch's and torch.nn.functional's functions, and a few builtins."""
+    known: dict[str, Any] = {"torch": torch}
+    for module in (torch, torch.nn.functional):  # the latter's signatures are the friendlier ones
+        names = (n for n in dir(module) if not n.startswith("_"))
+        known |= {n: f for n in names if callable(f := getattr(module, n))}
+    return known | {n: getattr(builtins, n) for n in _BUILTINS}  # torch.range is not the one meant
+
+
+def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
+    """The reference (or another ``text``) on these tensors as they are: outputs by name, nothing cast."""
+    dims = {dim: sizes[dim] for dim in spec.dims}
+    tensors = {name: inputs[name] for name in spec.inputs}
+    return function(spec, text)(**tensors, **dims, **spec.constants)
+
+
+def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
+    """Truth: the reference (or another ``text``) in fp64, in blocks of rows. Outputs are fp64."""
+    outputs = dict.fromkeys(spec.outputs, torch.float64)
+    return _evaluate(spec, inputs, sizes, torch.float64, outputs, text)
+
+
+def fp32(
+    spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None, product: Product | None = None
+) -> dict[str, Tensor]:
+    """The reference in fp32, on fp32-output matmuls of operands in the inputs' 16-bit dtype. Outputs fp32.
+
+    ``product``: what does the matmuls instead, to see what a poor one does to the outputs.
+    """
+    outputs = dict.fromkeys(spec.outputs, torch.float32)
+    with _rounded_operands(spec, product):
+        return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
+
+
+def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
+    """What any kernel must lose: as ``fp32``, and each output rounded once to its dtype."""
+    outputs = {name: DTYPES[output.dtype] for name, output in spec.outputs.items()}
+    with _rounded_operands(spec):
+        return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
+
+
+def row_dim(spec: Spec) -> RowDim | None:
+    """The dim along which the reference may run in blocks, or None.
+
+    It leads every tensor that has it. Whether blocks give the same is not read off the text but tried,
+    at tiny sizes: outputs that have the dim are put together, the others are summed over blocks.
+    """
+    tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
+    sizes, inputs = trial(spec)
+    for name in dict.fromkeys(n for t in tensors for n in spec.dims if _leads(t, n)):
+        inner = {n for t in tensors for d in (t.shape[1:] if _leads(t, name) else t.shape) for n in d.names}
+        if name in inner:
+            continue
+        for whole in (False, True):
+            if _blocks_agree(spec, inputs, sizes, RowDim(name, whole)):
+                return RowDim(name, whole)
+    return None
+
+
+def _leads(tensor: TensorSpec | OutputSpec, name: str) -> bool:
+    return bool(tensor.shape) and tensor.shape[0] == Dim.parse(name)
+
+
+def _blocks_agree(spec: Spec, inputs: Tensors, sizes: Sizes, row: RowDim) -> bool:
+    dtypes = dict.fromkeys(spec.outputs, torch.float64)
+    truth = _whole(spec, inputs, sizes, torch.float64, dtypes)
+    try:
+        blocked = _in_blocks(spec, inputs, sizes, row, 2, torch.float64, dtypes)
+    except MISTAKES:
+        return False
+    return all(
+        blocked[name].shape == value.shape and torch.allclose(blocked[name], value, rtol=1e-9, equal_nan=True)
+        for name, value in truth.items()
+    )
+
+
+def _evaluate(
+    spec: Spec,
+    inputs: Tensors,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+    text: str | None = None,
+) -> dict[str, Tensor]:
+    # No inference mode: there, linear and matmul would reach the dispatch mode before they are taken apart.
+    with torch.inference_mode(False), torch.no_grad(), _exact_fp32():
+        rows = _rows(spec, sizes)
+        if rows is None:
+            return _whole(spec, inputs, sizes, dtype, dtypes, text)
+        return _in_blocks(spec, inputs, sizes, rows[0], rows[1], dtype, dtypes, text)
+
+
+def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
+    """Where to cut and how many rows a block takes; None where all fits in one or nothing can be cut."""
+    tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
+    declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
+    extents = {d for t in tensors for d in t.shape}
+    largest = max((a(sizes) * b(sizes) for a in extents for b in extents if not a.names & b.names), default=0)
+    if largest * 8 * TEMPORARIES * AMPLE <= BLOCK_BYTES:
+        return None
+    made = _made(spec, sizes)
+    elements = max([declared, *(shape.numel() for shape in made)])
+    if elements * 8 * TEMPORARIES <= BLOCK_BYTES or (row := row_dim(spec)) is None:
+        return None
+    total = sizes[row.name]
+    leading = [t for t in tensors if _leads(t, row.name)]
+    declared = sum(torch.Size([d(sizes) for d in t.shape[1:]]).numel() for t in leading)
+    per_row = max([declared, *(shape.numel() // total for shape in made if total in shape)])
+    fit = BLOCK_BYTES // (8 * TEMPORARIES * per_row)
+    return row, max(128, fit // 128 * 128)
+
+
+def _made(spec: Spec, sizes: Sizes) -> list[torch.Size]:
+    """Shapes of all that the reference makes on its way, found without numbers: logits that it does not
+    return take room too. As far as that goes: a way that depends on numbers is left where it does."""
+    inputs = {
+        name: torch.empty([d(sizes) for d in t.shape], dtype=DTYPES[t.dtype], device="meta")
+        for name, t in spec.inputs.items()
+    }
+    recorder = _Shapes()
+    with suppress(MISTAKES), recorder:
+        run(spec, {name: cast(t, torch.float32) for name, t in inputs.items()}, sizes)
+    return recorder.shapes
+
+
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It never meets torch.compile, whose tracer would else be imported here: over 2 seconds."""
+        return False
+
+
+class _Shapes(_Mode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        several = result if isinstance(result, tuple | list) else [result]
+        self.shapes += [value.shape for value in several if isinstance(value, Tensor)]
+        return result
+
+
+def _whole(
+    spec: Spec,
+    inputs: Tensors,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+    text: str | None = None,
+) -> dict[str, Tensor]:
+    outputs = run(spec, {name: cast(t, dtype) for name, t in inputs.items()}, sizes, text)
+    return {name: value.to(dtypes[name], copy=True) for name, value in outputs.items()}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Indices stay the integers they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _in_blocks(
+    spec: Spec,
+    inputs: Tensors,
+    sizes: Sizes,
+    row: RowDim,
+    rows: int,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+    text: str | None = None,
+) -> dict[str, Tensor]:
+    cut = {name for name, t in spec.inputs.items() if _leads(t, row.name)}
+    common = {name: cast(t, dtype) for name, t in inputs.items() if name not in cut}
+    device = next(iter(inputs.values())).device
+    result: dict[str, Tensor] = {}
+    for name, output in spec.outputs.items():
+        kept = dtypes[name] if _leads(output, row.name) else dtype  # sums are rounded once, at the end
+        result[name] = torch.zeros([d(sizes) for d in output.shape], dtype=kept, device=device)
+
+    def block(start: int, stop: int) -> None:  # its own frame, so that temporaries die with it
+        part = {name: cast(inputs[name][start:stop], dtype) for name in cut}
+        seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
+        for name, value in run(spec, {**common, **part}, seen, text).items():
+            if _leads(spec.outputs[name], row.name):
+                result[name][start:stop] = value
+            else:
+                result[name] += value
+
+    total = sizes[row.name]
+    for start in range(0, total, rows):
+        block(start, min(start + rows, total))
+    return {name: value.to(dtypes[name]) for name, value in result.items()}
+
+
+@contextmanager
+def _exact_fp32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
+    """Matmul operands in the 16-bit dtype of the inputs, the coarser where both occur; both hold fp8."""
+    present = {t.dtype for t in spec.inputs.values()}
+    holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
+    narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
+    if not narrow and not product:
+        return nullcontext()
+    return _RoundedOperands(narrow or torch.float32, "fp8_e4m3" in present, product)
+
+
+_aten = torch.ops.aten
+# For each matmul: where its two operands stand, and the plain product in it.
+_PRODUCTS: dict[Any, tuple[int, Callable[..., Tensor]]] = {
+    _aten.mm.default: (0, torch.mm),
+    _aten.bmm.default: (0, torch.bmm),
+    _aten.mv.default: (0, torch.mv),
+    _aten.dot.default: (0, torch.dot),
+    _aten.addmm.default: (1, torch.mm),
+    _aten.baddbmm.default: (1, torch.bmm),
+    _aten.addmv.default: (1, torch.mv),
+}
+
+
+class _RoundedOperands(_Mode):
+    def __init__(self, dtype: torch.dtype, fp8: bool, product: Product | None):
+        super().__init__()
+        self.dtype, self.fp8, self.product = dtype, fp8, product
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS:
+            return func(*args, **kwargs)
+        at, multiply = _PRODUCTS[func]
+        product = self._product(multiply, args[at], args[at + 1])
+        if at:
+            return kwargs.get("beta", 1) * args[0] + kwargs.get("alpha", 1) * product
+        return product
+
+    def _product(self, multiply: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+        if self.product:
+            return self.product(a.to(self.dtype), b.to(self.dtype))
+        if self.fp8 and a.is_cuda and multiply is torch.mm:
+            eights = [t.to(torch.float8_e4m3fn) for t in (a, b)]
+            if all(torch.equal(h.to(t.dtype), t) for h, t in zip(eights, (a, b), strict=True)):
+                # With fp8 operands tensor cores keep fewer bits of a sum, adding partial sums in fp32 or not.
+                one = torch.ones((), device=a.device)
+                columns = b.shape[1]  # of which it wants a multiple of 16
+                right = torch.nn.functional.pad(b.mT, (0, 0, 0, -columns % 16)).to(eights[1].dtype)
+                left = eights[0].contiguous()
+                wide = torch._scaled_mm(left, right.contiguous().mT, one, one, out_dtype=torch.float32)
+                return wide[:, :columns]
+        a, b = a.to(self.dtype), b.to(self.dtype)
+        if a.is_cuda and multiply in (torch.mm, torch.bmm):
+            # The tensor cores' own fp32 accumulation truncates: on an H100 it costs a row sum of squares
+            # 20 times what fp32 multiply-adds do, which no kernel could match.
+            return multiply(a, b, out_dtype=torch.float32)
+        return multiply(a.float(), b.float())

@@ -1,0 +1,62 @@
+"""The search for inputs that reach a side of a choice which no run has needed.
+
+Draws are independent of each other: each input is typical, stretched, near a number that the program names,
+or, one at most, far out. Matrices may have one column alone: a product of two is then one of two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+from torch import Tensor
+
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.numerics.inputs import DTYPES, Sizes, typical
+from coda_agent.verifier.numerics.sizes import hidden
+from coda_agent.verifier.numerics.stretch import SEARCHED, STRETCHED, Typical, far, legal, near
+from coda_agent.verifier.spec.model import Spec
+
+SEARCHES = 160  # draws
+DRAWS_A_SIZE = 8
+LARGEST = 32  # extents
+
+
+def searches(
+    spec: Spec, program: Program, seed: int
+) -> Iterator[tuple[dict[str, int], int, dict[str, Tensor]]]:
+    """Sizes, a seed and the inputs that it gives there."""
+    random, numbers = Random(seed), _numbers(program)
+    for _ in range(SEARCHES // DRAWS_A_SIZE):
+        sizes = hidden(spec, random.getrandbits(48), LARGEST)
+        for _ in range(DRAWS_A_SIZE):
+            drawn = random.getrandbits(48)
+            yield sizes, drawn, search(spec, sizes, drawn, numbers)
+
+
+def search(spec: Spec, sizes: Sizes, seed: int, numbers: Sequence[float]) -> dict[str, Tensor]:
+    """One draw of a search, of legal inputs in the spec's dtypes."""
+    random = Random(f"{seed}/{SEARCHED}")
+    single = random.random() < 1 / 3
+    farthest = random.choice([*spec.inputs, None])
+    ways: dict[str, Callable[[Typical], Tensor]] = STRETCHED | {
+        "typical": lambda of: of.values,
+        "near": lambda of: near(of, numbers),
+    }
+    inputs = {}
+    for name, tensor in spec.inputs.items():
+        of, way = typical(tensor, name, sizes, seed), random.choice(list(ways))
+        values = far(of) if name == farthest else ways[way](of)
+        if single and values.dim() > 1:
+            values = values.clone()
+            values[:, 1:] = 0
+        inputs[name] = legal(of, values).to(DTYPES[tensor.dtype])
+    return inputs
+
+
+def _numbers(program: Program) -> list[float]:
+    """The numbers that a program names, and 1."""
+    named = {
+        float(n.attribute) for n in program.nodes if n.op == "constant" and isinstance(n.attribute, float)
+    }
+    return [1.0, *sorted(abs(number) for number in named if number)]

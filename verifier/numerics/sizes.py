@@ -1,0 +1,283 @@
+"""Sizes that are none of a spec's cases: fixed ones a CPU runs in a blink, and hidden ones.
+
+Hidden sizes are drawn from a seed that does not exist before the candidate is frozen, so that nothing in
+it can be fitted to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from random import Random
+
+from coda_agent.primitives.compiler.roofline import ITEM_BYTES
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.runtime.launchable import ALIGNMENT
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
+
+TILE = 128  # rows and columns that a kernel computes at a time, or a multiple of them
+HALF_TILE = TILE // 2
+LARGEST = 1500  # extents on a GPU: several tiles each way
+LARGEST_ON_CPU = 320
+LARGEST_ONCE = 1024  # on a CPU, of a single run with all dims long: 0.3 s
+SHORT = 24  # extents beside a long one, or some more where rows need it
+MEDIUM = 120  # extents beside one that is short itself: a handful of values makes poor statistics
+ELEMENTS = 1 << 21  # of a tensor with a long extent: 0.1 s of a CPU
+HEADS = 8
+TRIES = 400  # draws before the largest extent must be too small for the spec's static dims
+DOUBLINGS = 8  # of the largest extent
+
+
+def small_sizes(spec: Spec) -> list[dict[str, int]]:
+    """Fixed sizes, all dims apart so that swapped axes show; the second set is smaller than a tile and no
+    multiple of one. Static dims are those of the first and last case, and what multiplies them is few."""
+    first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
+    heads = dict.fromkeys(_heads(spec), HEADS)
+    return [
+        {dim: 264 + 40 * i for i, dim in enumerate(spec.dims)} | heads | first,
+        {dim: 72 + 16 * ((3 * i) % 5) for i, dim in enumerate(spec.dims)} | heads | last,
+    ]
+
+
+def hidden(
+    spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None, least: float = 1 / 4
+) -> dict[str, int]:
+    """Sizes that the spec's kernels must bear besides its cases; a seed gives the same ones again.
+
+    Extents of one tensor or another are all different, at most ``largest`` (more only where the static
+    dims need it), and rows align as they do in all cases; beyond that dims are as ragged as they may be,
+    and none is what a case has. Static dims are a case's. ``rows``: the row dims are that many instead.
+    ``least``: the share of its largest size that a dim has at least.
+    """
+    random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
+    ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
+    smallest = min(max(extent(sizes) for extent in extents) for sizes in ones)
+    reaches: dict[tuple[int, ...], dict[str, int]] = {}  # of each dim, by the static dims
+    for _ in range(DOUBLINGS):
+        for _ in range(TRIES if smallest <= largest else 0):
+            static = {dim: random.choice(spec.cases).sizes[dim] for dim in spec.static}
+            fixed = static | (dict.fromkeys(leading, rows) if rows else {})
+            key = tuple(static.values())
+            if key not in reaches:
+                reaches[key] = {dim: max(_reach(spec, dim, static), 1) for dim in spec.dims}
+            sizes = _drawn(reaches[key], fixed, random, largest, least, leading)
+            if _fits(spec, sizes, largest, extents):
+                return sizes
+        largest *= 2
+    raise ValueError(f"spec {spec.name}: no sizes besides its cases keep rows aligned and extents apart")
+
+
+def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
+    """For each extent that a dim has in the cases, sizes with that dim as long and all others short, for a
+    CPU: what a program does from some extent on shows there. Static dims are that case's, rows align, and
+    the short extents are all different. Where a tensor would have more than ``ELEMENTS`` the dim is halved
+    until none has; extents that ``hidden`` draws on a CPU are left out."""
+    random = Random(seed)
+    for dim in (d for d in spec.dims if d not in spec.static):
+        kept = [{d: case.sizes[d] for d in (dim, *spec.static)} for case in reversed(spec.cases)]
+        for sizes in {_reach(spec, dim, sizes): sizes for sizes in kept}.values():
+            while _reach(spec, dim, sizes) > LARGEST_ON_CPU:
+                if drawn := _beside(spec, sizes, random):
+                    yield drawn
+                    break
+                sizes = sizes | {dim: sizes[dim] // 2}
+
+
+def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each dim, from 1 to its largest in a case, and sizes with it so long and all others short, for a CPU:
+    what a program does at extents between those of the cases shows there.
+
+    Of each octave [2**k, 2**(k+1)) a dim has one extent that is ragged, as far as rows align, and from 64 on
+    one that is a multiple of 64 or a larger power of two, each in a half of the octave of its own; none is a
+    case's. What no sizes bear is left out.
+    """
+    random = Random(seed)
+    for dim in (d for d in spec.dims if d not in spec.static):
+        for span, even in _octaves(max(case.sizes[dim] for case in spec.cases), random):
+            if drawn := _within(spec, dim, span, even, random):
+                yield dim, drawn
+
+
+def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
+    """Sizes with a dim in a span; static dims are a case's, of any with which there are such sizes."""
+    for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
+        kept = {d: case.sizes[d] for d in spec.static}
+        if choices := _extents_within(spec, dim, span, even, kept):
+            kept[dim] = random.choice(random.choice(choices))
+            short = SHORT if _reach(spec, dim, kept) > LARGEST_ON_CPU else MEDIUM
+            if drawn := _beside(spec, kept, random, short):
+                return drawn
+    return None
+
+
+def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
+    """Where to draw from, and whether multiples: of each octave both halves, in either order; below 64 the
+    whole."""
+    for power in range(largest.bit_length()):
+        low, high = 2**power, min(2 ** (power + 1), largest + 1)
+        if high <= HALF_TILE:
+            yield range(low, high), False
+            continue
+        middle = math.isqrt(low * high)
+        halves = [range(low, middle), range(middle, high)]
+        random.shuffle(halves)
+        yield from zip(halves, (False, True), strict=True)
+
+
+def _extents_within(
+    spec: Spec, dim: str, span: range, even: bool, static: Mapping[str, int]
+) -> list[list[int]]:
+    """What a dim may be in a span: by the power of two that it is a multiple of, or ragged."""
+    powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
+    steps = powers if even else [_ragged_step(spec, dim, static)]
+    cases = {case.sizes[dim] for case in spec.cases}
+    found = [
+        [
+            n
+            for n in range(-(-span.start // s) * s, span.stop, s)
+            if n not in cases and (even or n % HALF_TILE)
+        ]
+        for s in steps
+    ]
+    return [extents for extents in found if extents]
+
+
+def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int]) -> int:
+    """The least of which a dim must be a multiple for rows to align, at static dims."""
+    others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
+    return next((s for s in (1, 2, 4, 8) if _aligned(spec, others | {dim: s})), ALIGNMENT)
+
+
+def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
+    """Hidden sizes for a CPU with all dims long at once; none where static dims leave a tensor with more than
+    ``ELEMENTS``."""
+    sizes = hidden(spec, seed, LARGEST_ONCE, least=3 / 4)
+    if _bearable(spec, sizes):
+        yield sizes
+
+
+def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
+    """Each case's sizes divided by one number, for a CPU, so that dims keep their ratios and are equal where
+    they are equal there; rows are few. Cases of the same ratios give one."""
+    random, rows, found = Random(seed), row_dims(spec), set()
+    for case in spec.cases:
+        kept = {dim: case.sizes[dim] for dim in spec.static}
+        free = [dim for dim in spec.dims if dim not in rows and dim not in kept]
+        common = math.gcd(*(case.sizes[dim] for dim in free))
+        few = {dim: random.randint(SHORT, 2 * SHORT) for dim in rows}
+        for divisor in (n for n in range(common, 0, -1) if common % n == 0):
+            sizes = kept | few | {dim: case.sizes[dim] // divisor for dim in free}
+            sizes = {dim: sizes[dim] for dim in spec.dims}
+            if _bearable(spec, sizes) and _aligned(spec, sizes) and _drawable(spec, sizes):
+                if (ratios := tuple(sizes[dim] for dim in free)) not in found:
+                    found.add(ratios)
+                    yield sizes
+                break
+
+
+def _bearable(spec: Spec, sizes: Mapping[str, int]) -> bool:
+    return all(math.prod(extent(sizes) for extent in t.shape) <= ELEMENTS for t in _tensors(spec))
+
+
+def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
+    """The largest extent of which a dim is a factor, were all dims 1 that have no size here."""
+    known = dict.fromkeys(spec.dims, 1) | dict(sizes)
+    return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
+
+
+def _beside(spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT) -> dict[str, int] | None:
+    """Sizes of up to ``short``, or the least more that do, for all dims that are not ``kept``; None if none
+    are short enough."""
+    heads = _heads(spec)
+    loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
+    static = {dim: kept[dim] for dim in spec.static}
+    steps = {dim: _ragged_step(spec, dim, static) for dim in spec.dims}
+    for more in range(SHORT):
+        most = {dim: 1 + more // 3 if dim in heads else short + more for dim in spec.dims}
+        for _ in range(TRIES // 20):
+            sizes = {dim: random.randint(min(short // 3, n), n) for dim, n in most.items()}
+            sizes = {dim: max(n // steps[dim], 1) * steps[dim] for dim, n in sizes.items()} | dict(kept)
+            if (
+                _bearable(spec, sizes)
+                and len({extent(sizes) for extent in loose}) == len(loose)
+                and _aligned(spec, sizes)
+                and _drawable(spec, sizes)
+            ):
+                return sizes
+    return None
+
+
+def row_dims(spec: Spec) -> frozenset[str]:
+    """Dims that only ever count rows, and of more than one tensor (M of the cases): inputs that they lead are
+    activations, other matrices are weights."""
+    leading = Counter(name for t in _tensors(spec) for d in t.shape[:1] for name in d.names)
+    inner = {name for t in _tensors(spec) for d in t.shape[1:] for name in d.names}
+    return frozenset(name for name, tensors in leading.items() if tensors > 1 and name not in inner)
+
+
+def _tensors(spec: Spec) -> list[TensorSpec | OutputSpec]:
+    return [*spec.inputs.values(), *spec.outputs.values()]
+
+
+def _extents(spec: Spec) -> set[Dim]:
+    return {extent for tensor in _tensors(spec) for extent in tensor.shape}
+
+
+def _heads(spec: Spec) -> set[str]:
+    """Dims that are multiplied by a static one."""
+    static = set(spec.static)
+    products = [set(m) for extent in _extents(spec) for m, _ in extent.terms]
+    return {name for names in products if names & static for name in names - static}
+
+
+def _drawn(
+    reach: Mapping[str, int],
+    fixed: Mapping[str, int],
+    random: Random,
+    largest: int,
+    least: float,
+    leading: Collection[str],
+) -> dict[str, int]:
+    sizes = {}
+    for dim, factor in reach.items():
+        most = max(1, largest // factor)
+        # What of these alignment demands is found by trying; rows need none.
+        step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
+        drawn = random.randint(math.ceil(most * least), most) // step * step
+        sizes[dim] = fixed.get(dim, max(drawn, 1))
+    return sizes
+
+
+def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim]) -> bool:
+    extents = [extent(sizes) for extent in every if extent.names]
+    free = [dim for dim in spec.dims if dim not in spec.static]
+    return (
+        all(1 <= extent <= largest for extent in extents)
+        and len(set(extents)) == len(extents)
+        and all(sizes[dim] % HALF_TILE for dim in free)
+        and not any(sizes[dim] == case.sizes[dim] for dim in free for case in spec.cases)
+        and _aligned(spec, sizes)
+        and _drawable(spec, sizes)
+    )
+
+
+def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
+    """Whether rows are multiples of 16 bytes; those that a case leaves unaligned (a head's statistics) need
+    not be."""
+    rows = [(t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
+    every = [case.sizes for case in spec.cases]
+    demanded = [(row, b) for row, b in rows if not any(row(known) * b % ALIGNMENT for known in every)]
+    return not any(row(sizes) * b % ALIGNMENT for row, b in demanded)
+
+
+def _drawable(spec: Spec, sizes: dict[str, int]) -> bool:
+    """Whether the ranges of integers have members at these sizes."""
+    try:
+        for tensor in spec.inputs.values():
+            if tensor.init.integers or tensor.init.count is not None:
+                tensor.init.range_at(sizes)
+    except ValueError:
+        return False
+    return True

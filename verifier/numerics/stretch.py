@@ -1,0 +1,142 @@
+"""Stretched inputs: draws that leave what is typical (``init``) for all that is legal (the domain)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
+
+#: Powers of two by which typical values are scaled at most, by dtype. Products of several inputs and their
+#: squares stay within fp32; 8 bits have no range to spare.
+REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
+USUAL_REACH = 16.0
+FAR = 60.0  # beside others within reach: what fp32 holds of products that a later scale makes small again
+ZEROS = 1 / 16  # of the values in "ends", where zero is legal
+NEAR = 2.0**24  # an end of a domain as near as this is drawn itself
+
+
+class Typical(NamedTuple):
+    """One input's typical values, before they are cast, and the limits of its domain."""
+
+    values: Tensor
+    init: Init
+    dtype: str
+    low: float
+    high: float
+    own: torch.Generator
+
+    @property
+    def reach(self) -> float:
+        return REACH.get(self.dtype, USUAL_REACH)
+
+
+def _faint(of: Typical) -> Tensor:
+    """Smaller by one factor; integers near the low end."""
+    if _integral(of):
+        return of.low + of.values.double().remainder(8)
+    return of.values * 2.0 ** -_within(of, 1.0, of.reach)
+
+
+def _loud(of: Typical) -> Tensor:
+    """Larger by one factor; integers near the high end."""
+    if _integral(of):
+        return of.high - of.values.double().remainder(8)
+    return of.values * 2.0 ** _within(of, 1.0, of.reach)
+
+
+def _mixed(of: Typical) -> Tensor:
+    """Smaller or larger by one factor, of either sign; integers from anywhere on, or all over the domain."""
+    if _integral(of):
+        if of.init.count is not None:
+            return of.values.double() + math.floor(_within(of, of.low, of.high))
+        return _uniform(of, of.low, of.high + 1).floor()
+    sign = 1.0 if _within(of, -1.0, 1.0) > 0 else -1.0
+    return of.values * sign * 2.0 ** _within(of, -of.reach, of.reach)
+
+
+def _ends(of: Typical) -> Tensor:
+    """Each value of a vector, and each row of a matrix, by a factor of its own; ends of the domain and zero
+    among them."""
+    if _integral(of):
+        span = max(of.high - of.low, 1.0)
+        anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1
+        return _some(
+            of, 1 / 8, torch.tensor(of.high), _some(of, 1 / 8, torch.tensor(of.low), anywhere.round())
+        )
+    shape = of.values.shape[:1] if of.values.dim() > 1 else of.values.shape
+    spread = of.reach if of.values.dim() < 2 else of.reach / 4
+    factors = torch.exp2(_drawn(of, shape, -spread, spread)) * _drawn(of, shape, -1.0, 1.0).sign()
+    values = of.values * factors.reshape([*shape, *[1] * (of.values.dim() - len(shape))])
+    share = ZEROS if of.values.dim() else 1 / 2  # of a scalar one value is drawn
+    for end in (of.low, of.high, 0.0):
+        if abs(end) <= NEAR and of.low <= end <= of.high:
+            values = _some(of, share, torch.tensor(end, dtype=values.dtype), values)
+    return values
+
+
+STRETCHED: dict[str, Callable[[Typical], Tensor]] = {
+    "faint": _faint,
+    "loud": _loud,
+    "mixed": _mixed,
+    "ends": _ends,
+}
+SEARCHED = "searched"  # inputs that ``verifier.numerics.search`` found
+BEYOND = (*STRETCHED, SEARCHED)  # families that leave what is typical
+
+
+def stretched(of: Typical, family: str) -> Tensor:
+    """The values of a family, all of them legal; what ``init`` ignores stays ignored."""
+    return legal(of, STRETCHED[family](of))
+
+
+def legal(of: Typical, values: Tensor) -> Tensor:
+    """Values brought into the domain: signs first, then size."""
+    if of.low >= 0 and not _integral(of):
+        values = values.abs()
+    values = values.clamp(of.low, of.high)
+    if of.init.ignored is None:
+        return values
+    return _some(of, IGNORED_SHARE, torch.tensor(float(of.init.ignored)), values)
+
+
+def _integral(of: Typical) -> bool:
+    return of.dtype.startswith("int")
+
+
+def far(of: Typical) -> Tensor:
+    """Smaller or larger by one factor, as far as products with other inputs stay within fp32."""
+    return _mixed(of) if _integral(of) else of.values * 2.0 ** _within(of, -FAR, FAR)
+
+
+def near(of: Typical, numbers: Sequence[float]) -> Tensor:
+    """Each value one of some numbers, or beside it, of either sign."""
+    chosen = torch.tensor(numbers, dtype=torch.float64)
+    at = torch.randint(len(numbers), of.values.shape, generator=of.own, device=of.own.device)
+    sign = _uniform(of, -1.0, 1.0).sign()
+    if _integral(of):
+        return (chosen[at] * sign).round() + _uniform(of, -1.5, 1.5).round()
+    return chosen[at] * sign * (1 + _uniform(of, -1.5, 1.5).round() * 2.0**-8)
+
+
+def _within(of: Typical, low: float, high: float) -> float:
+    return float(_drawn(of, (), low, high))
+
+
+def _uniform(of: Typical, low: float, high: float) -> Tensor:
+    return _drawn(of, of.values.shape, low, high).double()
+
+
+def _drawn(of: Typical, shape: Sequence[int], low: float, high: float) -> Tensor:
+    made = torch.empty(shape, device=of.own.device, dtype=torch.float64)
+    return made.uniform_(low, high, generator=of.own).to(torch.float64 if _integral(of) else torch.float32)
+
+
+def _some(of: Typical, share: float, value: Tensor, values: Tensor) -> Tensor:
+    """The values, a share of them replaced."""
+    chosen = _drawn(of, values.shape, 0.0, 1.0) < share
+    return torch.where(chosen, value.to(values.device, values.dtype), values)

@@ -1,0 +1,110 @@
+"""The check at load time: reference and baseline are run at tiny sizes; each mistake with its line."""
+
+from __future__ import annotations
+
+import ast
+from difflib import get_close_matches
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from coda_agent.verifier.numerics.inputs import DTYPES, Sizes, trial
+from coda_agent.verifier.numerics.reference import MISTAKES, TEXT, Tensors, cast, run, scope
+from coda_agent.verifier.spec.model import BadReference, Spec
+
+
+def check_reference(spec: Spec) -> None:
+    """Run reference and baseline at tiny sizes; BadReference for the first name, shape or output amiss.
+
+    The reference runs in fp64. What is measured, the baseline if there is one, keeps the inputs' dtypes,
+    and so does its trial; what this machine cannot run at all in those (``torch.mm`` with an ``out_dtype``
+    on a CPU) is left to one that can.
+    """
+    sizes, inputs = trial(spec)
+    _try(spec, "reference", inputs, sizes)
+    own = {name: cast(t, DTYPES[spec.inputs[name].dtype]) for name, t in inputs.items()}
+    try:
+        _try(spec, "reference" if spec.baseline is None else "baseline", own, sizes)
+    except _Untriable:
+        return
+    except BadReference as error:
+        if spec.baseline is not None:
+            raise
+        message = f"{error.message}; it is measured on inputs of their own dtypes: give a baseline with casts"
+        raise BadReference(message, error.line) from None
+
+
+class _Untriable(BadReference):
+    """PyTorch lacks an operation of it for the device."""
+
+
+def _lacking(error: Exception) -> bool:
+    """Whether PyTorch says so: some of its CPU kernels (scaled fp8 products, on processors that have those)
+    assert what they are able to."""
+    return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)
+
+
+def _try(spec: Spec, key: Literal["reference", "baseline"], inputs: Tensors, sizes: Sizes) -> None:
+    text = getattr(spec, key)
+    try:
+        _check_defined(spec, text)
+        outputs = _attempt(spec, inputs, sizes, text)
+        for name in spec.outputs:
+            _check_output(spec, name, outputs[name], sizes)
+    except BadReference as error:
+        raise type(error)(f"{key}: {error.message}", error.line, key) from None
+
+
+def _check_defined(spec: Spec, text: str) -> None:
+    names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    own = {*spec.inputs, *spec.dims, *spec.constants, *stored}
+    for node in names:
+        if node.id not in own and node.id not in scope():
+            close = get_close_matches(node.id, sorted(own), n=1) or get_close_matches(node.id, scope(), n=1)
+            remedy = f"did you mean {close[0]!r}?" if close else "declare it, or use torch's names"
+            raise BadReference(f"name {node.id!r} is not defined; {remedy}", node.lineno)
+
+
+def _attempt(spec: Spec, inputs: Tensors, sizes: Sizes, text: str) -> dict[str, Tensor]:
+    before = torch.get_rng_state()
+    try:
+        outputs = run(spec, inputs, sizes, text)
+    except MISTAKES as error:
+        line = _text_line(error.__traceback__)
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        kind = _Untriable if _lacking(error) else BadReference
+        raise kind(f"{reason} (tried with {shapes}, where {_assignments(sizes)})", line) from None
+    if not torch.equal(before, torch.get_rng_state()):
+        raise BadReference(
+            "it draws random numbers, and would be another function at each call: take them as an input"
+        )
+    return outputs
+
+
+def _check_output(spec: Spec, name: str, value: object, sizes: Sizes) -> None:
+    declared = spec.outputs[name]
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise BadReference(f"output {name!r} is {kind}; it must be a floating-point tensor")
+    expected = [d(sizes) for d in declared.shape]
+    if list(value.shape) != expected:
+        symbols = ", ".join(map(str, declared.shape))
+        message = f"output {name!r} has shape {list(value.shape)}, declared [{symbols}] = {expected}"
+        raise BadReference(f"{message} with {_assignments(sizes)}")
+
+
+def _assignments(sizes: Sizes) -> str:
+    return ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+
+
+def _text_line(traceback: TracebackType | None) -> int | None:
+    line = None
+    while traceback:
+        if traceback.tb_frame.f_code.co_filename == TEXT:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line

@@ -1,0 +1,144 @@
+"""Is a committed kernel's evidence for what is committed? Trace again, lower again, compare every hash.
+
+A report is worth what it is bound to: an edited kernel, program, text or spec makes it evidence for
+something else, which is none. Its figures are held against each other (``report_audit``). This needs the
+jail, but no GPU: what was timed is not timed again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from coda_agent.primitives.compiler.lower import Lowered, lower
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.decision import KEPT, no_slower
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.report import CANDIDATE, GATES, RAW_GATES, Accepted, Rejected
+from coda_agent.verifier.report_audit import of_samples, unfounded
+from coda_agent.verifier.sandbox import jail
+from coda_agent.verifier.spec.file import SpecError
+from coda_agent.verifier.spec.model import Spec
+
+UNTOLD = f"it is not told what {KEPT} was, and what it was tuned to"
+
+
+def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> list[str]:
+    """What is wrong with the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty where it stands.
+    ``raw``: of its edited text, ``kernels/NAME.raw.*``, which stands beside the kernel's own.
+
+    Raises JailUnavailable where nothing can be traced.
+    """
+    stem = f"{name}.raw" if raw else name
+    try:
+        spec = load(specs / f"{name}.yaml", check=False)
+        report = Accepted.model_validate_json(_text(kernels / f"{stem}.report.json"))
+        source, text = (_text(kernels / f"{stem}.{suffix}") for suffix in ("py", "program.json"))
+        cutedsl, own = (_text(kernels / f"{name}.{suffix}") for suffix in ("cutedsl.py", "program.json"))
+        program, whole = (Program.from_json(t, spec.signature()) for t in (text, own))
+    except (SpecError, OSError, UnicodeDecodeError) as error:
+        return [str(error)]
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        return [f"{stem}.report.json is no report of an accepted kernel: {place}: {first['msg']}"]
+    except ProgramError as error:
+        return [f"{stem}.program.json is no program of {name}: {error.message}"]
+    bound = (
+        _edited(stem, report, program, whole, source)
+        if raw
+        else [*_traced(name, spec, source, program), *_lowered(name, report, program, cutedsl)]
+    )
+    return [
+        *_identity(stem, spec, report, program),
+        *bound,
+        *_gates(stem, report),
+        *unfounded(stem, spec, program, report),
+        *(_beaten(stem, report) if raw else ()),
+    ]
+
+
+def _text(path: Path) -> str:
+    with path.open(encoding="utf-8", newline="") as file:  # line ends as they are: they are hashed
+        return file.read()
+
+
+def _identity(name: str, spec: Spec, report: Accepted, program: Program) -> list[str]:
+    claimed = report.identity
+    pairs = {
+        "spec": (claimed.spec, spec.name),
+        "spec hash": (claimed.spec_hash, spec.hash),
+        "program hash": (claimed.program_hash, program.hash),
+    }
+    found = [
+        f"{name}: the report is for {what} {there[:40]}, here it is {here[:40]}: measure again"
+        for what, (there, here) in pairs.items()
+        if there != here
+    ]
+    if report.authorship is None or not report.authorship.author.strip():
+        found.append(f"{name}: the report names no author: accept the run again")
+    return found
+
+
+def _traced(name: str, spec: Spec, source: str, program: Program) -> list[str]:
+    """The source gives the program: what a reader reviews is what runs."""
+    traced = jail.trace(source, spec.signature())
+    if isinstance(traced, Rejected):
+        place = f"{name}.py:{traced.line}" if traced.line else f"{name}.py"
+        return [f"{place}: rejected ({traced.code}): {traced.message}"]
+    if traced.program._replace(schedule=program.schedule).hash == program.hash:  # a source has no schedules
+        return []
+    return [f"{name}.py traces to another program than {name}.program.json: accept a run of it"]
+
+
+def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[str]:
+    """The program gives the text: what was measured is what is kept."""
+    lowered, found = lower(program), []
+    if lowered.text != text:
+        found.append(f"{name}.program.json lowers to another text than {name}.cutedsl.py: measure again")
+    return found + _same_text(name, report, lowered)
+
+
+def _edited(name: str, report: Accepted, program: Program, own: Program, text: str) -> list[str]:
+    """The edited text is of the kernel's own program, on whatever schedules, and is what was measured."""
+    found = []
+    if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
+        found.append(f"{name}.program.json is another program than the kernel's own: optimize it again")
+    if not report.identity.raw:
+        found.append(f"{name}: the report is of no raw CuTeDSL: optimize it again")
+    return found + _same_text(name, report, lower(program, text))
+
+
+def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:
+    if lowered.hash == report.identity.lowered_hash:
+        return []
+    versions = ", ".join(f"{k} {v}" for k, v in report.identity.versions.items())
+    return [
+        f"{name}: the report is for lowered text {report.identity.lowered_hash[:12]}, here it is "
+        f"{lowered.hash[:12]}: install the versions it was made with ({versions}), or measure again"
+    ]
+
+
+def _beaten(name: str, report: Accepted) -> list[str]:
+    """By its own samples it is faster in some case, and slower in none, than the kernel before, of which the
+    report says what it was (the program's own text, or an edit that beat it) and how it was tuned."""
+    ratios = {t.case: of_samples(t, KEPT) for t in report.timings}
+    missing = [case for case, ratio in ratios.items() if ratio is None]
+    if missing:
+        return [f"{name}: case {', '.join(missing)} has no samples of {KEPT}: measure again"]
+    found = [r for r in ratios.values() if r is not None]
+    held = [no_slower(t.samples[KEPT], t.samples[CANDIDATE]) for t in report.timings]
+    if not all(held) or not any(r.low > 1 for r in found):
+        return [f"{name}: by its samples it is faster than {KEPT} in no case, or may be slower in one"]
+    if not report.rival or not all(t.kept_schedules for t in report.timings):
+        return [f"{name}: {UNTOLD}: measure again"]
+    return []
+
+
+def _gates(name: str, report: Accepted) -> list[str]:
+    """Every gate was passed. An edit is not traced."""
+    passed = {gate.gate for gate in report.gates}
+    wanted = RAW_GATES if report.identity.raw else GATES
+    return [f"{name}: the report has no gate {gate}: measure again" for gate in wanted if gate not in passed]

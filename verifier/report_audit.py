@@ -1,0 +1,420 @@
+"""Do a report's own figures amount to what it claims? Decided again, on its samples, by the gates' rules.
+
+A report is a file that anyone can edit: whatever follows from other figures of it is worked out anew, and
+what the protocol promises must be there, within the limits. Times are milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.schedule import by_step
+from coda_agent.verifier.baselines.quack import admitted
+from coda_agent.verifier.decision import PROCESSES, Rows, Void, central, compared, decide
+from coda_agent.verifier.gates import Failed
+from coda_agent.verifier.gpu.benchmark import FEWEST_SETS, faults
+from coda_agent.verifier.gpu.checks import REPEATS
+from coda_agent.verifier.gpu.telemetry import unread
+from coda_agent.verifier.measure import DEFAULT_ARMS, FEW_FLOPS, HIDDEN, ONE_ROW, RETRIES, ROUTINE, SINGLE_ROW
+from coda_agent.verifier.numerics.sizes import TILE, hidden
+from coda_agent.verifier.report import CANDIDATE, PROTOCOL, TYPICAL_ALONE, Accepted, Ratio, Timing
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.statistics import MIN_ROUNDS, Interval
+from coda_agent.verifier.timing import FEWEST
+
+GPU = "H100"  # in the name of the device that kernels are written for
+TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}  # of a schedule; what came later has defaults in older reports
+ROUNDED = 1e-4  # figures of numerics are kept to so much, and of the kernel against itself agree to it
+
+_Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Errors(BaseModel):
+    """Of one output, the worst over families and schedules: ratios to the yardstick's error."""
+
+    rms_ratio: _Statistic
+    tile_ratio: _Statistic
+    element_ratio: _Statistic
+
+
+class _Proved(BaseModel):
+    """What numerics says of a case."""
+
+    outputs: dict[str, _Errors]
+    families: tuple[str, ...]
+    plans: Annotated[int, Field(ge=1)]
+
+
+class _Steady(BaseModel):
+    """What stability says of a case."""
+
+    repeats: int
+    plans: int
+
+
+class _Control(BaseModel):
+    """How a process did that was put to the test."""
+
+    process: int
+    case: str
+    same: Interval
+    planted: Interval
+    faults: tuple[str, ...]
+
+
+_Read = TypeVar("_Read", bound=BaseModel)
+_CONTROLS = TypeAdapter(tuple[_Control, ...])
+
+
+def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
+    """Every claim that the report's figures do not bear out, or that the protocol demands and it lacks."""
+    if report.protocol not in (TYPICAL_ALONE, PROTOCOL):
+        said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
+        return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
+    timings = _timings(name, spec, program, report)
+    return [
+        *_device(name, report),
+        *timings,
+        *_scheduled(name, program, report),
+        *(() if timings else _decided(name, spec, program, report)),
+        *_controls(name, spec, report),
+        *_proofs(name, spec, program, report),
+    ]
+
+
+def of_samples(timing: Timing, arm: str) -> Ratio | None:
+    """The arm's ratio to the candidate, made anew; None where there are no samples for one."""
+    try:
+        return compared(timing.samples[arm], timing.samples[CANDIDATE])
+    except (KeyError, ValueError, Void):  # none, too few, or no durations
+        return None
+
+
+def _device(name: str, report: Accepted) -> list[str]:
+    gpu = str(report.conditions.get("gpu", "a GPU without a name"))
+    return [] if GPU in gpu else [f"{name}: it was measured on {gpu}, not on an {GPU}: measure there"]
+
+
+# Timings
+
+
+def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
+    """Each measured case: timed once, at its sizes, against every arm, with samples that give what is said
+    of them."""
+    arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
+    wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
+    found = [
+        f"{name}: the report has a timing of case {t.case}, which the spec does not measure: measure again"
+        for t in report.timings
+        if t.case not in wanted
+    ]
+    for case, sizes in wanted.items():
+        timings = [t for t in report.timings if t.case == case]
+        if len(timings) != 1:
+            found.append(
+                f"{name}: the report has {len(timings)} timings of case {case}, not one: measure again"
+            )
+            continue
+        (timing,) = timings
+        if timing.sizes != sizes:
+            found.append(f"{name}: case {case} was measured at {timing.sizes}, not at {sizes}: measure again")
+        place = f"{name}: case {case}"
+        bound = round(roofline(program, sizes).seconds * 1e3, 5)
+        if timing.roofline_milliseconds != bound:
+            told = timing.roofline_milliseconds
+            found.append(f"{place} says a roofline of {told} ms, the program's is {bound}: measure again")
+        found += [f"{place}{words}: measure again" for words in (*_raced(timing, arms), *_sampled(timing))]
+    return found
+
+
+def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
+    """Each step's schedule is told and is one; what the program says of it is what was timed."""
+    steps = {step.index for step in cut(program).gemms}
+    told = [(t.case, s) for t in report.timings for s in (t.schedules, t.kept_schedules or t.schedules)]
+    wrong = dict.fromkeys(case for case, each in told if not _schedules(each, steps))
+    return [
+        *(f"{name}: case {case}: its schedules are not one of each step: measure again" for case in wrong),
+        *(
+            f"{name}: case {t.case}: step {step} ran on another schedule than the program's: measure again"
+            for t in report.timings
+            for step, schedule in program.schedule.items()
+            if t.schedules.get(str(step)) != schedule.to_json()
+        ),
+    ]
+
+
+def _schedules(told: Mapping[str, Any], steps: Collection[int]) -> bool:
+    try:
+        found = by_step(told)
+    except (ProgramError, ValueError):
+        return False
+    return found.keys() == steps and all(fields.keys() >= TILE_FIELDS for fields in told.values())
+
+
+def _raced(t: Timing, arms: Sequence[str]) -> list[str]:
+    """What a case was not timed against, or not as every case is."""
+    found = [f" was not measured against {arm}" for arm in arms if arm not in t.ratios]
+    if t.graph_milliseconds is None:
+        found.append(" was not measured in a CUDA graph")
+    if not t.cold:
+        found.append(" was measured from a warm L2")
+    if t.input_sets < FEWEST_SETS:
+        found.append(f" was measured on {t.input_sets} set(s) of inputs; at least {FEWEST_SETS} take turns")
+    return found
+
+
+def _sampled(t: Timing) -> list[str]:
+    """What is wrong with one case's samples, or with what is said of them."""
+    own = t.samples.get(CANDIDATE, ())
+    rounds = [len(row) for row in own]
+    found = []
+    if t.processes != len(own) or len(own) < PROCESSES:
+        found.append(
+            f" says {t.processes} process(es) and has samples of {len(own)}; there are at least {PROCESSES}"
+        )
+    if not rounds or t.rounds != min(rounds) or t.rounds < FEWEST:
+        found.append(
+            f" says {t.rounds} rounds and has {min(rounds, default=0)}; there are at least {FEWEST} a process"
+        )
+    found += [
+        f": its samples of {arm} are not of the candidate's rounds"
+        for arm, rows in t.samples.items()
+        if [len(row) for row in rows] != rounds
+    ]
+    found += [
+        f": its time of {arm} is not its samples' median"
+        for arm in sorted(t.samples.keys() | t.milliseconds.keys())
+        if t.milliseconds.get(arm) != _median(t.samples.get(arm, ()))
+    ]
+    for arm in sorted((t.samples.keys() | t.ratios.keys()) - {CANDIDATE}):
+        ratio = of_samples(t, arm)
+        if ratio is None or t.ratios.get(arm) != ratio:
+            found.append(f": its ratio to {arm} is not its samples'")
+    return found
+
+
+def _median(rows: Rows) -> float:
+    """As a report has it; NaN, which equals nothing, where there are no such samples."""
+    try:
+        return round(central(rows), 5)
+    except (ValueError, ZeroDivisionError, Void):  # empty, or no durations
+        return math.nan
+
+
+def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
+    """The decision, taken again on the report's timings, is that the kernel is accepted, on these figures."""
+    figures: dict[str, Any] = {}
+    try:
+        decide(spec, program, report.timings, figures)
+    except Failed as failed:
+        return [f"{name}: decided again, it is rejected: {failed.message}"]
+    except Void as void:
+        return [f"{name}: decided again, it is void: {void}"]
+    if figures != _figures(report, "decision"):
+        return [f"{name}: gate decision has other figures than its timings give: measure again"]
+    return []
+
+
+# Controls
+
+
+def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
+    """Each process scored every case, and found the planted delay and nothing where there was nothing."""
+    processes = max((t.processes for t in report.timings), default=PROCESSES)
+    try:
+        controls = _CONTROLS.validate_python(report.controls)
+    except ValidationError as error:
+        return [f"{name}: the controls are none: {_first(error)}: measure again"]
+    tried = [[c for c in controls if c.process == process] for process in range(processes)]
+    if not all(tried) or sum(map(len, tried)) != len(controls):
+        return [f"{name}: the controls are not those of {processes} processes: measure again"]
+    words = [
+        each
+        for process, attempts in enumerate(tried)
+        for each in (*_tested(process, attempts), *_scored(process, attempts[-1].case, spec, report))
+    ]
+    words += _against_itself(report, [attempts[-1] for attempts in tried])
+    return [f"{name}: {each}: measure again" for each in words]
+
+
+def _tested(process: int, attempts: list[_Control]) -> list[str]:
+    """The last attempt at a process counts, and has no faults; those before it were replaced for theirs."""
+    *replaced, last = ([*c.faults, *faults(c.same, c.planted)] for c in attempts)
+    found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
+    if not all(replaced) or len(replaced) > RETRIES:
+        found.append(f"process {process} was replaced {len(replaced)} times, once for no fault or too often")
+    if not all(_encloses(interval) for c in attempts for interval in (c.same, c.planted)):
+        found.append(f"process {process}'s controls have an interval that is not around its estimate")
+    return found
+
+
+def _encloses(i: Interval) -> bool:
+    """Whether the interval is both methods' together, and has the estimate in it."""
+    lows, highs = zip(i.bootstrap, i.student, strict=True)
+    return min(lows) == i.low <= i.estimate <= i.high == max(highs)
+
+
+def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[str]:
+    """Each case has a piece of the measurement, that of the controls under their name, and in each the clocks
+    and the power were read in every round."""
+    during = report.conditions.get("during")
+    pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
+    cases = [case.name for case in spec.cases if case.bench]
+    found = [] if control in cases else [f"process {process}'s controls are of no measured case"]
+    for case in cases:
+        score = f"score/{process}/{case}"
+        controlled = f"{score}/controlled."
+        named = [p for p in pieces if (p.startswith(controlled) if case == control else p == score)]
+        if not named:
+            found.append(f"nothing says how the GPU fared during {score}")
+        elif why := _unread(pieces[max(named)], _rounds(report, case, process)):  # the last attempt
+            found.append(f"clocks and power are not known during {max(named)}: {why}")
+    return found
+
+
+def _unread(seen: Any, rounds: int | None) -> str:
+    why = unread(seen)
+    if why or rounds is None or seen.get("readings") == rounds:
+        return why
+    return f"they were read {seen.get('readings')} times in {rounds} rounds"
+
+
+def _rounds(report: Accepted, case: str, process: int) -> int | None:
+    """Of a process; None where it has no samples, which is said elsewhere."""
+    rows = next((t.samples.get(CANDIDATE, ()) for t in report.timings if t.case == case), ())
+    return len(rows[process]) if process < len(rows) else None
+
+
+def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]:
+    """What the benchmark gate says of the kernel against itself is what each process's controls say of it.
+    Its interval depends on their rounds, too, which no report has."""
+    try:
+        told = Ratio.model_validate(_figures(report, "benchmark").get("against_itself"))
+        made = compared(
+            [[c.same.estimate] * MIN_ROUNDS for c in controls], [[1.0] * MIN_ROUNDS] * len(controls)
+        )
+    except ValidationError as error:
+        return [f"gate benchmark does not say how the kernel did against itself: {_first(error)}"]
+    except Void:
+        return ["the controls of a kernel against itself are no ratios"]
+    agree = [(told.estimate, made.estimate), (told.detectable or 0.0, made.detectable or 0.0)]
+    if any(not abs(a - b) <= ROUNDED for a, b in agree) or not told.low <= told.estimate <= told.high:
+        return [
+            f"gate benchmark says {told.estimate} [{told.low}, {told.high}] of the kernel against itself, "
+            f"its processes' controls {made.estimate}"
+        ]
+    return []
+
+
+# Numerics and stability
+
+
+def _proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
+    """Every case, and the hidden sizes, on the families, schedules and repeats that the gates try."""
+    sizes = {case.name: dict(case.sizes) for case in spec.cases}
+    seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
+    missing = [size for size, seed in seeds.items() if seed is None]
+    if missing:
+        return [f"{name}: the report has no seed of sizes {', '.join(missing)}: measure again"]
+    rows = {HIDDEN: None, ONE_ROW: 1}
+    sizes |= {size: hidden(spec, seed, rows=rows[size]) for size, seed in seeds.items() if seed is not None}
+    found = []
+    for case, at in sizes.items():
+        found += [f"{name}: {words}: measure again" for words in _proof(spec, program, report, case, at)]
+    return found
+
+
+def _proof(spec: Spec, program: Program, report: Accepted, case: str, sizes: dict[str, int]) -> list[str]:
+    try:
+        proved = _of_case(report, "numerics", case, _Proved.model_validate)
+        steady = _of_case(report, "stability", case, _Steady.model_validate)
+    except _Lacking as lacking:
+        return [str(lacking)]
+    found = []
+    if proved.families != (wanted := _families(spec, program, report.protocol, case, sizes)):
+        found.append(
+            f"gate numerics tried case {case} on {', '.join(proved.families) or 'no family'} of inputs, "
+            f"not on {', '.join(wanted)}"
+        )
+    if proved.outputs.keys() != spec.outputs.keys():
+        found.append(f"gate numerics has figures of other outputs than the spec's for case {case}")
+    else:
+        found += _excesses(spec, proved, case, sizes)
+    if steady.repeats != REPEATS or steady.plans != proved.plans:
+        found.append(
+            f"gate stability repeated case {case} {steady.repeats} times on {steady.plans} choices of "
+            f"schedules, not {REPEATS} times on {proved.plans}"
+        )
+    return found
+
+
+class _Lacking(Exception):
+    """A gate has no figures of a case, or what is none."""
+
+
+def _of_case(report: Accepted, gate: str, case: str, read: Callable[[Any], _Read]) -> _Read:
+    try:
+        return read(_figures(report, gate)[case])
+    except KeyError:
+        raise _Lacking(f"gate {gate} has no figures for case {case}") from None
+    except ValidationError as error:
+        raise _Lacking(f"gate {gate} has no figures for case {case}: {_first(error)}") from None
+
+
+def _figures(report: Accepted, gate: str) -> dict[str, Any]:
+    return next((g.figures for g in report.gates if g.gate == gate), {})
+
+
+def _families(
+    spec: Spec, program: Program, protocol: int, case: str, sizes: dict[str, int]
+) -> tuple[str, ...]:
+    """On which inputs numerics tries a case by a protocol: all where it is small."""
+    from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES
+
+    if case == ONE_ROW:
+        return SINGLE_ROW
+    large = any(c.bench for c in spec.cases if c.name == case) and roofline(program, sizes).flops > FEW_FLOPS
+    return ROUTINE if large else tuple(FAMILIES) if protocol == TYPICAL_ALONE else EVERY
+
+
+def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> list[str]:
+    """Outputs whose error is more than the error gate lets through at these sizes."""
+    found = []
+    for output, errors in proved.outputs.items():
+        for statistic, limit in _limits(spec, output, sizes).items():
+            value = getattr(errors, statistic)
+            if value > limit + ROUNDED:
+                found.append(f"case {case}: output {output!r} has a {statistic} of {value}, over {limit:.4g}")
+    return found
+
+
+def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
+    """The error gate's (``compare``), with the slack of the output's smallest tile."""
+    from coda_agent.verifier.numerics.error_gate import FEW
+    from coda_agent.verifier.numerics.limits import Limits
+
+    shape = [extent(sizes) for extent in spec.outputs[output].shape] or [1]
+    rows, columns = shape[0], math.prod(shape[1:])
+    limits, count = Limits(), rows * columns
+    tile = (rows % TILE or TILE) * (columns % TILE or TILE)
+    wider = (spec.tolerance.factor if spec.tolerance else 1.0) * (2.0 ** (10 / count) if count < FEW else 1.0)
+    deviations = limits.deviations * (1 + 1 / rows)
+    slack = {"rms_ratio": count, "tile_ratio": tile, "element_ratio": count}
+    return {
+        statistic: base * wider * (1 + deviations / math.sqrt(n))
+        for (statistic, n), base in zip(slack.items(), limits.ratios(spec.outputs[output].dtype), strict=True)
+    }
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing wrong with what was read, and where."""
+    told = error.errors()[0]
+    return f"{'.'.join(map(str, told['loc'])) or 'the figures'}: {told['msg']}"

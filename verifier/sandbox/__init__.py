@@ -1,0 +1,1 @@
+"""Where a model's source is checked and traced, without being trusted."""

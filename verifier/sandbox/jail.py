@@ -1,0 +1,224 @@
+"""Untrusted source -> Program: the one place where a kernel file's Python runs, in a process of its own.
+
+The child (``jail_child``) has an empty environment, a session of its own, no files, no network,
+no further processes (``sandbox``), and a language check (``language``) before the trace.
+Nothing it says is believed: the program it sends is parsed, bounded and typed again here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Program, Signature
+from coda_agent.primitives.system.sandbox import CPU_SECONDS
+from coda_agent.verifier.report import Rejected
+from coda_agent.verifier.sandbox.language import MAX_SOURCE_BYTES
+
+MAX_OUTPUT_BYTES = 1 << 20
+GATE = "trace"
+# -I -S: no environment, no user or installed packages; our own root comes last, so it hides no module.
+# A child lives for milliseconds: collecting garbage would be a twentieth of them.
+BOOT = "import gc, sys; gc.disable(); sys.path.append(sys.argv[1]); "
+BOOT += "import coda_agent.verifier.sandbox.jail_child as j; j.main()"
+_CODE = re.compile(r"[a-z][a-z0-9_]{0,31}")
+ROOT = Path(__file__).absolute().parents[3]
+
+
+class JailUnavailable(Exception):
+    """This system cannot confine a kernel, or the child did not start: nothing of the kernel has run."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program from the jail, its nodes' lines as the child tells them, the layers that held it, those
+    this system lacks, and wall seconds."""
+
+    program: Program
+    lines: tuple[int | None, ...]
+    layers: tuple[str, ...]
+    missing: tuple[str, ...]
+    seconds: float
+
+
+def trace(
+    source: str, signature: Signature, *, wall_seconds: float = 5.0, weak: bool = False
+) -> Traced | Rejected:
+    """Trace a kernel file against ``signature`` in the jail.
+
+    ``Rejected`` for whatever is wrong with the source, or done by it. Raises JailUnavailable where neither
+    seccomp nor Landlock is there, unless ``weak`` accepts the language check and the limits alone.
+    """
+    sys.audit(
+        "coda_agent.verifier.sandbox.jail.trace", source
+    )  # so that an audit hook knows what must not run anywhere else
+    size = len(source.encode("utf-8", "surrogatepass"))
+    if size > MAX_SOURCE_BYTES:
+        return _reject("too_large", f"the file has {size} bytes of at most {MAX_SOURCE_BYTES}: shorten it")
+    request = {"source": source, "signature": signature.to_json(), "parent": os.getpid(), "weak": weak}
+    start = time.monotonic()
+    ending = _converse(json.dumps(request).encode(), wall_seconds)
+    account, _, answer = ending.output.partition(b"\n")
+    layers, missing = _layers(account, ending)
+    if not weak and not {"seccomp", "landlock"} & set(layers):
+        raise JailUnavailable(
+            "this system offers neither seccomp nor Landlock to confine a kernel's tracing: allow one "
+            "(Linux 5.13 or later; in a container, a runtime that lets its processes set a seccomp filter), "
+            "or, for sources you trust, say --weak-jail"
+        )
+    result = _judge(answer, ending, wall_seconds, signature)
+    if isinstance(result, Rejected):
+        return result.model_copy(update={"evidence": {"missing_layers": missing}}) if missing else result
+    return Traced(*result, layers, missing, time.monotonic() - start)
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """All that is known of a child once it is gone. ``status`` is negative for a signal."""
+
+    output: bytes
+    status: int
+    late: bool = False
+    flooded: bool = False
+
+
+def _converse(request: bytes, wall_seconds: float) -> _Ending:
+    deadline = time.monotonic() + wall_seconds
+    with tempfile.TemporaryFile() as letter:  # a file, not a pipe: a child that stalls cannot block us
+        letter.write(request)
+        letter.seek(0)
+        with _child(letter) as (process, descriptor):
+            output, late = _read(descriptor, deadline)
+            status = _end(process)
+    return _Ending(output, status, late, flooded=len(output) > MAX_OUTPUT_BYTES)
+
+
+@contextmanager
+def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The child and the descriptor its result comes through; both are gone afterwards, whatever happens."""
+    descriptor, other_end = os.pipe()
+    try:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", BOOT, str(ROOT)],
+                stdin=letter, stdout=subprocess.DEVNULL, stderr=other_end,
+                env={}, cwd="/", start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise JailUnavailable(f"cannot start {sys.executable!r} to trace in: {error}") from error
+        finally:
+            os.close(other_end)
+        try:
+            yield process, descriptor
+        finally:
+            _end(process)
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
+    """Bytes up to the end, or just past the limit; and whether the deadline came first."""
+    output = bytearray()
+    poll = select.poll()  # select() refuses descriptors over 1023
+    poll.register(descriptor, select.POLLIN)
+    while len(output) <= MAX_OUTPUT_BYTES:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or not poll.poll(remaining * 1000):
+            return bytes(output), True
+        chunk = os.read(descriptor, 1 << 16)
+        if not chunk:
+            break
+        output += chunk
+    return bytes(output), False
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Kill the child's whole group and reap it. A child that has ended keeps its own status."""
+    if process.returncode is None:  # not reaped, so the group's number is still its own
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The child's first line, written before it has looked at the source: no kernel can forge it."""
+    try:
+        record = json.loads(account)
+        return tuple(record["layers"]), tuple(record["missing"])
+    except (ValueError, TypeError, KeyError):
+        said = ending.output[-2000:].decode("utf-8", "replace").strip()
+        why = "it was too slow to start" if ending.late else _death(ending.status)
+        raise JailUnavailable(
+            f"the jail's child did not come up ({why}): {said or 'it said nothing'}; "
+            f"check that {sys.executable} starts with -I -S and can read {ROOT}"
+        ) from None
+
+
+Judged = tuple[Program, tuple[int | None, ...]] | Rejected
+
+
+def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signature) -> Judged:
+    if ending.flooded:
+        return _reject("too_large", f"the result is over {MAX_OUTPUT_BYTES} bytes: trace fewer operations")
+    if ending.late or ending.status == -signal.SIGXCPU:
+        limit = f"{wall_seconds:g} s" if ending.late else f"{CPU_SECONDS} s of CPU"
+        return _reject("timeout", f"tracing took over {limit}: loops and calls run as Python, so use fewer")
+    if ending.status != 0 or not answer.endswith(b"\n"):
+        return _reject("crashed", f"the tracing process died ({_death(ending.status)}) before its result")
+    record = _record(answer)
+    try:
+        match record:
+            case {"program": str(text), "lines": list(lines)} if len(record) == 2:
+                program = Program.from_json(text, signature)
+                if len(lines) == len(program.nodes) and all(map(_is_line, lines)):
+                    return program, tuple(lines)
+            case {"error": {"code": str(code), "message": str(message), "line": int() | None as line}}:
+                if _CODE.fullmatch(code) and _is_line(line):
+                    return _reject(code, _printable(message), line)
+    except ProgramError as error:
+        return _reject(error.code, _printable(error.message), error.line)
+    return _reject("forged", "the tracing process sent something that is no result of the tracer's")
+
+
+def _is_line(line: object) -> bool:
+    """Whether a kernel file can have such a line; None where none is known."""
+    return line is None or type(line) is int and 0 < line <= MAX_SOURCE_BYTES
+
+
+def _record(answer: bytes) -> Any:
+    """The one JSON value of the answer, or None for anything else."""
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _death(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
+
+
+def _printable(message: str) -> str:
+    """At most 4000 characters, none that could steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in message[:4000])
+
+
+def _reject(code: str, message: str, line: int | None = None) -> Rejected:
+    return Rejected(gate=GATE, code=code, message=message, line=line)

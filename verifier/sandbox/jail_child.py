@@ -1,0 +1,78 @@
+"""The child's half of the jail: a request on stdin, an account of the layers and one result out.
+
+Standard library and the symbolic half of ``primitives`` only: every import costs each trace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import unicodedata  # noqa: F401  # the parser imports it for a non-ASCII identifier, when no file can be opened
+import warnings
+from types import TracebackType
+from typing import Any, NoReturn
+
+from coda_agent import primitives
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Signature
+from coda_agent.primitives.lang.trace import trace_lines
+from coda_agent.primitives.system import sandbox
+from coda_agent.verifier.sandbox import language
+
+MESSAGE_CHARACTERS = 4000
+
+
+def main() -> NoReturn:
+    """Read the request, step into the sandbox, then look at the source for the first time."""
+    request = json.loads(sys.stdin.buffer.read())
+    warnings.simplefilter("ignore")  # showing one would import and open files
+    result = _detach()
+    layers, missing = sandbox.apply(request["parent"])
+    _write(result, {"layers": layers, "missing": missing})
+    if not request["weak"] and not {"seccomp", "landlock"} & set(layers):
+        os._exit(0)
+
+    def last_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        _finish(result, _failure("crashed", f"tracing stopped with {kind.__name__}: {error}", None))
+
+    sys.excepthook = last_words
+    _finish(result, trace(request["source"], request["signature"]))
+
+
+def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
+    """Check and trace: ``{"program": text, "lines": [...]}`` or ``{"error": {code, message, line}}``."""
+    try:
+        language.check(source, primitives.__all__)
+        program, lines = trace_lines(source, Signature.from_json(signature))
+        return {"program": program.to_json(), "lines": lines}
+    except ProgramError as error:
+        return _failure(error.code, error.message, error.line)
+    except MemoryError:
+        limit = f"{sandbox.MEMORY_BYTES >> 20} MB"
+        return _failure("memory", f"tracing takes over {limit}: a kernel builds a small graph, no data", None)
+
+
+def _detach() -> int:
+    """Standard error becomes the result's own descriptor; 0, 1 and 2 lead nowhere from here on."""
+    result = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+    return result
+
+
+def _failure(code: str, message: str, line: int | None) -> dict[str, Any]:
+    return {"error": {"code": code, "message": message[:MESSAGE_CHARACTERS], "line": line}}
+
+
+def _write(descriptor: int, record: dict[str, Any]) -> None:
+    text = (json.dumps(record) + "\n").encode()
+    while text:
+        text = text[os.write(descriptor, text) :]
+
+
+def _finish(descriptor: int, record: dict[str, Any]) -> NoReturn:
+    _write(descriptor, record)
+    os._exit(0)  # no exit handlers, no destructors: nothing of the kernel's runs after its result

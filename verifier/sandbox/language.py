@@ -1,0 +1,462 @@
+"""The language of kernel files: a small part of Python, checked on the syntax tree before anything runs.
+
+The check gives authors errors with a line and a remedy, and is the jail's innermost wall: only listed
+kinds of syntax pass, and a name must be bound in the file, imported from ``primitives``, or a listed
+builtin. Standard library only: the jail's child imports this module.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import NoReturn
+
+from coda_agent.primitives.lang import diagnostics
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.trace import BUILTINS
+
+MAX_SOURCE_BYTES = 64 << 10
+MAX_DEPTH = 100  # a sum of n terms is n deep
+MAX_ITERATIONS = 4096
+MAX_INTEGER = 10**15
+MAX_EXPONENT = 64
+
+_BEYOND = re.compile(r"[^\x00-\x7f]")
+_UNLIKE = "zq7"  # NFKC makes this of no letter
+
+_PLAIN = (
+    ast.Return, ast.Pass, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Load,
+    ast.Store, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Pow, ast.USub,
+    ast.UAdd, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE,
+)  # fmt: skip
+
+_BRANCH = "a kernel has no branches: choose per element with where(condition, a, b)"
+_LOGIC = (
+    "a traced value has no truth value: nest where(condition, a, b), or write a * b for and, maximum(a, b) "
+    "for or, 1 - a for not"
+)
+_LOOP = "loop with for over range(number) or a literal tuple"
+_REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
+    ast.If: ("if", _BRANCH),
+    ast.IfExp: ("... if ... else ...", _BRANCH),
+    ast.Match: ("match", _BRANCH),
+    ast.BoolOp: ("and / or", _LOGIC),
+    ast.Not: ("not", _LOGIC),
+    ast.BitAnd: ("&", _LOGIC),
+    ast.BitOr: ("|", _LOGIC),
+    ast.Invert: ("~", _LOGIC),
+    ast.While: ("while", _LOOP),
+    ast.Break: ("break", _LOOP),
+    ast.Continue: ("continue", _LOOP),
+    ast.GeneratorExp: ("a generator", "write a list in brackets"),
+    ast.SetComp: ("a set", "write a list or dict"),
+    ast.Set: ("a set", "write a list, tuple or dict"),
+    ast.Import: ("import", "the one import is: from primitives import ..."),
+    ast.MatMult: ("@", "write gemm(a, b), which keeps the accumulator for the epilogue"),
+    ast.Mod: ("%", "remainders and formatting are not in the vocabulary"),
+    ast.Slice: ("slicing", "pairs(t) takes adjacent columns apart, join(a, b) puts them together"),
+    ast.Lambda: ("lambda", "write a function with def beside the kernel"),
+    ast.ClassDef: ("class", "write functions and dicts"),
+    ast.Try: ("try", "an error ends the trace and is shown to you with its line"),
+    ast.Raise: ("raise", "leave checks to the verifier"),
+    ast.Assert: ("assert", "the verifier checks shapes and numbers"),
+    ast.JoinedStr: ("an f-string", "strings are names of outputs only: write them out"),
+    ast.Starred: ("*arguments", "write the arguments out"),
+    ast.AnnAssign: ("an annotation", "write a plain assignment"),
+    ast.NamedExpr: (":=", "assign on a line of its own"),
+}
+
+
+def check(source: str, allowed: Collection[str]) -> ast.Module:
+    """The syntax tree of a kernel file written in the language; ``allowed`` is ``primitives.__all__``.
+
+    Raises ProgramError with code ``too_large``, ``syntax``, ``language``, ``vocabulary`` or ``kernel``, the
+    line, and words that say what would work.
+    """
+    tree = _parse(source)
+    _refuse_letters(source, tree)
+    checker = _Checker(tree, frozenset(allowed))
+    try:
+        checker.check()
+    except RecursionError:
+        raise _too_deep(checker.line) from None
+    return tree
+
+
+def _parse(source: str) -> ast.Module:
+    if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
+        raise ProgramError("too_large", f"the file is over {MAX_SOURCE_BYTES} bytes: shorten it")
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
+    except ValueError as error:  # NUL bytes, lone surrogates
+        raise ProgramError("syntax", f"the file is not text that Python reads: {error}") from None
+    except (RecursionError, MemoryError):
+        raise _too_deep() from None
+
+
+def _refuse_letters(source: str, tree: ast.Module) -> None:
+    """Names are ASCII as they are written: the tree has what NFKC makes of them, where fullwidth letters are
+    plain ones. So the file is read once more with other letters there: no name may have become another."""
+    if source.isascii():
+        return
+    other = _parse(_BEYOND.sub(_UNLIKE, source))
+    for node, changed in zip(ast.walk(tree), ast.walk(other), strict=True):
+        for name, again in zip(_names(node), _names(changed), strict=True):
+            if name != again:
+                words = f"name {name!a} is written with letters beyond ASCII, which can look like others"
+                raise ProgramError("language", f"{words}: spell it out", getattr(node, "lineno", None))
+
+
+def _names(node: ast.AST) -> list[str]:
+    """All names in a node itself; a constant's text is none."""
+    if isinstance(node, ast.Constant):
+        return []
+    fields = [value for _, value in ast.iter_fields(node)]
+    listed = [part for value in fields if isinstance(value, list) for part in value]  # global's
+    return [name for name in (*fields, *listed) if isinstance(name, str)]
+
+
+def _too_deep(line: int | None = None) -> ProgramError:
+    return ProgramError("syntax", f"expressions are nested over {MAX_DEPTH} deep: name the parts", line)
+
+
+class _Checker:
+    """One walk over a file; ``line`` is that of the last node that has one."""
+
+    def __init__(self, tree: ast.Module, allowed: frozenset[str]):
+        self._tree = tree
+        self._allowed = allowed
+        self.line: int | None = None
+        self._depth = 0
+        self._iterations = 1  # of all loops around the node
+        self._inside: str | None = None  # the function around the node
+        self._imported: set[str] = set()
+        self._bound = Counter(_bindings(tree))
+        self._constants: dict[str, ast.expr] = {}
+        self._texts = frozenset(map(id, _texts(tree)))
+        self._visitors: dict[type[ast.AST], Callable[..., None]] = {
+            ast.Module: self._module,
+            ast.ImportFrom: self._import,
+            ast.FunctionDef: self._function,
+            ast.arguments: self._parameters,
+            ast.arg: self._parameter,
+            ast.Assign: self._assign,
+            ast.AugAssign: self._update,
+            ast.Expr: self._statement,
+            ast.For: self._for,
+            ast.ListComp: self._comprehension,
+            ast.DictComp: self._comprehension,
+            ast.Name: self._name,
+            ast.Attribute: self._attribute,
+            ast.Call: self._call,
+            ast.keyword: self._keyword,
+            ast.Constant: self._constant,
+            ast.Subscript: self._subscript,
+        }
+
+    def check(self) -> None:
+        self._visit(self._tree)
+
+    def _refuse(self, message: str, code: str = "language") -> NoReturn:
+        raise ProgramError(code, message, self.line)
+
+    def _visit(self, node: ast.AST) -> None:
+        self.line = getattr(node, "lineno", self.line)
+        if self._depth >= MAX_DEPTH:
+            raise _too_deep(self.line)
+        self._depth += 1
+        visitor = self._visitors.get(type(node))
+        if visitor is not None:
+            visitor(node)
+        elif isinstance(node, _PLAIN):
+            self._plain(node)
+        else:
+            unknown = (type(node).__name__, "it is not in the language of kernels")
+            said, remedy = _REMEDIES.get(type(node), unknown)
+            self._refuse(f"{said} cannot be used here: {remedy}")
+        self._depth -= 1
+
+    def _children(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            self._visit(child)
+
+    def _plain(self, node: ast.AST) -> None:
+        match node:
+            case ast.Compare(ops=[_, _, *_]):
+                self._refuse("a < b < c asks for a truth value: compare two at a time, inside where()")
+            case ast.BinOp(op=ast.Pow(), right=exponent):
+                self._exponent(exponent)
+            case ast.Dict(keys=keys) if None in keys:
+                self._refuse("**dict cannot be used here: write the entries out")
+        self._children(node)
+
+    def _exponent(self, node: ast.expr) -> None:
+        match node:
+            case ast.Constant(value=int(value) | float(value)) if value <= MAX_EXPONENT:
+                pass
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
+                pass
+            case _:
+                self._refuse(
+                    f"an exponent is a literal of at most {MAX_EXPONENT}: write exp(log(t) * p), and "
+                    "exp(0.6931471805599453 * t) for 2 ** t"
+                )
+
+    def _module(self, node: ast.Module) -> None:
+        for index, statement in enumerate(node.body):
+            self.line = statement.lineno
+            match statement:
+                case ast.ImportFrom() | ast.FunctionDef():
+                    self._visit(statement)
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if not _calls(value):
+                    self._visit(statement)
+                    self._constants[name] = value
+                case ast.Expr(value=ast.Constant(value=str())) if index == 0:
+                    pass
+                case ast.For() | ast.Expr() | ast.Assign() | ast.AugAssign():
+                    self._refuse(
+                        "beside functions a file holds imports and literal constants: "
+                        "move this into the @kernel function"
+                    )
+                case _:
+                    self._visit(statement)  # refused with its remedy
+        self._count_kernels(node)
+
+    def _count_kernels(self, node: ast.Module) -> None:
+        kernels = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.decorator_list]
+        if len(kernels) != 1:
+            self.line = kernels[1].lineno if kernels else None
+            self._refuse(f"a kernel file has exactly one @kernel function; this has {len(kernels)}", "kernel")
+
+    def _import(self, node: ast.ImportFrom) -> None:
+        if node.module != "primitives" or node.level:
+            self._refuse("the one import is: from primitives import ...")
+        for alias in node.names:
+            if alias.name not in self._allowed:
+                self._refuse(
+                    f"primitives has no {alias.name!r}; it has {diagnostics.these(self._allowed)}",
+                    "vocabulary",
+                )
+            if alias.asname is not None:
+                self._refuse(f"import {alias.name} under its own name, without as")
+            self._identifier(alias.name)
+            self._imported.add(alias.name)
+
+    def _function(self, node: ast.FunctionDef) -> None:
+        if self._inside is not None:
+            self._refuse("a function cannot hold another: put it beside the kernel")
+        if node.returns is not None or getattr(node, "type_params", None):  # the latter since Python 3.12
+            self._refuse("annotations cannot be used here: write def f(a, b):")
+        for decorator in node.decorator_list:
+            self.line = decorator.lineno
+            if not isinstance(decorator, ast.Name) or decorator.id != "kernel":
+                self._refuse("the one decorator is @kernel, without arguments")
+            self._visit(decorator)
+        self._binding(node.name)
+        self._inside = node.name
+        self._visit(node.args)
+        for statement in node.body:
+            self._visit(statement)
+        self._inside = None
+
+    def _parameters(self, node: ast.arguments) -> None:
+        variadic = node.vararg or node.kwarg
+        if variadic:
+            self.line = variadic.lineno
+            self._refuse("*args and **kwargs cannot be used here: name the parameters")
+        self._children(node)
+
+    def _parameter(self, node: ast.arg) -> None:
+        if node.annotation is not None:
+            self._refuse("annotations cannot be used here: write the parameter's name alone")
+        self._binding(node.arg)
+
+    def _assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self._target(target)
+        self._visit(node.value)
+
+    def _update(self, node: ast.AugAssign) -> None:
+        if not isinstance(node.target, ast.Name):
+            self._refuse("only names can be updated in place")
+        self._children(node)
+        if isinstance(node.op, ast.Pow):
+            self._exponent(node.value)
+
+    def _target(self, node: ast.expr) -> None:
+        match node:
+            case ast.Name():
+                self._visit(node)
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                for part in parts:
+                    self._target(part)
+            case ast.Subscript(value=ast.Name()):
+                self._visit(node)
+            case ast.Starred():
+                self._visit(node)  # refused with its remedy
+            case _:
+                self._refuse("assign to names, or to a dict's entry")
+
+    def _statement(self, node: ast.Expr) -> None:
+        match node.value:
+            case ast.Constant(value=str()):
+                pass  # a docstring
+            case ast.Call():
+                self._visit(node.value)
+            case ast.Yield() | ast.YieldFrom() | ast.Await():
+                self._refuse("a kernel returns its outputs once, as a dict")
+            case _:
+                self._refuse("this line's value goes nowhere: assign it to a name, or remove it")
+
+    def _for(self, node: ast.For) -> None:
+        if node.orelse:
+            self._refuse("for ... else cannot be used here: write the lines after the loop")
+        self._target(node.target)
+        self._visit(node.iter)
+        around = self._iterations
+        self._enter_loop(node.iter)
+        for statement in node.body:
+            self._visit(statement)
+        self._iterations = around
+
+    def _comprehension(self, node: ast.ListComp | ast.DictComp) -> None:
+        around = self._iterations
+        for part in node.generators:
+            if part.ifs or part.is_async:
+                self._refuse("a comprehension cannot filter: write the list out")
+            self._target(part.target)
+            self._visit(part.iter)
+            self._enter_loop(part.iter)
+        for value in (node.elt,) if isinstance(node, ast.ListComp) else (node.key, node.value):
+            self._visit(value)
+        self._iterations = around
+
+    def _enter_loop(self, over: ast.expr) -> None:
+        self._iterations *= self._length(over)
+        if self._iterations > MAX_ITERATIONS:
+            self._refuse(
+                f"the loops run {self._iterations} times, and at most {MAX_ITERATIONS} are traced: "
+                "a tile's rows and columns need no loop"
+            )
+
+    def _length(self, node: ast.expr) -> int:
+        """How often a loop over ``node`` runs, known without running anything."""
+        match node:
+            case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Dict(values=parts):
+                return len(parts)
+            case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]) if arguments:
+                try:
+                    return len(range(*(self._integer(a) for a in arguments)))
+                except (TypeError, ValueError, OverflowError):
+                    self._refuse("range() takes one to three numbers, the third not zero")
+            case ast.Call(func=ast.Name(id="enumerate" | "reversed"), args=[inner]):
+                return self._length(inner)
+            case ast.Call(func=ast.Name(id="zip"), args=[_, *_] as parts):
+                return min(self._length(part) for part in parts)
+            case ast.Name(id=name) if name in self._constants and self._bound[name] == 1:
+                return self._length(self._constants[name])
+        self._refuse("a loop's length must be plain to see: " + _LOOP + ", or zip or enumerate of those")
+
+    def _integer(self, node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._integer(operand)
+            case ast.Name(id=name) if name in self._constants and self._bound[name] == 1:
+                return self._integer(self._constants[name])
+        self._refuse("range() takes whole numbers written out, or a constant of the file")
+
+    def _name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store):
+            self._binding(node.id)
+            return
+        self._identifier(node.id)
+        if node.id in self._bound or node.id in self._imported or node.id in BUILTINS:
+            return
+        if node.id == "print":
+            self._refuse(
+                "print has nothing to show: a kernel computes nothing here. Remove it; "
+                "to see a value, return it as an output"
+            )
+        self._refuse(f"nothing is named {node.id!r} here: {diagnostics.unknown(node.id, self._allowed)}")
+
+    def _binding(self, name: str) -> None:
+        self._identifier(name)
+        if name in BUILTINS:
+            self._refuse(f"{name!r} is Python's own: take another name")
+
+    def _identifier(self, name: str) -> None:
+        if (name.startswith("_") and name != "_") or "__" in name:
+            self._refuse(f"{name!r}: no name starts with _ or holds __ here")
+
+    def _attribute(self, node: ast.Attribute) -> None:
+        if node.attr not in diagnostics.ATTRIBUTES or isinstance(node.ctx, ast.Store):
+            self._refuse(diagnostics.no_attribute(node.attr, self._allowed))
+        self._visit(node.value)
+
+    def _call(self, node: ast.Call) -> None:
+        if not isinstance(node.func, ast.Name) and not isinstance(node.func, ast.Attribute):
+            self._refuse("call functions by their name")
+        self._children(node)
+
+    def _keyword(self, node: ast.keyword) -> None:
+        if node.arg is None:
+            self._refuse("**arguments cannot be used here: write the arguments out")
+        self._identifier(node.arg)
+        self._visit(node.value)
+
+    def _constant(self, node: ast.Constant) -> None:
+        match node.value:
+            case bool() | None:
+                pass
+            case str():
+                if id(node) not in self._texts:
+                    self._refuse("strings are docstrings, keys and arguments; they are not computed with")
+            case int(value) if abs(value) > MAX_INTEGER:
+                self._refuse(f"an integer over {MAX_INTEGER:.0e}: write it as a float, such as 1e18")
+            case float(value) if not math.isfinite(value):
+                self._refuse(f"a constant that is infinite in double precision: write {diagnostics.FINITE}")
+            case int() | float():
+                pass
+            case value:
+                self._refuse(f"a {type(value).__name__} literal cannot be used here: numbers are real")
+
+    def _subscript(self, node: ast.Subscript) -> None:
+        if isinstance(node.slice, ast.Tuple) and any(isinstance(p, ast.Slice) for p in node.slice.elts):
+            self._visit(ast.copy_location(ast.Slice(), node))  # refused with its remedy
+        self._children(node)
+
+
+def _bindings(tree: ast.Module) -> Iterator[str]:
+    """Every name the file binds, once for each place; imports aside."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                yield name
+
+
+def _texts(tree: ast.Module) -> Iterator[ast.expr]:
+    """The expressions that may be strings."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Dict(keys=keys):
+                yield from (key for key in keys if key is not None)
+            case ast.DictComp(key=key):
+                yield key
+            case ast.Call(args=arguments, keywords=keywords):
+                yield from arguments
+                yield from (k.value for k in keywords)
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                yield from parts
+            case ast.Subscript(slice=index):
+                yield index
+
+
+def _calls(node: ast.expr) -> bool:
+    return any(isinstance(part, ast.Call) for part in ast.walk(node))

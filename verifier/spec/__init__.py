@@ -1,0 +1,1 @@
+"""Specs: what an operator must compute, read from YAML and checked."""

@@ -1,0 +1,183 @@
+"""Spec files: one YAML file an operator.
+
+``read`` either gives a consistent model or raises ``SpecError``, whose text names the file, the line, the
+value and the remedy. A file is small and a tree: no alias stands for another part of it, which ten
+lines could multiply beyond any memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.composer import Composer, ComposerError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.scalarstring import FoldedScalarString, LiteralScalarString
+
+from coda_agent.verifier.spec.fields import Model
+from coda_agent.verifier.spec.model import BadReference
+
+LARGEST = 1 << 18  # characters of a file
+DEEPEST = 20  # levels of it
+INT64 = 1 << 63
+Place = tuple[str | int, ...]
+Kind = TypeVar("Kind", bound=Model)
+
+
+class SpecError(Exception):
+    """A spec that cannot be used; ``str`` of it reads ``file:line: what is wrong and what would do``."""
+
+    def __init__(self, path: str | Path, line: int | None, message: str):
+        super().__init__(f"{path}:{line}: {message}" if line else f"{path}: {message}")
+        self.path, self.line, self.message = Path(path), line, message
+
+
+def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
+    """A YAML file of a model's, once ``check`` raises no BadReference. Raises SpecError."""
+    path = Path(path)
+    return of_text(path, _text(path), kind, check)
+
+
+def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
+    """``read`` of a text that is at ``path``."""
+    if len(text) > LARGEST:
+        raise SpecError(path, None, f"has more than {LARGEST} characters; a spec is one operator's")
+    tree = _tree(path, text, kind)
+    _check_numbers(path, tree, 1)
+    try:
+        made = kind.model_validate(plain(tree))
+        check(made)
+    except ValidationError as error:
+        found = [(_line(tree, place), message) for place, message in map(_explain, error.errors())]
+        raise SpecError(path, *min(found)) from None
+    except BadReference as error:
+        raise SpecError(path, _line(tree, (error.key, error.line or 0)), error.message) from None
+    return made
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(4 * LARGEST + 4).decode("utf-8")
+    except FileNotFoundError:
+        raise SpecError(path, None, f"there is no such file; {_nearby(path)}") from None
+    except OSError as error:
+        raise SpecError(path, None, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise SpecError(path, None, f"is no UTF-8 text: byte {error.start} is {byte:#x}") from None
+
+
+class _NoAlias(Composer):
+    """A composer of trees."""
+
+    def return_alias(self, a: Any) -> Any:
+        words = "an alias (*) of this has no place in a spec; write it out again"
+        raise ComposerError(None, None, words, a.start_mark)
+
+
+def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
+    yaml = YAML()
+    yaml.Composer, yaml.max_depth = _NoAlias, DEEPEST
+    try:
+        tree = yaml.load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = str(error.problem or error.context).partition(" with value")[0]
+        if "duplicate key" in problem:
+            problem += "; keep one of the two"
+        raise SpecError(path, mark.line + 1 if mark else 1, f"this is no YAML mapping: {problem}") from None
+    except YAMLError as error:
+        raise SpecError(path, 1, f"this is no YAML mapping: {str(error).splitlines()[0]}") from None
+    except (ValueError, TypeError, RecursionError) as error:  # a date of no calendar, a mapping as a key
+        raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
+    if not isinstance(tree, CommentedMap):
+        raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(kind.model_fields)}")
+    return tree
+
+
+def _check_numbers(path: Path, node: Any, line: int) -> None:
+    """Raises SpecError for an integer that no size or bound has: Python's own may have millions of digits."""
+    if isinstance(node, int) and not -INT64 <= node < INT64:
+        raise SpecError(path, line, f"an integer has {node.bit_length()} bits; 64 at most")
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    lines = node.lc.data if isinstance(node, CommentedMap | CommentedSeq) else None
+    for key, value in pairs:
+        at = (lines or {}).get(key)
+        for part in (key, value) if isinstance(node, dict) else (value,):
+            _check_numbers(path, part, at[0] + 1 if at else line)
+
+
+def _nearby(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("specs")
+    names = sorted(p.stem for p in folder.glob("*.yaml"))
+    close = get_close_matches(path.stem, names, n=1)
+    if close:
+        return f"did you mean {folder / close[0]}.yaml? {folder} has {', '.join(names)}"
+    if not names:
+        return "give the path of a YAML file, or run this in a checkout, whose specs/ has names"
+    return f"{folder} has {', '.join(names)}"
+
+
+def plain(node: Any) -> Any:
+    """The same tree in Python's own types, which strict validation takes; lists become tuples."""
+    match node:
+        case dict():
+            return {plain(k): plain(v) for k, v in node.items()}
+        case list():
+            return tuple(plain(v) for v in node)
+        case bool() | None:
+            return node
+    for kind in (str, int, float):
+        if isinstance(node, kind):
+            return kind(node)
+    return node
+
+
+def _line(tree: Any, place: Place) -> int:
+    """The line of the deepest part of ``place`` that the file has; in a text, the line counted from 1."""
+    line, node = 1, tree
+    for part in place:
+        if isinstance(node, CommentedMap) and part in (node.lc.data or ()) and part in node:
+            line, node = node.lc.key(part)[0] + 1, node[part]
+        elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
+            line, node = node.lc.item(part)[0] + 1, node[part]
+        elif isinstance(node, str) and isinstance(part, int) and part > 0:
+            block = isinstance(node, LiteralScalarString | FoldedScalarString)
+            line += part if block else part - 1
+    return line
+
+
+_NEEDED = {
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "string_type": "text (in quotes, where YAML reads something else)",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "too_long": "a list of two numbers",
+}
+
+
+def _explain(error: ErrorDetails) -> tuple[Place, str]:
+    """Where one validation error is and what to say of it."""
+    place, kind = tuple(error["loc"]), error["type"]
+    if kind == "spec":
+        return place + error["ctx"]["place"], error["ctx"]["message"]
+    keys = [part for part in place if isinstance(part, str) and part not in ("[key]", "float", "int", "str")]
+    key = keys[-1] if keys else "spec"
+    if kind == "missing":
+        return place, f"{'.'.join(map(str, place))} is missing"
+    value = repr(error["input"])
+    value = value if len(value) <= 60 else value[:57] + "..."
+    if kind == "literal_error":
+        choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ")
+        return place, f"{key} {value} is unknown; use one of {choices}"
+    needed = _NEEDED.get(kind)
+    return place, f"{key} is {value}; it must be {needed}" if needed else f"{key} is {value}: {error['msg']}"

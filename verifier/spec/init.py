@@ -1,0 +1,146 @@
+"""How a spec's inputs are drawn: the forms that ``init`` takes in its YAML.
+
+A value that says "arithmetic over dims" is a number or text such as ``D**-0.5``; it is evaluated at the
+sizes of a case.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import model_validator
+
+from coda_agent.verifier.spec.fields import Model, fault, instead
+
+Sizes = Mapping[str, int]
+IGNORED_SHARE = 0.1  # of the values of an input with ``ignored``
+
+
+class Normal(Model):
+    """Zero-mean normal; ``std`` is a number or arithmetic over dims such as ``D**-0.5``."""
+
+    std: float | str = 1.0
+
+    def at(self, sizes: Sizes) -> float:
+        """The standard deviation at these sizes; ValueError where the arithmetic has no positive value."""
+        return _positive(self.std, sizes)
+
+
+class Init(Model):
+    """How an input is drawn: exactly one form, and ``ignored`` only beside ``integers``.
+
+    normal: {std: arithmetic over dims}. uniform: [low, high]. integers: [low, high], uniform over low to
+    high - 1, each arithmetic over dims; about one value in ten is ``ignored`` instead, where that is given.
+    count: S, arithmetic over dims: value (or row) i is i % S. geometric: [low, high]: value j of n along
+    the last axis is low * (high / low)**(j / n).
+    """
+
+    normal: Normal | None = None
+    uniform: tuple[float, float] | None = None
+    integers: tuple[int | str, int | str] | None = None
+    count: int | str | None = None
+    geometric: tuple[float, float] | None = None
+    ignored: int | None = None
+
+    @property
+    def form(self) -> str:
+        """The name of the form it takes."""
+        return next(iter(self._forms()))
+
+    def range_at(self, sizes: Sizes) -> tuple[int, int]:
+        """The least and the largest integer that ``integers`` or ``count`` draw at these sizes, ``ignored``
+        apart; ValueError where the arithmetic gives no such range."""
+        if self.count is not None:
+            return 0, _integer(self.count, sizes, least=1) - 1
+        low, high = (_integer(bound, sizes) for bound in self.integers or ("none", "none"))
+        if low >= high:
+            raise ValueError(f"{list(self.integers or ())} is {low} to {high}; low must be less than high")
+        if self.ignored is not None and low <= self.ignored < high:
+            raise ValueError(f"ignored {self.ignored} lies within {low} to {high - 1}; take one outside")
+        return low, high - 1
+
+    def span_at(self, sizes: Sizes) -> tuple[float, float]:
+        """The least and the largest value that it draws at these sizes, ``ignored`` apart; of a normal, one
+        standard deviation to either side."""
+        if self.normal:
+            std = self.normal.at(sizes)
+            return -std, std
+        if self.uniform or self.geometric:
+            low, high = sorted(self.uniform or self.geometric or ())
+            return low, high
+        return self.range_at(sizes)
+
+    def _forms(self) -> list[str]:
+        forms = ("normal", "uniform", "integers", "count", "geometric")
+        return [form for form in forms if getattr(self, form) is not None]
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if len(self._forms()) != 1:
+            raise fault(
+                "init takes one form: {normal: {std: D**-0.5}}, {uniform: [0.5, 1.5]}, {integers: [0, V]}, "
+                "{count: 8192} or {geometric: [1.0, 1.0e-4]}"
+            )
+        if self.ignored is not None and self.integers is None:
+            raise fault("ignored stands beside integers: {integers: [0, V], ignored: -100}", "ignored")
+        if self.uniform and not (all(map(math.isfinite, self.uniform)) and self.uniform[0] < self.uniform[1]):
+            raise fault(f"uniform {list(self.uniform)} must be finite, low then high", "uniform")
+        if self.geometric and not all(math.isfinite(x) and x > 0 for x in self.geometric):
+            raise fault(f"geometric {list(self.geometric)} must be positive and finite", "geometric")
+        return self
+
+
+def _positive(formula: float | str, sizes: Sizes) -> float:
+    """Arithmetic over dims, evaluated; ValueError where it has no positive finite value."""
+    value = arithmetic(formula, sizes)
+    if isinstance(value, complex) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{formula!r} is {value}; it must be positive and finite")
+    return value
+
+
+def _integer(formula: int | str, sizes: Sizes, least: int | None = None) -> int:
+    """Arithmetic over dims, evaluated; ValueError where it is no integer, or one below ``least``."""
+    value = arithmetic(formula, sizes)
+    if isinstance(value, complex) or not math.isfinite(value) or value != int(value):
+        raise ValueError(f"{formula!r} is {value}; it must be an integer")
+    if least is not None and value < least:
+        raise ValueError(f"{formula!r} is {int(value)}; it must be at least {least}")
+    return int(value)
+
+
+def arithmetic(formula: float | str, sizes: Sizes) -> float:
+    """The value of a number, or of arithmetic over dims; ValueError where it has none."""
+    try:
+        return _arithmetic(ast.parse(str(formula), mode="eval").body, sizes)
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{formula!r} has no value ({error})") from None
+    except KeyError as error:
+        remedy = instead(error.args[0], sizes)
+        raise ValueError(f"{formula!r}: dim {error} is not declared; {remedy}") from None
+
+
+def _arithmetic(node: ast.expr, sizes: Sizes) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return float(value)
+        case ast.Name(id=name):
+            return float(sizes[name])
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_arithmetic(operand, sizes)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _arithmetic(left, sizes), _arithmetic(right, sizes)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a / b
+                case ast.Pow():
+                    return a**b
+    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use dims, numbers and + - * / **")

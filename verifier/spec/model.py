@@ -1,0 +1,92 @@
+"""A spec: what an operator must compute. ``verifier.spec.file`` reads one from its YAML file.
+
+Nothing here needs torch; the reference is tried by ``verifier.numerics.trial``.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from coda_agent.primitives.lang.dims import solve
+from coda_agent.primitives.lang.ir import Signature, TensorType
+from coda_agent.verifier.spec.fields import instead
+from coda_agent.verifier.spec.parts import Case, Declared
+from coda_agent.verifier.spec.rules import check, describe
+
+
+class BadReference(Exception):
+    """A reference (or baseline: ``key``) that is not what its spec declares; ``line`` counts in its text."""
+
+    def __init__(self, message: str, line: int | None = None, key: str = "reference"):
+        super().__init__(message)
+        self.message, self.line, self.key = message, line, key
+
+
+class Spec(Declared):
+    """An operator: signature, mathematics, cases and what counts as good enough; all of it consistent."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        check(self)
+        return self
+
+    def signature(self) -> Signature:
+        """What a kernel must match, and all that a tracer sees of this spec."""
+        return Signature(
+            name=self.name,
+            dims=tuple(self.dims),
+            inputs={n: TensorType(t.shape, t.dtype) for n, t in self.inputs.items()},
+            outputs={n: TensorType(t.shape, t.dtype) for n, t in self.outputs.items()},
+            constants=dict(self.constants),
+            static=self.static,
+            updates={n: t.updates for n, t in self.outputs.items() if t.updates is not None},
+        )
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of what decides meaning: not of comments, layout, order of keys or prose."""
+        meaning = self._meaning({"name", "constants", "cases", "accept"})
+        meaning["tolerance"] = self.tolerance and self.tolerance.factor
+        return _digest(meaning)
+
+    @property
+    def operator_hash(self) -> str:
+        """SHA-256 of what its outputs are, and its baseline's: whatever the cases and what is good enough."""
+        return _digest(self._meaning({"name", "constants"}))
+
+    def _meaning(self, said: set[str]) -> dict[str, Any]:
+        # exclude_none: a form of init added later leaves the hashes of specs without it as they are
+        meaning = self.model_dump(mode="json", include=said, exclude_none=True)
+        for kind in ("inputs", "outputs"):
+            meaning[kind] = {
+                name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)
+                | {"shape": [str(d) for d in t.shape]}
+                for name, t in getattr(self, kind).items()
+            }
+        for text in ("reference", "baseline"):
+            meaning[text] = ast.unparse(ast.parse(getattr(self, text) or ""))
+        return meaning | {"dims": sorted(self.dims), "static": sorted(self.static)}
+
+    def case(self, name: str) -> Case:
+        """The case of that name; KeyError naming those there are."""
+        found = [c for c in self.cases if c.name == name]
+        if not found:
+            raise KeyError(f"no case {name!r}; {instead(name, (c.name for c in self.cases))}")
+        return found[0]
+
+    def solve(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Dims from the inputs' shapes; ValueError naming the input and axis that do not agree."""
+        for name, tensor in self.inputs.items():
+            if len(shapes[name]) != len(tensor.shape):
+                raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {describe(tensor)}")
+        return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes)
+
+
+def _digest(meaning: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,125 @@
+"""The parts of a spec as its file gives them: tensors, cases, and what counts as good enough.
+
+What each must be by itself is checked here, how they must go together by ``verifier.spec.rules``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, SkipValidation, model_validator
+
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.verifier.spec.domain import Domain, bounds
+from coda_agent.verifier.spec.fields import Model, fault
+from coda_agent.verifier.spec.init import Init, Normal
+
+
+def _dim(value: object) -> Dim:
+    try:
+        return value if isinstance(value, Dim) else Dim.parse(value)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise fault(f"size {error}") from None
+
+
+Size = Annotated[Dim, BeforeValidator(_dim)]
+Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int32", "int64"]
+
+
+def _bench(value: object) -> object:
+    if isinstance(value, bool) or value == "report":
+        return value
+    raise fault(f"bench is {value!r}; it must be true, false or report")
+
+
+class TensorSpec(Model):
+    """An input: symbolic shape ([] for a scalar), dtype, how it is drawn, and which values are legal beside
+    what ``init`` has for ignored ones."""
+
+    shape: tuple[Size, ...]
+    dtype: Dtype
+    init: Init = Init(normal=Normal())
+    domain: Domain = "finite"
+
+    def bounds(self, sizes: Mapping[str, int]) -> tuple[float, float]:
+        """The least and the largest legal value at these sizes."""
+        return bounds(self.domain, self.dtype, sizes)
+
+
+class OutputSpec(Model):
+    """An output; with ``updates`` it is written over that input's buffer."""
+
+    shape: tuple[Size, ...]
+    dtype: Dtype
+    updates: str | None = None
+
+
+class Case(Model):
+    """Sizes at which a kernel is checked and, unless ``bench`` is False, measured.
+
+    ``bench="report"``: measured and reported, but it does not decide acceptance.
+    """
+
+    name: str
+    sizes: dict[str, Annotated[int, SkipValidation]]  # checked by Spec, which knows the dims
+    bench: Annotated[bool | Literal["report"], BeforeValidator(_bench)] = True
+
+    @property
+    def decides(self) -> bool:
+        """Whether its speedup must exceed what the spec demands."""
+        return self.bench is True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_beside_the_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "sizes" in data:
+            return data
+        own = {k: v for k, v in data.items() if k in cls.model_fields}
+        return own | {"sizes": {str(k): v for k, v in data.items() if k not in own}}
+
+
+class Accept(Model):
+    """What the lower confidence bound of the speedup must exceed on every case that decides."""
+
+    speedup: float = 1.0
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        if not (math.isfinite(self.speedup) and self.speedup > 0):
+            raise fault(f"speedup {self.speedup} must be positive and finite", "speedup")
+        return self
+
+
+class Tolerance(Model):
+    """Widens the error gate's ratios by ``factor``, for a ``reason`` a reviewer can judge."""
+
+    factor: float
+    reason: str
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        if not 1 <= self.factor <= 10:
+            raise fault(f"tolerance factor {self.factor} must be between 1 and 10", "factor")
+        if not self.reason.strip():
+            raise fault("a tolerance needs its reason", "reason")
+        return self
+
+
+class Declared(Model):
+    """All parts of a spec, before any rule was applied to them."""
+
+    name: str
+    summary: str
+    dims: dict[str, str]
+    inputs: dict[str, TensorSpec]
+    outputs: dict[str, OutputSpec]
+    constants: dict[str, float] = {}
+    static: tuple[str, ...] = ()
+    reference: str
+    baseline: str | None = None
+    cases: tuple[Case, ...]
+    accept: Accept = Accept()
+    tolerance: Tolerance | None = None
+    hints: str = ""

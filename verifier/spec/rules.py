@@ -1,0 +1,226 @@
+"""The rules that a spec must keep beyond its types: names, sizes, cases, texts.
+
+Each raises a fault: a message for the spec's author with the place it is about, as keys from the model
+being validated. ``verifier.spec.file`` turns the place into a line of the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import math
+from typing import Literal
+
+from coda_agent.primitives.lang.dims import NAME as DIM_NAME
+from coda_agent.primitives.lang.dims import Unsolvable, solving_order
+from coda_agent.primitives.lang.ir import DTYPES, INDICES, OPERANDS, READABLE, VALUE_NAME
+from coda_agent.verifier.spec.fields import fault, instead
+from coda_agent.verifier.spec.parts import Case, Declared, OutputSpec, TensorSpec
+
+RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
+
+
+def check(spec: Declared) -> None:
+    """Every rule, in the order in which a reader would ask."""
+    _check_names(spec)
+    _check_shapes(spec)
+    _check_kinds(spec)
+    _check_solvable(spec)
+    _check_updates(spec)
+    _check_cases(spec)
+    _check_text(spec, "reference")
+    if spec.baseline is not None:
+        _check_text(spec, "baseline")
+
+
+def _check_names(spec: Declared) -> None:
+    for dim in spec.dims:
+        if not DIM_NAME.fullmatch(dim) or keyword.iskeyword(dim) or dim in RESERVED:
+            raise fault(f"dim {dim!r} is no name for a size; use a word such as M or d_model", "dims", dim)
+    for dim in spec.static:
+        if dim not in spec.dims:
+            raise fault(f"static dim {dim!r} is not declared; {instead(dim, spec.dims)}", "static")
+        if spec.static.count(dim) > 1:
+            raise fault(f"static names dim {dim!r} twice; name it once", "static")
+    _check_name(spec.name, "name")
+    taken = {dim: "a dim" for dim in spec.dims}
+    for kind in ("inputs", "outputs", "constants"):
+        for name in getattr(spec, kind):
+            _check_name(name, kind, name)
+            if name in taken:
+                raise fault(f"{name!r} is already {taken[name]}; give it a name of its own", kind, name)
+            taken[name] = f"among the {kind}"
+    for name, value in spec.constants.items():
+        if not math.isfinite(value):
+            raise fault(f"constant {name} is {value}; it must be finite", "constants", name)
+
+
+def _check_name(name: str, *place: str | int) -> None:
+    if not VALUE_NAME.fullmatch(name) or keyword.iskeyword(name):
+        rule = "use a-z, 0-9 and _, a letter first, at most 64, no Python keyword"
+        raise fault(f"{name!r} is no name for a value; {rule}", *place)
+
+
+def _check_shapes(spec: Declared) -> None:
+    for kind in ("inputs", "outputs"):
+        tensors: dict[str, TensorSpec | OutputSpec] = getattr(spec, kind)
+        if not tensors:
+            raise fault(f"{kind} is empty; declare at least one", kind)
+        for name, tensor in tensors.items():
+            for axis, dim in enumerate(tensor.shape):
+                for unknown in sorted(dim.names - set(spec.dims)):
+                    message = f"dim {unknown!r} is not declared; {instead(unknown, spec.dims)}"
+                    raise fault(message, kind, name, "shape", axis)
+
+
+def _check_kinds(spec: Declared) -> None:
+    """Which dtypes stand at which rank, and which of them take which values."""
+    for name, output in spec.outputs.items():
+        if output.dtype not in DTYPES:
+            message = f"output {name} is {output.dtype}, which only inputs may be; use bf16, fp16 or fp32"
+            raise fault(message, "outputs", name, "dtype")
+        if len(output.shape) not in (1, 2):
+            message = f"output {name} has {len(output.shape)} axes; give it one or two"
+            raise fault(message, "outputs", name, "shape")
+    for name, tensor in spec.inputs.items():
+        _check_rank(name, tensor)
+        _check_init(name, tensor)
+        if tensor.dtype in OPERANDS and spec.baseline is None:
+            message = f"input {name} is {tensor.dtype}, which torch.matmul does not take: give a baseline"
+            raise fault(f"{message} with torch._scaled_mm", "inputs", name, "dtype")
+
+
+def _check_rank(name: str, tensor: TensorSpec) -> None:
+    rank, dtype = len(tensor.shape), tensor.dtype
+    if rank > 2:
+        raise fault(f"input {name} has {rank} axes; give it at most two", "inputs", name, "shape")
+    if dtype not in READABLE[rank]:
+        kind = ("scalar", "vector", "matrix")[rank]
+        message = f"input {name} is a {kind} of {dtype}; a {kind} may be {', '.join(READABLE[rank])}"
+        raise fault(message, "inputs", name, "dtype")
+
+
+def _check_init(name: str, tensor: TensorSpec) -> None:
+    form, place = tensor.init.form, ("inputs", name, "init")
+    if tensor.dtype in INDICES:
+        if form not in ("integers", "count"):
+            message = f"input {name} is {tensor.dtype}: give init {{integers: [0, V]}} or {{count: 8192}}"
+            raise fault(message, *place)
+    elif form == "integers":
+        message = f"input {name} is {tensor.dtype}: integers are for {' and '.join(INDICES)}"
+        raise fault(f"{message}; use normal or uniform", *place, "integers")
+
+
+def _check_solvable(spec: Declared) -> None:
+    try:
+        solving_order({name: t.shape for name, t in spec.inputs.items()}, tuple(spec.dims))
+    except Unsolvable as error:
+        message = f"dim {error.dim!r} follows from no input's shape; give some input an axis of {error.dim}"
+        raise fault(message, "dims", error.dim) from None
+
+
+def _check_updates(spec: Declared) -> None:
+    seen: dict[str, str] = {}
+    for name, output in spec.outputs.items():
+        target = output.updates
+        if target is None:
+            continue
+        place = ("outputs", name, "updates")
+        if target not in spec.inputs:
+            raise fault(f"updates {target!r} is no input; {instead(target, spec.inputs)}", *place)
+        into = spec.inputs[target]
+        if (into.shape, into.dtype) != (output.shape, output.dtype):
+            message = f"{name} is {describe(output)} but updates {target}, {describe(into)}; make them alike"
+            raise fault(message, *place)
+        if target in seen:
+            raise fault(f"input {target!r} is already updated by {seen[target]!r}", *place)
+        seen[target] = name
+
+
+def describe(tensor: TensorSpec | OutputSpec) -> str:
+    """A tensor's dtype and shape in words."""
+    return f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
+
+
+def _check_cases(spec: Declared) -> None:
+    if not spec.cases:
+        raise fault("cases is empty; give at least one", "cases")
+    names: set[str] = set()
+    for index, case in enumerate(spec.cases):
+        _check_sizes(spec, case, index)
+        if case.name in names:
+            raise fault(f"case {case.name!r} is there twice; give each its own name", "cases", index, "name")
+        names.add(case.name)
+        _check_values(spec, case)
+
+
+def _check_sizes(spec: Declared, case: Case, index: int) -> None:
+    for dim, size in case.sizes.items():
+        if dim not in spec.dims:
+            remedy = instead(dim, [*spec.dims, "name", "bench"])
+            raise fault(f"case {case.name!r}: unknown key {dim!r}; {remedy}", "cases", index, dim)
+        if type(size) is not int or size <= 0:
+            message = f"case {case.name!r}: {dim} is {size!r}; it must be a positive integer"
+            raise fault(message, "cases", index, dim)
+    missing = [dim for dim in spec.dims if dim not in case.sizes]
+    if missing:
+        raise fault(f"case {case.name!r} gives no size for {', '.join(missing)}", "cases", index)
+
+
+def _check_values(spec: Declared, case: Case) -> None:
+    for kind in ("inputs", "outputs"):
+        for name, tensor in getattr(spec, kind).items():
+            for axis, dim in enumerate(tensor.shape):
+                if dim(case.sizes) <= 0:
+                    message = f"size {dim} is {dim(case.sizes)} in case {case.name!r}; it must be positive"
+                    raise fault(message, kind, name, "shape", axis)
+    for name, tensor in spec.inputs.items():
+        _check_range(name, tensor, case)
+        _check_domain(name, tensor, case)
+
+
+def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
+    """Arithmetic over dims has a value of its kind at every case."""
+    init = tensor.init
+    place: tuple[str, ...] = ("normal", "std") if init.normal else (init.form,)
+    try:
+        if init.normal:
+            init.normal.at(case.sizes)
+        elif init.form in ("integers", "count"):
+            bounds = *init.range_at(case.sizes), init.ignored or 0
+            limit = 1 << (31 if tensor.dtype == "int32" else 63)
+            if tensor.dtype in INDICES and not all(-limit <= value < limit for value in bounds):
+                raise ValueError(f"range {bounds[0]} to {bounds[1]} does not fit {tensor.dtype}")
+    except ValueError as error:
+        message = f"{place[-1]} {error} in case {case.name!r}"
+        raise fault(message, "inputs", name, "init", *place) from None
+
+
+def _check_domain(name: str, tensor: TensorSpec, case: Case) -> None:
+    """Whatever ``init`` draws is legal."""
+    place = ("inputs", name, "domain")
+    try:
+        low, high = tensor.bounds(case.sizes)
+    except ValueError as error:
+        raise fault(f"domain {error} in case {case.name!r}", *place) from None
+    least, most = tensor.init.span_at(case.sizes)
+    if not low <= least <= most <= high:
+        said = f"init {tensor.init.form} draws {least:g} to {most:g}, and the domain is {low:g} to {high:g}"
+        raise fault(f"{said} in case {case.name!r}: let the domain hold what is drawn", *place)
+
+
+def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:
+    text = getattr(spec, key)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # nested too deep, too
+        line = getattr(error, "lineno", None) or 1
+        words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
+        raise fault(f"{key}: {words}", key, line) from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            raise fault(f"{key}: needs no import: torch and its names are in scope", key, node.lineno)
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for output in spec.outputs:
+        if output not in stored:
+            raise fault(f"{key} never assigns output {output!r}; add a line '{output} = ...'", key)
