@@ -33,7 +33,7 @@ Swap = tuple[str, str]  # what of a reference's text becomes what
 
 @dataclass(frozen=True)
 class Advice:
-    """What a kernel wants in place of ``place``. ``swaps``: changes of the text that try the advice: it
+    """Advice for ``place``: the form that a kernel wants there. ``swaps``: changes of the text that try the advice: it
     holds where the reference still runs; ``otherwise``: the advice where it does not."""
 
     place: ast.AST
@@ -163,7 +163,7 @@ def _joined(node: ast.Call, a: ast.expr, b: ast.expr) -> Advice:
 
 
 def _tables(first: ast.expr) -> str:
-    """What becomes of a rotation's cosines and sines, by its first tile; empty for no rotation."""
+    """Words on a rotation's cosines and sines, by its first tile; empty for no rotation."""
     match first:
         case ast.UnaryOp(op=ast.USub()):  # which meets cos and sin of both halves later
             return (
@@ -193,7 +193,7 @@ class _Adjacent(ast.NodeTransformer):
 
 
 def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Of ``z[:, :n]`` and ``z[:, n:]``, with others between them or none."""
+    """Whether a tile is cut as ``z[:, :n]`` and ``z[:, n:]``, with or without others between."""
     parts: dict[tuple[str, str], list[tuple[ast.Subscript, ast.Slice]]] = defaultdict(list)
     for statement in statements:
         for node in ast.walk(statement):

@@ -216,7 +216,7 @@ def tuned(
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Within: no other thread or process tunes what is kept at ``path``. A lock ends with its process. Raises
+    """Hold the lock of the tuning kept at ``path``: no other thread or process tunes it meanwhile. A lock ends with its process. Raises
     OSError, and Late at the deadline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     late = deadline.within(math.inf)
@@ -239,7 +239,7 @@ def _searched(
     raw: str,
     first: Mapping[int, list[Schedule]],
 ) -> dict[int, Schedule]:
-    """What a search from the ``first`` schedules of each step comes to; it is kept."""
+    """Search from the ``first`` schedules of each step, and keep the result."""
     start = time.monotonic()
     lowered = lower(program)
     chosen = {g.step: (probes(program, g, sizes, [Schedule()]) or first[g.step])[0] for g in lowered.gemms}

@@ -29,6 +29,7 @@ SIDES = {
         ("it is never in the first half", "it is never in the second half"),
     ),
 }
+ALIKE = 2.0**-10  # of a value: two forms of it may differ by so much
 BEND = 16.0  # beyond, functions that have a limit are within half an fp32 ulp of it
 COMPARED = ("it never holds", "it always holds")
 
@@ -47,6 +48,14 @@ class Side(NamedTuple):
         return SIDES.get(op, COMPARED)[self.side]
 
 
+class Count(NamedTuple):
+    """Elements that a side decides in a run, those of them where the other side's value differs, and all."""
+
+    decided: int
+    apart: int
+    elements: int
+
+
 @dataclass
 class Seen:
     """How much a side decided: the largest share of the elements in a run, and that run's family."""
@@ -55,6 +64,7 @@ class Seen:
     family: str = ""
     needed: str = ""  # the family of the run that failed without it
     tries: int = 0  # runs that did not
+    apart: bool = False  # whether the two values ever differed where it decided
 
 
 @dataclass
@@ -77,24 +87,26 @@ class Coverage:
         """Sides that no run has needed yet."""
         return [side for side, seen in self.seen.items() if not seen.needed]
 
-    def add(self, counts: Mapping[Side, tuple[int, int]], family: str) -> None:
-        """Add a judged run's counts: of a side, elements decided and elements in all."""
-        for side, (decided, elements) in counts.items():
+    def add(self, counts: Mapping[Side, Count], family: str) -> None:
+        """Add a judged run's counts."""
+        for side, count in counts.items():
             if side not in self.seen:
                 continue
-            seen, share = self.seen[side], decided / max(elements, 1)
+            seen, share = self.seen[side], count.decided / max(count.elements, 1)
+            seen.apart |= count.apart > 0
             if share > seen.share:
                 seen.share, seen.family = share, family
 
     def unexercised(self) -> list[Side]:
-        """Sides that were neither needed, nor decided a share of the elements beside a side that did, too. A
-        comparison in arithmetic must be needed."""
+        """Sides that were neither needed, nor those of a choice between two forms of one value. A comparison
+        in arithmetic must be needed."""
         return [side for side in self.open if not self._alike(side.node)]
 
     def _alike(self, node: int) -> bool:
-        """Whether both sides of a choice of values decided enough, so that they give the same by any gate."""
+        """Whether both sides of a choice of values decided enough, and their values were always alike."""
         compares = self.program.nodes[node].op not in SIDES
-        return not compares and all(self.seen[Side(node, side)].share >= SHARE for side in (0, 1))
+        sides = [self.seen[side] for side in self._of(node)]
+        return not compares and all(seen.share >= SHARE and not seen.apart for seen in sides)
 
     def table(self) -> list[dict[str, Any]]:
         """The choices as a report has them."""
@@ -135,13 +147,17 @@ class Counting:
 
     def __init__(self, program: Program, sides: Sequence[Side]):
         self.program, self.nodes = program, {side.node for side in sides}
-        self.counts: dict[Side, tuple[int, int]] = {}
+        self.counts: dict[Side, Count] = {}
 
     def __call__(self, index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
         if index in self.nodes:
-            for side, (mask, _) in enumerate(_sides(self.program, index, arguments)):
+            sides = _sides(self.program, index, arguments)
+            values = [torch.as_tensor(given, dtype=value.dtype).expand(value.shape) for _, given in sides]
+            differ = ~torch.isclose(*values, rtol=ALIKE, atol=0, equal_nan=True)
+            for side, (mask, _) in enumerate(sides):
                 mask = mask.expand(value.shape)
-                self.counts[Side(index, side)] = int(mask.sum()), mask.numel()
+                apart = int((mask & differ).sum())
+                self.counts[Side(index, side)] = Count(int(mask.sum()), apart, mask.numel())
         return value
 
 
@@ -163,7 +179,7 @@ def _sides(program: Program, index: int, arguments: Sequence[Any]) -> Any:
     if operation.limit:
         (value,) = arguments
         near = value.abs() < BEND
-        return (near, None), (~near, operation.limit(torch, value))
+        return (near, value), (~near, operation.limit(torch, value))
     sides = operation.sides
     assert sides is not None  # only choices are asked
     return sides(torch, *arguments)

@@ -33,9 +33,8 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
     """Add a judged run to the coverage: which open sides decided there, and which were needed."""
     coverage.add(counts.counts, compared.run.family)
     for side in coverage.open:
-        decided, _ = counts.counts.get(side, (0, 0))
-        seen = coverage.seen[side]
-        if decided and seen.tries < TRIES:
+        count, seen = counts.counts.get(side), coverage.seen[side]
+        if count and count.decided and seen.tries < TRIES:
             seen.tries += 1
             if not compared.passes(program, Forcing(program, side)):
                 seen.needed = compared.run.family
@@ -52,7 +51,7 @@ def reach(
         deadline.check()
         counts = Counting(program, coverage.open)
         interpret(program, inputs, counts)
-        if not any(decided for decided, _ in counts.counts.values()):
+        if not any(count.decided for count in counts.counts.values()):
             continue
         run = Run(sizes, SEARCHED, drawn)
         compared = Comparison.of(spec, run, inputs)

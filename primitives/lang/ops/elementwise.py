@@ -261,7 +261,11 @@ def abs(a):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.exp(a), cute="cute.math.exp({0}, fastmath=True)")
+@elementwise(
+    torch=lambda torch, a: torch.exp(a),
+    cute="cute.math.exp({0}, fastmath=True)",
+    limit=lambda torch, a: torch.where(a > 0, torch.exp(a), 0),
+)
 def exp(a):
     """``e ** a``, by the hardware's ex2: about 2 ulp of fp32.
 
