@@ -33,8 +33,8 @@ Swap = tuple[str, str]  # what of a reference's text becomes what
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice for ``place``: the form that a kernel wants there. ``swaps``: changes of the text that try the advice: it
-    holds where the reference still runs; ``otherwise``: the advice where it does not."""
+    """Advice for ``place``: the form that a kernel wants there. ``swaps``: changes of the text that try the
+    advice; it holds where the reference still runs. ``otherwise``: the advice where it does not."""
 
     place: ast.AST
     text: str

@@ -152,8 +152,8 @@ class Counting:
     def __call__(self, index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
         if index in self.nodes:
             sides = _sides(self.program, index, arguments)
-            values = [torch.as_tensor(given, dtype=value.dtype).expand(value.shape) for _, given in sides]
-            differ = ~torch.isclose(*values, rtol=ALIKE, atol=0, equal_nan=True)
+            one, other = (torch.as_tensor(given, dtype=value.dtype) for _, given in sides)
+            differ = ~torch.isclose(one, other, rtol=ALIKE, atol=0, equal_nan=True).expand(value.shape)
             for side, (mask, _) in enumerate(sides):
                 mask = mask.expand(value.shape)
                 apart = int((mask & differ).sum())
