@@ -216,9 +216,8 @@ def tuned(
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of the tuning kept at ``path``: no other thread or process tunes it meanwhile. A lock ends
-    with its process. Raises
-    OSError, and Late at the deadline."""
+    """Hold the lock of the tuning kept at ``path``: no other thread or process tunes it meanwhile. A lock
+    ends with its process. Raises OSError, and Late at the deadline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     late = deadline.within(math.inf)
     lock = FileLock(path.with_name(f"{path.stem}.lock"))
