@@ -54,12 +54,13 @@ from concurrent.futures import ThreadPoolExecutor
 planted = types.ModuleType("coda_agent.verifier.planted")
 exec(compile(open(sys.argv[1]).read(), "planted.py", "exec"), planted.__dict__)
 text = open(sys.argv[2]).read()
-import json, primitives
+import json, coda_agent.primitives
 from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier.sandbox import jail
 signature = Signature.from_json(json.loads(sys.argv[3]))
 trace = lambda: jail.trace(text, signature)
+sys.modules["primitives"] = coda_agent.primitives  # as a kernel imports it
 """
 
 
@@ -194,11 +195,13 @@ def test_this_very_process_is_watched() -> None:
 SUITE = """
 import sys, types
 import test_audit as t
+from coda_agent.primitives.frozen_names import frozen_names
 def test_it():
     planted = types.ModuleType("coda_agent.verifier.planted")
     exec(t.PLANTED, planted.__dict__)
     t.jail.trace(t.KERNEL, t.SIGNATURE)
-    planted.run(%s)
+    with frozen_names():
+        planted.run(%s)
 """
 
 

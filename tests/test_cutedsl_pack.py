@@ -58,7 +58,9 @@ def missing(name):
             except (AttributeError, ImportError):
                 return True
     return False
-answer = {"missing": [name for name in names if missing(name)]}
+from coda_agent.primitives.frozen_names import frozen_names
+with frozen_names():
+    answer = {"missing": [name for name in names if missing(name)]}
 from coda_agent.primitives.compiler import cubin as cubins
 from coda_agent.primitives.lang.ir import Schedule
 from coda_agent.primitives.compiler.jit import compile_kernel
