@@ -29,10 +29,7 @@ from typing import Any, NamedTuple
 DIRECTORY = "CODA_AGENT_AUDIT"  # the variable that names the logs' directory
 PACKAGES = ("agent", "comparison", "primitives", "verifier")
 TRACER = "coda_agent.primitives.lang.trace"  # executes kernel files for whoever calls it
-CONFINED = (
-    "coda_agent.primitives.raw.child",
-    "_in_child",
-)  # the first function of the child that runs edited texts
+CONFINED = ("coda_agent.primitives.raw.child", "_in_child")  # where the child that runs edited texts begins
 POOLS = ("threading", "concurrent.futures.thread", __name__)
 CANDIDATES = ("coda_agent.verifier.sandbox.jail.trace", "coda_agent.verifier.verify.check_raw")
 TELLING = 40  # bytes that no other text holds by chance
@@ -163,7 +160,7 @@ def _beneath() -> str | None:
             return None
         if name != TRACER and name.partition(".")[0] == "coda_agent":
             found = found or f"{path}:{frame.f_lineno}"
-            if not name.startswith("primitives"):  # which tests use themselves
+            if not name.startswith("coda_agent.primitives"):  # which tests use themselves
                 return found
         pool = pool and name in POOLS
         frame = frame.f_back
