@@ -422,7 +422,7 @@ def test_a_measurement_is_cut_off_at_the_deadline_and_charged(
 
         def judged(*given: Any) -> dict[str, Any]:
             found = real(*given)
-            going.ledger.began -= 3600.0 - 3.0  # seconds that it has left
+            going.ledger.began -= 3600.0 - 10.0  # seconds that it has left
             return found
 
         monkeypatch.setattr(going, "_check", judged)

@@ -88,7 +88,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def pids(path: Path) -> list[int]:
-    assert eventually(lambda: path.exists() and bool(path.read_text()))
+    assert eventually(lambda: path.exists() and bool(path.read_text()), seconds=60.0)  # imports come first
     return [int(word) for word in path.read_text().split()]
 
 
