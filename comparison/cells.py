@@ -10,9 +10,9 @@ from operator import truediv
 from statistics import fmean, median
 from typing import NamedTuple
 
+from coda_agent.comparison.competitors import COLUMNS, LLM
 from coda_agent.comparison.results import Loss, Present, Results, Sitting
 from coda_agent.verifier import statistics
-from coda_agent.comparison.competitors import COLUMNS, LLM
 from coda_agent.verifier.decision import central
 from coda_agent.verifier.statistics import Interval
 

@@ -7,17 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from coda_agent.agent.reporting.charts import number
+from coda_agent.agent.reporting.markup import Html, details, document, element, facts, table
 from coda_agent.comparison import charts
-from coda_agent.comparison.cells import Empty, Line, NAMES, lines
+from coda_agent.comparison.cells import NAMES, Empty, Line, lines
+from coda_agent.comparison.competitors import COLUMNS, LLM
 from coda_agent.comparison.markdown import (
     ABSENT,
     CLAIMED,
-    Entry,
     MIB,
-    Notes,
     SUMMARY,
-    Sheet,
     VERDICT,
+    Entry,
+    Notes,
+    Sheet,
     claimed,
     columns_of,
     legend,
@@ -28,9 +31,6 @@ from coda_agent.comparison.markdown import (
 )
 from coda_agent.comparison.results import Loss, Results
 from coda_agent.comparison.summary import NOTHING, Row, Summary, against, findings, measured, ordered, shown
-from coda_agent.agent.reporting.charts import number
-from coda_agent.agent.reporting.markup import Html, details, document, element, facts, table
-from coda_agent.comparison.competitors import COLUMNS, LLM
 
 TITLE = "CODA's operators: kernels by an LLM, by people, and what is used today"
 _ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # without the XML header and its DTD

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from coda_agent.primitives.system import workers
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.system import workers
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.worker import cuda_error, report
 from coda_agent.verifier.gpu.benchmark import milliseconds, rotating, timed
+from coda_agent.verifier.gpu.worker import cuda_error, report
 
 if TYPE_CHECKING:
     from coda_agent.primitives.runtime.launch import Kernel
@@ -67,9 +67,9 @@ class Contender:
 
     def to_compile(self, sizes: Mapping[str, int]) -> list[workers.Job]:
         """On the schedules that it runs on there, or is raced on first."""
-        from coda_agent.primitives.runtime import tune
         from coda_agent.primitives.compiler.lower import lower
         from coda_agent.primitives.compiler.probe_schedules import candidates
+        from coda_agent.primitives.runtime import tune
 
         fixed, known, fitting = self.fixed, self.known or {}, []
         for kernel in lower(self.program).gemms:
@@ -80,8 +80,8 @@ class Contender:
 
     def is_tuned(self, sizes: Mapping[str, int]) -> bool:
         """Whether it is known what it runs on there. Asks for the GPU's name."""
-        from coda_agent.primitives.runtime import tune
         from coda_agent.primitives.lang.partition import cut
+        from coda_agent.primitives.runtime import tune
 
         steps = {step.index for step in cut(self.program).gemms}
         return steps <= self.fixed.keys() or bool(tune.kept(self.program, sizes, self.known, self.raw))

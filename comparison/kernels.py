@@ -7,11 +7,11 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from coda_agent.agent.artifacts import accept
-from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.compiler.lower import PACKAGES, lower
-from coda_agent.primitives.compiler.roofline import H100, Machine
 from coda_agent.comparison.competitors import EDITED, PROGRAM
 from coda_agent.comparison.interleaved import Contender
+from coda_agent.primitives.compiler.lower import PACKAGES, lower
+from coda_agent.primitives.compiler.roofline import H100, Machine
+from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.incumbent import Kept
 from coda_agent.verifier.spec.model import Spec
 

@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from coda_agent.comparison import environment
+from coda_agent.comparison.competitors import COLUMNS, UPSTREAM
+from coda_agent.comparison.interleaved import Contender
 from coda_agent.comparison.rows import Row
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.runtime.tune import FORMAT as SEARCHED
-from coda_agent.comparison.competitors import COLUMNS, UPSTREAM
-from coda_agent.comparison.interleaved import Contender
 
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
 REVISIONS = {arm: column.revision for column in COLUMNS for arm in column.arms}

@@ -11,21 +11,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coda_agent.agent.reporting.charts import number
+from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.comparison import summary
-from coda_agent.comparison.cells import Cell, Empty, Line, NAMES, lines, timed
+from coda_agent.comparison.cells import NAMES, Cell, Empty, Line, lines, timed
+from coda_agent.comparison.competitors import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE, UPSTREAM, Column
 from coda_agent.comparison.results import Results, ResultsError
 from coda_agent.comparison.summary import (
     ALONE,
     BELOW,
     DOUBTED,
-    Finding,
     LAYERS,
     NOTHING,
     OUTCOMES,
     RIVALS,
+    WHOLE,
+    Finding,
     Row,
     Summary,
-    WHOLE,
     against,
     below,
     doubts,
@@ -33,10 +36,7 @@ from coda_agent.comparison.summary import (
     measured,
     shown,
 )
-from coda_agent.agent.reporting.charts import number
-from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.primitives.system.files import write_atomic
-from coda_agent.comparison.competitors import ANCHOR, COLUMNS, Column, EAGER, LLM, MATMUL, ROOFLINE, UPSTREAM
 
 ABSENT, ANCHORED = "–", "†"
 IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"

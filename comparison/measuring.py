@@ -19,18 +19,18 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from coda_agent.comparison import environment
+from coda_agent.comparison.competitors import COLUMNS, EDITED, PROGRAM, UPSTREAM
+from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, gpu, machine, tuned
 from coda_agent.comparison.keys import keyed
 from coda_agent.comparison.results import Arm, Failure, Machine, Present, Results, ResultsError, Sitting
 from coda_agent.comparison.rows import Row
 from coda_agent.comparison.workers import Workers
 from coda_agent.primitives.system import deadline
 from coda_agent.primitives.system.deadline import Late
-from coda_agent.comparison.competitors import COLUMNS, EDITED, PROGRAM, UPSTREAM
-from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, gpu, machine, tuned
 from coda_agent.verifier.gates import Failed, Progress, silent
+from coda_agent.verifier.gpu.checks import clean
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.measure import PATIENCE
-from coda_agent.verifier.gpu.checks import clean
 
 BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
 SITTING = 10.0  # seconds that one takes about, where it finds caches

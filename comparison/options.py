@@ -83,7 +83,7 @@ class Drawing:
 
     out: Annotated[
         Path, typer.Option(help="Folder of results, tables and charts; what is there is not measured again.")
-    ] = Path("comparison")
+    ] = Path("comparison-results")
     write: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Put the ratios into FILE, after <!-- table: comparison -->."),

@@ -99,8 +99,7 @@ class Sitting(_Record):
 
 
 class Machine(_Record):
-    """What a file's GPU is called, and the ``ceilings`` (``comparison.interleaved.machine``) that all its rooflines
-    are of."""
+    """The GPU of a results file, and the ``ceilings`` (``comparison.interleaved.machine``) of its rooflines."""
 
     gpu: str
     ceilings: dict[str, Annotated[float, Field(gt=0, lt=1e20)]]

@@ -8,19 +8,18 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from coda_agent.agent.artifacts import accept, quack_tunings
-from coda_agent.comparison import kernels
+from coda_agent.agent.reporting.table import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
+from coda_agent.comparison import competitors, kernels, session
+from coda_agent.comparison.interleaved import Contender
+from coda_agent.comparison.layers import VARIANTS
 from coda_agent.comparison.results import LAYER_BOTH as BOTH
 from coda_agent.comparison.results import LAYER_FORWARD as FORWARD
 from coda_agent.comparison.results import ResultsError, none_left
-from coda_agent.agent.reporting.table import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from coda_agent.primitives.compiler.roofline import roofline
-from coda_agent.comparison import competitors, session
-from coda_agent.comparison.interleaved import Contender
 from coda_agent.verifier.gpu.worker import Task
-from coda_agent.comparison.layers import VARIANTS
+from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
-from coda_agent.verifier.loading import load
 
 SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
@@ -58,7 +57,7 @@ class Row(Protocol):
         """What a reader has to know of it."""
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """Seconds that nothing can beat on a machine with these ceilings (``comparison.interleaved.machine``)."""
+        """Seconds that no kernel can beat under these ceilings (``comparison.interleaved.machine``)."""
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
         """A sitting of these arms, for a worker."""

@@ -1,4 +1,4 @@
-"""On the GPU, in a worker: the columns of the comparison on one operator. A task of ``verifier.gpu.worker``."""
+"""A task for a GPU worker: measure the comparison's columns on one operator."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.system.workers import Job
 from coda_agent.comparison.competitors import ANCHOR, entries
 from coda_agent.comparison.competitors.entry import Given, Prepared
 from coda_agent.comparison.interleaved import Contender, Entrant, Stage, contest
-from coda_agent.verifier.report import QuackTuned
+from coda_agent.primitives.system.workers import Job
 from coda_agent.verifier.gpu.benchmark import sets_wanted
+from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ class _Operator(Stage):
 
 def prepare(arm: str, seats: Seats, inputs: Mapping[str, Tensor]) -> Prepared:
     """A column's arm on one set of inputs. Whatever its library raises."""
-    from coda_agent.verifier.baselines import pytorch, quack as quack_baseline
+    from coda_agent.verifier.baselines import pytorch
+    from coda_agent.verifier.baselines import quack as quack_baseline
 
     spec, sizes = seats.spec, seats.sizes
     if arm in seats.kernels:

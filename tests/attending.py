@@ -9,13 +9,13 @@ import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from authoring import ROOT
+from waiting import eventually
 
 # A suite in the background inherits that SIGINT is ignored.
 INTERRUPTIBLE = """
@@ -30,14 +30,14 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours, and where the cursor
 PATIENCE = 300.0  # seconds, on a machine that has much else to do
 
 
-def eventually(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait for it; fails at once where the ``process`` that is to bring it about has ended."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        ended = process is not None and process.poll() is not None
-        assert not ended or condition(), f"it ended before that: {_errors(process)}"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def expect(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait for the condition; fail at once where the ``process`` that brings it about has ended."""
+
+    def over() -> bool:
+        return condition() or (process is not None and process.poll() is not None)
+
+    assert eventually(over, PATIENCE)
+    assert condition(), f"it ended before that: {_errors(process)}"
 
 
 def _errors(process: subprocess.Popen[bytes] | None) -> str:
@@ -54,7 +54,7 @@ def going(
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "160"}
     with subprocess.Popen(command, env=environment, **given) as process:  # type: ignore[call-overload]
         try:
-            eventually(lambda: all(path.exists() for path in prompts), process)
+            expect(lambda: all(path.exists() for path in prompts), process)
             yield process
         finally:
             process.kill()

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from attending import PATIENCE, eventually, going, terminal
+from attending import PATIENCE, expect, going, terminal
 from authoring import (
     BROKEN,
     HEADER,
@@ -140,7 +140,7 @@ def test_one_that_is_killed_says_so(toy: Path, tmp_path: Path) -> None:
 
     names = begun(toy, HEADER | {"directory": str(tmp_path / "hands")}, 2)
     with candidates.started(names, ["--no-gpu"]) as started:
-        eventually(lambda: all((tmp_path / "hands" / n / "prompt-1.md").exists() for n in "12"))
+        expect(lambda: all((tmp_path / "hands" / n / "prompt-1.md").exists() for n in "12"))
         for candidate in started:
             candidate.process.kill()
         ended = candidates.attend(started, Console())
@@ -154,7 +154,7 @@ def test_candidates_end_with_their_parent(toy: Path, tmp_path: Path) -> None:
         assert not any(map(free, runs.names()))
         process.kill()
         process.wait()
-        eventually(lambda: all(map(free, runs.names())))
+        expect(lambda: all(map(free, runs.names())))
 
 
 def test_a_key_stops_one_on_a_terminal(toy: Path, tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_a_key_stops_one_on_a_terminal(toy: Path, tmp_path: Path) -> None:
         first, second = runs.names()
         # The candidates may be there first, and a key that is pressed before the view is there is dropped.
         caption = "a number stops that candidate, q stops all"
-        eventually(lambda: caption in screen.seen, process)
+        expect(lambda: caption in screen.seen, process)
         screen.press("1")
-        eventually(lambda: free(first), process)
+        expect(lambda: free(first), process)
         assert not free(second)
         screen.press("q")
         process.wait(timeout=PATIENCE)

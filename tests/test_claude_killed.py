@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from attending import eventually
+from attending import expect
 from authoring import ROOT
 
 from coda_agent.agent.providers import Message, ProviderError, Question, make
@@ -51,12 +51,12 @@ def runs(process: int) -> bool:
 def test_it_is_killed_with_us(here: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ASKING], cwd=ROOT) as process:
         try:
-            eventually((here / "note").exists)
+            expect((here / "note").exists)
         finally:
             process.send_signal(signal.SIGKILL)
     claude = int((here / "note").read_text())
     try:
-        eventually(lambda: not runs(claude))
+        expect(lambda: not runs(claude))
     finally:
         with suppress(ProcessLookupError):
             os.kill(claude, signal.SIGKILL)

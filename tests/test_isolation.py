@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from cheats import hostile
 from cheats.child import TAKEN_OVER, nothing_left
 from cheats.twins import RMSNORM
+from waiting import eventually
 
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.runtime.compile import report
@@ -128,13 +128,6 @@ def alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cheats.child import BARE, nothing_left
+from waiting import eventually
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Signature, TensorType
@@ -79,13 +80,6 @@ def alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-def eventually(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from attending import PATIENCE, eventually, going, terminal
+from attending import PATIENCE, expect, going, terminal
 from authoring import BROKEN, ROOT, fenced, write_toy
 from rich.console import Console
 
@@ -70,10 +70,10 @@ def test_a_run_has_a_row_and_a_key_that_stops_it(runs_home: Path, tmp_path: Path
     command = ["generate", str(write_toy(tmp_path)), *options]
     with terminal() as screen, going(command, [hands / "prompt-1.md"], **screen.streams) as process:
         (hands / "answer-1.md").write_text(f"{fenced(BROKEN)}<!-- end -->")
-        eventually((hands / "prompt-2.md").exists, process)
+        expect((hands / "prompt-2.md").exists, process)
         (past,) = history.past()
         row = f"1 {past.run} rejected waiting"
-        eventually(lambda: row in " ".join(screen.seen.split()), process)
+        expect(lambda: row in " ".join(screen.seen.split()), process)
         screen.press("x")
         screen.press("1")
         process.wait(timeout=PATIENCE)
@@ -117,7 +117,7 @@ def test_a_job_in_the_background_leaves_the_keys_to_others() -> None:
             start_new_session=True,
         )
         try:
-            eventually(lambda: "here" in screen.seen, shell)
+            expect(lambda: "here" in screen.seen, shell)
             screen.press("1")
             assert shell.wait(timeout=PATIENCE) == 0, screen.seen
         finally:

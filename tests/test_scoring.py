@@ -196,7 +196,7 @@ def race(arms: list[timing.Arm]) -> None:
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    on_gpu = coda_agent.verifier.numerics.inputs.draw
+    on_gpu = draw
     monkeypatch.setattr(
         "coda_agent.verifier.numerics.inputs.draw", lambda *args, device="cpu", **more: on_gpu(*args, **more)
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
 from coda_agent.comparison.competitors.entry import Entry
+from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OUR_SEARCH, OWN_TUNER, admitted
 from coda_agent.verifier.baselines.quack_library import LIBRARY
 from coda_agent.verifier.spec.model import Spec

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from coda_agent.verifier.baselines.pytorch import MODES, under_compile
 from coda_agent.comparison.competitors.entry import Entry, Given, Prepared
+from coda_agent.verifier.baselines.pytorch import MODES, under_compile
 from coda_agent.verifier.baselines.quack_epilogue import fused
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
 from coda_agent.comparison.competitors import COMPILE, EAGER, LIGER, LIGER_APART, PROGRAM
+from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE, under_compile
 
 if TYPE_CHECKING:
     from coda_agent.comparison.layers.layer import Layer

@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from coda_agent.comparison.layers.shape import Shape
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.runtime.launchable import LaunchError
-from coda_agent.primitives.runtime.executable import Plan
-from coda_agent.comparison.layers.shape import Shape
 
 Tensors = Mapping[str, Tensor]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.system.workers import Job
 from coda_agent.comparison.competitors import EAGER, PROGRAM
 from coda_agent.comparison.interleaved import Contender, Entrant, Stage, contest
 from coda_agent.comparison.layers import variant
+from coda_agent.primitives.system.workers import Job
 
 if TYPE_CHECKING:
     from torch import Tensor
