@@ -99,7 +99,7 @@ class Sitting(_Record):
 
 
 class Machine(_Record):
-    """The GPU of a results file, and the ``ceilings`` (``comparison.interleaved.machine``) of its rooflines."""
+    """A results file's GPU, and the ``ceilings`` (``comparison.interleaved.machine``) of its rooflines."""
 
     gpu: str
     ceilings: dict[str, Annotated[float, Field(gt=0, lt=1e20)]]
