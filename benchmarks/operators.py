@@ -3,8 +3,7 @@ of an operator that nobody prepared for it. The last six lack something in the v
 names has to be made of what there is, and the first thing that comes to mind overflows or is too coarse.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
-scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. README's authoring table has the
-runs.
+scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. docs/results.md has the runs.
 """
 
 from __future__ import annotations

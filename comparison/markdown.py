@@ -15,7 +15,19 @@ from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.comparison import summary
 from coda_agent.comparison.cells import NAMES, Cell, Empty, Line, lines, timed
-from coda_agent.comparison.competitors import ANCHOR, COLUMNS, EAGER, LLM, MATMUL, ROOFLINE, UPSTREAM, Column
+from coda_agent.comparison.competitors import (
+    ANCHOR,
+    COLUMNS,
+    COMPILE,
+    EAGER,
+    HUMAN,
+    LLM,
+    MATMUL,
+    ROOFLINE,
+    UPSTREAM,
+    Column,
+    composed,
+)
 from coda_agent.comparison.results import Results, ResultsError
 from coda_agent.comparison.summary import (
     ALONE,
@@ -43,11 +55,11 @@ IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceil
 BESIDE = {ANCHOR: "cuBLAS's bare matmul", EAGER: "eager PyTorch of the whole layer"}  # anchors
 FIRST_ARMS = {column.name: column.arms[0] for column in COLUMNS}
 MEAN = f"geometric mean of time over {LLM}'s [95%]"
+HEADLINE = ("operator", "sizes", "`torch.compile`", "QuACK")
 SUMMARY = ("operator", MEAN, "rows", "wins", "ties", "losses", "undecided")
 CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
 MIB = 2**20
-START, END = "<!-- table: comparison -->", "<!-- /table -->"
-_PLACE = re.compile(f"({START}\n).*?({END})", re.DOTALL)
+_PLACE = re.compile("(<!-- table: (comparison|headline) -->\n).*?(<!-- /table -->)", re.DOTALL)
 _MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # what Markdown reads as its own anywhere in a line
 BOLD = (
     f"Bold: of the columns shown, a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, "
@@ -102,7 +114,7 @@ def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
 
 
 def brief(results: Results, columns: Collection[str] = NAMES) -> str:
-    """Ratios, what they come to by operator, and the paper's claims: for a README."""
+    """Ratios, their means by operator, and the paper's claims."""
     found = summary.ordered(lines(results, columns))
     if not found:
         return f"{NOTHING}\n"
@@ -111,18 +123,44 @@ def brief(results: Results, columns: Collection[str] = NAMES) -> str:
     return "\n".join([*parts, *_told(found)])
 
 
+def headline(results: Results, columns: Collection[str] = NAMES) -> str:
+    """Each operator's geometric means over its sizes, against torch.compile and QuACK's own kernel."""
+    found = summary.ordered(lines(results, columns))
+    compiled, human = (
+        {tally.name: tally for tally in against(found, column).operators if tally.name not in WHOLE}
+        for column in (COMPILE, HUMAN)
+    )
+    rows = [
+        [
+            _named(name),
+            f"{len(tally.rows)}",
+            tally.average,
+            human[name].average if name in human and not composed(name) else ABSENT,
+        ]
+        for name, tally in compiled.items()
+    ]
+    return _table(HEADLINE, rows) if rows else f"{NOTHING}\n"
+
+
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
-    """Put ``brief`` between the comments of a Markdown file that mark its place. Raises ResultsError where
-    there is no such place, OSError."""
-    text, made = marked(path), brief(results, columns)
-    write_atomic(path, _PLACE.sub(lambda match: match[1] + made + match[2], text))
+    """Replace the ``brief`` and the ``headline`` of a Markdown file, at the comments that mark their places.
+
+    Raises ResultsError where the file marks neither, or one twice; OSError.
+    """
+    made = {"comparison": brief, "headline": headline}
+    text = marked(path)
+    write_atomic(path, _PLACE.sub(lambda m: m[1] + made[m[2]](results, columns) + m[3], text))
 
 
 def marked(path: Path) -> str:
     """The text of a file that has a place for ``write``. Raises as that."""
     text = path.read_text(encoding="utf-8")
-    if len(_PLACE.findall(text)) != 1:
-        raise ResultsError(f"{path}: mark one place for the comparison with {START}, and its end with {END}")
+    names = [match[2] for match in _PLACE.finditer(text)]
+    if not names or len(set(names)) < len(names):
+        raise ResultsError(
+            f"{path}: mark one place for the comparison with <!-- table: comparison --> (or headline), and its "
+            "end with <!-- /table -->"
+        )
     return text
 
 

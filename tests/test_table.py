@@ -390,9 +390,9 @@ def test_a_mistake_is_one_message(
     assert capsys.readouterr().err.startswith(f"coda-agent: {page}: has tables none;")
 
 
-def test_the_readme_is_up_to_date(tmp_path: Path) -> None:
-    page, readme = tmp_path / "README.md", ROOT / "README.md"
-    page.write_text(readme.read_text(encoding="utf-8"), encoding="utf-8")
+def test_the_results_page_is_up_to_date(tmp_path: Path) -> None:
+    page, kept = tmp_path / "results.md", ROOT / "docs" / "results.md"
+    page.write_text(kept.read_text(encoding="utf-8"), encoding="utf-8")
     table.write(page, table.read(KERNELS, RECORDINGS))
     now = page.read_text(encoding="utf-8")
-    assert now == readme.read_text(encoding="utf-8"), "run: coda-agent table --write README.md"
+    assert now == kept.read_text(encoding="utf-8"), "run: coda-agent table --write docs/results.md"

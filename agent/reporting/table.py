@@ -1,6 +1,6 @@
 """``coda-agent table``: what accepted kernels' reports and recorded runs say, as Markdown or as data.
 
-The README holds this output between comments, ``<!-- table: NAME -->`` and ``<!-- /table -->``; ``write``
+docs/results.md holds this output between comments, ``<!-- table: NAME -->`` and ``<!-- /table -->``; ``write``
 puts it there, so that no figure is copied by hand. Times are milliseconds, intervals at 95%.
 """
 
@@ -75,7 +75,7 @@ SQUARE_WEIGHTS = ("1B square", "7B square")  # cases of RMSNorm's backward, of (
 TRIES = (1, 3)
 JUDGED = (DRAFT, "report", "measurement")  # kinds of events
 HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
-ELSEWHERE = "comparison"  # the place of ``comparison.markdown``
+ELSEWHERE = ("comparison", "headline")  # the places of ``comparison.markdown``
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -163,7 +163,7 @@ class Tables:
         }
 
     def parts(self) -> dict[str, str]:
-        """Markdown by the name that the README's comments have."""
+        """Markdown by the name of its place in a file."""
         return {"measured": _measured(self), "edited": _edited(self), "authoring": _authoring(self)}
 
     def __str__(self) -> str:
@@ -211,7 +211,7 @@ def write(path: Path, tables: Tables) -> None:
             name = begun.partition(" ")[0]
             raise TableError(f"{path}: <!-- table: {name} --> has no end: put <!-- /table --> after it")
     parts = tables.parts()
-    names = [match[2] for match in _BLOCK.finditer(text) if match[2] != ELSEWHERE]
+    names = [match[2] for match in _BLOCK.finditer(text) if match[2] not in ELSEWHERE]
     if sorted(names) != sorted(parts):
         wanted = ", ".join(f"<!-- table: {name} -->" for name in parts)
         raise TableError(
@@ -220,7 +220,7 @@ def write(path: Path, tables: Tables) -> None:
         )
     write_atomic(
         path,
-        _BLOCK.sub(lambda m: m[0] if m[2] == ELSEWHERE else m[1] + parts[m[2]] + m[3], text),
+        _BLOCK.sub(lambda m: m[0] if m[2] in ELSEWHERE else m[1] + parts[m[2]] + m[3], text),
     )
 
 
