@@ -158,8 +158,8 @@ def marked(path: Path) -> str:
     names = [match[2] for match in _PLACE.finditer(text)]
     if not names or len(set(names)) < len(names):
         raise ResultsError(
-            f"{path}: mark one place for the comparison with <!-- table: comparison --> (or headline), and its "
-            "end with <!-- /table -->"
+            f"{path}: mark one place for the comparison with <!-- table: comparison --> (or headline), and "
+            "its end with <!-- /table -->"
         )
     return text
 

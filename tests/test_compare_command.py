@@ -175,7 +175,8 @@ def test_what_is_committed_is_drawn_from_its_results(command: Callable[..., Any]
         assert command("--from", there, "--out", tmp_path, "--write", drawn)[0] == 0
         again = f"run: coda-agent compare --from docs/comparison --out docs/comparison --write {page}"
         assert drawn.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), again
-    assert (tmp_path / "table.md").read_text(encoding="utf-8") == (there / "table.md").read_text("utf-8"), again
+    drawn, kept = (at / "table.md" for at in (tmp_path, there))
+    assert drawn.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8"), again
     for chart in ("speedup.svg", "roofline.svg"):  # fonts may differ in a hair's breadth
         now, then = ([float(n) for n in NUMBER.findall((at / chart).read_text())] for at in (tmp_path, there))
         assert len(now) > 1000 and now == pytest.approx(then, abs=0.1), again
