@@ -1,7 +1,7 @@
 """``coda-agent table``: what accepted kernels' reports and recorded runs say, as Markdown or as data.
 
-``write`` puts it into docs/results.md, between the comments ``<!-- table: NAME -->`` and ``<!-- /table -->``, so
-that no figure is copied by hand. Times are milliseconds, intervals at 95%.
+``write`` puts it into docs/results.md between the comments ``<!-- table: NAME -->`` and ``<!-- /table -->``:
+no figure is copied by hand. Times are milliseconds, intervals at 95%.
 """
 
 from __future__ import annotations
