@@ -121,6 +121,6 @@ $(READY): pyproject.toml constraints.txt
 	grep -vE '^(torch|triton|cuda-[a-z]+)==' constraints.txt > .venv/constraints.txt
 
 	say "installing the other packages in the versions of constraints.txt"
-	pip install -c $$constraints -e '.[test]'
+	pip install -c $$constraints -e '.[author,docs,draw,test]'
 	$(BIN)/python -c "$$INSTALLED" $$build
 	touch $@

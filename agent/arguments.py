@@ -12,6 +12,7 @@ import typer
 from coda_agent.agent.reporting.safe_text import echo
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
+PACKAGE = Path(__file__).resolve().parents[1]  # a checkout, or the installed package: both hold the two
 NO_SOURCE = {  # by how its name ends, what of a kernel's files is no source of one
     ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",
     ".cutedsl.py": "the lowered text of a kernel",
@@ -21,11 +22,16 @@ NO_SOURCE = {  # by how its name ends, what of a kernel's files is no source of 
 }
 
 
+def shipped(path: Path) -> Path:
+    """A path below the current folder, or below the package where only that one exists."""
+    ours = PACKAGE / path
+    return ours if ours.exists() and not path.exists() else path
+
+
 def spec_file(given: Path) -> Path:
-    """Where the spec of a name is, which has no folder and no suffix and is no file; any other path as it
-    is."""
+    """The file of a spec that is named by its stem; any other path as it is."""
     bare = given.name == str(given) and not given.suffix and not given.is_file()
-    return SPECS / f"{given}.yaml" if bare else given
+    return shipped(SPECS / f"{given}.yaml") if bare else given
 
 
 def spec_for(kernel: Path, given: Path | None) -> Path:
@@ -36,8 +42,8 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
     if given:
         return spec_file(given)
     name = kernel.name.partition(".")[0]
-    beside, ours = kernel.parent / f"{name}.yaml", SPECS / f"{name}.yaml"
-    accepted = kernel.parent.resolve() == KERNELS.resolve()
+    beside, ours = kernel.parent / f"{name}.yaml", shipped(SPECS / f"{name}.yaml")
+    accepted = kernel.parent.resolve() in (KERNELS.resolve(), PACKAGE / KERNELS)
     found = [path for path in ((ours, beside) if accepted else (beside, ours)) if path.is_file()]
     if not found:
         near = get_close_matches(name, [path.stem for path in SPECS.glob("*.yaml")], n=1)
@@ -59,9 +65,8 @@ def name_in(folder: Path, given: str) -> str:
 
 
 def accepted(kernel: Path, suffix: str) -> Path:
-    """The file that a name without a suffix, and no file itself, has in generated_kernels/; any other path as
-    it is."""
-    known = KERNELS / f"{kernel}.{suffix}"
+    """The file of an accepted kernel that is named by its stem; any other path as it is."""
+    known = shipped(KERNELS / f"{kernel}.{suffix}")
     return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
 
 

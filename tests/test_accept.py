@@ -496,7 +496,8 @@ def test_no_repository(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
-    """The real command, from a checkout of its own: packages, kernels and recordings below one root."""
+    """The real command, from a checkout of its own: packages, kernels and recordings below one root. An
+    installed package, which has no pyproject.toml, takes no kernel."""
     shutil.copy(ROOT / "__init__.py", repository)
     (repository / "src").mkdir()
     (repository / "src" / "coda_agent").symlink_to("..")
@@ -505,9 +506,15 @@ def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
     name = accepted_run(spec, author="Ada [/x]")
     command = [sys.executable, "-m", "coda_agent.agent.cli.main", "accept", name, "--commit"]
     environment = os.environ | {"PYTHONPATH": str(repository / "src")}
-    done = subprocess.run(
-        command, cwd=repository, env=environment, capture_output=True, text=True, check=False
-    )
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=repository, env=environment, capture_output=True, text=True, check=False
+        )
+
+    assert run().returncode == 3 and not (repository / "generated_kernels" / NAMES[0]).exists()
+    shutil.copy(ROOT / "pyproject.toml", repository)
+    done = run()
     assert done.returncode == 0, done.stderr
     *paths, last = done.stdout.splitlines()
     assert paths == [*(f"generated_kernels/{n}" for n in NAMES[:4]), "agent/recordings/toy.jsonl"]

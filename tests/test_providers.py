@@ -58,7 +58,7 @@ def test_no_sdk_is_imported_before_its_use() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "coda_agent.agent.providers.anthropic", raising=False)
     monkeypatch.setitem(sys.modules, "anthropic", None)
-    with pytest.raises(ProviderError, match="pip install anthropic"):
+    with pytest.raises(ProviderError, match=r"pip install 'coda-agent\[author\]'"):
         make("anthropic", api_key=KEY)
 
 

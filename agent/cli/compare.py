@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coda_agent.agent import arguments, setup
+from coda_agent.agent import arguments, extras, setup
 from coda_agent.agent.cli.exit_codes import UNFINISHED
 from coda_agent.agent.options import grouped, spelled
 from coda_agent.agent.reporting.safe_text import echo
@@ -211,7 +211,7 @@ def _drawn(view: View, out: Path) -> None:
         drawn = charts.draw(view.lines, measured(view.results))
     except ModuleNotFoundError as error:
         raise setup.Absent(
-            f"{error.name} is not installed, so charts and page were not drawn: pip install {error.name}, "
+            f"{error.name} is not installed, so charts and page were not drawn: {extras.remedy(error)}, "
             f"then coda-agent compare --from {out / RESULTS}"
         ) from None
     for name, file in drawn.items():

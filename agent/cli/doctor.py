@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from coda_agent.agent.extras import EXTRAS
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -48,6 +50,7 @@ def check() -> list[Finding]:
     return [
         python(),
         *packages(),
+        *optional(),
         torch_build(),
         device(),
         *tools(),
@@ -164,6 +167,20 @@ def package(wanted: Requirement) -> Finding:
     if wanted.below and release(found) >= release(wanted.below):
         return Finding(wanted.name, "broken", f"{found}; what works is below {wanted.below}", remedy)
     return Finding(wanted.name, "ok", found)
+
+
+def optional() -> list[Finding]:
+    """Each extra that users install: whether all of its packages are here."""
+    from importlib.util import find_spec
+
+    found = []
+    for extra in sorted(set(EXTRAS.values())):
+        lacks = [name for name, of in EXTRAS.items() if of == extra and find_spec(name) is None]
+        detail, remedy = f"no {', '.join(lacks)}", f"pip install '{PROJECT}[{extra}]'"
+        found.append(
+            Finding(f"extra {extra}", *(("missing", detail, remedy) if lacks else ("ok", "installed")))
+        )
+    return found
 
 
 def torch_build() -> Finding:

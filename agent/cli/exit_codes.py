@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from coda_agent.agent import setup
+from coda_agent.agent import extras, setup
 from coda_agent.agent.reporting.safe_text import echo
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def explained(error: Exception) -> int:
         JournalError | NothingToOptimize | ProviderError | JailUnavailable | SanitizerMissing | OSError,
     ):
         status = ABSENT
+    elif isinstance(error, ModuleNotFoundError) and (remedy := extras.remedy(error)):
+        error, status = ImportError(f"the package {error.name!r} is not installed: {remedy}"), ABSENT
     else:
         raise error
     echo(f"coda-agent: {error}", err=True)

@@ -240,6 +240,11 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
     from coda_agent.agent.artifacts import accept as accepting
     from coda_agent.agent.run import loop, runs
 
+    if not (accepting.ROOT / "pyproject.toml").is_file():
+        raise setup.Absent(
+            f"{accepting.ROOT} is an installed package, and kernels are accepted into a checkout: "
+            f"run coda-agent accept {run} in one, with CODA_AGENT_RUNS={runs.runs_dir()}"
+        )
     shown = shown or setup.standing(run)
     opened = runs.reopen(run)  # from here on it stands as it is
     try:

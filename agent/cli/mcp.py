@@ -24,6 +24,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
 
 from coda_agent.agent import setup
+from coda_agent.agent.arguments import SPECS, shipped
 from coda_agent.agent.artifacts.accept import is_there
 from coda_agent.agent.options import Measuring
 from coda_agent.agent.prompts import prompt
@@ -40,7 +41,6 @@ from coda_agent.verifier.sandbox.jail import JailUnavailable
 from coda_agent.verifier.spec.file import SpecError
 
 NAME = "mcp"  # as a run's provider
-SPECS = Path("specs")
 AUTHOR_LENGTH = 80
 INSTRUCTIONS = """\
 Author a CODA kernel for a spec. `prompt` starts a run and gives you the language and the task, `read` a page
@@ -296,7 +296,7 @@ def _words(run: str, report: Accepted | Checked | Rejected) -> str:
 
 
 def _specs() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(SPECS.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(shipped(SPECS).glob("*.yaml"))}
 
 
 def _spec(name: str, path: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
+from coda_agent.agent import extras
+
 __all__ = [
     "FREE",
     "PROVIDERS",
@@ -231,9 +233,7 @@ def make(name: str, **options: Any) -> Provider:
     try:
         provider = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing.partition(".")[0] == "agent":  # our own bug
+        if not (remedy := extras.remedy(error)):
             raise
-        remedy = f"pip install {missing}"
-        raise ProviderError(f"provider {name!r} needs the package {missing!r}", remedy) from error
+        raise ProviderError(f"provider {str(name)!r} needs the package {error.name!r}", remedy) from error
     return provider(**options)

@@ -1,0 +1,21 @@
+"""Optional packages, and the extra of pyproject.toml that installs each."""
+
+from __future__ import annotations
+
+EXTRAS = {  # by the name that is imported
+    "anthropic": "author",
+    "anyio": "author",
+    "genai_prices": "author",
+    "httpx2": "author",
+    "mcp": "author",
+    "mcp_types": "author",
+    "flashinfer": "compare",
+    "liger_kernel": "compare",
+    "matplotlib": "draw",
+}
+
+
+def remedy(missing: ModuleNotFoundError) -> str | None:
+    """The command that installs a missing optional package; None for any other module, which is a bug."""
+    extra = EXTRAS.get((missing.name or "").partition(".")[0])
+    return extra and f"pip install 'coda-agent[{extra}]'"
