@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
-.PHONY: help env generate named test test-gpu lint
+.PHONY: help env generate named test test-gpu lint docs
 
 PYTHON ?= python3
 ARGS ?=
@@ -16,6 +16,7 @@ make generate SPEC=specs/NAME.yaml [ARGS=...]   write and verify a kernel for a 
 make test [ARGS=...]                            run the tests
 make test-gpu                                   run the tests that need an H100
 make lint                                       ruff, mypy, import-linter
+make docs                                       build the documentation into site/
 make env                                        only make .venv, which the others do by themselves
 PYTHON=/path/to/python3.12 chooses the Python (3.11 or newer) that .venv is made with.
 endef
@@ -48,6 +49,10 @@ lint: $(READY)
 	$(BIN)/python -m mypy
 	$(BIN)/python -m mypy benchmarks tests
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY)
+	@$(BIN)/python -m mkdocs build --strict --quiet
 
 # A PyTorch with CUDA that $(PYTHON) already has is kept: it suits the machine's driver, and weighs gigabytes.
 # Otherwise PyTorch comes from PyPI where there is an NVIDIA GPU, and is a CPU build where there is none.

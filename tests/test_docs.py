@@ -1,0 +1,100 @@
+"""The documentation: every block of code runs here or says what it needs, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from authoring import ROOT
+
+from coda_agent.primitives.lang.trace import trace_source
+from coda_agent.verifier import loading, proposal
+
+GENERATED = {"layer_backward.md"}  # by ``benchmarks.layer_profile``: its blocks are names of kernels
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#[^)]*)?\)")
+MADE = {"contributing.md", "commands.md"}  # pages that docs/pages.py makes
+
+
+def blocks(*languages: str) -> list[object]:
+    """The blocks in these languages whose first line names no need, such as ``title="needs an H100"``."""
+    return [
+        pytest.param(textwrap.dedent(match[3]), id=f"{page.name}-{number}")
+        for page in PAGES
+        if page.name not in GENERATED
+        for number, match in enumerate(FENCE.finditer(page.read_text(encoding="utf-8")))
+        if match[2] in languages
+    ]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the checkout's specs and kernels, and the command on the path."""
+    for name in ("specs", "generated_kernels"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command = tmp_path / "bin" / "coda-agent"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m coda_agent.agent.cli.main "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_block_has_a_language() -> None:
+    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.name not in GENERATED}
+    openings = {(name, m[2].partition(" ")[0]) for name, text in pages.items() for m in FENCE.finditer(text)}
+    assert {language for _, language in openings} <= {"bash", "python", "yaml", "json", "text"}, openings
+
+
+@pytest.mark.parametrize("block", blocks("bash"))
+def test_commands_run(here: Path, no_keys: None, block: str) -> None:
+    made = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("make ")]
+    continuous = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert set(made) <= {*continuous, "make test-gpu"}  # CI runs them
+    rest = [line for line in block.splitlines() if not line.startswith("make ")]
+    run("bash", "-euo", "pipefail", "-c", "\n".join(rest))
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_runs(here: Path, block: str) -> None:
+    if "from primitives" in block:
+        name = re.findall(r"def (\w+)", block)[0]
+        trace_source(block, loading.load(here / "specs" / f"{name}.yaml", check=False).signature())
+    else:
+        run(sys.executable, "-c", block)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_specs_load(here: Path, block: str) -> None:
+    (path := here / "spec.yaml").write_text(block)
+    if "cases:" in block:
+        loading.load(path)
+    else:
+        proposal.load(path, new=False)
+
+
+@pytest.mark.parametrize("block", blocks("json"))
+def test_json_parses(block: str) -> None:
+    json.loads(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if target]
+    lost = [t for t in targets if t not in MADE and not (page.parent / t).exists()]
+    assert not lost
