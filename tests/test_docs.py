@@ -20,6 +20,9 @@ GENERATED = {"layer_backward.md"}  # by ``benchmarks.layer_profile``: its blocks
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#[^)]*)?\)")
+PATH = re.compile(
+    r"`((?:agent|benchmarks|comparison|docs|generated_kernels|primitives|specs|tests|verifier)/[^`\s]*)`"
+)
 MADE = {"contributing.md", "commands.md"}  # pages that docs/pages.py makes
 
 
@@ -61,6 +64,7 @@ def test_every_block_has_a_language() -> None:
     assert {language for _, language in openings} <= {"bash", "python", "yaml", "json", "text"}, openings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_commands_run(here: Path, no_keys: None, block: str) -> None:
     made = [line.partition("#")[0].strip() for line in block.splitlines() if line.startswith("make ")]
@@ -98,3 +102,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if target]
     lost = [t for t in targets if t not in MADE and not (page.parent / t).exists()]
     assert not lost
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"], ids=lambda p: p.name
+)
+def test_every_path_that_contributors_read_is_there(page: Path) -> None:
+    named = [path for path in PATH.findall(page.read_text(encoding="utf-8")) if "NAME" not in path]
+    assert len(named) > 10 and [path for path in named if not any(ROOT.glob(path.rstrip("/")))] == []
