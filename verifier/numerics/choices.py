@@ -1,9 +1,9 @@
-"""A program's choices: where it takes one of two values, and whether both sides ever mattered.
+"""The choices of a program, and whether each side of each one ever mattered.
 
-A choice that no tried input decides is a blind spot: a clamp beyond what is drawn looks like no clamp at all.
-So each side must be *needed*: with the choice forced to its other side, the program must fail the error gate
-on some inputs on which, as it stands, it passes. A sigmoid far from zero is a choice, too: its bend must be
-needed.
+A choice takes one of two values. One that no tried input decides is a blind spot: a clamp beyond the drawn
+values looks like no clamp at all. So each side must be *needed*: with the choice forced to its other side,
+the program must fail the error gate on some inputs on which it passes unchanged. A sigmoid is a choice too,
+since it is constant far from zero: its bend must be needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 
-SHARE = 1 / 256  # of a choice's elements: enough on one side for the error gate to see them
+SHARE = 1 / 256  # share of a choice's elements that the error gate sees
 SIDES = {
     "where": ("its condition never holds", "its condition always holds"),
     "maximum": ("its first argument is never the larger", "its second argument is never the larger"),
@@ -29,8 +29,8 @@ SIDES = {
         ("it is never in the first half", "it is never in the second half"),
     ),
 }
-ALIKE = 2.0**-10  # of a value: two forms of it may differ by so much
-BEND = 16.0  # beyond, functions that have a limit are within half an fp32 ulp of it
+ALIKE = 2.0**-10  # relative difference up to which two forms of a value count as alike
+BEND = 16.0  # beyond this, functions with a limit are within half an fp32 ulp of it
 COMPARED = ("it never holds", "it always holds")
 
 
@@ -41,7 +41,7 @@ class Side(NamedTuple):
     side: int
 
     def unused(self, program: Program) -> str:
-        """Words for a side that decides nothing."""
+        """Why this side decides nothing, for the author."""
         op = program.nodes[self.node].op
         if OPERATIONS[op].limit:
             return "its argument is always far from zero"
@@ -49,7 +49,8 @@ class Side(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Elements that a side decides in a run, those of them where the other side's value differs, and all."""
+    """Elements of a run: those that a side decides, those of them where the other side's value differs, and
+    all."""
 
     decided: int
     apart: int
@@ -58,18 +59,18 @@ class Count(NamedTuple):
 
 @dataclass
 class Seen:
-    """How much a side decided: the largest share of the elements in a run, and that run's family."""
+    """A side over all runs: the largest share of elements it decided in one, and that run's family."""
 
     share: float = 0.0
     family: str = ""
-    needed: str = ""  # the family of the run that failed without it
-    tries: int = 0  # runs that did not
-    apart: bool = False  # whether the two values ever differed where it decided
+    needed: str = ""  # family of the run that failed without this side
+    tries: int = 0  # runs that passed without it
+    apart: bool = False  # whether the two values ever differed where this side decided
 
 
 @dataclass
 class Coverage:
-    """What judged runs showed of each side of each choice."""
+    """Every side of every choice, as the judged runs showed it."""
 
     program: Program
     seen: dict[Side, Seen] = field(init=False)
@@ -78,7 +79,7 @@ class Coverage:
         self.seen = {side: Seen() for node in choices(self.program) for side in self._of(node)}
 
     def _of(self, node: int) -> list[Side]:
-        """A choice's sides; of a function with a limit its bend."""
+        """A choice's sides; a function with a limit has one, its bend."""
         bends = OPERATIONS[self.program.nodes[node].op].limit
         return [Side(node, side) for side in ((0,) if bends else (0, 1))]
 
@@ -98,18 +99,20 @@ class Coverage:
                 seen.share, seen.family = share, family
 
     def unexercised(self) -> list[Side]:
-        """Sides that were neither needed, nor those of a choice between two forms of one value. A comparison
-        in arithmetic must be needed."""
+        """Sides that no run needed, except in a choice between two forms of one value.
+
+        A comparison used in arithmetic must always be needed.
+        """
         return [side for side in self.open if not self._alike(side.node)]
 
     def _alike(self, node: int) -> bool:
-        """Whether both sides of a choice of values decided enough, and their values were always alike."""
+        """Whether both sides of a choice between values decided enough elements, and always agreed."""
         compares = self.program.nodes[node].op not in SIDES
         sides = [self.seen[side] for side in self._of(node)]
         return not compares and all(seen.share >= SHARE and not seen.apart for seen in sides)
 
     def table(self) -> list[dict[str, Any]]:
-        """The choices as a report has them."""
+        """The choices, as a report lists them."""
         return [
             {
                 "node": node,
@@ -128,7 +131,7 @@ class Coverage:
 
 
 def choices(program: Program) -> list[int]:
-    """The nodes that choose. A comparison that only ``where`` reads, as its condition, is that choice."""
+    """The nodes that choose. A comparison that only ``where`` reads as its condition belongs to it."""
     readers: dict[int, list[bool]] = {}
     for node in program.nodes:
         for place, argument in enumerate(node.args):
@@ -143,7 +146,7 @@ def choices(program: Program) -> list[int]:
 
 
 class Counting:
-    """A watch of the interpreter's that counts the elements which each side decides."""
+    """An interpreter's watch that counts the elements each side decides."""
 
     def __init__(self, program: Program, sides: Sequence[Side]):
         self.program, self.nodes = program, {side.node for side in sides}
@@ -162,7 +165,7 @@ class Counting:
 
 
 class Forcing:
-    """A watch of the interpreter's that takes one side away: the choice gives the other side's value."""
+    """An interpreter's watch that removes one side: the choice returns the other side's value."""
 
     def __init__(self, program: Program, without: Side):
         self.program, self.without = program, without
@@ -181,5 +184,5 @@ def _sides(program: Program, index: int, arguments: Sequence[Any]) -> Any:
         near = value.abs() < BEND
         return (near, value), (~near, operation.limit(torch, value))
     sides = operation.sides
-    assert sides is not None  # only choices are asked
+    assert sides is not None  # callers ask about choices alone
     return sides(torch, *arguments)

@@ -1,9 +1,9 @@
-"""The interpret gate's runs: a program against its spec's reference on a CPU, over families and sizes.
+"""The interpret gate: runs of a program against its spec's reference on a CPU, over families and sizes.
 
-Each run is judged twice: as a kernel would store its outputs, and with outputs left in fp32. The second
-sees mathematics that is almost right (GELU's other form, a sigmoid by pieces), which the rounding of
-16-bit outputs hides, and which no kernel of the program could put right. There small values count as
-much as large ones: an activation's tail must be right, too.
+Each run is judged twice: with outputs stored as a kernel stores them, and with outputs left in fp32. The
+second judgement sees mathematics that is almost right (GELU's other form, a sigmoid by pieces), which the
+rounding of 16-bit outputs hides. Small values count there as much as large ones, so an activation's tail must
+be right too.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
 STORED = "as stored"
-REPEATS = 6  # of each stretched family: what one draw scales up, another scales down
-FEW_DIMS = 48  # extents for what is seen at any size
+REPEATS = 6  # draws of each stretched family: one scales up what another scales down
+FEW_DIMS = 48  # extents of a run for what shows at any size
 
 
 class Run(NamedTuple):
-    """Inputs by what draws them again."""
+    """The sizes, family and seed that draw a run's inputs again."""
 
     sizes: Mapping[str, int]
     family: str
@@ -52,16 +52,20 @@ class Run(NamedTuple):
 
 
 def runs(spec: Spec, program: Program, seed: int) -> Iterator[Run]:
-    """Each family at hidden sizes of its own, the stretched ones at several, and, of a program that computes
-    with sizes or column numbers, where dims have a case's ratios. The first also at the fixed small sizes,
-    at each extent that a dim has in a case, where all are longer at once, and between the cases' extents. One
-    row and few are tried on integers, of which much is exact: a handful of values makes poor statistics."""
+    """Every run of the gate.
+
+    Each family runs at its own hidden sizes, the stretched ones at several. A program that computes with
+    sizes or column numbers also runs where dims have a case's ratios. The first family also runs at the fixed
+    small sizes, at each extent that a dim has in a case, where all dims are longer at once, and between the
+    cases' extents. Single and few rows run on integers, where most results are exact: a handful of values
+    makes poor statistics.
+    """
     fresh = partial(Random(seed).getrandbits, 48)
     for sizes in small_sizes(spec):
         yield Run(sizes, "normal", fresh())
     for largest in (*[FEW_DIMS] * REPEATS, LARGEST_ON_CPU):
         sizes = hidden(spec, fresh(), largest)
-        for family in STRETCHED:  # of little cost, and they show most of what is wrong
+        for family in STRETCHED:  # cheap, and they show most mistakes
             yield Run(sizes, family, fresh())
     for family in (*FAMILIES, *ON_CPU):
         yield Run(hidden(spec, fresh(), LARGEST_ON_CPU), family, fresh())
@@ -79,7 +83,7 @@ def runs(spec: Spec, program: Program, seed: int) -> Iterator[Run]:
 
 
 class Comparison(NamedTuple):
-    """Inputs with their truth in fp64, the reference's values in fp32, and the outputs that must be exact."""
+    """A run's inputs, the truth in fp64, the reference in fp32, and the outputs that must be exact."""
 
     spec: Spec
     run: Run
@@ -87,12 +91,14 @@ class Comparison(NamedTuple):
     truth: Tensors
     values: Tensors
     exact: frozenset[str]
-    undefined: frozenset[str]  # outputs in which the reference loses its meaning here
+    undefined: frozenset[str]  # outputs in which the reference loses its meaning on these inputs
 
     @classmethod
     def of(cls, spec: Spec, run: Run, inputs: Tensors | None = None) -> Comparison:
-        """The trial of a run; ``inputs``: those of a search, in place of a family's. Raises SpecError where
-        the reference raises, as one may that was only tried at small sizes."""
+        """Compute a run's truth; ``inputs`` come from a search and replace the family's.
+
+        Raises SpecError where the reference raises: it was tried at small sizes alone.
+        """
         inputs = inputs or draw(spec, run.sizes, run.seed, family=run.family)
         try:
             truth, values = (of(spec, inputs, run.sizes) for of in (reference.oracle, reference.fp32))
@@ -104,16 +110,18 @@ class Comparison(NamedTuple):
         return cls(spec, run, inputs, truth, values, exact, undefined)
 
     def errors(self, program: Program, watch: Watch | None = None) -> Iterator[tuple[str, list[OutputError]]]:
-        """How the outputs were judged, in words, and what the error gate says: as stored, then unrounded,
-        there value by value alone where a family is ``limits.EXTREME``. Those that are ``undefined`` are left
-        out."""
+        """The error gate's findings on each way to judge the outputs: as stored, then unrounded.
+
+        Unrounded outputs of a family in ``limits.EXTREME`` are judged value by value alone. Undefined outputs
+        are left out.
+        """
         family, long = self.run.family, self.run.long
         wide = error_gate.unrounded(self.spec), unrounded(program)
         yield STORED, self._judged(self.spec, program, of_stored(family, long), watch)
         yield "not rounded", self._judged(*wide, of_unrounded(family, long), watch)
 
     def passes(self, program: Program, watch: Watch) -> bool:
-        """Whether the error gate passes all outputs of the program as it is watched."""
+        """Whether all outputs of the program pass the error gate under this watch."""
         return all(error.passed for _, errors in self.errors(program, watch) for error in errors)
 
     def _judged(self, spec: Spec, program: Program, limits: Limits, watch: Watch | None) -> list[OutputError]:
@@ -124,8 +132,8 @@ class Comparison(NamedTuple):
 
 
 def unrounded(program: Program) -> Program:
-    """The program with its outputs in fp32. One that a matmul reads is made twice: rounded as it was, for the
-    matmul, and by its own name unrounded."""
+    """The program with its outputs in fp32. An output that a matmul reads is made twice: rounded for the
+    matmul, and unrounded under its own name."""
     nodes, outputs = list(program.nodes), dict(program.outputs)
     types = {name: tensor._replace(dtype="fp32") for name, tensor in program.signature.outputs.items()}
     for name in _handed_on(program):
@@ -138,6 +146,6 @@ def unrounded(program: Program) -> Program:
 
 
 def _handed_on(program: Program) -> list[str]:
-    """Outputs that one of the program's matmuls reads, and reads rounded."""
+    """Outputs that one of the program's matmuls reads rounded."""
     operands = {untransposed(program, a) for n in program.nodes if n.op == "gemm" for a in n.args}
     return [name for name, index in program.outputs.items() if index in operands]

@@ -1,4 +1,4 @@
-"""The error gate: a candidate's error beside the yardstick's, which is what any kernel must lose."""
+"""The error gate: a candidate's error against the yardstick's, the error that any kernel must make."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from coda_agent.verifier.numerics.sizes import TILE
 from coda_agent.verifier.numerics.stretch import BEYOND
 from coda_agent.verifier.spec.model import Spec
 
-FEW = 32  # elements: of n, the yardstick's error and their RMS may both be 2**(10/n) times too small by luck
-OCTAVES = (-150, 128)  # exponents of all that fp32 holds
-FLOOR = 2.0**-24  # half an fp32 ulp: as a share of the RMS truth, the least a yardstick may be said to lose
-CANCELLED = 56  # such halves: what a value may keep of larger ones that cancel, as in g - g * sigmoid(-g)
-SHARE = 2.0**-5  # of itself: what any value left in fp32 may be off by
-LOST = 2.0**-8  # of an output's RMS: more than its last rounding
-COARSE = 2.0**-14  # of the truth's RMS: a loss of 16-bit roundings, not of fp32 arithmetic
+FEW = 32  # elements: with n of them, chance can make the yardstick's error and RMS 2**(10/n) times too small
+OCTAVES = (-150, 128)  # exponents of all fp32 values
+FLOOR = 2.0**-24  # half an fp32 ulp: the least error that counts for a yardstick, as a share of the RMS truth
+# such halves: the error that a value may keep from larger ones that cancel, as in g - g * sigmoid(-g)
+CANCELLED = 56
+SHARE = 2.0**-5  # relative error allowed for any value left in fp32
+LOST = 2.0**-8  # share of an output's RMS: a larger loss is more than a last rounding
+# share of the truth's RMS: such a loss comes from 16-bit roundings, not from fp32 arithmetic
+COARSE = 2.0**-14
 
 
 class OutputError(BaseModel):
-    """How one output did: its ratios to the yardstick's error, its slope on the truth, and what is off.
+    """One output's result: error ratios to the yardstick, slope on the truth, and what is wrong.
 
-    ``unequal``: of an output that must be exact, how many values are not; None of any other.
+    ``unequal`` counts the wrong values of an output that must be exact; None for any other.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -82,9 +84,9 @@ def compare(
 
 
 def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
-    """RMS error over the truth's RMS, and over the yardstick's error: how far an output is from fp64, of
-    whatever dtype it is. NaN where ``compare`` finds values that are not finite, or wrongly finite; what it
-    excuses of them is left out."""
+    """RMS error over the truth's RMS, and over the yardstick's error: the distance of an output from fp64, in
+    any dtype. NaN where ``compare`` finds values that are wrongly finite or not finite; values that it
+    excuses are left out."""
     stats, _ = _measure(matrix(got), matrix(truth), matrix(yard), got.dtype)
     if stats.wrong:
         return math.nan, math.nan
@@ -93,8 +95,8 @@ def loss(got: Tensor, truth: Tensor, yard: Tensor) -> tuple[float, float]:
 
 
 def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
-    """Outputs that say nothing on inputs beyond what is typical: the reference itself overflows in fp32, or
-    loses more of them than ``LOST``. None of a typical family."""
+    """Outputs to leave unjudged on inputs beyond the typical: the reference overflows in fp32 there, or loses
+    more than ``LOST``. Empty for a typical family."""
     if family not in BEYOND:
         return frozenset()
     losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
@@ -103,7 +105,7 @@ def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
 
 @dataclass
 class _Stats:
-    """Sums over one output that the gate decides by; e is the candidate's error, r the yardstick's."""
+    """Sums over one output for the gate's decision; e is the candidate's error, r the yardstick's."""
 
     count: int
     e2: float = 0.0
@@ -126,12 +128,12 @@ class _Stats:
 
     @property
     def effective(self) -> float:
-        """The number of elements that make up the yardstick's error: of errors alike, all."""
+        """The number of elements that make up the yardstick's error: all of them where errors are alike."""
         return min(self.r2**2 / self.r4, self.count) if self.r4 else self.count
 
     @property
     def coarse(self) -> bool:
-        """Whether the yardstick loses what 16-bit operands lose."""
+        """Whether the yardstick loses as much as 16-bit operands lose."""
         return self.r2 > COARSE**2 * self.t2
 
     @property
@@ -140,13 +142,13 @@ class _Stats:
 
     @property
     def slope_off(self) -> float:
-        """How far the slope is from 1 and from the yardstick's own, the nearer of the two: where values
-        repeat along an axis, so do their roundings, and even the yardstick's slope is not 1."""
+        """The slope's distance from 1, or from the yardstick's slope where that is nearer: values that repeat
+        along an axis have repeating roundings, so even the yardstick's slope is not 1."""
         return min(abs(self.slope - 1), abs(self.slope - 1 - self.rt / self.t2)) if self.t2 else 0.0
 
     @property
     def slope_error(self) -> float:
-        """The slope's standard error, were the errors the yardstick's."""
+        """The slope's standard error, computed from the yardstick's errors."""
         return math.sqrt(self.r2t2) / self.t2 if self.t2 else 0.0
 
     def ratio(self, error: float, yard: float) -> float:
@@ -194,7 +196,7 @@ def _judge(
         faults.append(f"worst element {element:.3g}x (limit {element_limit * slack:.3g})")
     if declared != "fp32" and stats.slope_off > slope_limit:
         faults.append(f"slope on the truth {stats.slope:.6f} (allowed 1 +- {slope_limit:.2g})")
-    if limits.values and not stats.coarse:  # else small values are mostly a rounded operand's loss
+    if limits.values and not stats.coarse:  # otherwise small values lose mostly a rounded operand's error
         faults += _off_by_themselves(got, truth, yard, factor * limits.values, stats.floor, limits.loud)
     wrong_bits = None
     if exact:
@@ -231,7 +233,7 @@ def _measure(got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype) -> tu
 def _accumulate(
     stats: _Stats, start: int, got: Tensor, truth: Tensor, yard: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add one block of rows to ``stats``; its tiles' sums of e^2 and r^2, and their element counts."""
+    """Add one block of rows to ``stats``; return its tiles' sums of e^2 and r^2, and their element counts."""
     t, g, r = (values.double() for values in (truth, got, yard))
     rounded = truth.to(dtype)
     if not _finite(rounded, got, yard):
@@ -255,8 +257,8 @@ def _accumulate(
 
 
 def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, yard: Tensor) -> Tensor:
-    """Where values can be compared; those that are wrong are added to ``stats``. ``holds``: where the dtype
-    holds the truth, for what overflows it may do so in a kernel too."""
+    """Where values can be compared; wrong ones are added to ``stats``. ``holds``: where the dtype can hold
+    the truth, since what overflows there may do so in a kernel too."""
     ok, known = got.isfinite(), yard.isfinite()
     same_infinity = (got == t) | (got.isnan() & t.isnan())
     lost, excused = holds & ~ok, holds & ~known
@@ -270,19 +272,19 @@ def _usable(stats: _Stats, start: int, holds: Tensor, got: Tensor, t: Tensor, ya
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all values are, as their sums tell: to ask each value takes as long as the rest of the gate. No
-    where a sum overflows, too: then each is asked."""
+    """Whether all values are finite, judged by their sums: testing each value takes as long as the rest of
+    the gate. A sum that overflows answers no, and then each value is tested."""
     return all(math.isfinite(values.sum(dtype=torch.float64)) for values in tensors)
 
 
 def _off_by_themselves(
     got: Tensor, truth: Tensor, yard: Tensor, limit: float, floor: float, loud: bool
 ) -> list[str]:
-    """What is wrong value by value, in words: small values count here as much as large ones.
+    """Findings value by value: small values count here as much as large ones.
 
-    An error may be ``SHARE`` of its value, ``CANCELLED`` floors, or ``limit`` times the worst error that the
-    yardstick makes at values no larger than twice this one. Where ``loud``, as many more floors as its row
-    and column are larger than usual.
+    An error may be ``SHARE`` of its value, ``CANCELLED`` floors, or ``limit`` times the yardstick's worst
+    error at values up to twice as large. With ``loud``, a louder row and column allow proportionally more
+    floors.
     """
     got, truth, yard = matrix(got), matrix(truth).double(), matrix(yard)
     size, e, r = truth.abs(), (got - truth).abs(), (yard - truth).abs()
@@ -304,11 +306,11 @@ def _off_by_themselves(
 
 
 def _loudness(size: Tensor) -> Tensor:
-    """[R, C]: how many times as large as usual a value would be, were it as its row and its column are; at
-    least 1."""
+    """[R, C]: each value's expected size, from its row's and column's loudness, over the usual size; at least
+    1."""
     power = size.square()
     rows, columns = power.mean(1, keepdim=True), power.mean(0, keepdim=True)
-    usual = power.mean().clamp_min(2.0**-300)  # all may be zero
+    usual = power.mean().clamp_min(2.0**-300)  # all values may be zero
     return (rows * columns / usual.square()).clamp_min(1.0).sqrt()
 
 
@@ -318,7 +320,7 @@ def _tile_sums(values: Tensor) -> Tensor:
 
 
 def _strip_sums(values: Tensor) -> Tensor:
-    """[R, C] -> [ceil(R / 128), C]: sums of 128 rows each, and of what is left of them."""
+    """[R, C] -> [ceil(R / 128), C]: sums of 128 rows each; the last strip has the remaining rows."""
     whole, rest = values.tensor_split([len(values) // TILE * TILE])
     sums = whole.unflatten(0, (-1, TILE)).sum(1)
     return torch.cat((sums, rest.sum(0, keepdim=True))) if len(rest) else sums
@@ -333,7 +335,7 @@ def _tile_counts(values: Tensor) -> Tensor:
 
 
 def _worst_tile(stats: _Stats, tiles: _Tiles, deviations: float) -> tuple[float, float, tuple[int, int]]:
-    """The ratio of the tile worst for its size, that ratio over its slack, and the tile's row and column."""
+    """The worst tile: its ratio, that ratio over its slack, and its row and column."""
     yard = (tiles.r2 / tiles.count).sqrt().clamp_min(stats.floor)
     ratio = (tiles.e2 / tiles.count).sqrt() / yard
     excess = ratio / (1 + deviations / tiles.count.sqrt())
@@ -349,8 +351,8 @@ def _span(tile: tuple[int, int], truth: Tensor) -> str:
 
 
 def _hint(stats: _Stats, rms: float, tile: float) -> str:
-    """What the numbers look like, where they look like something."""
-    unexplained = max(stats.g2 - stats.slope * stats.gt, 0)  # squares left once the slope is taken out
+    """A guess at the mistake, where the numbers suggest one."""
+    unexplained = max(stats.g2 - stats.slope * stats.gt, 0)  # squared error that the slope does not explain
     residual = stats.ratio(math.sqrt(unexplained / stats.count), math.sqrt(stats.r2 / stats.count))
     hint = ""
     if stats.zeros > stats.count // 1000:
@@ -368,6 +370,6 @@ def _hint(stats: _Stats, rms: float, tile: float) -> str:
 
 
 def unrounded(spec: Spec) -> Spec:
-    """The spec with its outputs in fp32: what ``limits.of_unrounded`` is for."""
+    """The spec with its outputs in fp32, for ``limits.of_unrounded``."""
     wide = {name: output.model_copy(update={"dtype": "fp32"}) for name, output in spec.outputs.items()}
     return spec.model_copy(update={"outputs": wide})

@@ -1,4 +1,4 @@
-"""Outputs that must be right to the bit: what sums and products make of small integers."""
+"""Outputs that must be right to the bit: sums and products of small integers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 
-CHUNK = 1 << 25  # elements compared at once: about 2 GB of fp64 temporaries
-EXACT_BITS = 22  # of fp32's 24: two to spare for sums in another order than the reference's
+CHUNK = 1 << 25  # elements compared at once, about 2 GB of fp64 temporaries
+EXACT_BITS = 22  # of fp32's 24 bits: two are spare, for sums in another order than the reference's
 
 
 def exact_outputs(values: Tensors, truth: Tensors) -> frozenset[str]:
-    """The outputs that a kernel must get right to the bit, on inputs of family "integers".
+    """The outputs that a kernel must get right to the bit on the family "integers".
 
-    Those whose ``values``, ``reference.fp32``'s on the kernel's device, are the fp64 ``truth`` in every
-    element, all multiples of one power of two that fit in ``EXACT_BITS`` bits: then sums in any order are
-    exact too. One dropped term, one wrong column, one rounding on the way is a wrong bit, where an RMS
-    over all elements may not see it.
+    ``values`` are the reference in fp32 on the kernel's device. An output must be exact where they equal the
+    fp64 ``truth`` in every element and all are multiples of one power of two that fit in ``EXACT_BITS`` bits:
+    then sums in any order are exact. One dropped term, wrong column or rounding on the way is a wrong bit,
+    where an RMS over all elements may not see it.
     """
     return frozenset(name for name in truth if _is_exact(matrix(values[name]), matrix(truth[name])))
 
@@ -38,17 +38,18 @@ def _is_exact(values: Tensor, truth: Tensor) -> bool:
 
 
 def rows_at_once(values: Tensor) -> int:
-    """How many rows to look at in one go: a multiple of a tile's."""
+    """Rows to look at in one go: a multiple of a tile's."""
     return max(TILE, CHUNK // values.shape[1] // TILE * TILE)
 
 
 def matrix(tensor: Tensor) -> Tensor:
-    """Rows by all else: the view in which tiles and places are counted."""
+    """Rows by everything else: the view in which tiles and places are counted."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
 def unequal(got: Tensor, truth: Tensor) -> tuple[int, str]:
-    """How many values are not the truth rounded once to their dtype, and the first of them in words."""
+    """The number of values that are not the truth rounded once to their dtype, and the first of them in
+    words."""
     count, example, rows = 0, "", rows_at_once(truth)
     for start in range(0, truth.shape[0], rows):
         part, wanted = got[start : start + rows], truth[start : start + rows].to(got.dtype)

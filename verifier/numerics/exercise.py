@@ -1,4 +1,4 @@
-"""Exercising a program: both sides of each of its choices decide, and nothing hangs on an exact size."""
+"""Exercise a program: both sides of every choice must decide, and nothing may depend on an exact size."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from coda_agent.verifier.spec.parts import Case
 NEARBY = (1 + 2**-20, 1 - 2**-12, 1 + 2**-9, 1 - 2**-6, 1 + 2**-3)  # factors of a size
 STEEPEST = 8  # power of a size
 SMALLEST = 8  # size from which on powers are smooth
-NOISE = 1e-4  # of outputs: what fp32 makes of another order
-TRIES = 3  # runs in which a side is taken away: where it decides most, the first shows it
+NOISE = 1e-4  # relative change of outputs that another order of fp32 sums makes
+TRIES = 3  # runs without a side: the first is the one where it decides most
 
 
 def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Counting) -> None:
-    """Add a judged run to the coverage: which open sides decided there, and which were needed."""
+    """Add a judged run to the coverage: the open sides that decided there, and those that it needed."""
     coverage.add(counts.counts, compared.run.family)
     for side in coverage.open:
         count, seen = counts.counts.get(side), coverage.seen[side]
@@ -43,9 +43,9 @@ def cover(compared: Comparison, program: Program, coverage: Coverage, counts: Co
 def reach(
     spec: Spec, program: Program, coverage: Coverage, seed: int, lines: Sequence[int | None] = ()
 ) -> None:
-    """Search the domain for inputs that need the sides left open; what is found is judged as any run.
+    """Search the domain for inputs that need the open sides; judge what the search finds as any run.
 
-    Raises Failed for a program that is wrong there, or for a side that nothing within the domain needs.
+    Raises Failed for a program that is wrong there, or for a side that no inputs of the domain need.
     """
     for sizes, drawn, inputs in searches(spec, program, seed) if coverage.open else ():
         deadline.check()
@@ -60,7 +60,7 @@ def reach(
         for how, errors in compared.errors(program):
             judge(errors, f"in the interpreter, {run}, outputs {how}")
         for side in coverage.open:
-            coverage.seen[side].tries = 0  # each draw is as good as the first
+            coverage.seen[side].tries = 0  # each draw of the search is as good as the first
         cover(compared, program, coverage, counts)
         if not coverage.open:
             return
@@ -76,12 +76,12 @@ def reach(
 
 
 def smooth(spec: Spec, program: Program, seed: int) -> None:
-    """Hold each size that the program computes with beside a size almost the same.
+    """Compare the program at each size that it computes with, and at sizes almost the same.
 
-    A kernel uses sizes as a mean does: twice as many columns give about half. Small inputs are run as if
-    their dims were those of a case, then as if one or all of these were a little larger or smaller; scalars
-    made of sizes alone are computed for every size up to twice a case's. Raises Failed where outputs, or
-    such a scalar, change by more than the eighth power of a size does.
+    A kernel may use sizes as a mean does: twice as many columns give about half. Small inputs run as if their
+    dims were a case's, then as if one or all dims were slightly larger or smaller. Scalars made of sizes
+    alone are computed for every size up to twice a case's. Raises Failed where outputs, or such a scalar,
+    change by more than the eighth power of a size does.
     """
     sized = {i: Dim.parse(str(n.attribute)) for i, n in enumerate(program.nodes) if n.op == "dim"}
     dims = sorted({name for size in sized.values() for name in size.names})
@@ -114,10 +114,10 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
 
 
 def _scan(program: Program, sized: Mapping[int, Dim], case: Case, dim: str) -> None:
-    """Compute the scalars made of sizes alone for every size of one dim, the others being a case's."""
+    """Compute the scalars made of sizes alone for every size of one dim, with a case's other sizes."""
     extents = torch.arange(SMALLEST, 2 * case.sizes[dim] + SMALLEST, dtype=torch.float64)
     values: dict[int, Tensor] = {}
-    used: set[int] = set()  # by what is more than sizes
+    used: set[int] = set()  # nodes that also depend on something other than sizes read these
     for index, node in enumerate(program.nodes):
         made = OPERATIONS[node.op].torch
         if index in sized:

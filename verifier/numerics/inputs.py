@@ -1,4 +1,5 @@
-"""Inputs for a spec: drawn at a case's sizes in one of a few families, or tiny ones to try a reference on."""
+"""Inputs for a spec: drawn at a case's sizes in one of several families, or tiny ones for a trial of the
+reference."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *OPERANDS, *INDICES)}
 
 
 class _Drawn(NamedTuple):
-    """What a family may go by: the values of a normal init before they are cast, and what they are for.
+    """A family's material: values of a normal init before the cast, and their use.
 
     ``rows`` gives the same numbers for every input of one draw, ``own`` does not.
     """
@@ -43,34 +44,35 @@ def _normal(of: _Drawn) -> Tensor:
 
 
 def _positive(of: _Drawn) -> Tensor:
-    """Magnitudes: sums grow with K, and a low-precision accumulator stalls."""
+    """Magnitudes: sums grow with K, so a low-precision accumulator stalls."""
     return of.values.abs_()
 
 
 def _tiny(of: _Drawn) -> Tensor:
-    """All by 2**-10: only there does an eps of 1e-6 matter. fp8, which would become zeros, stays."""
+    """All by 2**-10: an eps of 1e-6 matters there alone. fp8 values stay, since they would become zeros."""
     return of.values if of.fp8 else of.values.mul_(2.0**-10)
 
 
 def _small(of: _Drawn) -> Tensor:
-    """Activations by 1e-2: additive terms of fixed size (a bias, an eps) take over, functions are linear."""
+    """Activations by 1e-2: additive terms of fixed size (a bias, an eps) dominate, and functions are linear.
+    """
     return of.values.mul_(1e-2) if of.activation else of.values
 
 
 def _large(of: _Drawn) -> Tensor:
-    """Activations by 8: functions saturate, maxima dominate sums of exponentials, which still hold them."""
+    """Activations by 8: functions saturate, and maxima dominate sums of exponentials without overflow."""
     return of.values.mul_(8.0) if of.activation else of.values
 
 
 def _huge(of: _Drawn) -> Tensor:
-    """Activations by 40: an exponential of them overflows that is not taken relative to a maximum."""
+    """Activations by 40: exponentials overflow unless taken relative to a maximum."""
     return of.values.mul_(40.0) if of.activation else of.values
 
 
 def _outliers(of: _Drawn) -> Tensor:
-    """An eighth of the rows of all activations, and of the columns of weights, 30 to 100 times the rest: what
-    is scaled or rounded over a block instead of a row, or in too narrow a range, loses the rest. The rest
-    is made smaller, not the few larger, so that nothing overflows which does not in "normal"."""
+    """An eighth of the activations' rows and of the weights' columns 30 to 100 times the rest: a scale or
+    rounding over a block instead of a row, or a range too narrow, loses the rest. The rest is made smaller,
+    so that nothing overflows that does not in "normal"."""
     length, generator = (of.values.shape[:1], of.rows) if of.activation else (of.values.shape[-1:], of.own)
     usual = _uniform(length, generator, 0.0, 1.0) > 1 / 8
     factors = _uniform(length, generator, 1 / 100, 1 / 30).where(usual, 1.0)
@@ -78,7 +80,7 @@ def _outliers(of: _Drawn) -> Tensor:
 
 
 def _zeros(of: _Drawn) -> Tensor:
-    """An eighth of the rows of all activations zero, a quarter near sqrt(eps), so that eps decides there."""
+    """An eighth of the activations' rows zero and a quarter near sqrt(eps), where eps decides."""
     if not of.activation or not of.values.dim():
         return of.values
     share = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0)
@@ -89,8 +91,8 @@ def _zeros(of: _Drawn) -> Tensor:
 
 
 def _low_rank(of: _Drawn) -> Tensor:
-    """Matrices of rank 4 to 8, whose products' errors are correlated. Factors are bounded: a product of
-    several normals would now and then be larger than an exponential bears."""
+    """Matrices of rank 4 to 8, whose products have correlated errors. Factors are bounded: a product of
+    several normals would sometimes exceed what an exponential can hold."""
     if of.values.dim() != 2:
         return of.values
     rank = int(torch.randint(4, 9, (), generator=of.own, device=of.values.device))
@@ -99,8 +101,8 @@ def _low_rank(of: _Drawn) -> Tensor:
 
 
 def _tails(of: _Drawn) -> Tensor:
-    """An eighth of the rows of all activations by 3, the rest by 1/4: the tail of an activation function is
-    there in force, from -4 on, and little else is so large that its errors would hide it."""
+    """An eighth of the activations' rows by 3, the rest by 1/4: an activation function's tail, from -4 on,
+    has weight, and few values are so large that their errors hide it."""
     if not of.activation or not of.values.dim():
         return of.values
     many = _uniform(of.values.shape[:1], of.rows, 0.0, 1.0) < 1 / 8
@@ -108,8 +110,8 @@ def _tails(of: _Drawn) -> Tensor:
 
 
 def _spikes(of: _Drawn) -> Tensor:
-    """In an eighth of the rows of all activations one value of either sign, 32 to 4096 times what is usual:
-    so are residual streams of trained models. What is clamped, or kept in too narrow a range, loses it."""
+    """One value of either sign, 32 to 4096 times the usual, in an eighth of the activations' rows, as in the
+    residual streams of trained models. A clamp or a narrow range loses it."""
     if not of.activation or not of.values.numel() or of.values.dim() < 2:
         return of.values
     rows = of.values.view(len(of.values), -1)
@@ -122,22 +124,22 @@ def _spikes(of: _Drawn) -> Tensor:
 
 
 def _negative(of: _Drawn) -> Tensor:
-    """Magnitudes, of activations by -40: products are far below zero, and all of a row are. A running maximum
-    that begins at zero, or a sum of exponentials that takes in a zero, is then all that is left."""
+    """Magnitudes, with activations by -40: all products of a row are far below zero. A running maximum that
+    begins at zero, or a sum of exponentials that includes a zero, would dominate."""
     return of.values.abs_().mul_(-40.0 if of.activation else 1.0)
 
 
 def _integers(of: _Drawn) -> Tensor:
-    """Multiples of a power of two, up to 8 of it (in fp8, whose sums tensor cores keep to fewer bits, 2):
-    a matmul is exact in fp32 in any order of summation, and so what follows from it by sums and products
-    of such values. ``exactness.exact_outputs`` finds what must then be right to the bit."""
+    """Multiples of a power of two, up to 8 of it (2 in fp8, whose sums tensor cores keep to fewer bits): a
+    matmul is exact in fp32 in any order of summation, and so are sums and products of its results.
+    ``exactness.exact_outputs`` finds the outputs that must be right to the bit."""
     steps = 1 if of.fp8 else 4
     unit = 2.0 ** round(math.log2(of.std)) / steps
     return of.values.div_(unit).round_().clamp_(-2 * steps, 2 * steps).mul_(unit)
 
 
-#: How inputs may be drawn. A family shapes what has a normal init. Every other init is one the operator
-#: relies on (a range, indices, a series) and stays; in "integers" uniform ones take few of their values.
+#: The families. Each shapes the inputs with a normal init; every other init is one that the operator relies
+#: on (a range, indices, a series) and stays. In "integers" uniform inits take few of their values.
 FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
     "normal": _normal,
     "positive": _positive,
@@ -152,20 +154,20 @@ FAMILIES: dict[str, Callable[[_Drawn], Tensor]] = {
 }
 
 
-#: More of them, for a CPU alone: what they show is a program's mathematics, not how a GPU does it.
+#: Families for a CPU alone: they show a program's mathematics, not a GPU's execution of it.
 ON_CPU: dict[str, Callable[[_Drawn], Tensor]] = {"tails": _tails, "spikes": _spikes, "negative": _negative}
 
 
-#: Families that a GPU has wherever its oracle takes no time.
+#: Families that a GPU runs wherever its oracle takes no time.
 EVERY = (*FAMILIES, *STRETCHED)
 
 
 def draw(
     spec: Spec, sizes: Sizes, seed: int, device: str | torch.device = "cpu", family: str = "normal"
 ) -> dict[str, Tensor]:
-    """Inputs by name, in the spec's shapes and dtypes, on ``device``.
+    """Draw inputs by name, in the spec's shapes and dtypes, on ``device``.
 
-    A seed and an input's name fix its values on one kind of device (a GPU draws other ones than a CPU).
+    A seed and an input's name fix its values on one kind of device; a GPU draws other values than a CPU.
     """
     known = (*EVERY, *ON_CPU)
     if family not in known:
@@ -191,7 +193,7 @@ def _draw(
         values = stretched(_typical(tensor, values, sizes, own), family)
     elif init.normal:
         activation = bool(tensor.shape) and (not rows or bool(tensor.shape[0].names & rows))
-        shared = _generator(f"{seed}/", device)  # no input has this name
+        shared = _generator(f"{seed}/", device)  # no input has the empty name
         values = (FAMILIES | ON_CPU)[family](
             _Drawn(values, init.normal.at(sizes), activation, fp8, own, shared)
         )
@@ -201,7 +203,7 @@ def _draw(
 
 
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
-    """An input's typical values on a CPU, for what goes beyond them."""
+    """An input's typical values on a CPU, as the base of stretched ones."""
     own = _generator(f"{seed}/{name}", "cpu")
     return _typical(tensor, _values(tensor.init, [d(sizes) for d in tensor.shape], sizes, own), sizes, own)
 
@@ -224,8 +226,8 @@ def _over_rows(factors: Tensor, values: Tensor) -> Tensor:
 
 
 def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
-    """Values of a range rounded to powers of two, by which one may divide, too. Where the range has less than
-    two, or both signs: to multiples of one, of which it has 8 to 16."""
+    """Values of a range rounded to powers of two, by which one may also divide. A range with fewer than two
+    of them, or with both signs, rounds to multiples of one, 8 to 16 of them."""
     if low > 0 and (most := math.floor(math.log2(high))) > (least := math.ceil(math.log2(low))):
         return values.log2_().round_().clamp_(least, most).exp2_()
     unit = 2.0 ** math.floor(math.log2((high - low) / 8))
@@ -257,8 +259,8 @@ def _values(init: Init, shape: list[int], sizes: Sizes, generator: torch.Generat
 
 
 def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
-    """Both ends of a range of integers among them, somewhere, where there are two: a vocabulary's first and
-    last word are of the few that a slip in a comparison mistakes, and hardly ever drawn."""
+    """Put both ends of an integer range somewhere among the values, where there are two: a slip in a
+    comparison mistakes a vocabulary's first or last word, and these are hardly ever drawn."""
     half = values.numel() // 2
     if half:
         first, last = torch.randint(half, (2,), generator=generator, device=values.device).tolist()
@@ -271,10 +273,10 @@ def _spread(series: Tensor, shape: list[int]) -> Tensor:
 
 
 def trial(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, even and distinct so that no mistake hides in equal numbers, and inputs there.
+    """Tiny sizes, even and distinct so that equal numbers hide no mistake, and inputs at these sizes.
 
-    Integers are drawn as the spec says, one of them ``ignored`` where it has such a value; all else is
-    fp64 in [0.5, 1.5). BadReference where the range of integers is empty at such sizes.
+    Integers are drawn as the spec says, one of them ``ignored`` where it has such a value; all else is fp64
+    in [0.5, 1.5). Raises BadReference where the range of integers is empty at such sizes.
     """
     primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
     sizes = {dim: 2 * prime for dim, prime in zip(spec.dims, primes, strict=False)}

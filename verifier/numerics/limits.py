@@ -1,7 +1,7 @@
-"""What the error gate allows, by the family of inputs: one place for all who judge by it.
+"""The error gate's limits by family of inputs, in one place for every gate that judges by them.
 
-That is the GPU's numerics and scoring (``checks``), the interpret gate (``cpu_numerics``) and
-the search for mutants that both would let through (``verifier.numerics.mutation_score.weak_spots``).
+The users are the GPU's numerics and benchmark (``checks``), the interpret gate (``cpu_numerics``) and the
+search for mutants that both would pass (``verifier.numerics.mutation_score.weak_spots``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from coda_agent.verifier.numerics.stretch import BEYOND
 
 @dataclass(frozen=True)
 class Limits:
-    """What the error gate allows: ratios to the yardstick's error, and the slope's distance from 1."""
+    """The error gate's limits: ratios to the yardstick's error, and the slope's distance from 1."""
 
     rms: float = 1.25
     tile: float = 1.5
@@ -23,11 +23,11 @@ class Limits:
     fp32_rms: float = 4.0
     fp32_tile: float = 6.0
     fp32_element: float = 8.0
-    deviations: float = 4.0  # slack for a statistic over few elements, in its standard deviations
-    shared: tuple[float, float, float] | None = None  # for fp32 outputs that lose more than fp32 does
-    values: float | None = None  # an error in ratio to the worst of the yardstick's at values no larger
-    loud: bool = False  # such an error may be as much larger as the value's row and column are
-    effective: bool = False  # count the elements that make up the yardstick's error, not all there are
+    deviations: float = 4.0  # slack of a statistic over few elements, in its standard deviations
+    shared: tuple[float, float, float] | None = None  # limits for fp32 outputs that lose more than fp32 does
+    values: float | None = None  # a value's error over the yardstick's worst at values no larger
+    loud: bool = False  # whether a value in a loud row and column may have a proportionally larger error
+    effective: bool = False  # count the elements that make up the yardstick's error, not all
 
     def ratios(self, dtype: str) -> tuple[float, float, float]:
         """(RMS, worst tile, worst element) for an output of this dtype."""
@@ -37,7 +37,7 @@ class Limits:
 
 
 def of_stored(family: str, long: bool = False) -> Limits:
-    """For outputs in their own dtypes, on inputs of a family; ``long``: at one long extent, others short."""
+    """Limits for outputs in their own dtypes; ``long``: one extent is long, the others short."""
     if family in BEYOND:
         return FAR
     if family == "spikes":
@@ -46,7 +46,7 @@ def of_stored(family: str, long: bool = False) -> Limits:
 
 
 def of_unrounded(family: str, long: bool = False) -> Limits:
-    """For outputs left in fp32 where a spec has them in 16 bits."""
+    """Limits for outputs left in fp32 where a spec has 16 bits."""
     if family in BEYOND:
         return FAR_UNROUNDED
     if family in EXTREME:
@@ -57,25 +57,26 @@ def of_unrounded(family: str, long: bool = False) -> Limits:
 
 
 USUAL = Limits()
-#: For outputs left in fp32: another order of operations costs a few times what the reference loses, wrong
-#: mathematics far more. Where one matmul's rounded result is another's operand, that rounding is nearly all
-#: that is lost, and every kernel shares it.
+#: For outputs left in fp32: another order of operations costs a few times the reference's loss, wrong
+#: mathematics far more. Where one matmul reads another's rounded result, that rounding is nearly all of the
+#: loss, and every kernel shares it.
 UNROUNDED = Limits(fp32_rms=16.0, fp32_tile=24.0, fp32_element=32.0, shared=(2.0, 3.0, 4.0), values=16.0)
-#: Where exponentials make a few values of an output larger than all others together, a ratio of two errors is
-#: a ratio of two numbers: it says nothing of the mathematics. Each value by itself does.
+#: Families in which exponentials make a few values of an output larger than all others together: a ratio of
+#: two errors is then a ratio of two numbers and says nothing about the mathematics. Each value by itself
+#: does.
 EXTREME = ("large", "huge", "negative")
 VALUES = Limits(fp32_rms=math.inf, fp32_tile=math.inf, fp32_element=math.inf, values=UNROUNDED.values)
-#: Beside a long extent the others are short: a chain's few operands and their roundings repeat along it, and
-#: ratios and slopes scatter as those few do. All that only fp32 loses is judged as anywhere.
+#: Beside a long extent the others are short: a chain's few operands and their roundings repeat along it, so
+#: ratios and slopes scatter as those few do. A loss in fp32 alone is judged as anywhere.
 FEW = Limits(rms=2.5, tile=3.0, element=4.0, slope=4e-3)
 FEW_UNROUNDED = replace(UNROUNDED, shared=(4.0, 6.0, 8.0))
-#: What few products make is louder in some rows and columns than usual, by luck, and so is what cancels.
-#: Where rows are loud by design the usual is theirs; an activation's tail, as small, is looked for there.
+#: Few products make some rows and columns louder than usual by chance, and with them the values that cancel.
+#: Where rows are loud by design, the usual size is theirs.
 LONG_UNROUNDED = replace(FEW_UNROUNDED, loud=True)
-#: Where one value of a row outweighs the rest, the worst element is one of a few again. What so large a value
-#: shows is no matter of ratios: a clamp is thousands of roundings off.
+#: Where one value of a row outweighs the rest, the worst element is one of a few again. A clamp shows
+#: regardless of ratios: it is thousands of roundings off.
 SPIKES = replace(FEW, element=16.0, fp32_element=32.0)
-#: Far from what is typical one input may outweigh all others, and few values all errors: those few are the
-#: sample. Tiles say nothing more there.
+#: Far from typical inputs, one input may outweigh all others, and few values may make all errors: those few
+#: are the sample, and tiles say nothing more.
 FAR = replace(FEW, tile=math.inf, fp32_tile=math.inf, effective=True)
 FAR_UNROUNDED = replace(LONG_UNROUNDED, fp32_tile=math.inf, shared=(4.0, math.inf, 8.0), effective=True)

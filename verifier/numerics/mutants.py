@@ -1,8 +1,8 @@
-"""Wrong versions of a spec's reference, each by one plausible slip, that the gates must catch.
+"""Mutants of a spec's reference, each with one plausible mistake, that the gates must catch.
 
-Two kinds. Wrong mathematics is another text: a program may say it, so the interpreter's run with
-unrounded outputs sees it too. Wrong execution is the same text with matmuls or outputs spoilt, as a bad
-lowering or a cheat would: only the error gate stands against it.
+Wrong mathematics is another text: a program may say it, so the interpreter's run with unrounded outputs sees
+it too. Wrong execution is the same text with spoilt matmuls or outputs, as from a bad lowering or a cheat:
+only the error gate sees it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from coda_agent.verifier.numerics.sizes import TILE
 from coda_agent.verifier.spec.model import Spec
 
 Outputs = dict[str, Tensor]
-TAIL = 16  # of K: what one tensor-core instruction multiplies
+TAIL = 16  # elements of K that one tensor-core instruction multiplies
 E4M3_LARGEST = 448.0
-FEWER_BITS = {"bf16": 16, "fp16": 13}  # of its mantissa, than fp32
+FEWER_BITS = {"bf16": 16, "fp16": 13}  # fewer bits of mantissa than fp32 has
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong version: the reference's text, how its matmuls are done, and what happens to its outputs.
+    """A wrong version: the reference's text, its matmuls, and what happens to its outputs.
 
-    ``text`` is the reference's own where only the execution is wrong; ``product`` None is the honest one.
+    ``text`` is the reference's own where only the execution is wrong; ``product`` None is the honest matmul.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Mutant:
 
     @property
     def spoken(self) -> bool:
-        """Whether a program could say it: it is another text."""
+        """Whether a program could say it: its text differs from the reference's."""
         return self.product is None and self.after is dict
 
 
 def mutants(spec: Spec) -> Iterator[Mutant]:
-    """All of them, in a fixed order, each under a name of its own. No two say the same text."""
+    """All mutants, in a fixed order, each under its own name. No two have the same text."""
     text = ast.unparse(ast.parse(spec.reference))
     yield from _wrong_outputs(spec, text)
     yield from _wrong_matmuls(spec, text)
@@ -86,14 +86,14 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Outputs
 
 
 def _without_last_rows(output: Tensor) -> Tensor:
-    """The last tile was never stored."""
+    """The output without its last tile, as if that was never stored."""
     kept = output.clone()
     kept[(output.shape[0] - 1) // TILE * TILE :] = 0
     return kept
 
 
 def _one_wrong_column(output: Tensor) -> Tensor:
-    """One column is its neighbour's."""
+    """The output with one column replaced by its neighbour."""
     kept, at = output.clone(), output.shape[1] // 2
     kept[:, at] = output[:, at - 1]
     return kept
@@ -104,7 +104,7 @@ def _one_wrong_row(output: Tensor) -> Tensor:
 
 
 def _truncated(output: Tensor, bits: int) -> Tensor:
-    """fp32 without so many of its last bits: what a cast by shifting gives."""
+    """fp32 values without this many of their last bits, as from a cast by shifting."""
     return (output.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
 
 
@@ -114,7 +114,7 @@ def _truncated(output: Tensor, bits: int) -> Tensor:
 def _wrong_matmuls(spec: Spec, text: str) -> Iterator[Mutant]:
     yield Mutant(f"the last {TAIL} of K dropped", text, _without_tail)
     yield Mutant("one element of K dropped", text, _without_first)
-    if all(t.dtype != "fp8_e4m3" for t in spec.inputs.values()):  # which would lose nothing
+    if all(t.dtype != "fp8_e4m3" for t in spec.inputs.values()):  # these would lose nothing
         yield Mutant("matmul operands in fp8", text, _in_fp8)
     yield Mutant("matmuls accumulated in bf16", text, partial(_accumulated, dtype=torch.bfloat16))
     if any(t.dtype == "fp16" for t in spec.inputs.values()):
@@ -136,14 +136,14 @@ def _in_fp8(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _through_fp8(t: Tensor) -> Tensor:
-    """e4m3, scaled by a power of two to fill its range: what is fp8 already stays as it is."""
+    """Round through e4m3, scaled by a power of two to fill its range; fp8 tensors stay."""
     largest = t.float().abs().max().clamp_min(2.0**-100)
     scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / largest)))
     return (t.float() * scale).to(torch.float8_e4m3fn).float() / scale
 
 
 def _accumulated(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """As many products as one instruction adds, then a rounding."""
+    """Multiply as many terms as one instruction adds, then round."""
     total = torch.zeros((), dtype=dtype, device=a.device)
     for k in range(0, a.shape[-1], TAIL):
         part = a[..., k : k + TAIL].float() @ b[..., k : k + TAIL, :].float()
@@ -152,7 +152,7 @@ def _accumulated(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rounded(a: Tensor, b: Tensor) -> Tensor:
-    """As a matmul leaves it that is no part of its epilogue's kernel."""
+    """A matmul's result rounded, as a kernel without an epilogue leaves it."""
     return (a.float() @ b.float()).bfloat16().float()
 
 

@@ -1,4 +1,4 @@
-"""Whether a spec is strong enough to judge by: then the gates pass no mutant; see ``weak_spots``."""
+"""Whether a spec is strong enough to judge by: the gates must pass none of its mutants."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from coda_agent.verifier.numerics.mutants import Mutant, mutants
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.spec.model import Spec
 
-SAME = 1e-12  # of itself: what a value in fp64 may be off by that is computed in another way
+SAME = 1e-12  # relative difference that another way to compute a value may make in fp64
 
 
 def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
-    """Names of the mutants (``mutants``) that the gates let through at these sizes, whatever the
-    family of inputs: those that a program may say the interpret gate, the others a GPU's, each by its own
-    families and their limits.
+    """Names of the mutants that pass the gates at these sizes in every family of inputs.
 
-    Empty for a spec that is fit to judge by. Small sizes on a CPU will do. A text that is in fp64 what the
-    reference is, for every family and but for the order of its roundings, is no mutant.
+    Mutants that a program may say meet the interpret gate, the others a GPU's gate, each by its own families
+    and limits. Empty for a spec that is fit to judge by. Small sizes on a CPU will do. A text that equals the
+    reference in fp64 in every family, but for the order of its roundings, is no mutant.
     """
     left = list(mutants(spec))
     for family in (*FAMILIES, *ON_CPU):
@@ -34,7 +33,7 @@ def weak_spots(spec: Spec, sizes: Sizes, seed: int = 0) -> list[str]:
 
 
 def differs(spec: Spec, mutant: Mutant, sizes: Sizes, seed: int = 0) -> bool:
-    """Whether a mutant is another function than the reference, in some family of inputs."""
+    """Whether a mutant is a function other than the reference, in some family of inputs."""
     return any(Sample.of(spec, sizes, seed, family).differs(mutant) for family in (*FAMILIES, *ON_CPU))
 
 
@@ -72,8 +71,8 @@ class Sample:
         return got if all(got[name].shape == true.shape for name, true in self.truth.items()) else None
 
     def errors(self, got: Tensors, spoken: bool = False) -> Iterator[tuple[OutputError, str, Limits]]:
-        """Each output's error with its dtype and limits: the error gate's, of outputs as stored, and, where a
-        program could say (``spoken``) what made them, the interpreter's, of unrounded ones."""
+        """Each output's error with its dtype and limits: the error gate's for outputs as stored and, where a
+        program could say the mutant (``spoken``), the interpreter's for unrounded ones."""
         judged = [(self.spec, of_stored(self.family))]
         if spoken:
             judged.append((error_gate.unrounded(self.spec), of_unrounded(self.family)))
@@ -86,7 +85,7 @@ class Sample:
                 yield error, spec.outputs[error.name].dtype, limits
 
     def differs(self, mutant: Mutant) -> bool:
-        """Whether it is another function: a spoilt execution is."""
+        """Whether it is another function; a spoilt execution always is."""
         other = reference.oracle(self.spec, self.inputs, self.sizes, mutant.text)
         same = all(torch.allclose(other[n], t, SAME, 0.0, equal_nan=True) for n, t in self.truth.items())
         return not same or not mutant.spoken

@@ -1,7 +1,7 @@
-"""Running a spec's reference: truth in fp64, the yardstick in fp32.
+"""Run a spec's reference: truth in fp64, the yardstick in fp32.
 
-A reference is the spec owner's text, so it is trusted; its names are checked so that a typing error has
-a line. Large cases run in blocks of rows, where a trial at tiny sizes shows that blocks give the same.
+A reference is the spec owner's text, so it is trusted. Its names are checked so that a typing error has a
+line. Large cases run in blocks of rows, where a trial at tiny sizes shows that blocks give the same result.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from coda_agent.verifier.numerics.inputs import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-BLOCK_BYTES = 1 << 31  # what one block and its temporaries may take
-# Of matrices as large as two extents of different dims make: where so many fit, nobody asks what is made on
-# the way, for which PyTorch imports 2 s worth of itself.
+BLOCK_BYTES = 1 << 31  # bytes that one block and its temporaries may take
+# Matrices as large as the product of two extents of different dims. Where this many fit, the reference's
+# intermediate shapes are not inspected: that makes PyTorch import 2 s worth of itself.
 AMPLE = 8
-TEMPORARIES = 6  # a guess: how many times all of a block's tensors together a reference keeps alive
+TEMPORARIES = 6  # a guess: tensors of a block's size that a reference keeps alive at once
 TEXT = "<reference>"
 
 Tensors = Mapping[str, Tensor]
 Function = Callable[..., dict[str, Tensor]]
-Product = Callable[[Tensor, Tensor], Tensor]  # two operands, already rounded, to fp32
+Product = Callable[[Tensor, Tensor], Tensor]  # of two rounded operands, in fp32
 
 _BUILTINS = ("enumerate", "float", "int", "len", "range", "tuple", "zip")
-# A reference is somebody's code: whatever it raises, by an assert or an exception of its own, is its mistake.
+# A reference is somebody's code: whatever it raises, an assertion included, is its mistake.
 MISTAKES = Exception
 
 
 class RowDim(NamedTuple):
-    """A dim along which a reference may be cut; ``whole``: as a number in its text it stays the full size."""
+    """A dim along which a reference may be cut into blocks; ``whole``: its text uses the full size as a
+    number."""
 
     name: str
     whole: bool
@@ -69,12 +70,13 @@ def _compiled(text: str, arguments: tuple[str, ...], outputs: tuple[str, ...]) -
 
 @functools.cache
 def scope() -> dict[str, Any]:
-    """What a reference may name: torch's and torch.nn.functional's functions, and a few builtins."""
+    """The names that a reference may use: functions of torch and torch.nn.functional, and a few builtins."""
     known: dict[str, Any] = {"torch": torch}
-    for module in (torch, torch.nn.functional):  # the latter's signatures are the friendlier ones
+    # the signatures of torch.nn.functional are the friendlier ones
+    for module in (torch, torch.nn.functional):
         names = (n for n in dir(module) if not n.startswith("_"))
         known |= {n: f for n in names if callable(f := getattr(module, n))}
-    return known | {n: getattr(builtins, n) for n in _BUILTINS}  # torch.range is not the one meant
+    return known | {n: getattr(builtins, n) for n in _BUILTINS}  # the builtin range, not torch.range
 
 
 def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
@@ -85,7 +87,7 @@ def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> d
 
 
 def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """Truth: the reference (or another ``text``) in fp64, in blocks of rows. Outputs are fp64."""
+    """Truth: the reference (or another ``text``) in fp64, in blocks of rows."""
     outputs = dict.fromkeys(spec.outputs, torch.float64)
     return _evaluate(spec, inputs, sizes, torch.float64, outputs, text)
 
@@ -93,9 +95,9 @@ def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -
 def fp32(
     spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None, product: Product | None = None
 ) -> dict[str, Tensor]:
-    """The reference in fp32, on fp32-output matmuls of operands in the inputs' 16-bit dtype. Outputs fp32.
+    """The reference in fp32, with fp32-output matmuls of operands in the inputs' 16-bit dtype.
 
-    ``product``: what does the matmuls instead, to see what a poor one does to the outputs.
+    ``product`` replaces the matmuls, to show a poor one's effect on the outputs.
     """
     outputs = dict.fromkeys(spec.outputs, torch.float32)
     with _rounded_operands(spec, product):
@@ -103,7 +105,7 @@ def fp32(
 
 
 def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """What any kernel must lose: as ``fp32``, and each output rounded once to its dtype."""
+    """The error that any kernel must make: as ``fp32``, with each output rounded once to its dtype."""
     outputs = {name: DTYPES[output.dtype] for name, output in spec.outputs.items()}
     with _rounded_operands(spec):
         return _evaluate(spec, inputs, sizes, torch.float32, outputs, text)
@@ -112,8 +114,8 @@ def yardstick(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None
 def row_dim(spec: Spec) -> RowDim | None:
     """The dim along which the reference may run in blocks, or None.
 
-    It leads every tensor that has it. Whether blocks give the same is not read off the text but tried,
-    at tiny sizes: outputs that have the dim are put together, the others are summed over blocks.
+    It leads every tensor that has it. A trial at tiny sizes decides whether blocks give the same result:
+    outputs with the dim are concatenated, the others are summed over blocks.
     """
     tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
     sizes, inputs = trial(spec)
@@ -152,7 +154,8 @@ def _evaluate(
     dtypes: Mapping[str, torch.dtype],
     text: str | None = None,
 ) -> dict[str, Tensor]:
-    # No inference mode: there, linear and matmul would reach the dispatch mode before they are taken apart.
+    # Outside inference mode, where linear and matmul would reach the dispatch mode before they are
+    # decomposed.
     with torch.inference_mode(False), torch.no_grad(), _exact_fp32():
         rows = _rows(spec, sizes)
         if rows is None:
@@ -161,7 +164,7 @@ def _evaluate(
 
 
 def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
-    """Where to cut and how many rows a block takes; None where all fits in one or nothing can be cut."""
+    """The dim to cut and the rows of a block; None where all fits in one, or nothing can be cut."""
     tensors: list[TensorSpec | OutputSpec] = [*spec.inputs.values(), *spec.outputs.values()]
     declared = sum(torch.Size([d(sizes) for d in t.shape]).numel() for t in tensors)
     extents = {d for t in tensors for d in t.shape}
@@ -181,8 +184,8 @@ def _rows(spec: Spec, sizes: Sizes) -> tuple[RowDim, int] | None:
 
 
 def _made(spec: Spec, sizes: Sizes) -> list[torch.Size]:
-    """Shapes of all that the reference makes on its way, found without numbers: logits that it does not
-    return take room too. As far as that goes: a way that depends on numbers is left where it does."""
+    """Shapes of all tensors that the reference makes, found without numbers: logits that it does not return
+    take room too. It stops where the path depends on numbers."""
     inputs = {
         name: torch.empty([d(sizes) for d in t.shape], dtype=DTYPES[t.dtype], device="meta")
         for name, t in spec.inputs.items()
@@ -196,7 +199,7 @@ def _made(spec: Spec, sizes: Sizes) -> list[torch.Size]:
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """It never meets torch.compile, whose tracer would else be imported here: over 2 seconds."""
+        """Keep torch.compile's tracer unimported, which takes over 2 seconds."""
         return False
 
 
@@ -227,7 +230,7 @@ def _whole(
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Indices stay the integers they are."""
+    """Cast floats; indices stay integers."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -249,7 +252,7 @@ def _in_blocks(
         kept = dtypes[name] if _leads(output, row.name) else dtype  # sums are rounded once, at the end
         result[name] = torch.zeros([d(sizes) for d in output.shape], dtype=kept, device=device)
 
-    def block(start: int, stop: int) -> None:  # its own frame, so that temporaries die with it
+    def block(start: int, stop: int) -> None:  # a frame of its own, so that temporaries are freed with it
         part = {name: cast(inputs[name][start:stop], dtype) for name in cut}
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
         for name, value in run(spec, {**common, **part}, seen, text).items():
@@ -275,7 +278,8 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractContextManager[object]:
-    """Matmul operands in the 16-bit dtype of the inputs, the coarser where both occur; both hold fp8."""
+    """Round matmul operands to the 16-bit dtype of the inputs, the coarser where both occur; both hold fp8.
+    """
     present = {t.dtype for t in spec.inputs.values()}
     holders = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
     narrow = next((DTYPES[held] for d, held in holders.items() if d in present), None)
@@ -285,7 +289,7 @@ def _rounded_operands(spec: Spec, product: Product | None = None) -> AbstractCon
 
 
 _aten = torch.ops.aten
-# For each matmul: where its two operands stand, and the plain product in it.
+# For each matmul: the places of its two operands, and the plain product in it.
 _PRODUCTS: dict[Any, tuple[int, Callable[..., Tensor]]] = {
     _aten.mm.default: (0, torch.mm),
     _aten.bmm.default: (0, torch.bmm),
@@ -320,16 +324,17 @@ class _RoundedOperands(_Mode):
         if self.fp8 and a.is_cuda and multiply is torch.mm:
             eights = [t.to(torch.float8_e4m3fn) for t in (a, b)]
             if all(torch.equal(h.to(t.dtype), t) for h, t in zip(eights, (a, b), strict=True)):
-                # With fp8 operands tensor cores keep fewer bits of a sum, adding partial sums in fp32 or not.
+                # With fp8 operands, tensor cores keep fewer bits of a sum, whether or not partial sums are
+                # added in fp32.
                 one = torch.ones((), device=a.device)
-                columns = b.shape[1]  # of which it wants a multiple of 16
+                columns = b.shape[1]  # it wants a multiple of 16
                 right = torch.nn.functional.pad(b.mT, (0, 0, 0, -columns % 16)).to(eights[1].dtype)
                 left = eights[0].contiguous()
                 wide = torch._scaled_mm(left, right.contiguous().mT, one, one, out_dtype=torch.float32)
                 return wide[:, :columns]
         a, b = a.to(self.dtype), b.to(self.dtype)
         if a.is_cuda and multiply in (torch.mm, torch.bmm):
-            # The tensor cores' own fp32 accumulation truncates: on an H100 it costs a row sum of squares
-            # 20 times what fp32 multiply-adds do, which no kernel could match.
+            # The tensor cores' own fp32 accumulation truncates: on an H100 it costs a row sum of squares 20
+            # times the error of fp32 multiply-adds, which no kernel could match.
             return multiply(a, b, out_dtype=torch.float32)
         return multiply(a.float(), b.float())

@@ -1,4 +1,4 @@
-"""A reference's text with one plausible slip in it: wrong mathematics, which a program may say."""
+"""A reference's text with one plausible mistake: wrong mathematics that a program may say."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from coda_agent.verifier.numerics.sizes import TILE
 from coda_agent.verifier.spec.model import Spec
 
 Kind = TypeVar("Kind", bound=ast.expr)
-Texts = Iterator[tuple[str, str]]  # name of the slip, text with it
-# By axis: what ``pad`` wants ahead of how much to add there.
+Texts = Iterator[tuple[str, str]]  # the mistake's name, and the text with it
+# By axis: the padding that ``pad`` wants before the amount to add there.
 PADDED = {"-1": "0, ", "1": "0, ", "0": "0, 0, 0, "}
 REDUCTIONS = ("sum", "mean", "amax", "logsumexp")
 
-# Calls and what an author in a hurry may write instead; {x} is the first argument, {call} the call.
+# Calls, and approximations that an author in a hurry may write; {x} is the first argument, {call} the call.
 APPROXIMATIONS = {
     "silu": ("hardswish({x})", "({x}) * sigmoid(1.02 * ({x}))", "where(({x}) < -7, 0.0, {call})"),
     "sigmoid": ("hardsigmoid({x})",),
@@ -42,14 +42,14 @@ APPROXIMATIONS = {
         "log(exp({x} - relu({x}.amax(-1, True))).sum(-1)) + relu({x}.amax(-1))",
     ),
     "rsqrt": ("1.0005 * rsqrt({x})",),
-    # The second: by a turn that is too short.
+    # The second: reduced by a turn that is too short.
     "cos": ("cos(({x}).bfloat16().float())", "cos(({x}) - 6.2832 * round(({x}) / 6.2832))"),
     "sin": ("sin(({x}).bfloat16().float())", "sin(({x}) - 6.2832 * round(({x}) / 6.2832))"),
 }
 
 
 def slips(spec: Spec, text: str) -> Texts:
-    """All of them, in a fixed order; some may say the same."""
+    """All mutations, in a fixed order; some may have the same text."""
     yield from _wrong_sums(text)
     yield from _wrong_products(spec, text)
     yield from _wrong_axes(text)
@@ -76,7 +76,8 @@ def _wrong_sums(text: str) -> Texts:
 
 
 def _wrong_products(spec: Spec, text: str) -> Texts:
-    """A factor dropped, a quotient's divisor dropped or multiplied by. A product of dims alone is a shape."""
+    """A factor dropped; a quotient's divisor dropped, or multiplied by. A product of dims alone is a shape.
+    """
     for at, node in _found(text, ast.BinOp):
         read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if not isinstance(node.op, ast.Mult | ast.Div) or read <= spec.dims.keys():
@@ -91,7 +92,7 @@ def _wrong_products(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_ends(text: str) -> Texts:
-    """A reduction that misses the last value, or takes in the zeros that fill up its last tile."""
+    """A reduction that misses the last value, or includes the zeros that fill its last tile."""
     for at, node in _found(text, ast.Call):
         axis = ast.unparse(node.args[-1]) if node.args else ""
         if _name(node) not in REDUCTIONS or axis not in PADDED:
@@ -108,7 +109,8 @@ def _wrong_ends(text: str) -> Texts:
 
 
 def _wrong_choices(text: str) -> Texts:
-    """One branch whatever the condition, the branches swapped, an end of a range left out or taken in."""
+    """One branch regardless of the condition, the branches swapped, an end of a range excluded or included.
+    """
     for at, node in _found(text, ast.Call):
         if _name(node) != "where" or len(node.args) != 3:
             continue
@@ -125,7 +127,7 @@ def _wrong_choices(text: str) -> Texts:
 
 
 def _wrong_inputs(spec: Spec, text: str) -> Texts:
-    """An input for another of its shape, a vector read one further, an fp32 one in bf16."""
+    """An input replaced by another of its shape, a vector read one element further, an fp32 input in bf16."""
     for at, name in _found(text, ast.Name):
         if not (read := spec.inputs.get(name.id)):
             continue
@@ -139,7 +141,7 @@ def _wrong_inputs(spec: Spec, text: str) -> Texts:
 
 
 def _wrong_order(text: str) -> Texts:
-    """Even columns for odd ones; two names that one line gives values to, swapped."""
+    """Even columns for odd ones; two names of one assignment swapped."""
     for at, node in enumerate(ast.walk(ast.parse(text))):
         if isinstance(node, ast.Slice) and node.step and node.lower:
             start = ast.Constant(1 - int(ast.unparse(node.lower)))
@@ -151,7 +153,7 @@ def _wrong_order(text: str) -> Texts:
 
 
 def _rounded_on_the_way(text: str) -> Texts:
-    """What is computed with further on, rounded to bf16 first. What only matmuls read they round anyway."""
+    """An intermediate value rounded to bf16. Values that only matmuls read are rounded anyway."""
     tree = ast.parse(text)
     products = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult)]
     operands = {id(side) for n in products for side in (n.left, n.right)}
@@ -185,7 +187,7 @@ def _wrong_functions(text: str) -> Texts:
 
 
 def _wrong_roots(text: str) -> Texts:
-    """An eps outside of its root."""
+    """An eps outside its root."""
     for at, node in _found(text, ast.Call):
         if _name(node) == "rsqrt" and isinstance(total := node.args[0], ast.BinOp):
             wrong = f"1 / (sqrt({ast.unparse(total.left)}) + {ast.unparse(total.right)})"
@@ -193,8 +195,8 @@ def _wrong_roots(text: str) -> Texts:
 
 
 def _wrong_constants(spec: Spec, text: str) -> Texts:
-    """A constant of the spec left out, cut to three digits or ten times as large; a mean over the width of a
-    case instead of its own."""
+    """A constant of the spec left out, cut to three digits or ten times as large; a mean over a case's width
+    instead of the actual one."""
     for at, name in _found(text, ast.Name):
         if name.id in spec.constants:
             value = spec.constants[name.id]
@@ -227,14 +229,14 @@ def _name(call: ast.Call) -> str:
 
 
 def _found(text: str, kind: type[Kind]) -> list[tuple[int, Kind]]:
-    """Values of a kind, by their place in a walk of the tree; those in an index are no values."""
+    """Values of a kind, by their place in a walk of the tree; values inside an index do not count."""
     tree = ast.parse(text)
     inside = {id(n) for s in ast.walk(tree) if isinstance(s, ast.Subscript) for n in ast.walk(s.slice)}
     return [(i, n) for i, n in enumerate(ast.walk(tree)) if isinstance(n, kind) and id(n) not in inside]
 
 
 def _replaced(text: str, at: int, new: ast.expr | ast.Slice) -> str:
-    """The text with the node at that place of a walk replaced."""
+    """The text with the node at this place of the walk replaced."""
     tree = ast.parse(text)
     target = list(ast.walk(tree))[at]
 

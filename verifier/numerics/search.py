@@ -1,7 +1,8 @@
-"""The search for inputs that reach a side of a choice which no run has needed.
+"""Search for inputs that reach a side of a choice which no run has needed.
 
-Draws are independent of each other: each input is typical, stretched, near a number that the program names,
-or, one at most, far out. Matrices may have one column alone: a product of two is then one of two numbers.
+Draws are independent: each input is typical, stretched, near a number that the program names, or, for at most
+one input, far out. A matrix may have one column that is not zero: a product of two such matrices is one of
+two numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LARGEST = 32  # extents
 def searches(
     spec: Spec, program: Program, seed: int
 ) -> Iterator[tuple[dict[str, int], int, dict[str, Tensor]]]:
-    """Sizes, a seed and the inputs that it gives there."""
+    """Sizes, a seed, and the inputs that it gives there."""
     random, numbers = Random(seed), _numbers(program)
     for _ in range(SEARCHES // DRAWS_A_SIZE):
         sizes = hidden(spec, random.getrandbits(48), LARGEST)
@@ -35,7 +36,7 @@ def searches(
 
 
 def search(spec: Spec, sizes: Sizes, seed: int, numbers: Sequence[float]) -> dict[str, Tensor]:
-    """One draw of a search, of legal inputs in the spec's dtypes."""
+    """One draw of the search: legal inputs in the spec's dtypes."""
     random = Random(f"{seed}/{SEARCHED}")
     single = random.random() < 1 / 3
     farthest = random.choice([*spec.inputs, None])

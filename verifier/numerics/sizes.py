@@ -1,7 +1,7 @@
-"""Sizes that are none of a spec's cases: fixed ones a CPU runs in a blink, and hidden ones.
+"""Sizes other than a spec's cases: fixed ones that a CPU runs at once, and hidden ones.
 
-Hidden sizes are drawn from a seed that does not exist before the candidate is frozen, so that nothing in
-it can be fitted to them.
+Hidden sizes come from a seed that does not exist before the candidate is frozen, so that no candidate can be
+fitted to them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from coda_agent.primitives.runtime.launchable import ALIGNMENT
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-TILE = 128  # rows and columns that a kernel computes at a time, or a multiple of them
+TILE = 128  # rows and columns of a kernel's tile, or a divisor of them
 HALF_TILE = TILE // 2
 LARGEST = 1500  # extents on a GPU: several tiles each way
 LARGEST_ON_CPU = 320
-LARGEST_ONCE = 1024  # on a CPU, of a single run with all dims long: 0.3 s
-SHORT = 24  # extents beside a long one, or some more where rows need it
-MEDIUM = 120  # extents beside one that is short itself: a handful of values makes poor statistics
-ELEMENTS = 1 << 21  # of a tensor with a long extent: 0.1 s of a CPU
+LARGEST_ONCE = 1024  # extents of a CPU's single run with all dims long, 0.3 s
+SHORT = 24  # extents beside a long one; more where rows need it
+MEDIUM = 120  # extents beside a short one: a handful of values makes poor statistics
+ELEMENTS = 1 << 21  # elements of a tensor with a long extent, 0.1 s on a CPU
 HEADS = 8
-TRIES = 400  # draws before the largest extent must be too small for the spec's static dims
+TRIES = 400  # draws before the largest extent counts as too small for the spec's static dims
 DOUBLINGS = 8  # of the largest extent
 
 
 def small_sizes(spec: Spec) -> list[dict[str, int]]:
-    """Fixed sizes, all dims apart so that swapped axes show; the second set is smaller than a tile and no
-    multiple of one. Static dims are those of the first and last case, and what multiplies them is few."""
+    """Fixed sizes with all dims different, so that swapped axes show; the second set is smaller than a tile
+    and no multiple of one. Static dims are those of the first and last case; dims that multiply them are
+    small."""
     first, last = ({dim: case.sizes[dim] for dim in spec.static} for case in (spec.cases[0], spec.cases[-1]))
     heads = dict.fromkeys(_heads(spec), HEADS)
     return [
@@ -44,12 +45,12 @@ def small_sizes(spec: Spec) -> list[dict[str, int]]:
 def hidden(
     spec: Spec, seed: int, largest: int = LARGEST, rows: int | None = None, least: float = 1 / 4
 ) -> dict[str, int]:
-    """Sizes that the spec's kernels must bear besides its cases; a seed gives the same ones again.
+    """Sizes that the spec's kernels must support besides its cases; a seed gives the same ones again.
 
-    Extents of one tensor or another are all different, at most ``largest`` (more only where the static
-    dims need it), and rows align as they do in all cases; beyond that dims are as ragged as they may be,
-    and none is what a case has. Static dims are a case's. ``rows``: the row dims are that many instead.
-    ``least``: the share of its largest size that a dim has at least.
+    Extents of one tensor or another all differ, at most ``largest`` (more only where static dims need it).
+    Rows align as in all cases; otherwise dims are as ragged as allowed, and none equals a case's. Static dims
+    are a case's. ``rows`` sets the row dims; ``least`` is the smallest share of its largest size that a dim
+    has.
     """
     random, extents, leading = Random(seed), _extents(spec), row_dims(spec)
     ones = [dict.fromkeys(spec.dims, 1) | {d: case.sizes[d] for d in spec.static} for case in spec.cases]
@@ -70,10 +71,12 @@ def hidden(
 
 
 def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """For each extent that a dim has in the cases, sizes with that dim as long and all others short, for a
-    CPU: what a program does from some extent on shows there. Static dims are that case's, rows align, and
-    the short extents are all different. Where a tensor would have more than ``ELEMENTS`` the dim is halved
-    until none has; extents that ``hidden`` draws on a CPU are left out."""
+    """Sizes for a CPU with one dim as long as in a case and all others short, for each extent that a dim has
+    in the cases: behaviour that begins at some extent shows there.
+
+    Static dims are that case's, rows align, and the short extents all differ. Where a tensor would have more
+    than ``ELEMENTS``, the dim is halved until none has. Extents that ``hidden`` draws on a CPU are left out.
+    """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
         kept = [{d: case.sizes[d] for d in (dim, *spec.static)} for case in reversed(spec.cases)]
@@ -86,12 +89,12 @@ def stretched(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Each dim, from 1 to its largest in a case, and sizes with it so long and all others short, for a CPU:
-    what a program does at extents between those of the cases shows there.
+    """Each dim, from 1 to its largest in a case, with sizes for a CPU where it is this long and all others
+    are short: behaviour at extents between the cases' shows there.
 
-    Of each octave [2**k, 2**(k+1)) a dim has one extent that is ragged, as far as rows align, and from 64 on
-    one that is a multiple of 64 or a larger power of two, each in a half of the octave of its own; none is a
-    case's. What no sizes bear is left out.
+    In each octave [2**k, 2**(k+1)) a dim has one extent that is as ragged as rows allow and, from 64 on, one
+    that is a multiple of 64 or a larger power of two, each in its own half of the octave; none is a case's.
+    Extents that no sizes support are left out.
     """
     random = Random(seed)
     for dim in (d for d in spec.dims if d not in spec.static):
@@ -101,7 +104,7 @@ def between(spec: Spec, seed: int) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> dict[str, int] | None:
-    """Sizes with a dim in a span; static dims are a case's, of any with which there are such sizes."""
+    """Sizes with a dim in this span; static dims are a case's, any with which such sizes exist."""
     for case in random.sample(spec.cases, len(spec.cases) if spec.static else 1):
         kept = {d: case.sizes[d] for d in spec.static}
         if choices := _extents_within(spec, dim, span, even, kept):
@@ -113,8 +116,8 @@ def _within(spec: Spec, dim: str, span: range, even: bool, random: Random) -> di
 
 
 def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
-    """Where to draw from, and whether multiples: of each octave both halves, in either order; below 64 the
-    whole."""
+    """Spans to draw from, and whether to draw multiples: both halves of each octave in either order, the
+    whole below 64."""
     for power in range(largest.bit_length()):
         low, high = 2**power, min(2 ** (power + 1), largest + 1)
         if high <= HALF_TILE:
@@ -129,7 +132,7 @@ def _octaves(largest: int, random: Random) -> Iterator[tuple[range, bool]]:
 def _extents_within(
     spec: Spec, dim: str, span: range, even: bool, static: Mapping[str, int]
 ) -> list[list[int]]:
-    """What a dim may be in a span: by the power of two that it is a multiple of, or ragged."""
+    """A dim's possible extents in a span, grouped by the power of two that divides them, or ragged."""
     powers = [HALF_TILE << p for p in range(span.stop.bit_length())]
     steps = powers if even else [_ragged_step(spec, dim, static)]
     cases = {case.sizes[dim] for case in spec.cases}
@@ -145,7 +148,7 @@ def _extents_within(
 
 
 def _ragged_step(spec: Spec, dim: str, static: Mapping[str, int]) -> int:
-    """The least of which a dim must be a multiple for rows to align, at static dims."""
+    """The number of which a dim must be a multiple for rows to align, at these static dims."""
     others = dict.fromkeys(spec.dims, ALIGNMENT) | dict(static)
     return next((s for s in (1, 2, 4, 8) if _aligned(spec, others | {dim: s})), ALIGNMENT)
 
@@ -159,8 +162,8 @@ def together(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
 
 
 def scaled(spec: Spec, seed: int) -> Iterator[dict[str, int]]:
-    """Each case's sizes divided by one number, for a CPU, so that dims keep their ratios and are equal where
-    they are equal there; rows are few. Cases of the same ratios give one."""
+    """Each case's sizes divided by one number, for a CPU, so that dims keep their ratios and equalities; rows
+    are few. Cases of the same ratios give one."""
     random, rows, found = Random(seed), row_dims(spec), set()
     for case in spec.cases:
         kept = {dim: case.sizes[dim] for dim in spec.static}
@@ -182,14 +185,14 @@ def _bearable(spec: Spec, sizes: Mapping[str, int]) -> bool:
 
 
 def _reach(spec: Spec, dim: str, sizes: Mapping[str, int]) -> int:
-    """The largest extent of which a dim is a factor, were all dims 1 that have no size here."""
+    """The largest extent that has a dim as a factor, with dims without a size taken as 1."""
     known = dict.fromkeys(spec.dims, 1) | dict(sizes)
     return max((extent(known) for extent in _extents(spec) if dim in extent.names), default=0)
 
 
 def _beside(spec: Spec, kept: Mapping[str, int], random: Random, short: int = SHORT) -> dict[str, int] | None:
-    """Sizes of up to ``short``, or the least more that do, for all dims that are not ``kept``; None if none
-    are short enough."""
+    """Sizes up to ``short``, or the least above it that work, for all dims that are not ``kept``; None if
+    none are short enough."""
     heads = _heads(spec)
     loose = [extent for extent in _extents(spec) if extent.names - kept.keys()]
     static = {dim: kept[dim] for dim in spec.static}
@@ -210,7 +213,7 @@ def _beside(spec: Spec, kept: Mapping[str, int], random: Random, short: int = SH
 
 
 def row_dims(spec: Spec) -> frozenset[str]:
-    """Dims that only ever count rows, and of more than one tensor (M of the cases): inputs that they lead are
+    """Dims that only count rows, and in more than one tensor (M of the cases): inputs that they lead are
     activations, other matrices are weights."""
     leading = Counter(name for t in _tensors(spec) for d in t.shape[:1] for name in d.names)
     inner = {name for t in _tensors(spec) for d in t.shape[1:] for name in d.names}
@@ -226,7 +229,7 @@ def _extents(spec: Spec) -> set[Dim]:
 
 
 def _heads(spec: Spec) -> set[str]:
-    """Dims that are multiplied by a static one."""
+    """Dims that multiply a static one."""
     static = set(spec.static)
     products = [set(m) for extent in _extents(spec) for m, _ in extent.terms]
     return {name for names in products if names & static for name in names - static}
@@ -243,7 +246,7 @@ def _drawn(
     sizes = {}
     for dim, factor in reach.items():
         most = max(1, largest // factor)
-        # What of these alignment demands is found by trying; rows need none.
+        # Trial finds the alignment that sizes must have; rows need none.
         step = 1 if dim in leading else random.choice((1, 2, 4, 8, 16))
         drawn = random.randint(math.ceil(most * least), most) // step * step
         sizes[dim] = fixed.get(dim, max(drawn, 1))
@@ -264,7 +267,7 @@ def _fits(spec: Spec, sizes: dict[str, int], largest: int, every: Collection[Dim
 
 
 def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether rows are multiples of 16 bytes; those that a case leaves unaligned (a head's statistics) need
+    """Whether rows are multiples of 16 bytes; rows that a case leaves unaligned (a head's statistics) need
     not be."""
     rows = [(t.shape[-1], ITEM_BYTES[t.dtype]) for t in _tensors(spec) if len(t.shape) > 1]
     every = [case.sizes for case in spec.cases]
@@ -273,7 +276,7 @@ def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
 
 
 def _drawable(spec: Spec, sizes: dict[str, int]) -> bool:
-    """Whether the ranges of integers have members at these sizes."""
+    """Whether the ranges of integers are not empty at these sizes."""
     try:
         for tensor in spec.inputs.values():
             if tensor.init.integers or tensor.init.count is not None:

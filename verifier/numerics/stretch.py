@@ -1,4 +1,4 @@
-"""Stretched inputs: draws that leave what is typical (``init``) for all that is legal (the domain)."""
+"""Stretched inputs: draws that leave the typical (``init``) for everything legal (the domain)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor
 
 from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
 
-#: Powers of two by which typical values are scaled at most, by dtype. Products of several inputs and their
-#: squares stay within fp32; 8 bits have no range to spare.
+#: The largest powers of two that scale typical values, by dtype. Products of several inputs and their squares
+#: stay within fp32; 8 bits have no range to spare.
 REACH = {"fp16": 6.0, "fp8_e4m3": 3.0}
 USUAL_REACH = 16.0
-FAR = 60.0  # beside others within reach: what fp32 holds of products that a later scale makes small again
-ZEROS = 1 / 16  # of the values in "ends", where zero is legal
-NEAR = 2.0**24  # an end of a domain as near as this is drawn itself
+# reach beside inputs within theirs: fp32 holds such products, which a later scale makes small again
+FAR = 60.0
+ZEROS = 1 / 16  # share of the values in "ends", where zero is legal
+NEAR = 2.0**24  # an end of a domain up to this size is drawn itself
 
 
 class Typical(NamedTuple):
-    """One input's typical values, before they are cast, and the limits of its domain."""
+    """One input's typical values before the cast, and the limits of its domain."""
 
     values: Tensor
     init: Init
@@ -50,7 +51,8 @@ def _loud(of: Typical) -> Tensor:
 
 
 def _mixed(of: Typical) -> Tensor:
-    """Smaller or larger by one factor, of either sign; integers from anywhere on, or all over the domain."""
+    """Smaller or larger by one factor, of either sign; integers from a random start, or all over the domain.
+    """
     if _integral(of):
         if of.init.count is not None:
             return of.values.double() + math.floor(_within(of, of.low, of.high))
@@ -60,8 +62,8 @@ def _mixed(of: Typical) -> Tensor:
 
 
 def _ends(of: Typical) -> Tensor:
-    """Each value of a vector, and each row of a matrix, by a factor of its own; ends of the domain and zero
-    among them."""
+    """Each value of a vector, and each row of a matrix, scaled by its own factor, with ends of the domain and
+    zeros among them."""
     if _integral(of):
         span = max(of.high - of.low, 1.0)
         anywhere = of.low + span ** _uniform(of, 0.0, 1.0) - 1
@@ -72,7 +74,7 @@ def _ends(of: Typical) -> Tensor:
     spread = of.reach if of.values.dim() < 2 else of.reach / 4
     factors = torch.exp2(_drawn(of, shape, -spread, spread)) * _drawn(of, shape, -1.0, 1.0).sign()
     values = of.values * factors.reshape([*shape, *[1] * (of.values.dim() - len(shape))])
-    share = ZEROS if of.values.dim() else 1 / 2  # of a scalar one value is drawn
+    share = ZEROS if of.values.dim() else 1 / 2  # a scalar has one value
     for end in (of.low, of.high, 0.0):
         if abs(end) <= NEAR and of.low <= end <= of.high:
             values = _some(of, share, torch.tensor(end, dtype=values.dtype), values)
@@ -86,16 +88,16 @@ STRETCHED: dict[str, Callable[[Typical], Tensor]] = {
     "ends": _ends,
 }
 SEARCHED = "searched"  # inputs that ``verifier.numerics.search`` found
-BEYOND = (*STRETCHED, SEARCHED)  # families that leave what is typical
+BEYOND = (*STRETCHED, SEARCHED)  # families beyond the typical
 
 
 def stretched(of: Typical, family: str) -> Tensor:
-    """The values of a family, all of them legal; what ``init`` ignores stays ignored."""
+    """A family's values, all of them legal; values that ``init`` ignores stay ignored."""
     return legal(of, STRETCHED[family](of))
 
 
 def legal(of: Typical, values: Tensor) -> Tensor:
-    """Values brought into the domain: signs first, then size."""
+    """Bring values into the domain: signs first, then size."""
     if of.low >= 0 and not _integral(of):
         values = values.abs()
     values = values.clamp(of.low, of.high)
@@ -114,7 +116,7 @@ def far(of: Typical) -> Tensor:
 
 
 def near(of: Typical, numbers: Sequence[float]) -> Tensor:
-    """Each value one of some numbers, or beside it, of either sign."""
+    """Each value at one of these numbers or beside it, of either sign."""
     chosen = torch.tensor(numbers, dtype=torch.float64)
     at = torch.randint(len(numbers), of.values.shape, generator=of.own, device=of.own.device)
     sign = _uniform(of, -1.0, 1.0).sign()
@@ -137,6 +139,6 @@ def _drawn(of: Typical, shape: Sequence[int], low: float, high: float) -> Tensor
 
 
 def _some(of: Typical, share: float, value: Tensor, values: Tensor) -> Tensor:
-    """The values, a share of them replaced."""
+    """The values with a random share of them replaced."""
     chosen = _drawn(of, values.shape, 0.0, 1.0) < share
     return torch.where(chosen, value.to(values.device, values.dtype), values)

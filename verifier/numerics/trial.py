@@ -1,4 +1,5 @@
-"""The check at load time: reference and baseline are run at tiny sizes; each mistake with its line."""
+"""The trial at load time: reference and baseline run at tiny sizes, and each mistake is named with its line.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from coda_agent.verifier.spec.model import BadReference, Spec
 
 
 def check_reference(spec: Spec) -> None:
-    """Run reference and baseline at tiny sizes; BadReference for the first name, shape or output amiss.
+    """Run reference and baseline at tiny sizes; raise BadReference for the first wrong name, shape or output.
 
-    The reference runs in fp64. What is measured, the baseline if there is one, keeps the inputs' dtypes,
-    and so does its trial; what this machine cannot run at all in those (``torch.mm`` with an ``out_dtype``
-    on a CPU) is left to one that can.
+    The reference runs in fp64. The text to be measured, the baseline if there is one, keeps the inputs'
+    dtypes, and so does its trial; operations that this machine lacks in those (``torch.mm`` with an
+    ``out_dtype`` on a CPU) are left to a machine that has them.
     """
     sizes, inputs = trial(spec)
     _try(spec, "reference", inputs, sizes)
@@ -37,12 +38,12 @@ def check_reference(spec: Spec) -> None:
 
 
 class _Untriable(BadReference):
-    """PyTorch lacks an operation of it for the device."""
+    """PyTorch lacks one of its operations on this device."""
 
 
 def _lacking(error: Exception) -> bool:
-    """Whether PyTorch says so: some of its CPU kernels (scaled fp8 products, on processors that have those)
-    assert what they are able to."""
+    """Whether PyTorch says that it lacks an operation: some of its CPU kernels (scaled fp8 products, on some
+    processors) assert it."""
     return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)
 
 
