@@ -1,1 +1,1 @@
-"""``coda-agent compare``: accepted kernels against people's and against what is used today, on one H100."""
+"""``coda-agent compare``: accepted kernels against kernels by people and against libraries, on one H100."""

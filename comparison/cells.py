@@ -1,4 +1,4 @@
-"""The table that results make: in each cell the fastest of a column's arms, or why there is none."""
+"""The comparison's table: in each cell the fastest of a column's arms, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ CHANGED = "is another since it was measured: coda-agent compare measures it agai
 
 @dataclass(frozen=True)
 class Cell:
-    """A column's fastest arm in a row. ``against``: its time over the LLM's kernel's (above 1 that kernel is
-    faster), None in a row without one, and in the kernel's own cell. ``anchored``: they were never in one
-    sitting, so it went through the anchor. ``processes``: how many ``against`` rests on, of its two steps the
-    fewer where it went through the anchor; without it, how many the time does."""
+    """A column's fastest arm in a row.
+
+    ``against``: its time over the LLM's kernel's, above 1 where that kernel is faster; None in a row without
+    one, and in the kernel's own cell. ``anchored``: the two never shared a session, so the ratio goes through
+    the anchor. ``processes``: the number behind ``against`` (the fewer of its two steps if anchored), or else
+    behind the time.
+    """
 
     arm: str
     milliseconds: float
@@ -46,15 +49,15 @@ class Empty:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table: ``roofline`` is the least time the hardware allows, in milliseconds; ``anchor`` the
-    arm that ratios go through."""
+    """A row of the table: ``roofline`` is the least time that the hardware allows, in milliseconds;
+    ``anchor`` is the arm that ratios go through."""
 
     operator: str
     case: str
     sizes: Mapping[str, int]
     roofline: float
     anchor: str
-    cells: Mapping[str, Cell | Empty]  # by column, of those that are to be shown
+    cells: Mapping[str, Cell | Empty]  # by column, for the columns to show
 
     def cell(self, column: str) -> Cell | None:
         found = self.cells.get(column)
@@ -62,17 +65,17 @@ class Line:
 
 
 def lines(results: Results, columns: Collection[str] = NAMES) -> list[Line]:
-    """A line for every row that was measured, with cells of these columns."""
+    """A line for every measured row, with cells of these columns."""
     return [_line(results, operator, case, columns) for operator, case in results.rows()]
 
 
 def standing(results: Results) -> list[Sitting]:
-    """The sittings that cells are made of: not those of which only arms that are others since are left."""
+    """The sessions that cells come from: sessions whose arms have all changed since are left out."""
     return [sitting for name in results.rows() for sitting in _row(results, *name).standing()]
 
 
 def timed(results: Results) -> set[str]:
-    """The arms that have figures in any row, as they are now."""
+    """Arms with current figures in any row."""
     return {arm for name in results.rows() for arm in _row(results, *name).keys}
 
 
@@ -96,7 +99,8 @@ def _line(results: Results, operator: str, case: str, columns: Collection[str]) 
 
 
 def _beside(cell: Cell, row: _Row, arms: Collection[str]) -> Cell:
-    """With the time of the model's other kernel, program or edited text, for its readers want both."""
+    """The cell with the time of the model's other kernel, program or edited text, for readers who want both.
+    """
     others = [row.cell(arm, None) for arm in arms if arm in row.keys and arm != cell.arm]
     times = [f"beside it {other.arm}: {other.milliseconds:.4g} ms" for other in others]
     return replace(cell, note="; ".join(filter(None, (cell.note, *times))))
@@ -107,7 +111,7 @@ def _row(results: Results, operator: str, case: str) -> _Row:
 
 
 class _Ratio(NamedTuple):
-    """``processes``: those that it rests on; where it is ``anchored``, those of the step that has fewer."""
+    """``processes``: the number behind the ratio; if ``anchored``, of the step with fewer."""
 
     interval: Interval
     processes: frozenset[int]
@@ -115,8 +119,8 @@ class _Ratio(NamedTuple):
 
 
 class _Row:
-    """The sittings of one row, without those of a question, an arm or an anchor that is another since: in a
-    later sitting, or as it was asked for last (``present``)."""
+    """The sessions of one row, without figures of a question, an arm or an anchor that has changed since: in
+    a later session, or when it was last requested (``present``)."""
 
     def __init__(self, sittings: list[Sitting], present: Present | None):
         self.last = sittings[-1]
@@ -132,7 +136,7 @@ class _Row:
         self.failed: dict[str, str] = {}
         for sitting in sittings:
             for arm, failure in sitting.failed.items():
-                if self.keys.get(arm) != failure.key:  # else it has figures of another process
+                if self.keys.get(arm) != failure.key:  # otherwise it has figures of another process
                     self.keys.pop(arm, None)
                     self.failed[arm] = failure.reason
             for arm, found in sitting.arms.items() if sitting in timed else ():
@@ -143,7 +147,7 @@ class _Row:
             self.failed[arm] = CHANGED
 
     def _outdated(self, present: Present) -> set[str]:
-        """All of them where the question or the anchor is another; but for the anchor, which ratios go
+        """All arms where the question or the anchor has changed; never the anchor itself, which ratios go
         through."""
         found = {arm for arm, key in self.keys.items() if present.keys.get(arm, key) != key}
         if present.question != self.last.question or self.anchor in found:
@@ -151,8 +155,8 @@ class _Row:
         return found - {self.anchor}
 
     def standing(self) -> list[Sitting]:
-        """Those that have an arm as it is now besides the anchor, or nobody but the anchor; all, where its
-        figures are the only ones left."""
+        """Sessions with a current arm besides the anchor, or with the anchor alone; all of them where no
+        other figures are left."""
         found = [
             s
             for s in self.timed
@@ -162,7 +166,7 @@ class _Row:
         return found or self.timed
 
     def slowness(self, arm: str) -> float:
-        """Of its time over the anchor's, the logarithm."""
+        """The logarithm of its time over the anchor's."""
         return fmean(
             median(map(math.log, map(truediv, s.arms[arm].milliseconds, s.arms[self.anchor].milliseconds)))
             for s in self._with(arm)
@@ -188,7 +192,7 @@ class _Row:
         )
 
     def _failing(self, arm: str) -> str:
-        """What an arm that has figures failed with in a process of which it has none."""
+        """The failure of an arm with figures, in a process in which it has none."""
         timed = {s.process for s in self._with(arm)}
         reasons = [
             s.failed[arm].reason
@@ -198,11 +202,11 @@ class _Row:
         return f"failed in another process: {reasons[-1]}" if reasons else ""
 
     def _with(self, *arms: str) -> list[Sitting]:
-        """The sittings that had all of these, as they are now."""
+        """The sessions in which all of these arms have current figures."""
         return [s for s in self.timed if all(a in s.arms and s.arms[a].key == self.keys[a] for a in arms)]
 
     def ratio(self, arm: str, rival: str) -> _Ratio:
-        """Of their times; through the anchor where they were never in one sitting."""
+        """The ratio of their times; through the anchor where they never shared a session."""
         together = self._with(arm, rival)
         if together:
             pairs = tuple((s.arms[arm].milliseconds, s.arms[rival].milliseconds) for s in together)
@@ -213,12 +217,12 @@ class _Row:
 
 
 def _processes(sittings: list[Sitting]) -> frozenset[int]:
-    """A process has several where some arms sat apart, or again: with the anchor in each."""
+    """A process has several sessions where some arms sat apart or again, with the anchor in each."""
     return frozenset(s.process for s in sittings)
 
 
 @cache
 def _ratio(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]) -> Interval:
-    """Over processes, or over the rounds of the only one. Kept: a table that is drawn again after each
-    sitting has few new ones."""
+    """Over processes, or over the rounds of the only one. Cached: a table that is drawn again after each
+    session has few new ratios."""
     return statistics.across(pairs) if len(pairs) > 1 else statistics.ratio(*pairs[0])

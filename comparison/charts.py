@@ -1,6 +1,6 @@
-"""A comparison as charts, each as SVG and as PNG: speedups with their intervals, and times over the roofline.
+"""Charts of a comparison as SVG and PNG: speedups with their intervals, and times over the roofline.
 
-Drawn by matplotlib, which is imported when a chart is drawn. The same lines make the same bytes.
+Matplotlib draws them, and is imported at the first chart. The same lines make the same bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RIVALS = (COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM)  # in the columns' order
-# Okabe and Ito's colours, which those who confuse red and green tell apart; a shape each for who sees none.
+# Okabe and Ito's colours, which people who confuse red and green can tell apart, and a shape each.
 COLOURS = {
     COMPILE: "#E69F00",
     HUMAN: "#0072B2",
@@ -45,7 +45,7 @@ COLOURS = {
     MATMUL: "#000000",
 }
 SHAPES = dict(zip((TORCH, COMPILE, LIGER, FLASHINFER, HUMAN, UPSTREAM, LLM, MATMUL), "s^v+DXo|", strict=True))
-ABOVE = {FLASHINFER: 3.5, LLM: 4}  # where dots coincide: a cross is seen on a diamond, and a ring around it
+ABOVE = {FLASHINFER: 3.5, LLM: 4}  # where dots coincide: a cross shows on a diamond, and a ring around it
 TITLES = {
     "speedup": "Speedup of the LLM's kernels over other columns, with 95% intervals",
     "roofline": "Time over the roofline, by column",
@@ -78,7 +78,7 @@ TICKS = (
 )
 FEWEST_INCHES = 0.4  # between two labels of an axis
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
+    "font.family": "DejaVu Sans",  # ships with matplotlib, so that every machine draws the same
     "font.size": 9,
     "svg.hashsalt": "coda-agent",
     "svg.fonttype": "path",
@@ -88,15 +88,15 @@ STYLE: dict[Any, Any] = {
 }
 ANONYMOUS = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
 WIDE, HEAD, FOOT, LEFT, RIGHT = 10.0, 1.2, 0.65, 2.75, 0.25  # inches
-SMALL, STEP, MOST = 7, 0.14, 165  # of small print: points, inches from line to line, characters in one
-BAR = 0.105  # inches, of a bar and what it has of the space between rows: its ratio is as high
-LABEL = 0.5  # inches, of a bar's ratio and its marks
+SMALL, STEP, MOST = 7, 0.14, 165  # small print: points, inches from line to line, most characters in a line
+BAR = 0.105  # inches of a bar, which is also as high as its ratio's text
+LABEL = 0.5  # inches of a bar's ratio and its marks
 GAP = 0.55  # of a row, between operators
 
 
 def draw(lines: Sequence[Line], measured: str = "") -> dict[str, bytes]:
-    """Files by name, speedup and roofline as .svg and .png: those of which there is anything to draw.
-    ``measured``: what on what, when; for under the titles."""
+    """Draw the charts that have anything to show: files by name, speedup and roofline as .svg and .png.
+    ``measured`` (what, on what, when) goes under the titles."""
     figures = _figures(lines, measured)
     return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in ANONYMOUS}
 
@@ -123,8 +123,8 @@ def _bytes(figure: Figure, kind: str) -> bytes:
 
 
 def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
-    """A bar a row and rival, from 1: to the right where the LLM's kernel is the faster, to the left where
-    the rival is. Logarithmic, as half as fast is as far from 1 as twice as fast."""
+    """One bar a row and rival, from 1: to the right where the LLM's kernel is faster, to the left where the
+    rival is. Logarithmic, since half as fast is as far from 1 as twice as fast."""
     found = {name: _rows(lines, name) for name in RIVALS}
     rivals = [name for name in RIVALS if found[name]]
     lines = [line for line in lines if any((line.operator, line.case) in found[name] for name in rivals)]
@@ -153,7 +153,7 @@ def _speedup(lines: Sequence[Line], measured: str) -> Figure | None:
 
 
 def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
-    """What the marks mean, and which of the bars over somebody's kernels are not over those alone."""
+    """The meaning of the marks, and which bars over a column of people's kernels are over more than those."""
     lacking = any(not (cell and cell.against) for line in lines for cell in map(line.cell, rivals))
     apart = [
         f"{name}: of {_listed(found)} {SHARED[name].drawn}."
@@ -165,7 +165,7 @@ def _footnotes(lines: Sequence[Line], rivals: Sequence[str]) -> list[str]:
 
 
 def _of(lines: Sequence[Line], column: str, which: Callable[[str], bool]) -> list[str]:
-    """The operators that a column has cells of, as far as they are ``which``."""
+    """The operators in ``which`` that a column has cells of."""
     shown = (line.operator for line in lines if line.cell(column) and which(line.operator))
     return list(dict.fromkeys(shown))
 
@@ -211,7 +211,7 @@ def _words(axes: Axes, words: str, x: float, y: float) -> None:
 
 
 def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
-    """A dot a row and column: how many times the least time that the hardware allows. Logarithmic."""
+    """One dot a row and column: times over the least that the hardware allows. Logarithmic."""
     columns = [column.name for column in COLUMNS if any(line.cell(column.name) for line in lines)]
     if not lines or not columns:
         return None
@@ -239,18 +239,20 @@ def _roofline(lines: Sequence[Line], measured: str) -> Figure | None:
 
 
 def _time(line: Line, cell: Cell) -> float:
-    """Milliseconds, of what was timed in other sittings than LLM's at the clock that the GPU had in LLM's."""
+    """Milliseconds; a time from another session than the LLM's is scaled to the GPU's clock in that session.
+    """
     own, ratio = line.cell(LLM), _through_anchor(cell)
     return own.milliseconds * ratio.estimate if own and ratio else cell.milliseconds
 
 
 def _through_anchor(cell: Cell | None) -> Interval | None:
-    """A cell's ratio where that is one."""
+    """A cell's ratio, if it goes through the anchor."""
     return cell.against if cell and cell.anchored else None
 
 
 def _dot(name: str) -> dict[str, Any]:
-    """LLM's is a ring, FlashInfer's a cross, matmul's a stroke: what they coincide with is still seen."""
+    """A dot's style: a ring for the LLM, a cross for FlashInfer, a stroke for matmul, so that coinciding dots
+    still show."""
     thin = SHAPES[name] in "o+|"
     return {
         "linestyle": "none",
@@ -268,8 +270,8 @@ def _dot(name: str) -> dict[str, Any]:
 def _canvas(
     lines: Sequence[Line], name: str, inches: float, measured: str, notes: Sequence[str] = ()
 ) -> tuple[Figure, Axes, list[float]]:
-    """A figure whose rows, ``inches`` high, stand beside their operators' names; and each row's place. In
-    small print what was ``measured`` stands under the title, and ``notes`` at the foot."""
+    """A figure with a row of ``inches`` for each line beside its operator's name, and each row's place.
+    ``measured`` stands in small print under the title, ``notes`` at the foot."""
     from matplotlib.figure import Figure
 
     places, names, place = [], [], 0.0
@@ -306,7 +308,7 @@ def _small(text: str) -> list[str]:
 
 
 def _operator(axes: Axes, name: str, place: float) -> None:
-    """Its name at the left edge, broken in two where it is long."""
+    """Write the operator's name at the left edge, broken in two where it is long."""
     words = name.removeprefix("gemm_").replace("_", " ")
     lines = wrap(words, 22, break_long_words=False, break_on_hyphens=False)
     axes.text(
@@ -341,7 +343,7 @@ def _scale(axes: Axes, low: float, high: float) -> None:
 
 
 def _legend(figure: Figure, axes: Axes, handles: Sequence[Any]) -> None:
-    """Above the axes, and the numbers there."""
+    """Put the legend above the axes, and the numbers there."""
     top = axes.get_position().y1 + (HEAD - 0.55) / figure.get_figheight()
     figure.legend(
         handles=handles,
@@ -370,4 +372,4 @@ def _marker(name: str) -> Any:
 def _short(text: str, most: int) -> str:
     text = " ".join(visible(text).split())
     cut = text if len(text) <= most else f"{text[: most - 1]}…"
-    return cut.replace("$", r"\$")  # between two of which matplotlib reads mathematics
+    return cut.replace("$", r"\$")  # matplotlib reads mathematics between two of them

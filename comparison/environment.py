@@ -1,7 +1,7 @@
-"""An environment of its own for CODA's package, whose QuACK and CuTeDSL are not those of this project.
+"""The separate environment of CODA's own package, which pins other versions of QuACK and CuTeDSL.
 
-Everything else in it, PyTorch above all, is borrowed from the environment that this runs in. Its paths are
-absolute: where it was carried to another machine, ``install`` there sets them anew, without an index.
+It borrows everything else, PyTorch above all, from the environment that this runs in. Its paths are absolute:
+on another machine ``install`` sets them again, without an index.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from coda_agent.comparison.results import ResultsError
 from coda_agent.primitives.system.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
-SAID = 1000  # characters of what pip said last
-# Of this environment, which needs no bootstrap in the other: Debian's Python has none to give.
+SAID = 1000  # characters of pip's last words
+# This environment's pip, which spares the other one a bootstrap that Debian's Python lacks.
 _OWN_PIP = importlib.util.find_spec("pip") is not None
 _PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 _VERSIONS = """
@@ -30,30 +30,31 @@ print(json.dumps({name: next((d.version for d in m.distributions(name=name)), ""
 
 
 def folder() -> Path:
-    """Where it is, or would be."""
+    """The environment's folder, whether it exists or not."""
     python = ".".join(map(str, sys.version_info[:2]))
     return cache_dir() / "environments" / f"{PACKAGE.replace('==', '-')}-python{python}"
 
 
 def python() -> str | None:
-    """Its interpreter, once it is installed; whether it runs is for ``versions`` to say."""
+    """Its interpreter once it is installed; ``versions`` tells whether it runs."""
     ready = folder() / "ready"
     return _interpreter() if ready.exists() else None
 
 
 def install() -> str:
-    """Make it, with whatever index pip is set up with; its interpreter. One that is there is set on this
-    interpreter and these packages, and pip adds what it lacks. Raises ResultsError."""
+    """Make the environment with pip's configured index, and return its interpreter. One that exists is
+    pointed at this interpreter and its packages, and pip adds what is missing. Raises ResultsError."""
     place, made = folder(), _interpreter()
     there = (place / "ready").exists()
     try:
-        for other in place.glob("bin/python*") if there else ():  # a link may lead to what is not here
+        for other in place.glob("bin/python*") if there else ():  # a link may lead to a missing interpreter
             other.unlink()
         venv.create(place, clear=not there, with_pip=not there and not _OWN_PIP)
         borrowed = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-        (Path(_said(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)  # after its own
+        # after its own packages
+        (Path(_said(made, "-c", _PURELIB).strip()) / "zz-borrowed.pth").write_text(borrowed)
         pip = [sys.executable, "-m", "pip", "--python", made] if _OWN_PIP else [made, "-m", "pip"]
-        # Of packages that go ill together pip says which and why on its standard output, unless it is quiet.
+        # pip names conflicting packages on its standard output, unless it is quiet.
         filled = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar=off", PACKAGE]
         _said(*filled, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -68,7 +69,7 @@ def install() -> str:
 
 @cache
 def versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, str] | str:
-    """Of distributions in that environment; or why it cannot be used, and what to do."""
+    """The versions of distributions in that environment; or why it cannot be used, and the remedy."""
     remedy = "coda-agent compare --install mends it"
     try:
         found: dict[str, str] = json.loads(_said(interpreter, "-c", _VERSIONS, *packages))

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that needs no network, no script and no other file."""
+"""A comparison as one HTML page that needs no network, script or other file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
 
 def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] = NAMES) -> str:
-    """The page, as text. ``drawn``: the charts' files by their names, of which it takes the .svg."""
+    """The page's text. ``drawn``: the charts' files by name; the page takes the .svg ones."""
     found = ordered(lines(results, columns))
     if not found:
         return document(TITLE, element("h1", TITLE), element("p", NOTHING))
@@ -82,7 +82,7 @@ def _charts(drawn: Mapping[str, bytes]) -> Html:
 
 
 def _inline(name: str, svg: str) -> Html:
-    """A chart as an element, whose names no other chart of the page has."""
+    """A chart as an element whose ids no other chart of the page has."""
     root = _ROOT.search(svg)
     assert root is not None
     return Html(
@@ -139,7 +139,8 @@ def _row(line: Line, results: Results) -> Html:
 
 
 def _column(line: Line, name: str) -> tuple[str, ...]:
-    """``processes``: behind the ratio, or behind the time where there is none."""
+    """A column's cells; ``processes`` counts those behind the ratio, or behind the time where there is none.
+    """
     cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)
@@ -161,7 +162,7 @@ def _loss(loss: Loss) -> str:
 
 
 def _sittings(line: Line, results: Results) -> Html:
-    """Every arm of the line's columns in every sitting: those that are others since too, as such."""
+    """Every arm of the line's columns in every session; arms that have changed since are marked."""
     sittings = results.of(line.operator, line.case)
     arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}
     last = {name: arm.key for sitting in sittings for name, arm in sitting.arms.items()}

@@ -1,7 +1,7 @@
-"""On the GPU, in a worker: arms of a comparison take turns. Tasks of ``verifier.gpu.worker`` are made of it.
+"""An interleaved benchmark on the GPU, inside a worker: tasks of ``verifier.gpu.worker`` are built from it.
 
-Every arm prepares what it likes outside the clock, and is compared with the truth once; what an arm's library
-refuses or fails at is that arm's answer, and stops no other.
+Every arm prepares outside the clock, and is compared with the truth once. A library's failure is that arm's
+result and stops no other arm.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from coda_agent.verifier.gpu.worker import cuda_error, report
 if TYPE_CHECKING:
     from coda_agent.primitives.runtime.launch import Kernel
 
-SAID = 300  # characters of what an arm failed with
+SAID = 300  # characters of an arm's error
 GATE = "compare"
-PREPARING, TIMING = "inputs and truth", "timing"  # what is at work where no arm is
+PREPARING, TIMING = "inputs and truth", "timing"  # stages in which no arm is at work
 BEAT, LONGEST = 60.0, 1800.0  # seconds
-ROUNDS_SECONDS = 6.0  # at most: at the power limit rounds spread by some 4 %, and 12 arms are long rounds
-WARM = 4.0  # seconds: a cool GPU is faster than any that has worked for a while
+# at most: at the power limit rounds spread by some 4 %, and twelve arms make long rounds
+ROUNDS_SECONDS = 6.0
+WARM = 4.0  # seconds: a cool GPU is faster than one that has worked for a while
 OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's, by its name
-# Of the truth's RMS, what an output may be off by. To round to bf16 costs 0.0017; as often as eager PyTorch
-# does on its way, 0.0043 at worst of all specs, and 0.010 of a layer's gradients. Another computation (a norm
-# or rotation left out, operands exchanged) is off by about 1. Smaller mistakes stand in the table of errors.
+# The largest error of an output over the truth's RMS. Rounding to bf16 costs 0.0017; rounding as often as
+# eager PyTorch does costs 0.0043 at worst over all specs, and 0.010 in a layer's gradients. Another
+# computation (a norm or rotation left out, operands exchanged) is off by about 1. The table of errors shows
+# smaller mistakes.
 WORST = 0.1
 
 Made = TypeVar("Made")
@@ -46,8 +48,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Contender:
-    """An accepted kernel: its program, or an edited text of it. ``schedules`` as it was tuned at these
-    sizes; where there are none, it is tuned here, an edited text over those ``known`` to be right."""
+    """An accepted kernel: its program, or an edited text of it. ``schedules`` are those tuned at these sizes;
+    where there are none, it is tuned here, an edited text over the ``known`` schedules alone."""
 
     program: Program
     raw: str = ""
@@ -55,18 +57,18 @@ class Contender:
     known: Mapping[int, Sequence[Schedule]] | None = None
 
     def made(self) -> Kernel:
-        """As a function of CUDA tensors."""
+        """The kernel as a function of CUDA tensors."""
         from coda_agent.primitives.runtime.launch import Kernel
 
         return Kernel(self.program, self.schedules, self.known, self.raw)
 
     @property
     def fixed(self) -> dict[int, Schedule]:
-        """By step, the schedules that it runs on whatever is raced."""
+        """By step, the schedules that are not tuned."""
         return {**(self.schedules or {}), **self.program.schedule}
 
     def to_compile(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """On the schedules that it runs on there, or is raced on first."""
+        """Compile jobs for the schedules that it runs on, or that tuning tries first."""
         from coda_agent.primitives.compiler.lower import lower
         from coda_agent.primitives.compiler.probe_schedules import candidates
         from coda_agent.primitives.runtime import tune
@@ -79,7 +81,7 @@ class Contender:
         return tune.to_compile(self.program, sizes, fitting, self.raw)
 
     def is_tuned(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it is known what it runs on there. Asks for the GPU's name."""
+        """Whether its schedules at these sizes are known. Asks for the GPU's name."""
         from coda_agent.primitives.lang.partition import cut
         from coda_agent.primitives.runtime import tune
 
@@ -88,23 +90,24 @@ class Contender:
 
 
 class Seated(Protocol):
-    """Whom a sitting is asked for."""
+    """The arms of a session."""
 
     def compiles(self) -> Iterable[Callable[[], list[workers.Job]]]:
-        """By arm, what fills the caches with objects that it will load."""
+        """By arm, a function that lists the compile jobs for its objects."""
 
     def tunes(self) -> Iterable[Callable[[], object]]:
-        """By arm of which nothing is known at these sizes, what keeps a tuning of it on disk."""
+        """By arm without known schedules at these sizes, a function that tunes it and keeps the result on
+        disk."""
 
 
 class Wrong(Exception):
-    """An arm's output is not what was asked for. Says which, and how far off it is."""
+    """An arm's output is wrong: which one, and how far off it is."""
 
 
 class Entrant(NamedTuple):
-    """An arm that is ready on the first of the stage's inputs, and how far its outputs are from the truth,
-    relatively and in yardsticks: NaN or infinite where values are that should not be. ``arranged``: bytes of
-    what was prepared in an input's place, which no call is charged with."""
+    """An arm that is ready on the stage's first inputs. Its outputs' relative distance from the truth, also
+    in yardsticks, is NaN or infinite where values wrongly are. ``arranged``: bytes prepared in an input's
+    place, which no call is charged with."""
 
     call: Callable[[], object]
     losses: dict[str, dict[str, float]]
@@ -112,27 +115,30 @@ class Entrant(NamedTuple):
 
 
 class Stage(ABC):
-    """Where arms are prepared: ``turns`` sets of inputs, and what is true of the first. Made in a worker."""
+    """Inputs in ``turns`` sets, with the truth of the first, on which a worker prepares arms."""
 
     turns = 1
 
     @abstractmethod
     def enter(self, arm: str) -> Entrant:
-        """On the first set of inputs. Raises whatever the arm's library does."""
+        """Prepare the arm on the first set. Raises whatever the arm's library raises."""
 
     @abstractmethod
     def again(self, arm: str, turn: int) -> Callable[[], object]:
-        """The same on another, for an arm that has entered."""
+        """Prepare an arm that has entered on another set."""
 
     @abstractmethod
     def forget_truth(self) -> None:
-        """It is large, and only ``enter`` wants it."""
+        """Free the truth, which is large and which only ``enter`` reads."""
 
 
 def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds: int) -> dict[str, Any]:
-    """``arms``: of each its milliseconds by round, its losses, its bytes and the seconds that it took to
-    prepare; ``failed``: why others have none; ``conditions``. Failed where the anchor is among those, which
-    comes first."""
+    """Run an interleaved benchmark.
+
+    ``arms`` holds each arm's milliseconds by round, losses, bytes and seconds of preparation; ``failed`` says
+    why others have none; ``conditions`` has clocks and power. Raises Failed where the anchor, which comes
+    first, fails.
+    """
     report(GATE, PREPARING)  # before it may take the process along
     import torch
 
@@ -146,11 +152,11 @@ def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds
         report(GATE, name)
         try:
             with _heard(name):
-                torch.cuda.empty_cache()  # not every library allocates from PyTorch's
+                torch.cuda.empty_cache()  # not every library allocates through PyTorch
                 arms.append(_entered(stage, name, seated))
-        except Exception as error:  # a library may raise anything: it is its cell that says so
+        except Exception as error:  # a library may raise anything: the arm's cell reports it
             if cuda_error(str(error)):
-                raise  # this process is of no more use to anyone
+                raise  # the device is lost, and this process with it
             if name == anchor:
                 raise Failed("no_anchor", f"{anchor} did not run: {_words(error)}") from None
             failed[name] = _words(error)
@@ -166,7 +172,7 @@ def contest(made: Callable[[], Stage], names: Sequence[str], anchor: str, rounds
 
 
 def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timing.Arm:
-    """An arm that ran on every set of inputs; ``seated`` gets what is known of it before it is timed."""
+    """The arm, run once on every set of inputs; ``seated`` gets what is known of it before the timing."""
     import torch
 
     begun, before = time.monotonic(), torch.cuda.memory_allocated()
@@ -174,7 +180,7 @@ def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timi
     _expect_right(entrant.losses)
     peak = _peak(entrant.call, before)
     calls = [entrant.call, *(stage.again(name, turn) for turn in range(1, stage.turns))]
-    for each in calls:  # what fails must fail here
+    for each in calls:  # whatever fails must fail here
         each()
     torch.cuda.synchronize()
     seated[name] = {
@@ -186,7 +192,7 @@ def _entered(stage: Stage, name: str, seated: dict[str, dict[str, Any]]) -> timi
 
 
 def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
-    """Raises Wrong: figures of another computation are no figures of this one."""
+    """Raise Wrong for another computation: its figures would not be figures of this one."""
     for output, found in losses.items():
         error = found["relative"]
         if not math.isfinite(error):
@@ -200,9 +206,9 @@ def _expect_right(losses: Mapping[str, Mapping[str, float]]) -> None:
 def _raced(
     arms: list[timing.Arm], seated: dict[str, Any], failed: dict[str, str], anchor: str, rounds: int
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """The samples of those that have room beside each other: where there is none, whoever holds the most
-    memory fails, and leaves ``arms``, which alone keep its buffers. Raises what PyTorch does where only the
-    anchor is left."""
+    """Samples of the arms that fit in memory beside each other. Where they do not fit, the arm that holds the
+    most memory fails and leaves ``arms``, which alone keeps its buffers. Raises PyTorch's error where only
+    the anchor is left."""
     while True:
         try:
             return timed(arms, rounds, longest=ROUNDS_SECONDS)
@@ -219,8 +225,8 @@ def _raced(
 
 @contextmanager
 def _heard(words: str) -> Iterator[None]:
-    """Says so every BEAT seconds for at most LONGEST: a compiler may be silent for longer than whoever
-    listens has patience. A kernel that does not end while it is prepared is found after that."""
+    """Report these words every BEAT seconds for at most LONGEST: a compiler may be silent for longer than the
+    listener waits. A kernel that hangs during preparation is found after that."""
     done = threading.Event()
 
     def beat() -> None:
@@ -239,8 +245,8 @@ def _heard(words: str) -> Iterator[None]:
 
 
 def _release() -> None:
-    """Give back what nobody refers to any more: to the driver, which other libraries allocate from. Raises
-    what the device has to tell: not every library's own words say that it is of no more use."""
+    """Return unused memory to the driver, from which other libraries allocate. Raises the device's pending
+    error, if any: not every library reports it."""
     import torch
 
     torch.cuda.synchronize()
@@ -249,11 +255,11 @@ def _release() -> None:
 
 
 def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
-    """What these will load, compiled in parallel before the first one sits. What is refused here will be
-    again, and is for its arm to tell."""
+    """Compile in parallel what these sessions will load. A refusal is left to its arm, which meets it again.
+    """
     words = f"compiling what {len(sittings)} row(s) run"
     report(GATE, words)
-    jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same
+    jobs: dict[bytes, workers.Job] = {}  # rows of one operator may want the same object
     with _heard(words):
         for arm in (arm for each in sittings for arm in each.compiles()):
             jobs |= {pickle.dumps(job): job for job in _tried(arm) or ()}
@@ -262,8 +268,8 @@ def compiled(sittings: Sequence[Seated]) -> dict[str, Any]:
 
 
 def tuned(sitting: Seated) -> dict[str, Any]:
-    """Schedules for what it runs and no report has any of, kept on disk: by a process that has compiled
-    before, whose compilers are warm. What is refused here will be again, as above."""
+    """Tune whatever has no known schedules, and keep the result on disk: this process has warm compilers. A
+    refusal is left to its arm."""
     words = "tuning ahead of its first sitting"
     report(GATE, words)
     with _heard(words):
@@ -275,8 +281,7 @@ def tuned(sitting: Seated) -> dict[str, Any]:
 
 
 def _tried(ahead: Callable[[], Made]) -> Made | None:
-    """What it gives; None where it does not work. Raises what the device has to tell, for this process is of
-    no more use then."""
+    """The function's result; None where it fails. Raises a lost device's error."""
     try:
         return ahead()
     except Exception as error:  # a library may raise anything
@@ -287,15 +292,15 @@ def _tried(ahead: Callable[[], Made]) -> Made | None:
 
 
 def gpu(_: object) -> dict[str, Any]:
-    """``gpu``: what this machine's is called; ``torch`` and ``cuda``: the build that drives it."""
+    """``gpu``: this machine's GPU; ``torch`` and ``cuda``: the build that drives it."""
     from coda_agent.verifier.gpu.telemetry import device
 
     return {name: device()[name] for name in ("gpu", "torch", "cuda")}
 
 
 def machine(_: object) -> dict[str, Any]:
-    """The ``ceilings`` that a warm GPU reaches: the fastest of several cuBLAS products (FLOP/s of 16-bit and
-    of fp8 operands) and of copies (B/s, read and written); and what it is called."""
+    """The GPU's name, and the ``ceilings`` that it reaches when warm: the fastest of several cuBLAS products
+    (FLOP/s of 16-bit and of fp8 operands) and of copies (B/s, read and written)."""
     import torch
 
     n, size = 8192, 1 << 30
@@ -318,7 +323,7 @@ def machine(_: object) -> dict[str, Any]:
 
 
 def _peak(call: Callable[[], object], before: int) -> int:
-    """Bytes held at most during a call beyond those of ``before`` it was prepared."""
+    """Peak bytes held during a call beyond the ``before`` bytes of its preparation."""
     import torch
 
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The kernels that a model wrote, as a comparison takes them: accepted ones, on the schedules they have."""
+"""The model's accepted kernels for a comparison, on their known schedules."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def contenders(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Contender]:
-    """An operator's accepted kernels by arm: as they were tuned at these sizes, or else to be tuned there, an
-    edited text over the schedules of its report: on others nobody saw that it is right."""
+    """An operator's accepted kernels by arm, with the schedules tuned at these sizes or none. An edited text
+    is tuned over its report's schedules alone: on others nobody saw that it is right."""
     found = {PROGRAM: tuned(spec, raw=False), EDITED: tuned(spec, raw=True)}
     return {arm: _contender(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
 def tuned(spec: Spec, *, raw: bool) -> Kept | None:
-    """An operator's accepted kernel as it was tuned; None where there is none, or the text that was measured
-    is not what these versions lower it to. Raises KernelError."""
+    """An operator's accepted kernel with its tuning; None where there is none, or where these versions lower
+    it to another text than the measured one. Raises KernelError."""
     found = accept.read(spec, raw=raw)
     return Kept.of(found.program, found.report.timings, found.raw) if found and _as_measured(found) else None
 
 
 def outdated(spec: Spec, *, raw: bool) -> str | None:
-    """Why an operator's accepted kernel is not ``tuned``, and what to do; None where it is, or there is none.
-    Raises KernelError."""
+    """Why ``tuned`` gives None for an accepted kernel, and the remedy; None where it does not, or there is no
+    kernel. Raises KernelError."""
     found = accept.read(spec, raw=raw)
     if found is None or _as_measured(found):
         return None
@@ -47,13 +47,13 @@ def outdated(spec: Spec, *, raw: bool) -> str | None:
 
 
 def written(spec: Spec) -> Program:
-    """The program that a model wrote for an operator, accepted or not yet."""
+    """The program that a model wrote for an operator, accepted or not."""
     with accept.settled(spec.name) as (_, program, *_):
         return Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
 
 
 def machine(ceilings: Mapping[str, float]) -> Machine:
-    """An H100 that gives what was measured."""
+    """An H100 with the measured ceilings."""
     measured = {
         name: replace(getattr(H100, name), value=value, source="measured") for name, value in ceilings.items()
     }
@@ -61,7 +61,7 @@ def machine(ceilings: Mapping[str, float]) -> Machine:
 
 
 def _as_measured(kernel: accept.Kernel) -> bool:
-    """Whether these versions lower it to the text that was measured."""
+    """Whether these versions lower it to the measured text."""
     return lower(kernel.program, kernel.raw).hash == kernel.report.identity.lowered_hash
 
 

@@ -1,4 +1,4 @@
-"""What an arm of a row is, in words: figures count for it as long as these stay what they are."""
+"""Keys of arms: an arm's figures count as long as its key stays the same."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ REVISIONS = {arm: column.revision for column in COLUMNS for arm in column.arms}
 
 
 class Keyed(NamedTuple):
-    """An arm's key, and the versions of the packages in it."""
+    """An arm's key, and the versions of its packages."""
 
     key: str
     versions: dict[str, str]
 
 
 def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
-    """Or why it cannot be tried. ``upstream``: the interpreter of CODA's own package, where there is one;
-    ``build``: the GPU, and PyTorch's."""
+    """The arm's key, or why it cannot be tried. ``upstream``: the interpreter of CODA's own package, if
+    installed; ``build``: the GPU and PyTorch's build."""
     if why := row.absent(arm):
         return why
     versions = _versions(arm, upstream)
@@ -39,7 +39,7 @@ def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
 
 
 def text(kernel: Contender) -> str:
-    """A kernel by its lowered text and what it runs on; where that is to be found, by how it is."""
+    """A kernel's key: its lowered text and schedules or, where these are to be tuned, the search."""
     chosen: list[Any] = sorted({**(kernel.known or {}), **kernel.fixed}.items())
     if not kernel.schedules:
         chosen.append(SEARCHED)
@@ -48,7 +48,7 @@ def text(kernel: Contender) -> str:
 
 
 def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:
-    """Of the packages that an arm is; or what to do about one that is missing."""
+    """Versions of an arm's packages; or the remedy for a missing one."""
     packages = PACKAGES[arm]
     if arm == UPSTREAM:
         if upstream is None:

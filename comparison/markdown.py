@@ -1,6 +1,7 @@
-"""A comparison's tables, and the whole of it as Markdown.
+"""A comparison as Markdown: its tables, and the whole page.
 
-A cell says why it is empty, or what is special about it, by the number of a note under the tables.
+A number in a cell refers to a note under the tables, which says why the cell is empty or what is special
+about it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ SUMMARY = ("operator", MEAN, "rows", "wins", "ties", "losses", "undecided")
 CLAIMED = ("claim", "against", "claimed", "measured here", "it lies", "source")
 MIB = 2**20
 _PLACE = re.compile("(<!-- table: (comparison|headline) -->\n).*?(<!-- /table -->)", re.DOTALL)
-_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # what Markdown reads as its own anywhere in a line
+_MARKUP = re.compile(r"[\\`*_\[\]|~#!$]")  # Markdown's own characters anywhere in a line
 BOLD = (
     f"Bold: of the columns shown, a row's fastest by the ratios below, but for {MATMUL} and {ROOFLINE}, "
     "which do less."
@@ -73,7 +74,7 @@ CLOCKS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in a table's cell: ``best`` is the row's fastest, ``notes`` are numbers of notes."""
+    """A cell's text: ``best`` marks the row's fastest, ``notes`` are numbers of notes."""
 
     text: str
     best: bool = False
@@ -82,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: ``says`` what its figures are; a row is an operator, a case and an entry a column."""
+    """A table: ``says`` describes its figures; a row is an operator, a case and an entry a column."""
 
     title: str
     says: str
@@ -92,7 +93,7 @@ class Sheet:
 
 @dataclass
 class Notes:
-    """Numbers from 1 by text, in the order in which they were first needed."""
+    """Numbers of notes from 1, in the order of first use."""
 
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -104,7 +105,7 @@ class Notes:
 
 
 def markdown(results: Results, columns: Collection[str] = NAMES) -> str:
-    """The whole: what was measured on what, tables, notes, the summary and the paper's claims."""
+    """The whole page: devices and versions, tables, notes, the summary and the paper's claims."""
     found = summary.ordered(lines(results, columns))
     if not found:
         return f"{NOTHING}\n"
@@ -165,13 +166,13 @@ def marked(path: Path) -> str:
 
 
 def columns_of(found: Sequence[Line]) -> tuple[str, ...]:
-    """Those that lines have cells of."""
+    """The columns that these lines have cells of."""
     return tuple(name for name in NAMES if any(name in line.cells for line in found))
 
 
 def rivals(found: Sequence[Line]) -> tuple[str, ...]:
-    """Of whom the summary is against, those that lines have cells of; CODA's own package, which not every
-    machine has, where it has figures."""
+    """The columns of the summary that lines have cells of; CODA's own package, which few machines have, only
+    with figures."""
     there = [name for name in RIVALS if name in columns_of(found)]
     return tuple(name for name in there if name != UPSTREAM or against(found, name).operators)
 
@@ -226,12 +227,12 @@ def _ratios(found: Sequence[Line], notes: Notes) -> Sheet:
 
 
 def mark(row: Row) -> str:
-    """What stands behind a row's ratio."""
+    """The mark behind a row's ratio."""
     return (ANCHORED if row.anchored else "") + doubts([row])
 
 
 def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
-    """What the marks mean that these columns' ratios have, a sentence each."""
+    """A sentence for each mark that these columns' ratios carry."""
     rows = _raced(found, columns)
     beside = dict.fromkeys(BESIDE.get(line.anchor, "the row's anchor") for line, row in rows if row.anchored)
     told = {
@@ -248,7 +249,7 @@ def marks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
 
 
 def clocks(found: Sequence[Line], columns: Collection[str]) -> list[str]:
-    """What a reader of these columns' times has to know, where any of their ratios is anchored."""
+    """A warning about these columns' times, where any of their ratios is anchored."""
     return [CLOCKS] if any(row.anchored for _, row in _raced(found, columns)) else []
 
 
@@ -263,8 +264,8 @@ def _raced(found: Sequence[Line], columns: Collection[str]) -> list[tuple[Line, 
 
 
 def fastest(line: Line) -> str | None:
-    """The column that a row's ratios make the fastest; of those that compute all of it, in a time that the
-    hardware allows."""
+    """The column with the row's best ratio, among those that compute all of it in a time that the hardware
+    allows."""
 
     def slowness(name: str) -> float:
         cell = line.cell(name)
@@ -276,8 +277,7 @@ def fastest(line: Line) -> str | None:
 
 
 def summed(found: Summary) -> list[tuple[str, ...]]:
-    """The summary's rows, under SUMMARY: an operator each, and together, by whose the kernels are too; whole
-    layers below them."""
+    """The rows of the summary under SUMMARY: operators, kinds of kernels, totals; whole layers come last."""
     tallies = (*found.operators, *found.kinds, *found.totals)
     return [
         (tally.name, tally.average, f"{len(tally.rows)}", *(f"{tally.count(o)}" for o in OUTCOMES))
@@ -293,14 +293,15 @@ def claimed(finding: Finding) -> tuple[str, ...]:
 
 
 def noted(line: Line, column: str, cell: Cell) -> tuple[str, ...]:
-    """The cell's arm where it is not the column's first, its note, and whether its time cannot be."""
+    """Remarks on a cell: its arm where that is not the column's first, its note, and whether its time is
+    impossible."""
     impossible = f"its time {IMPOSSIBLE}: never a row's fastest, a win or a loss"
     arm = cell.arm if cell.arm != FIRST_ARMS[column] else ""
     return arm, cell.note, impossible if below(line, cell) else ""
 
 
 def plain(text: str) -> str:
-    """Text that Markdown shows as it is, in one line: no markup, no HTML, no link, no further cell."""
+    """Text that Markdown shows unchanged in one line: no markup, HTML, link or further cell."""
     return html.escape(_MARKUP.sub(r"\\\g<0>", " ".join(visible(text).split())), quote=False)
 
 
@@ -313,7 +314,7 @@ def _filled(
     text: Callable[[Line, Cell], str],
     bound: Callable[[Line], str] | None = None,
 ) -> Sheet:
-    """A sheet of what ``text`` says of every cell, and of what ``bound`` says of the roofline."""
+    """A sheet with ``text`` of every cell, and ``bound`` of the roofline."""
 
     def entry(line: Line, column: str) -> Entry:
         cell = line.cells.get(column, Empty("not measured"))
@@ -368,20 +369,20 @@ BOUND = "the least time that bytes and FLOPs allow at this machine's measured ce
 
 
 def legend(results: Results, names: Collection[str]) -> list[tuple[str, str]]:
-    """Each column's name, and what it is."""
+    """Each column's name and description."""
     have = timed(results)
     return [(c.name, _explained(c, have)) for c in COLUMNS if c.name in names] + [(ROOFLINE, BOUND)]
 
 
 def _explained(column: Column, have: Collection[str]) -> str:
-    """What a column is; where several of its arms have figures, which, and whose is without a note."""
+    """A column's description; where several of its arms have figures, these arms and the default one."""
     arms = [arm for arm in column.arms if arm in have]
     which = f": the fastest of {'; '.join(arms)} ({column.arms[0]} where no note names another)"
     return column.what + (which if len(arms) > 1 else "")
 
 
 def _sheet(sheet: Sheet) -> str:
-    """An operator is named in its first row."""
+    """A sheet as Markdown; an operator is named in its first row."""
     rows, last = [], ""
     for operator, case, entries in sheet.rows:
         name = _named(operator) if operator != last else ""
@@ -397,7 +398,7 @@ def _entry(entry: Entry) -> str:
 
 
 def _told(found: Sequence[Line]) -> list[str]:
-    """What the ratios come to, and the paper's claims."""
+    """The summaries and the paper's claims."""
     return [*(_summary(against(found, column)) for column in rivals(found)), _claims(findings(found))]
 
 

@@ -1,8 +1,8 @@
-"""Measuring a comparison: what its results lack, a sitting at a time, each kept as soon as it is over.
+"""Measure what a comparison's results lack, one session at a time, and keep each session at once.
 
-Row by row, so that what was cut off has whole ones; every sitting has a worker, and so the GPU, to itself.
-One that takes its worker along is repeated without the arm that was at work; where it is the inputs or the
-anchor that do not fit, the row is given up, and the run goes on. What cannot run says so in its cell.
+It goes row by row, so that an interrupted run has whole rows. Every session has a worker, and so the GPU, to
+itself. A session that loses its worker is repeated without the arm that was at work; where the inputs or the
+anchor do not fit, the row is given up and the run goes on. A cell says why it has no figure.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from coda_agent.verifier.gpu.checks import clean
 from coda_agent.verifier.gpu.worker import Lost, Task, WorkerError
 from coda_agent.verifier.measure import PATIENCE
 
-BEHIND = 1.03  # of the fastest: an arm of a column that so far behind it is not timed again
-SITTING = 10.0  # seconds that one takes about, where it finds caches
-CACHED = 0.5  # of the seconds that arms took to prepare: what the next process finds in caches, at least
+BEHIND = 1.03  # an arm that is this many times slower than its column's fastest is not timed again
+SITTING = 10.0  # seconds of a session that finds caches, roughly
+CACHED = 0.5  # the least share of the arms' preparation that the next process finds in caches
 MODELS = (PROGRAM, EDITED)
 
 Keep = Callable[[Results], object]
-Ahead = tuple[str, Task, Any]  # of which row, what to do ahead of its sittings, and with what
+Ahead = tuple[str, Task, Any]  # row, task to do before its sessions, and the task's argument
 
 
 class OutOfTime(Exception):
-    """The seconds that a comparison was given are not enough for its next sitting: how many are left."""
+    """The comparison's seconds do not suffice for its next session. Says how many are left."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure: rows, arms of the columns, in how many processes, at most how many rounds in each;
-    ``seconds`` that it may take; ``again``: also what failed before."""
+    """A request: rows, arms, processes, most rounds in each; ``seconds`` to spend; ``again`` repeats
+    failures."""
 
     rows: tuple[Row, ...]
     arms: tuple[str, ...]
@@ -59,7 +59,7 @@ class Asked:
 
 
 class Turn(NamedTuple):
-    """A row in a process, and whether ``apart``, in the environment of CODA's own package."""
+    """A row in a process; ``apart`` means the environment of CODA's own package."""
 
     row: Row
     process: int
@@ -67,9 +67,11 @@ class Turn(NamedTuple):
 
 
 def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = silent) -> Results:
-    """``results`` with what they lacked; ``keep`` gets them after each sitting. ``progress`` hears of rows
-    and arms. Raises ResultsError where they are another GPU's, OutOfTime, Failed where no worker has a GPU,
-    and at the end WorkerError where a sitting met a bug of ours."""
+    """Complete ``results``; ``keep`` receives them after each session.
+
+    ``progress`` hears of rows and arms. Raises ResultsError where the results are another GPU's, OutOfTime,
+    Failed where no worker has a GPU and, at the end, WorkerError where a session met a bug of ours.
+    """
     measuring = _Measuring(asked, results, keep, progress)
     try:
         measuring.run()
@@ -88,18 +90,18 @@ class _Measuring:
     keys: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)  # by row, then by arm
     versions: dict[str, dict[str, str]] = field(default_factory=dict)  # by arm
     bug: WorkerError | None = None
-    seated: set[tuple[str, str, bool]] = field(default_factory=set)  # in this run: row, and whether apart
+    seated: set[tuple[str, str, bool]] = field(default_factory=set)  # row, and whether apart, in this run
 
     def __post_init__(self) -> None:
         self.end = monotonic() + self.asked.seconds
         self.upstream = environment.python()
-        self.heeded = len(self.results.sittings) if self.asked.again else 0  # failures since this one
+        self.heeded = len(self.results.sittings) if self.asked.again else 0  # count failures from here on
 
     def run(self) -> None:
         self.machine = self._known_machine()
         rows, processes = self.asked.rows, range(self.asked.processes)
         before = self.results
-        for row in rows:  # ahead of the first sitting: tables are to tell what is another since
+        for row in rows:  # before the first session, so that tables show what has changed
             self._keys(row)
         if self.results != before:
             self.keep(self.results)
@@ -115,13 +117,13 @@ class _Measuring:
             raise self.bug
 
     def _python(self, turn: Turn) -> str | None:
-        """The environment that it sits in."""
+        """The interpreter of its session's environment."""
         return self.upstream if turn.apart else None
 
     def _known_machine(self) -> Machine:
-        """As the results have it, or measured. Their GPU must be this one."""
+        """The machine in the results, or measured now. Its GPU must be this one."""
         new = self.results.machine is None
-        self.workers.coming = [None]  # a sitting may follow
+        self.workers.coming = [None]  # a session may follow
         with closing(self.workers.take(None) if new else self.workers.bare()) as worker:
             self.workers.begin()
             told = worker.ask(gpu, None, patience=PATIENCE)
@@ -140,8 +142,8 @@ class _Measuring:
         return self.results.machine
 
     def _prepare(self, turns: Sequence[Turn]) -> None:
-        """What they will run, compiled and tuned while nobody is on the clock: of as many rows as there may
-        be seconds for, in half of them. Where that goes wrong each arm says so itself."""
+        """Compile and tune ahead of the sessions, for as many rows as there may be time for, in half of that
+        time. Failures are left to the arms."""
         seats: dict[str, Any] = {}
         for row, own in itertools.groupby(turns, key=lambda turn: turn.row):
             if len(seats) * self.asked.processes * SITTING >= self.asked.seconds:
@@ -156,13 +158,13 @@ class _Measuring:
             with self._within(self._left() / 2):
                 while tasks:
                     tasks = self._ahead(tasks)
-        except (Failed, Late):  # the GPU is of no more use, or they had enough time
+        except (Failed, Late):  # the GPU is lost, or half of the time is over
             return
         except WorkerError as error:
             self.bug = error
 
     def _ahead(self, tasks: Sequence[Ahead]) -> Sequence[Ahead]:
-        """Ask one worker after the other of them, until it is lost: those that are left then."""
+        """Give the tasks to one worker, until it is lost; return the tasks that are left."""
         self.workers.coming, left = [None], iter(tasks)
         with closing(self.workers.take(None)) as worker:
             for place, task, argument in left:
@@ -178,9 +180,9 @@ class _Measuring:
         return [*left]
 
     def _expect_time(self, turn: Turn) -> None:
-        """OutOfTime where less is left than the row's longest sitting took in this environment; where it had
-        none, any of operators or of layers there, or any at all. What takes longer than all the seconds would
-        never begin: it does where nothing sat before it."""
+        """Raise OutOfTime where less is left than the row's longest session took in this environment; without
+        one, than any session of operators or of layers, or than any session. A row that takes longer than the
+        whole budget starts only as the first."""
         row, left = turn.row, self._left()
         every = [s for s in self.results.sittings if s.arms]
         alike = [s for s in every if s.anchor == row.anchor and (UPSTREAM in s.arms) is turn.apart]
@@ -197,12 +199,12 @@ class _Measuring:
         return self.end - monotonic()
 
     def _within(self, seconds: float) -> AbstractContextManager[None]:
-        """Within: a worker's answer that takes longer raises Late, and the worker is gone."""
+        """Within, a worker that takes longer is ended and raises Late."""
         return deadline.until(None if math.isinf(seconds) else time.monotonic() + seconds)
 
     def _lacking(self, turn: Turn) -> list[str]:
-        """The arms that a turn has no answer of yet, a model's kernels first, for which there is to be room;
-        the anchor only where nothing else was asked for that could sit beside it."""
+        """The arms without an answer, a model's kernels first, for which there is to be memory; the anchor
+        alone only where nothing else was requested."""
         row, keys = turn.row, self._keys(turn.row)
         arms = [arm for arm in keys if (arm == UPSTREAM) is turn.apart and arm != row.anchor]
         if set(keys) == {row.anchor} <= set(self.asked.arms) and not turn.apart:
@@ -211,8 +213,8 @@ class _Measuring:
         return sorted(lacking, key=lambda arm: arm not in MODELS)
 
     def _answered(self, turn: Turn, arm: str) -> bool:
-        """By figures of this process, or by a failure in any: what failed as it is now does so again. Not by
-        those from before it was another for a while, which tables do not show."""
+        """Whether an arm has figures of this process, or a failure in any as it is now, which would repeat
+        itself. Figures from before a temporary change do not count, as tables do not show them."""
         row, keys, found = turn.row, self._keys(turn.row), False
         for place, s in enumerate(self.results.sittings):
             if s.row != (row.operator, row.case):
@@ -229,7 +231,8 @@ class _Measuring:
         return found
 
     def _outdone(self, turn: Turn, arm: str) -> bool:
-        """Whether another arm of its column was clearly faster in an earlier process: no cell shows it."""
+        """Whether another arm of its column was clearly faster in an earlier process, so that no cell shows
+        this one."""
         row, keys = turn.row, self._keys(turn.row)
         column = next(column.arms for column in COLUMNS if arm in column.arms)
         for s in self.results.of(row.operator, row.case):
@@ -247,7 +250,8 @@ class _Measuring:
         return self.keys[name]
 
     def _found_keys(self, row: Row) -> dict[str, str]:
-        """What each arm is that can be tried, the anchor among them; the results get why others cannot be."""
+        """The key of each arm that can be tried, the anchor included; the results get the reasons of the
+        others."""
         keys, reasons = {}, {}
         for arm in (a for a in row.arms if a in self.asked.arms or a == row.anchor):
             found = keyed(row, arm, self.upstream, self.build)
@@ -260,8 +264,9 @@ class _Measuring:
         return keys
 
     def _seat(self, turn: Turn, arms: list[str]) -> None:
-        """One sitting, kept; of an anchor beside whom nobody was left, only why. Where the worker was lost
-        while several took turns, two of as many halves: any may have done it."""
+        """Run and keep one session; of an anchor left alone, keep only the reason. Where the worker was lost
+        while several arms took turns, run two sessions of half the arms each: any of them may have done it.
+        """
         row, keys, begun = turn.row, self._keys(turn.row), monotonic()
         found = self._sat(turn, arms)
         self.seated.add(_place(turn))
@@ -290,9 +295,9 @@ class _Measuring:
             self._seat(turn, half)
 
     def _sat(self, turn: Turn, arms: list[str]) -> dict[str, Any]:
-        """What a worker says of it; again without an arm that takes the worker along, as long as there is
-        another. OutOfTime where the time is up, and more of it might help; WorkerError of a worker that could
-        not even begin, Failed where the GPU is of no more use: neither says anything of an arm."""
+        """The worker's answer; again without an arm that loses the worker, as long as others are left. Raises
+        OutOfTime where more time might help, WorkerError for a worker that could not begin, Failed where the
+        GPU is lost: neither says anything about an arm."""
         row, left, failed = turn.row, list(arms), dict[str, str]()
         while left:
             beside = [arm for arm in left if arm != row.anchor]
@@ -324,13 +329,13 @@ class _Measuring:
         return {"arms": {}, "failed": failed, "conditions": {}}
 
     def _expect_clean_gpu(self) -> None:
-        """After a loss: whoever sits next must find a GPU that computes. Failed where there is none."""
+        """After a loss, expect a GPU that computes; raise Failed where there is none."""
         with closing(self.workers.bare()) as fresh:
             fresh.ask(clean, None, patience=PATIENCE)
 
     def _late(self, last: str, left: list[str], turn: Turn) -> dict[str, str]:
-        """Why those have no figures who were at work when the time was up: where it had all of the seconds it
-        would be so again. OutOfTime where it had not."""
+        """Reasons for the arms that were at work when the time was up, where they had all of the seconds;
+        else OutOfTime."""
         if self.seated:
             place = f"{turn.row.operator} {turn.row.case}"
             raise OutOfTime(f"the time was up during {place}: the same command goes on from here")
@@ -338,7 +343,7 @@ class _Measuring:
         return {last: why} if last in left else dict.fromkeys(left, f"{last or PREPARING}: {why}")
 
     def _blamed(self, error: Failed | WorkerError, last: str, left: list[str], turn: Turn) -> dict[str, str]:
-        """Why those have no figures who were at work when a worker was lost: one arm, or all of them where it
+        """Reasons for the arms that were at work when a worker was lost: one arm, or all of them where it
         happened before the first."""
         if isinstance(error, WorkerError):
             last_line = str(error).strip().splitlines()[-1]
@@ -348,7 +353,7 @@ class _Measuring:
             self.bug = self.bug or error
             return dict.fromkeys(left, f"a bug of this program's, not of the arm's: {last_line}")
         why = f"{error.code}: {error.message}" if isinstance(error, Lost) else error.message
-        own = [] if turn.apart else [turn.row.anchor]  # apart it has figures of the other environment
+        own = [] if turn.apart else [turn.row.anchor]  # apart, it has figures of the other environment
         if last in left:
             return {last: why}
         if last in ("", PREPARING, turn.row.anchor):
@@ -359,11 +364,11 @@ class _Measuring:
 
 @dataclass
 class _Heard:
-    """Passes progress on, and remembers which arm was at work."""
+    """A progress listener that also remembers which arm is at work."""
 
     progress: Progress
     place: str
-    stations: tuple[str, ...] = ()  # what else is said, an arm says of itself
+    stations: tuple[str, ...] = ()  # an arm's own stages
     last: str = ""
 
     def __call__(self, gate: str, words: str) -> None:
@@ -376,6 +381,6 @@ def _place(turn: Turn) -> tuple[str, str, bool]:
 
 
 def _seconds(sitting: Sitting, *, warm: bool) -> float:
-    """What such a sitting may take; ``warm``: where this machine has compiled and tuned for one before."""
+    """An estimate of a session's seconds; ``warm``: this machine has compiled and tuned for one before."""
     prepared = sum(arm.seconds for arm in sitting.arms.values())
     return sitting.seconds - (CACHED * prepared if warm else 0.0)

@@ -1,4 +1,4 @@
-"""What ``coda-agent compare`` is asked for."""
+"""The options of ``coda-agent compare``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-LAYER = "layer"  # both of a whole layer, as they are asked for
+LAYER = "layer"  # both operators of a whole layer
 PROCESSES, ROUNDS = 3, 40
 QUICK_ROUNDS, QUICK_SECONDS = 15, 120.0
 
@@ -18,7 +18,7 @@ Names = list[str] | None
 
 @dataclass(frozen=True)
 class Choice:
-    """Which rows and columns."""
+    """The rows and columns."""
 
     only: Annotated[
         Names,
@@ -32,8 +32,8 @@ class Choice:
 
     @property
     def operators(self) -> list[str]:
-        """As results name them."""
-        from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD  # which loads pydantic
+        """Operators by the names that results use."""
+        from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD  # this loads pydantic
 
         both = [LAYER_FORWARD, LAYER_BOTH]
         return [name for given in self.only or () for name in (both if given == LAYER else [given])]
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long, and how often."""
+    """Time and repetitions."""
 
     quick: Annotated[
         bool,

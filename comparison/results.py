@@ -1,7 +1,7 @@
-"""What a comparison has measured, as ``results.json`` keeps it: sittings, each of one row in one process.
+"""The results of a comparison, kept in ``results.json``: sessions, each of one row in one process.
 
-In a sitting several arms took turns, round by round, so that arms of one sitting are compared round by round;
-arms of different sittings through the anchor, which sat in both. Times are milliseconds, memory is bytes.
+Arms of one session took turns, so they are compared round by round; arms of different sessions are compared
+through the anchor, which both have. Times are milliseconds, memory is bytes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from coda_agent.verifier.report import Sizes
 from coda_agent.verifier.statistics import MIN_ROUNDS
 
 SCHEMA = 1
-LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators of whole layers
+LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # operators that are whole layers
 
 
-# A file's numbers are computed with: ratios, sums and scales of these stay finite.
+# Bounds for numbers in a file: ratios, sums and scales of these stay finite.
 Milliseconds = Annotated[float, Field(gt=1e-6, lt=1e9)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Error = Annotated[float, Field(ge=0, lt=1e30)]
 
 
 class ResultsError(Exception):
-    """A file of results that cannot be used: which one, what is wrong with it, and what to do."""
+    """A file of results cannot be used: which one, why, and the remedy."""
 
 
 class _Record(BaseModel):
@@ -35,19 +35,18 @@ class _Record(BaseModel):
 
 
 class Loss(_Record):
-    """How far one output is from fp64: its RMS error over the truth's RMS, and over what any kernel must
-    lose (the error gate's yardstick)."""
+    """One output's distance from fp64: its RMS error over the truth's RMS, and over the yardstick's error."""
 
     relative: Error
     yardsticks: Error
 
 
 class Arm(_Record):
-    """What one arm did in one sitting. ``key`` says what it was: a library's versions, or a kernel's hash.
+    """One arm in one session. ``key`` identifies it: a library's versions, or a kernel's hash.
 
-    ``milliseconds`` by round; ``losses`` by output, empty where it has none of the spec's; ``bytes``: what a
-    call holds at its peak beyond its inputs; ``note``: what was prepared outside the clock, and the like;
-    ``seconds`` that it took to prepare: to compile, to tune, to be compared with the truth.
+    ``milliseconds`` by round; ``losses`` by output, empty where it has none of the spec's; ``bytes``: a
+    call's peak beyond its inputs; ``note``: what is prepared outside the clock, and the like; ``seconds`` of
+    preparation: compiling, tuning, comparing with the truth.
     """
 
     key: str
@@ -59,18 +58,18 @@ class Arm(_Record):
 
 
 class Failure(_Record):
-    """Why an arm has no figures in a sitting that it was to be in."""
+    """Why an arm has no figures in its session."""
 
     key: str
     reason: str
 
 
 class Sitting(_Record):
-    """One row in one process: all arms that took turns there, if any did, and those that failed.
+    """One row in one process: the arms that took turns, and those that failed.
 
-    ``question`` changes with what was asked. ``anchor``: the arm that every sitting of the row has.
-    ``roofline``: the least time the hardware allows, at the machine's measured ceilings. ``conditions``:
-    device, driver, versions, clocks. ``seconds``: all of it, imports and compilers too.
+    ``question`` changes with the row's definition. ``anchor``: the arm in every session of the row.
+    ``roofline``: the least time at the machine's measured ceilings. ``conditions``: device, driver, versions,
+    clocks. ``seconds``: the whole session, imports and compilers included.
     """
 
     operator: str
@@ -106,16 +105,15 @@ class Machine(_Record):
 
 
 class Present(_Record):
-    """What was asked of a row when it was asked for last, and the ``keys`` that its arms had then, measured
-    or not yet."""
+    """A row at its last request: its question, and the ``keys`` of its arms, measured or not."""
 
     question: str
     keys: dict[str, str]
 
 
 class Results(_Record):
-    """``absent``: by operator and arm, why it cannot have a cell: known without trying. ``present``: by
-    operator and case. ``machine``: measured once, by the first that measured anything."""
+    """``absent``: by operator and arm, why it can have no cell, known without a trial. ``present``: by
+    operator and case. ``machine``: measured once, at the first session."""
 
     schema_version: int = SCHEMA
     machine: Machine | None = None
@@ -124,7 +122,7 @@ class Results(_Record):
     present: dict[str, dict[str, Present]] = Field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, str]]:
-        """(operator, case), in the order in which they were first measured."""
+        """(operator, case) in the order of their first measurement."""
         return list(dict.fromkeys(s.row for s in self.sittings))
 
     def of(self, operator: str, case: str) -> list[Sitting]:
@@ -132,7 +130,7 @@ class Results(_Record):
         return [s for s in self.sittings if s.row == (operator, case)]
 
     def gpus(self) -> set[str]:
-        """What was measured on; one, as ``comparison.measuring`` sees to."""
+        """The GPUs of all sessions; ``comparison.measuring`` keeps it to one."""
         told = {str(s.conditions["gpu"]) for s in self.sittings if "gpu" in s.conditions}
         return told | ({self.machine.gpu} if self.machine else set())
 
@@ -140,7 +138,7 @@ class Results(_Record):
         return any(s.failed for s in self.sittings)
 
     def asked(self, operator: str, case: str, now: Present, absent: dict[str, str]) -> Results:
-        """With what a row is now, and which arms cannot be tried; of other arms as before."""
+        """The results with a row's present definition, and the arms that cannot be tried; other arms stay."""
         cases = self.present.get(operator, {})
         before = cases[case].keys if case in cases and cases[case].question == now.question else {}
         row = Present(question=now.question, keys=before | now.keys)
@@ -156,8 +154,8 @@ class Results(_Record):
         return self.model_copy(update={"sittings": (*self.sittings, *sittings)})
 
     def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:
-        """Of these operators and cases alone, or of all where none are named. ResultsError where none is
-        left."""
+        """Results of these operators and cases alone, or of all where none are named. Raises ResultsError
+        where none is left."""
         kept = tuple(
             s
             for s in self.sittings
@@ -170,13 +168,13 @@ class Results(_Record):
 
 
 def none_left(operators: Iterable[str], cases: Iterable[str], known: str) -> ResultsError:
-    """Of what these, as they were asked for, leave no row of; ``known``: what there is instead."""
+    """The error for a choice that leaves no row; ``known`` are the choices that there are."""
     named = ", ".join([*(f"--only {o}" for o in operators), *(f"--cases {c}" for c in cases)])
     return ResultsError(f"{named and f'{named}: '}no row is left: {known}")
 
 
 def read(path: Path) -> Results:
-    """Raises ResultsError; OSError where it cannot be read."""
+    """Read a file. Raises ResultsError, or OSError where it cannot be read."""
     try:
         found = Results.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -197,6 +195,6 @@ def read(path: Path) -> Results:
 
 
 def write(path: Path, results: Results) -> None:
-    """Atomically, for a comparison that is interrupted goes on from it."""
+    """Write a file atomically, since an interrupted comparison goes on from it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, results.model_dump_json() + "\n")

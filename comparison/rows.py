@@ -24,15 +24,15 @@ from coda_agent.verifier.spec.model import Spec
 SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
 ARMS = tuple(arm for column in competitors.COLUMNS for arm in column.arms)
-PAIRS = 64  # of a head that is 128 wide
-LAYERS = 1  # raised with how a variant computes a layer, or what it holds meanwhile (verifier/layers)
-SQUARES = (2048, 4096, 8192)  # the paper's: M = N = K
+PAIRS = 64  # pairs of a head of width 128
+LAYERS = 1  # raised with a change of how a variant computes a layer, or of what it keeps meanwhile
+SQUARES = (2048, 4096, 8192)  # the paper's sizes: M = N = K
 QUICK = {"gemm_swiglu": "1B", "gemm_residual_partial_rmsnorm": "1B", "gemm_swiglu_bwd": "1B"}
 
 
 class Row(Protocol):
-    """``question`` changes with what is asked: an operator's hash and sizes, or a layer's shape. ``anchor``:
-    the arm that sits every time. ``arms``: those of the columns that can be meant here."""
+    """A row. ``question`` changes with its definition: an operator's hash and sizes, or a layer's shape.
+    ``anchor``: the arm in every session. ``arms``: the columns' arms that can take part."""
 
     @property
     def operator(self) -> str: ...
@@ -48,24 +48,24 @@ class Row(Protocol):
     def arms(self) -> tuple[str, ...]: ...
 
     def absent(self, arm: str) -> str | None:
-        """Why an arm cannot take part, as far as is known without trying."""
+        """Why an arm cannot take part, as far as is known without a trial."""
 
     def made_of(self, arm: str) -> list[Contender]:
-        """The accepted kernels that are this arm; none of a library's."""
+        """The accepted kernels behind this arm; none for a library's."""
 
     def note(self, arm: str) -> str:
-        """What a reader has to know of it."""
+        """A remark on the arm, for a reader."""
 
     def least(self, ceilings: Mapping[str, float]) -> float:
         """Seconds that no kernel can beat under these ceilings (``comparison.interleaved.machine``)."""
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
-        """A sitting of these arms, for a worker."""
+        """A session of these arms, as a worker's task."""
 
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """``case`` names the sizes: one of the spec's measured cases, or a square."""
+    """One operator; ``case`` names the sizes: one of the spec's measured cases, or a square."""
 
     spec: Spec
     case: str
@@ -87,7 +87,7 @@ class OperatorRow:
 
     @cached_property
     def quack(self) -> QuackTuned | None:
-        """What QuACK's arms were tuned to here before."""
+        """The schedules that QuACK's arms were tuned to before, at these sizes."""
         return quack_tunings.quack(self.spec).get(self.case)
 
     def absent(self, arm: str) -> str | None:
@@ -103,7 +103,7 @@ class OperatorRow:
         return competitors.note(self.spec, arm)
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """The roofline of the program that a model wrote for this operator."""
+        """The roofline of the operator's program by a model."""
         program = kernels.written(self.spec)
         return roofline(program, self.sizes, kernels.machine(ceilings)).seconds
 
@@ -113,7 +113,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A LLaMA-style layer of a width's (``case``), forward alone or with its backward."""
+    """A LLaMA-style layer of a width (``case``), forward alone or with its backward."""
 
     case: str
     backward: bool
@@ -141,7 +141,7 @@ class LayerRow:
 
     @cached_property
     def contenders(self) -> dict[Any, Contender] | None:
-        """By call; None where a kernel of them has not been accepted."""
+        """Kernels by call; None where one of them has not been accepted."""
         from coda_agent.comparison.layers.runners import calls
 
         found = {}
@@ -159,7 +159,7 @@ class LayerRow:
         return None if arm in VARIANTS else "no layer of it"
 
     def _outdated(self) -> str | None:
-        """Of the first such kernel: others say the same."""
+        """Why the first outdated kernel is outdated: the others have the same reason."""
         from coda_agent.comparison.layers.runners import calls
 
         for call in calls(self.shape, backward=self.backward).values():
@@ -179,7 +179,7 @@ class LayerRow:
         }.get(arm, "")
 
     def least(self, ceilings: Mapping[str, float]) -> float:
-        """What the products and attention take of the tensor cores, and as much twice again backward."""
+        """The tensor cores' time for products and attention, and twice that again for a backward."""
         s = self.shape
         products = 2 * s.tokens * s.width * (4 * s.width + 3 * s.ffn)
         attention = 2 * s.sequences * s.length**2 * s.width  # causal: half of two products
@@ -192,9 +192,9 @@ class LayerRow:
 
 
 def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
-    """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` else too, or
-    the few of ``quick``; of these ``only`` some operators, or some cases. ResultsError where nothing is left.
-    """
+    """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds all other
+    rows, ``quick`` takes a few. ``only`` and ``cases`` narrow these down. Raises ResultsError where nothing
+    is left."""
     names = list(QUICK) if quick else [n for group in GROUPS.values() for n in group] if everything else TEN
     there = sorted(path.stem for path in SPECS.glob("*.yaml"))
     unknown = sorted(set(only) - {*there, FORWARD, BOTH})
@@ -219,7 +219,8 @@ def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, q
 
 
 def _usual(row: Row) -> bool:
-    """Of RMSNorm's backward also the (d, d) weights that the paper's claim is about."""
+    """Whether a row belongs to the usual table; RMSNorm's backward also has the (d, d) weights of the paper's
+    claim."""
     squares = SQUARE_WEIGHTS if row.operator == RMSNORM_BACKWARD else ()
     return row.case in (*WIDTHS, *map(_square, SQUARES), *squares)
 
@@ -239,7 +240,8 @@ def _square(n: int) -> str:
 
 
 def square(operator: str, n: int) -> dict[str, int]:
-    """The sizes at which an operator's product has M = N = K = ``n``; of the three that the paper has so."""
+    """The sizes at which an operator's product has M = N = K = ``n``, for the three operators that the paper
+    measures so."""
     return {
         "gemm_residual_partial_rmsnorm": {"M": n, "K": n, "N": n},
         "gemm_rope": {"M": n, "K": n, "H": n // (2 * PAIRS), "P": PAIRS},

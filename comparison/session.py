@@ -24,8 +24,8 @@ FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class Seats:
-    """Who is to take turns at which sizes, the anchor among them; ``kernels`` by arm. ``quack``: what QuACK's
-    arms were tuned to there before."""
+    """A session's request: arms and sizes, the anchor included. ``kernels`` by arm; ``quack``: known
+    schedules of QuACK's arms."""
 
     spec: Spec
     sizes: Mapping[str, int]
@@ -60,7 +60,7 @@ class Seats:
 
 
 def sit(seats: Seats) -> dict[str, Any]:
-    """An operator at one case's sizes, every arm on the same inputs: see ``contest``."""
+    """Measure one operator at one case's sizes, every arm on the same inputs; see ``contest``."""
     return contest(partial(_Operator, seats), seats.arms, ANCHOR, seats.rounds)
 
 
@@ -86,7 +86,7 @@ class _Operator(Stage):
         return self._prepared(arm, self.sets[turn]).call
 
     def _kept(self, name: str, exact: Tensor) -> Tensor:
-        """The truth of an output that has few bits is as good in fp32: of a 70B model's logits it is 8 GB."""
+        """An output's truth; fp32 suffices for outputs of few bits, since a 70B model's logits take 8 GB."""
         return exact.float() if self.seats.spec.outputs[name].dtype in FEW_BITS else exact
 
     def forget_truth(self) -> None:
@@ -111,7 +111,7 @@ class _Operator(Stage):
 
 
 def prepare(arm: str, seats: Seats, inputs: Mapping[str, Tensor]) -> Prepared:
-    """A column's arm on one set of inputs. Whatever its library raises."""
+    """A column's arm on one set of inputs. Raises whatever its library raises."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 

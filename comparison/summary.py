@@ -1,4 +1,4 @@
-"""What a comparison comes to: each operator against another column, and the paper's claims beside it.
+"""The summary of a comparison: each operator against another column, and the paper's claims.
 
 A ratio is a column's time over the LLM's kernel's: above 1 that kernel is faster.
 """
@@ -21,13 +21,13 @@ from coda_agent.verifier.statistics import Interval
 
 TEN = GROUPS["CODA's ten"]
 SWIGLU_BACKWARD = "gemm_swiglu_bwd"
-WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # layers, which are told apart from operators
+WHOLE = (LAYER_FORWARD, LAYER_BOTH)  # whole layers
 FORWARD = tuple(name for name in TEN if name not in (SWIGLU_BACKWARD, RMSNORM_BACKWARD))
-RIVALS = (HUMAN, COMPILE, UPSTREAM)  # whom the summary is against, in its order
+RIVALS = (HUMAN, COMPILE, UPSTREAM)  # the columns of the summary, in its order
 OPERATORS, LAYERS = "all operators", "all layers"
-FEWEST = 2  # processes that decide: one tells nothing of how processes differ
-ALONE, DOUBTED = "‡", "§"  # behind what rests on one process, and on a time that cannot be
-BELOW = 0.05  # of the roofline: what ceilings that were measured may leave
+FEWEST = 2  # processes that decide: one tells nothing about how processes differ
+ALONE, DOUBTED = "‡", "§"  # marks of a ratio from one process, and of an impossible time
+BELOW = 0.05  # share of the roofline that measured ceilings may miss
 NOTHING = "Nothing has been measured yet."
 _PLACES = {name: place for place, name in enumerate(name for names in GROUPS.values() for name in names)}
 
@@ -38,7 +38,7 @@ OUTCOMES: tuple[Outcome, ...] = ("win", "tie", "loss", "undecided")
 
 
 class Kind(NamedTuple):
-    """Operators of a column that are summed together: by ``name`` in a table, as ``told`` in a sentence."""
+    """A column's operators that are summed together: ``name`` in a table, ``told`` in a sentence."""
 
     name: str
     told: str
@@ -46,8 +46,8 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """A column of people's kernels that are not all its ``own``. The ``other`` ones: of ``which`` operators
-    they are, and what they are, as said under a chart (``drawn``)."""
+    """A column of people's kernels, of which some are its ``own`` and the ``other`` ones, those of ``which``
+    operators, are not; ``drawn`` is the chart's description of them."""
 
     own: Kind
     other: Kind
@@ -75,7 +75,8 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row's ratio, and how many ``processes`` it rests on; ``doubted`` where either time cannot be."""
+    """One row's ratio and the number of ``processes`` behind it; ``doubted`` where either time is impossible.
+    """
 
     case: str
     ratio: Interval
@@ -88,7 +89,7 @@ class Row:
         """None where the cell has no ratio."""
         if cell.against is None:
             return None
-        own = cell.milliseconds / cell.against.estimate  # the LLM's, whose column may not be shown
+        own = cell.milliseconds / cell.against.estimate  # the LLM's time, whose column may not be shown
         doubted = below(line, cell) or own < line.roofline * (1 - BELOW)
         return cls(line.case, cell.against, cell.anchored, cell.processes, doubted)
 
@@ -102,7 +103,8 @@ class Row:
 
     @property
     def outcome(self) -> Outcome:
-        """A win or a loss of the LLM's kernel only where the whole interval says so, of several processes."""
+        """A win or a loss of the LLM's kernel only where the whole interval says so, over several processes.
+        """
         if self.undecided:
             return "undecided"
         return "win" if self.ratio.low > 1 else "loss" if self.ratio.high < 1 else "tie"
@@ -110,7 +112,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tally:
-    """Rows together, of one operator or of more: the geometric mean of their ratios."""
+    """Rows of one operator or more, with the geometric mean of their ratios."""
 
     name: str
     rows: tuple[Row, ...]
@@ -134,7 +136,7 @@ class Tally:
 
     @property
     def average(self) -> str:
-        """The mean as it is shown: without an interval where a row's would claim more than it may."""
+        """The mean as shown, without an interval where a row's interval would claim too much."""
         marks = doubts(self.rows)
         return f"{self.mean.estimate:.3f} {marks}" if marks else shown(self.mean)
 
@@ -144,19 +146,19 @@ class Tally:
 
 @dataclass(frozen=True)
 class Summary:
-    """The LLM's kernels against a column, by operator; none where no row has both."""
+    """The LLM's kernels against a column, by operator; empty where no row has both."""
 
     column: str
     operators: tuple[Tally, ...]
 
     @property
     def totals(self) -> tuple[Tally, ...]:
-        """All operators, and apart from them all whole layers; each only where there are such."""
+        """All operators and, apart from them, all whole layers; each only where there are any."""
         return self._together({OPERATORS: lambda name: name not in WHOLE, LAYERS: lambda name: name in WHOLE})
 
     @property
     def kinds(self) -> tuple[Tally, ...]:
-        """Of a column in ``SHARED``: what is its own, and what is not; each only where there is such."""
+        """For a column in ``SHARED``, its own kernels and the others; each only where there are any."""
         if not (shared := SHARED.get(self.column)):
             return ()
         own, other, which = shared.own.name, shared.other.name, shared.which
@@ -179,7 +181,7 @@ class Summary:
         return f"Against {self.column} the LLM's kernels have {told}. {rule}."
 
     def _of_kind(self, tally: Tally) -> str:
-        """With whose the kernels are; which operators' are not a column's own is said."""
+        """A tally with a word on whose kernels these are."""
         shared = SHARED[self.column]
         if tally.name == shared.own.name:
             return f"{tally} {shared.own.told}"
@@ -188,8 +190,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Claim:
-    """What is said of CODA's kernels: in the rows of these operators, and of these ``cases`` where any are
-    named, the ratio to this column lies from low to high."""
+    """A published claim: in these operators' rows (and ``cases``, where any are named), the ratio to this
+    column lies from low to high."""
 
     what: str
     operators: tuple[str, ...]
@@ -229,7 +231,7 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim, and the rows that it is about as they were measured here."""
+    """A claim and its rows as measured here."""
 
     claim: Claim
     rows: tuple[Row, ...]
@@ -244,7 +246,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """How many rows lie within the claim, or beyond it with their whole interval; or are undecided."""
+        """The number of rows within the claim, below or above it by their whole interval, and undecided."""
         claim, decided = self.claim, [row.ratio for row in self.rows if not row.undecided]
         below = sum(ratio.high < claim.low for ratio in decided)
         above = sum(ratio.low > claim.high for ratio in decided)
@@ -287,12 +289,13 @@ def findings(lines: Sequence[Line]) -> list[Finding]:
 
 
 def below(line: Line, cell: Cell) -> bool:
-    """Whether a time is less than the hardware allows. A bare matmul does less than the roofline is of."""
+    """Whether a time is less than the hardware allows. A bare matmul does less work than the roofline counts.
+    """
     return cell.arm != CUBLAS and cell.milliseconds < line.roofline * (1 - BELOW)
 
 
 def doubts(rows: Iterable[Row]) -> str:
-    """The marks of what leaves any of these undecided."""
+    """The marks of whatever leaves any of these rows undecided."""
     rows = list(rows)
     told = {ALONE: any(row.alone for row in rows), DOUBTED: any(row.doubted for row in rows)}
     return "".join(mark for mark, needed in told.items() if needed)
@@ -305,7 +308,8 @@ _WHY = {
 
 
 def shown(ratio: Interval) -> str:
-    """To three places, or to as many as tell an interval that ends short of 1 from one that holds it."""
+    """A ratio to three places, or to as many as tell an interval that ends just short of 1 from one that
+    holds it."""
     ends = [end for end in (ratio.low, ratio.high) if end != 1]
     places = next(n for n in count(3) if all(round(end, n) != 1 for end in ends))
     return f"{ratio.estimate:.{places}f} [{ratio.low:.{places}f}, {ratio.high:.{places}f}]"
@@ -317,8 +321,8 @@ def _all(name: str, tallies: Sequence[Tally]) -> Tally:
 
 
 def together(ratios: Sequence[Interval]) -> Interval:
-    """The geometric mean of ratios whose errors are independent: half-widths, in logarithms, add as squares
-    and are divided by how many there are. Of these ratios, not of those that others would have had."""
+    """The geometric mean of independent ratios: half-widths, in logarithms, add as squares and are divided by
+    the number of ratios."""
 
     def mean(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         low, high = (
@@ -340,7 +344,7 @@ def together(ratios: Sequence[Interval]) -> Interval:
 
 
 def ordered(lines: Iterable[Line]) -> list[Line]:
-    """Operators as in all tables, an unknown one after those; of each the models' widths first."""
+    """Lines in the order of all tables, unknown operators last, the models' widths first."""
     widths = {name: place for place, name in enumerate(WIDTHS)}
     lines = list(lines)
     first = {line.operator: place for place, line in reversed(list(enumerate(lines)))}
@@ -355,7 +359,7 @@ def ordered(lines: Iterable[Line]) -> list[Line]:
 
 
 def measured(results: Results) -> str:
-    """What was measured on what, when; where sittings differ, all that occurs."""
+    """Devices, versions and dates of the results; where sessions differ, all that occur."""
     sittings = standing(results)
     if not sittings:
         return NOTHING

@@ -1,4 +1,4 @@
-"""A comparison in a terminal as it stands while it is measured; in blocks of columns where that is narrow."""
+"""A comparison in a terminal while it is measured, in blocks of columns where the terminal is narrow."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ UNMEASURED = "not measured"
 
 
 def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -> RenderableType:
-    """Milliseconds, bold for the fastest of the columns shown, and, but for the LLM's own, the time over its
-    kernel's: green where that is faster, red where it is slower. Empty cells number their reasons, which
-    stand below; ``doing``: what is measured now, above the table, of which a screen may show the begin alone.
-    """
+    """The table: milliseconds, bold for the fastest column shown, and the ratio to the LLM's kernel, green
+    above 1 and red below. Empty cells number their reasons, which stand below. ``doing`` stands above the
+    table, of which a screen may show only the beginning."""
     found, reasons = ordered(lines(results, columns)), Notes()
     shown = _rows(found)
     parts: list[RenderableType] = [_line(doing, "cyan")] if doing else []
     if shown:
         names = columns_of([line for _, line in shown])
-        # All of them now, by row: what is shown in which block changes no footnote's number.
+        # All cells now, by row, so that the choice of blocks changes no footnote's number.
         cells = [[_cell(name, line, reasons) for name in names] for _, line in shown]
         parts.append(_Blocks(shown, names, cells))
     else:
@@ -50,7 +49,7 @@ def table(results: Results, doing: str = "", columns: Collection[str] = NAMES) -
 
 
 def _rows(found: list[Line]) -> list[tuple[str, Line]]:
-    """Lines beside their operator's name, which goes on from row to row as far as there are any."""
+    """Lines beside their operator's name, which may continue over several rows."""
     rows: list[tuple[str, Line]] = []
     for operator, group in groupby(found, key=lambda line: line.operator):
         names, members = _name(operator), list(group)
@@ -61,7 +60,7 @@ def _rows(found: list[Line]) -> list[tuple[str, Line]]:
 
 
 def _name(operator: str) -> list[str]:
-    """On as many lines as it takes, broken after its words."""
+    """A name on as many lines as it takes, broken between its words."""
     lines = [""]
     for word in re.findall(r"[^_ ]*(?:[_ ]|$)", visible(operator).removeprefix("gemm_")):
         joined = lines[-1] + word
@@ -71,7 +70,7 @@ def _name(operator: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The table, as many columns beside each other as a terminal has room for; ``cells`` by row."""
+    """The table with as many columns side by side as fit; ``cells`` by row."""
 
     rows: Sequence[tuple[str, Line]]
     names: Sequence[str]

@@ -1,4 +1,4 @@
-"""The workers of a comparison's sittings: a fresh one for each, whose imports are done while another sits."""
+"""The workers of a comparison's sessions: a fresh one for each, which imports while another session runs."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from dataclasses import dataclass, field
 from coda_agent.verifier.gpu.worker import Worker
 from coda_agent.verifier.measure import SCORES
 
-READY = 3  # workers of an environment at their imports: these take longer than a sitting that finds caches
+READY = 3  # workers of an environment that import ahead: imports take longer than a session that finds caches
 AHEAD = (*SCORES, "coda_agent.comparison.competitors.ahead")
-# Of what is in the environment of CODA's own package, too: the oracle needs dynamo. Not QuACK, which reads
-# where its caches are when it is imported.
+# Imports for the environment of CODA's own package: the oracle needs dynamo. QuACK is left out, since it
+# reads the place of its caches at import.
 APART_AHEAD = ("coda_agent.comparison.session", "torch._inductor.compile_fx", "cutlass")
 
 
 @dataclass
 class Workers:
-    """A fresh one for each sitting: another's memory would be missed. While one sits, the first READY of each
-    environment that are ``coming`` (sittings by environment; None is this one) do their imports."""
+    """A fresh worker for each session, since another's memory would be missing. The first READY of each
+    environment in ``coming`` (None is this one) import while a session runs."""
 
     coming: Sequence[str | None] = ()
     ahead: dict[str | None, list[Worker]] = field(default_factory=dict)
 
     def take(self, python: str | None) -> Worker:
-        """One whose imports are done, where there is; others begin theirs."""
+        """A worker whose imports are done, if there is one; others begin theirs."""
         ready = self.ahead.get(python)
         taken = ready.pop(0) if ready else _started(python)
         self.begin()
         return taken
 
     def bare(self) -> Worker:
-        """One without imports, which to ask after the GPU takes none of."""
+        """A worker without imports, which questions about the GPU do not need."""
         return Worker()
 
     def begin(self) -> None:
-        """Start those that are coming and not ahead yet."""
+        """Start the next workers that are not running."""
         for python, wanted in Counter(self.coming).items():
             ready = self.ahead.setdefault(python, [])
             ready += [_started(python) for _ in range(min(wanted, READY) - len(ready))]
 
     def close(self) -> None:
-        """End those that nobody took."""
+        """End the workers that nobody took."""
         for worker in itertools.chain(*self.ahead.values()):
             worker.close()
 

@@ -1,7 +1,8 @@
-"""Who else computes a spec's outputs: the columns of the comparison, each installed as itself, at its best.
+"""The columns of the comparison: other ways to compute a spec's outputs, each installed as itself, at its
+best.
 
-A column has one or more arms, ways to call the same library, of which the fastest stands in a cell.
-Importing this module imports nothing heavy.
+A column has one or more arms, ways to call the same library; the fastest stands in a cell. Importing this
+module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from coda_agent.verifier.spec.model import Spec
 
 TORCH, COMPILE, EAGER, EAGER_APART = "torch", "torch.compile", "eager", "eager, halves apart"
 APART, APART_AUTOTUNE = "torch.compile, halves apart", "torch.compile max-autotune, halves apart"
-LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second of layers only
+LIGER, LIGER_APART = "Liger", "Liger, q, k and v apart"  # the second for layers only
 FLASHINFER, UPSTREAM = "FlashInfer", "upstream CODA"
 HUMAN, LLM, MATMUL, ROOFLINE = "human", "LLM", "matmul", "roofline"
 PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms
@@ -25,8 +26,8 @@ PROGRAM, EDITED = "LLM", "LLM, edited CuTeDSL"  # arms
 
 @dataclass(frozen=True)
 class Column:
-    """``what`` it is, for a legend. ``packages``: the distributions that its arms are. ``revision``: raised
-    with a change of how they are called here, which makes what was measured of them stale."""
+    """A column; ``what`` describes it in a legend. ``packages``: its arms' distributions. ``revision``:
+    raised when the way to call them changes, which makes their old figures stale."""
 
     name: str
     what: str
@@ -70,14 +71,14 @@ COLUMNS = (
     ),
     Column(MATMUL, "cuBLAS's bare matmuls", (CUBLAS,), ("torch",)),
 )
-ANCHOR = CUBLAS  # in every sitting
-AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # what --quick leaves out
+ANCHOR = CUBLAS  # in every session
+AUTOTUNED = (MAX_AUTOTUNE, APART_AUTOTUNE, OUR_SEARCH)  # arms that --quick leaves out
 COMPOSED = "composed by us from QuACK's operators, whose library has no such kernel"
 LIBRARIES = (EAGER_APART, APART, APART_AUTOTUNE, LIGER, FLASHINFER, UPSTREAM)  # arms that have entries
 
 
 def entries(arm: str) -> Mapping[str, Entry]:
-    """What one of ``LIBRARIES`` has, by spec."""
+    """The entries of one of ``LIBRARIES``, by spec."""
     from coda_agent.comparison.competitors import apart, flashinfer, liger, upstream
 
     if arm == EAGER_APART:
@@ -88,7 +89,7 @@ def entries(arm: str) -> Mapping[str, Entry]:
 
 
 def composed(spec: str) -> bool:
-    """Whether QuACK's kernel for this spec is ours, made of its operators, and not its library's own."""
+    """Whether QuACK's kernel for this spec is composed by us from its operators, not its library's own."""
     return spec in LIBRARY and LIBRARY[spec].kind == "composed"
 
 
@@ -100,14 +101,14 @@ def helped(spec: str) -> bool:
 
 
 def note(spec: Spec, arm: str) -> str:
-    """What a reader has to know of an arm's way to compute a spec; empty where nothing."""
+    """A remark on how an arm computes a spec, or ""."""
     if arm in LIBRARY_ARMS:
         return COMPOSED if composed(spec.name) else ""
     return entries(arm)[spec.name].note if arm in LIBRARIES else ""
 
 
 def absent(spec: Spec, arm: str) -> str | None:
-    """Why an arm cannot compute a spec, wherever it is tried; None where it can, or nothing is known."""
+    """Why an arm cannot compute a spec anywhere; None where it can, or nothing is known."""
     from coda_agent.comparison.competitors import flashinfer, liger, upstream
 
     if arm in LIBRARY_ARMS and not admitted(spec, [arm]):

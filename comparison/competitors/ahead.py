@@ -1,6 +1,6 @@
-"""Imported by a comparison's worker while the one before it sits: what would take a library's arm seconds.
+"""Slow imports of the libraries' arms, which a worker makes while the session before it runs.
 
-A library that is missing, or does not load, is told of by its arm when it sits.
+A library that is missing or does not load is reported by its arm.
 """
 
 from contextlib import suppress

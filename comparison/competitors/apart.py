@@ -1,8 +1,8 @@
-"""PyTorch, compiled and eager, at its best layout: formulations whose halves (gate and up, the two sides of a
+"""PyTorch, compiled and eager, at its best layout: the halves of a pair (gate and up, the sides of a
 rotation) lie apart, each contiguous, where the specs interleave them.
 
-A user of PyTorch has no reason to interleave them, so this is the layout to compare with.
-Importing this module imports nothing heavy.
+A user of PyTorch has no reason to interleave, so this is the layout to compare with. Importing this module
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 def rows_apart(w: Tensor) -> Tensor:
-    """A weight [2F, D] of interleaved rows with all first ones before all second ones; contiguous."""
+    """A weight [2F, D] of interleaved rows, with all first rows before all second ones; contiguous."""
     import torch
 
     return torch.cat((w[0::2], w[1::2]))
 
 
 def columns_apart(z: Tensor) -> Tensor:
-    """[M, 2F] of interleaved columns with all first ones before all second ones; contiguous."""
+    """[M, 2F] of interleaved columns, with all first columns before all second ones; contiguous."""
     return z.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1).contiguous()
 
 
 def columns_together(z: Tensor) -> Tensor:
-    """``columns_apart`` undone."""
+    """The inverse of ``columns_apart``."""
     return z.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
 
 
 def heads_apart(w: Tensor, pairs: int) -> Tensor:
-    """A weight or vector whose first dim is heads of adjacent pairs, each head's first halves before its
+    """A weight or vector whose first dim is heads of adjacent pairs, with each head's first halves before its
     second; contiguous."""
     return w.unflatten(0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def heads_together(q: Tensor, pairs: int) -> Tensor:
-    """[M, 2*H*P] of heads with halves apart, as adjacent pairs."""
+    """[M, 2*H*P] of heads with halves apart, back as adjacent pairs."""
     return q.unflatten(1, (-1, 2, pairs)).transpose(2, 3).flatten(1)
 
 
 def tables(g: Given) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a case's rows, [M, P] each and contiguous, fp32: its own, or of its positions."""
+    """Cosines and sines of a case's rows, each [M, P], contiguous, fp32: given, or computed from positions.
+    """
     if (table := g.inputs.get("cos_sin")) is not None:
         return table[:, 0::2].float().contiguous(), table[:, 1::2].float().contiguous()
     angle = g.inputs["positions"].double()[:, None] * g.inputs["inv_freq"].double()
@@ -63,17 +64,17 @@ def tables(g: Given) -> tuple[Tensor, Tensor]:
 
 
 def scale_into(x: Tensor, rstd: Tensor, out: Tensor) -> None:
-    """x [M, K] with its rows scaled by rstd, fp32 [M]."""
+    """Write x [M, K] with its rows scaled by rstd, fp32 [M]."""
     out.copy_(x * rstd[:, None])
 
 
-SCALED = "PyTorch scales x's rows first, one compiled pass"  # what a note says of ``scaled_rows``
+SCALED = "PyTorch scales x's rows first, one compiled pass"  # the note on ``scaled_rows``
 
 
 def scaled_rows(g: Given) -> tuple[Tensor, Callable[[], object]]:
-    """The operand x of a case's product, and what a call does first to have it: where the case has rstd, one
-    compiled pass that scales x's rows into a buffer, else nothing. Eager PyTorch casts value by value where
-    dtypes are mixed, and has two passes else."""
+    """The operand x of a case's product, and the pass that a call makes first: where the case has rstd, one
+    compiled pass that scales x's rows into a buffer, else nothing. Eager PyTorch would cast mixed dtypes
+    value by value, or take two passes."""
     import torch
 
     x, rstd = g.inputs["x"], g.inputs.get("rstd")
@@ -201,7 +202,7 @@ def _read_rope(g: Given, found: Several) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class Formulation:
     """``step`` takes the tensors that ``arrange`` makes outside the clock, and the spec's ``constants`` by
-    name; it gives what ``read`` names."""
+    name; ``read`` names its results."""
 
     step: Callable[..., Several]
     arrange: Callable[[Given], Several]
@@ -245,12 +246,12 @@ def entry(mode: str, backend: str = "inductor") -> dict[str, Entry]:
 
 
 def eager() -> dict[str, Entry]:
-    """The formulations as PyTorch runs them without a compiler, by spec."""
+    """The formulations in eager PyTorch, by spec."""
     return _entries(lambda name, sizes: FORMULATIONS[name].step)
 
 
 def _entries(made: Callable[[str, Sizes], Callable[..., Several]]) -> dict[str, Entry]:
-    """``made``: of a formulation's name and a case's sizes, what is to be called."""
+    """``made``: from a formulation's name and a case's sizes, the function to call."""
     return {name: Entry(partial(_build, made, name), f.note) for name, f in FORMULATIONS.items()}
 
 
@@ -265,6 +266,6 @@ def _build(made: Callable[[str, Sizes], Callable[..., Several]], name: str, g: G
 
 @cache
 def _compiled(mode: str, backend: str, name: str, sizes: Sizes) -> Callable[..., Several]:
-    """One for all sets of inputs of a case."""
+    """One compiled function for all sets of inputs of a case."""
     compiled: Callable[..., Several] = under_compile(FORMULATIONS[name].step, mode, backend)
     return compiled

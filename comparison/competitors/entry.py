@@ -1,7 +1,4 @@
-"""How one library computes one spec: what every file of this package is made of.
-
-Importing this module imports nothing heavy.
-"""
+"""An entry: how one library computes one spec. Importing this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,10 +15,13 @@ __all__ = ["Entry", "Given", "Prepared", "followed", "multiplied"]
 
 
 class Prepared(NamedTuple):
-    """``call`` launches all work of one call on the current CUDA stream, and does not wait for it. ``read``
-    takes what a call gave and gives outputs of the spec by name, in the spec's layout, as far as the
-    library has them: outside the clock. ``arranged``: operands in the library's own layout, made outside the
-    clock, which a user would keep in place of the spec's: no memory that a call holds."""
+    """A prepared arm.
+
+    ``call`` launches all work of one call on the current CUDA stream and does not wait for it. ``read`` turns
+    its result into the spec's outputs by name, as far as the library has them, outside the clock.
+    ``arranged``: operands in the library's own layout, made outside the clock; a user would keep them in
+    place of the spec's, so no call is charged with them.
+    """
 
     call: Callable[[], Any]
     read: Callable[[Any], dict[str, Tensor]]
@@ -35,8 +35,8 @@ class Prepared(NamedTuple):
 def followed(
     first: Prepared, w: Tensor, rows: int, name: str, multiply: Callable[[Tensor, Tensor, Tensor], Any]
 ) -> Prepared:
-    """``first``, and a product more: ``multiply(a, w.mT, out)`` of the [rows, K] that it gives second and w
-    [N, K], an output of this name."""
+    """``first``, then one more product: ``multiply(a, w.mT, out)`` with the [rows, K] that ``first`` gives
+    second and w [N, K]; its output has this name."""
     out = w.new_empty(rows, w.shape[0])
 
     def call() -> Any:
@@ -56,8 +56,8 @@ def multiplied(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """``note``: what is prepared outside the clock, what PyTorch adds to the library's operators, and what
-    is given in place of an output; for a reader of the table."""
+    """One library's way to compute one spec. ``note`` tells a reader what is prepared outside the clock, what
+    PyTorch adds, and what replaces an output."""
 
     build: Callable[[Given], Prepared]
     note: str = ""

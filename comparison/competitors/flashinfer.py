@@ -1,7 +1,7 @@
-"""How flashinfer-python computes our specs: its norms, activations and rotary embedding after PyTorch's
-products, into buffers made beforehand. It is a library for inference: it keeps no rstd.
+"""flashinfer-python on our specs: its norms, activations and rotary embedding after PyTorch's products, into
+buffers made beforehand.
 
-Importing this module imports nothing heavy.
+It is a library for inference: it keeps no rstd. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _swiglu_mlp(g: Given) -> Prepared:
 
 def _added(g: Given, w: Tensor) -> Prepared:
     """A projection with its residual, and RMSNorm: a call gives (h, the normalised stream). The kernel adds
-    to the stream in place, as a model has it: it has one of its own, which grows from call to call."""
+    to the stream in place, so this arm has a stream of its own, which grows from call to call."""
     import torch
     from flashinfer.norm import fused_add_rmsnorm
 
@@ -71,7 +71,7 @@ def _added(g: Given, w: Tensor) -> Prepared:
 
 
 def _afresh(g: Given, prepared: Prepared) -> Prepared:
-    """Read of a call more, on the stream as it was given: every call before has added to it."""
+    """Read one more call on the original stream, since every earlier call has added to it."""
 
     def read(found: Any) -> dict[str, Tensor]:
         found[0].copy_(g.inputs["x"])
@@ -94,7 +94,7 @@ def _residual_rmsnorm_gemm(g: Given) -> Prepared:
 
 def _turned(g: Given, *, normed: bool) -> Prepared:
     """One product of all heads, each normed where wanted, rotated in place. The kernel wants queries and
-    keys: they are the first and the last half of the heads, as views of one buffer."""
+    keys: the two halves of the heads, as views of one buffer."""
     import torch
     from flashinfer.norm import rmsnorm
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace

@@ -1,8 +1,8 @@
-"""How liger-kernel computes our specs: its kernels around PyTorch's products, called by the functions behind
-its autograd classes, so that no graph is kept.
+"""liger-kernel on our specs: its kernels around PyTorch's products, called through the functions behind its
+autograd classes, so that no graph is kept.
 
-Products go into buffers made beforehand; what Liger allocates within a call is its own. Norms cast as its
-"gemma" mode does: all in fp32, rounded once. Importing this module imports nothing heavy.
+Products go into buffers made beforehand; Liger's own allocations stay its own. Norms cast as its "gemma" mode
+does: all in fp32, rounded once. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _residual_rmsnorm_bwd(g: Given) -> Prepared:
 
 def _in_two(g: Given) -> tuple[list[Tensor], list[Tensor]]:
     """Weights of query and key heads with halves apart, and buffers for their products: the kernel wants
-    both, each contiguous. It pads either to a power of two, so the queries are one."""
+    both, each contiguous. It pads either to a power of two, so the queries have one head count that is."""
     pairs, heads = g.sizes["P"], g.sizes["H"]
     queries = 1 << (heads - 1).bit_length() - 1
     w, x = heads_apart(g.inputs["w"], pairs), g.inputs["x"]
@@ -279,7 +279,7 @@ def _cross_entropy(g: Given) -> Prepared:
         HAS_WEIGHT=False,
         HAS_SOFTCAPPING=False,
         HAS_GRADIENTS=False,
-        num_warps=32,  # what cross_entropy_forward takes on Hopper
+        num_warps=32,  # the value that cross_entropy_forward uses on Hopper
     )
 
     def call() -> Any:

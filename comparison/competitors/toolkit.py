@@ -1,5 +1,5 @@
-"""What a library that builds its kernels on the spot needs to find: a CUDA toolkit that is whole, and the
-driver's library to link with. Importing this module imports nothing heavy."""
+"""A complete CUDA toolkit and the driver's library, for libraries that build their kernels at run time.
+Importing this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ BUILD = "Ninja build failed"
 
 @cache
 def prepare() -> None:
-    """Once, before FlashInfer is imported: it takes the folder above the first nvcc for the toolkit, which
-    one that merely calls another's is not, and asks the linker for a libcuda.so that may be elsewhere."""
+    """Prepare the environment before FlashInfer's import. FlashInfer takes the folder above the first nvcc
+    for the toolkit, which is wrong for a wrapper, and asks the linker for a libcuda.so that may be elsewhere.
+    """
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    # Its ninja is a package's, in an environment that may not be active.
+    # ninja comes with a package, in an environment that may not be active.
     os.environ["PATH"] = os.pathsep.join(
         [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
     )
@@ -39,7 +40,7 @@ def prepare() -> None:
 
 
 def installed(root: Path) -> list[Path]:
-    """The toolkits there, the newest first; one without a number in its name is the last."""
+    """The toolkits in a folder, newest first; one without a number in its name comes last."""
 
     def number(path: Path) -> list[int]:
         return [int(digits) for digits in re.findall(r"\d+", path.name)]
@@ -48,14 +49,14 @@ def installed(root: Path) -> list[Path]:
 
 
 def toolkit(candidates: Iterable[Path]) -> Path | None:
-    """The first that has a compiler and a runtime to link with."""
+    """The first toolkit with a compiler and a runtime to link with."""
     wanted = ("bin/nvcc", "lib64/libcudart.so")
     return next((home for home in candidates if all((home / each).exists() for each in wanted)), None)
 
 
 def library(folders: Iterable[Path], own: Path) -> Path | None:
-    """A folder with libcuda.so: the first that has it, else ``own``, made here, where the driver has left no
-    more than libcuda.so.1."""
+    """A folder with libcuda.so: the first that has it, else ``own``, made here, where the driver left only
+    libcuda.so.1."""
     folders = list(folders)
     for folder in folders:
         if (folder / "libcuda.so").exists():
@@ -71,7 +72,7 @@ def library(folders: Iterable[Path], own: Path) -> Path | None:
 
 
 def last_words(said: str) -> str:
-    """The end of what a build said, in one line: its errors come last, after every command that it ran."""
+    """The end of a build's output, in one line: errors come last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith("ninja: build stopped")] or lines
     while len(" | ".join(told)) > WORDS and len(told) > 1:

@@ -1,10 +1,10 @@
-"""What CODA's own package needs of its process before it is imported: the versions that it pins, its tuner's
-choices kept on disk, and races that are shorter and never silent.
+"""Prepare a process for CODA's own package: check the versions that it pins, keep its tuner's choices on
+disk, and make its races shorter and audible.
 
-The package tunes with QuACK's autotuner: up to 76 schedules, each called 254 times at least, in every
-process anew: more than half an hour, and minutes without a word. Here all are timed by few calls, and the
-fastest few again by its own race. Few calls alone choose badly: between them compilers are waited for, and
-what comes after a pause runs at a cool GPU's clock. Importing this module imports nothing heavy.
+The package tunes with QuACK's autotuner: up to 76 schedules, each called at least 254 times, in every process
+again: more than half an hour, with minutes of silence. Here all schedules are timed by few calls, and the
+fastest few again by the tuner's own race. Few calls alone choose badly: compilers run between them, and a
+call after a pause runs at a cool GPU's clock. Importing this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from coda_agent.primitives.system.workers import count as cores
 from coda_agent.verifier.gpu.worker import report
 
 PINNED = {"quack-kernels": "0.6.1", "nvidia-cutlass-dsl": "4.6.0"}
-WARM, TIMED = 10, 20  # calls of a schedule, at most: QuACK's own are 54 at least, and 200
-SHORT, FEWEST = 100.0, 4  # milliseconds of timed calls that are enough, and the fewest calls
+WARM, TIMED = 10, 20  # calls of a schedule, at most; QuACK has at least 54, and 200
+SHORT, FEWEST = 100.0, 4  # milliseconds of timed calls that suffice, and the fewest calls
 OWN = 254  # calls of its own race
-FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0  # in the final: at most, at least, milliseconds that it may take
+# schedules in the final, at most and at least, and the milliseconds that it may take
+FINALISTS, LEAST, LONGEST = 8, 3, 20_000.0
 GATE = "tuning"
-SECONDS = 10.0  # between words while nothing but compilers work
+SECONDS = 10.0  # between reports while only compilers work
 
 
 @cache
 def prepare() -> None:
-    """Once, before the package is imported. RuntimeError where the environment is not its own."""
+    """Prepare the process before the package's import. RuntimeError where the environment is another."""
     check()
     os.environ |= {
-        "QUACK_CACHE_AUTOTUNING": "1",  # the package says no where QuACK's default is yes
+        "QUACK_CACHE_AUTOTUNING": "1",  # the package disables what QuACK enables by default
         "QUACK_CACHE_DIR": str(kept()),
         "QUACK_COMPILE_WORKERS": str(cores()),
     }
@@ -47,7 +48,7 @@ def prepare() -> None:
 
 
 def check() -> None:
-    """RuntimeError unless this process finds the versions that the package pins."""
+    """Raise RuntimeError unless this process has the versions that the package pins."""
     for package, wanted in PINNED.items():
         try:
             found = version(package)
@@ -61,7 +62,7 @@ def check() -> None:
 
 
 def kept() -> Path:
-    """Where compiled kernels and choices are kept: QuACK's keys name no GPU, and not how it raced."""
+    """The folder of compiled kernels and choices: QuACK's keys name neither the GPU nor the way to race."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "no-gpu"
@@ -69,8 +70,8 @@ def kept() -> Path:
 
 
 def shorten(autotuner: Any, pool: Any) -> None:
-    """QuACK's modules ``autotuner`` and ``cache.async_compile``: fewer calls but for a final of the fastest,
-    and a word for each race."""
+    """Patch QuACK's modules ``autotuner`` and ``cache.async_compile``: fewer calls except in a final of the
+    fastest, and a report for each race."""
     kind, own = autotuner.Autotuner, autotuner._bench_cuda_graph_l2_rotate
     autotuner._bench_cuda_graph_l2_rotate = raced
     kind._bench = _announced(kind._bench, count(1))
@@ -86,8 +87,8 @@ def raced(
     extra_kwargs: Mapping[str, Any],
     quantiles: Sequence[float] | None = None,
 ) -> float | list[float]:
-    """Milliseconds a call, as QuACK's own function of this name takes them (one replay of a CUDA graph that
-    goes round the sets of inputs), of WARM and about TIMED calls; of long ones fewer."""
+    """Milliseconds a call, with the arguments of QuACK's function of this name (one replay of a CUDA graph
+    that cycles through the sets of inputs), over WARM and about TIMED calls; fewer for long ones."""
     import torch
 
     sets = list(zip(arg_sets, kwarg_sets, strict=True))
@@ -105,10 +106,10 @@ def raced(
         torch.cuda.synchronize()
         return float(start.elapsed_time(end))
 
-    run(1)  # that launches, loads and may be slower
+    run(1)  # it launches, loads, and may be slower
     torch.cuda.synchronize()
     enough = max(FEWEST, math.ceil(SHORT / max(timed(partial(run, 1)), SHORT / TIMED)))
-    calls = max(1, enough // len(sets)) * len(sets)  # each set as often as another
+    calls = max(1, enough // len(sets)) * len(sets)  # each set equally often
     run(WARM * enough // TIMED)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -120,7 +121,7 @@ def raced(
 
 
 def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What a tuner is called with, as long as the call lasts: its final wants inputs, too."""
+    """Remember the tuner's arguments for the length of the call: its final needs inputs too."""
 
     def remembered(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         tuner.given = args, kwargs
@@ -133,7 +134,7 @@ def _remembered(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Where a choice would be kept on disk: a final before it. ``own``: the tuner's own race."""
+    """Run a final before a choice is kept on disk. ``own``: the tuner's own race."""
 
     def decided(tuner: Any, key: Any, configs: Any, race: Callable[[], None]) -> Any:
         def all_of_it() -> None:
@@ -146,7 +147,7 @@ def _decided(check: Callable[..., Any], autotuner: Any, own: Callable[..., Any])
 
 
 def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> None:
-    """The fastest few by the tuner's own race, one after the other: its choice is the fastest of these."""
+    """Race the fastest few by the tuner's own race, one after the other; the fastest becomes its choice."""
     args, kwargs = tuner.given
     timings = {c: times[0] for c, times in tuner.configs_timings.items() if math.isfinite(times[0])}
     ranked = sorted(timings, key=timings.__getitem__)
@@ -156,7 +157,7 @@ def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> Non
     finalists = ranked[: min(FINALISTS, max(LEAST, many))]
     try:
         sets = autotuner._clone_l2_rotate_inputs(args, kwargs, autotuner._pick_l2_rotate_count(args, kwargs))
-    except (RuntimeError, MemoryError):  # no room for them, as QuACK's race may find: its choice stands
+    except (RuntimeError, MemoryError):  # no memory for them, as in QuACK's own race: the choice stands
         return
     autotuner._bench_cuda_graph_l2_rotate = own
     tuner._l2_cold_arg_sets, tuner._l2_cold_kwarg_sets = sets
@@ -170,7 +171,7 @@ def _final(tuner: Any, key: Any, autotuner: Any, own: Callable[..., Any]) -> Non
 
 
 def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[..., Any]:
-    """A schedule that is not compiled yet is tried again, and announced again."""
+    """Announce each race. A schedule that is not compiled yet is tried, and announced, again."""
 
     def announced(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         report(GATE, f"{tuner.fn.__name__.strip('_')}, try {next(races)}")
@@ -180,7 +181,7 @@ def _announced(bench: Callable[..., Any], races: Iterator[int]) -> Callable[...,
 
 
 def _heard(poll: Callable[..., Any]) -> Callable[..., Any]:
-    """The tuner waits for compilers by asking for one after another, without end in sight for us."""
+    """Report while the tuner waits for compilers, one after another."""
     said = time.monotonic()
 
     def heard(pool: Any, sha: str) -> Any:

@@ -1,7 +1,7 @@
-"""How CODA's own package, coda-kernels, computes our specs: the functions of coda.core, called as its own
-layers and tests call them, each tuned by the package at its first call (``tuner``).
+"""CODA's own package, coda-kernels, on our specs: the functions of coda.core, called as its layers and tests
+call them, each tuned by the package at its first call (``tuner``).
 
-Of the paper's operators the package has kernels for some (``ABSENT``); row scales are PyTorch's. Importing
+The package lacks kernels for some of the paper's operators (``ABSENT``); row scales are PyTorch's. Importing
 this module imports nothing heavy.
 """
 
@@ -19,7 +19,7 @@ from coda_agent.verifier.baselines.quack_epilogue import fp32, fused
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100  # as a target
+IGNORED = -100  # target that is ignored
 
 
 # ── Activations ───────────────────────────────────────────────────────────────────────────────────────────
@@ -131,7 +131,7 @@ def _partial_cross_entropy(g: Given) -> Prepared:
 
 
 def _partial_cross_entropy_unstored(g: Given) -> Prepared:
-    """The kernel leaves the target's logit of an ignored row as it was: the call starts by zeroing it."""
+    """The kernel leaves the target's logit of an ignored row unchanged, so the call starts by zeroing it."""
     from coda.core.gemm.functional import gemm_lse_select_logits
 
     x, w, target = g.inputs["x"], g.inputs["w"], g.inputs["target"].int()
@@ -152,7 +152,7 @@ TUNED = f"schedules by its own tuner: at most {TIMED} timed calls of each, its o
 
 
 def _entry(build: Callable[[Given], Prepared], note: str = "") -> Entry:
-    """The package is not imported before its process is prepared for it."""
+    """The package is imported only once its process is prepared."""
 
     def built(g: Given) -> Prepared:
         prepare()
@@ -183,7 +183,8 @@ ENTRIES: dict[str, Entry] = {
     ),
 }
 
-# Of these PyTorch does a part in passes over whole matrices: a row scale, what the backward gives beside dz.
+# Specs of which PyTorch does a part in passes over whole matrices: a row scale, or the backward's outputs
+# beside dz.
 HELPED = frozenset(
     {
         "gemm_rmsnorm_swiglu",
@@ -193,8 +194,8 @@ HELPED = frozenset(
     }
 )
 
-# Version 0.2 has host functions for all of the paper's ten (coda.kernels.gens.gpt), and not the package
-# coda.kernels.gens.epilogue, with their kernels: they cannot be imported.
+# Version 0.2 has host functions for all ten operators of the paper (coda.kernels.gens.gpt), but lacks
+# coda.kernels.gens.epilogue with their kernels: they cannot be imported.
 LEFT_OUT = "coda.kernels.gens names it, but its kernels are not in the package"
 
 ABSENT: dict[str, str] = {

@@ -20,7 +20,8 @@ VARIANTS = (EAGER, COMPILE, MAX_AUTOTUNE, LIGER, LIGER_APART, PROGRAM)
 
 
 def variant(name: str, shape: Shape, drawn: Drawn, runner: Runner) -> Layer[Any, Any]:
-    """The named variant of a layer with the drawn weights, on their device; ``runner``: of the LLM's kernels.
+    """The named variant of a layer with the drawn weights, on their device; ``runner`` runs the LLM's
+    kernels.
 
     Compiles on the first calls. ValueError for an unknown name, ImportError where Liger is not installed.
     """

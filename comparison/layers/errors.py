@@ -1,4 +1,4 @@
-"""How far a variant of the layer is from the truth: the plain layer in fp32, on the same bf16 numbers."""
+"""A layer variant's distance from the truth: the plain layer in fp32, on the same bf16 numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from coda_agent.comparison.layers.shape import Drawn, Shape, Weights
 
 
 def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
-    """Every output of one layer by name, and with ``backward`` every gradient: "y", "normed", "d x", "d qkv",
-    ... Without, it is inference: no variant compiles what it will not run."""
+    """Every output of one layer by name and, with ``backward``, every gradient: "y", "normed", "d x", "d
+    qkv", ... Without ``backward`` it is inference, so that no variant compiles code that it will not run."""
     if not backward:
         return layer.outputs(layer.forward(layer.start(drawn.x)))
     y, saved = layer.train(layer.start(drawn.x))
@@ -24,7 +24,7 @@ def results(layer: Layer[Any, Any], drawn: Drawn, *, backward: bool = True) -> d
 
 
 def truth(shape: Shape, drawn: Drawn, *, backward: bool = True) -> dict[str, Tensor]:
-    """``results`` of the plain layer in fp32. Raises RuntimeError where PyTorch may use TF32 for that."""
+    """``results`` of the plain layer in fp32. Raises RuntimeError where PyTorch may use TF32 for it."""
     if torch.get_float32_matmul_precision() != "highest":
         raise RuntimeError("the truth needs torch.set_float32_matmul_precision('highest')")
     weights = Weights(*(w.float() for w in drawn.weights))
