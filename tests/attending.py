@@ -76,9 +76,6 @@ class Terminal:
     def seen(self) -> str:
         return CONTROL.sub("", self._seen.decode("utf-8", "replace"))
 
-    def press(self, key: str) -> None:
-        os.write(self.ours, key.encode())
-
     def read(self) -> bool:
         """Whether there was something to read."""
         ready, _, _ = select.select([self.ours], [], [], 0.1)

@@ -157,20 +157,14 @@ def test_candidates_end_with_their_parent(toy: Path, tmp_path: Path) -> None:
         expect(lambda: all(map(free, runs.names())))
 
 
-def test_a_key_stops_one_on_a_terminal(toy: Path, tmp_path: Path) -> None:
+def test_a_terminal_shows_them_until_ctrl_c(toy: Path, tmp_path: Path) -> None:
     with terminal() as screen, two(toy, tmp_path / "hands", **screen.streams) as process:
         first, second = runs.names()
-        # The candidates may be there first, and a key that is pressed before the view is there is dropped.
-        caption = "a number stops that candidate, q stops all"
-        expect(lambda: caption in screen.seen, process)
-        screen.press("1")
-        expect(lambda: free(first), process)
-        assert not free(second)
-        screen.press("q")
+        expect(lambda: first in screen.seen and second in screen.seen, process)
+        process.send_signal(signal.SIGINT)
         process.wait(timeout=PATIENCE)
-    assert second in screen.seen
-    assert process.returncode == 130 and "none of them has a verified kernel yet" in screen.seen
-    assert f"{first}: authoring, stopped: interrupted" in screen.seen
+    assert process.returncode == 130
+    assert f"coda-agent resume {first} {second} goes on" in screen.seen
     assert [run.status for run in history.past()] == ["authoring", "authoring"]
 
 
@@ -200,6 +194,6 @@ def test_the_table_has_what_journals_tell(toy: Path) -> None:
     assert lines[2][-3:] == ["2.000", "1.300", "7%"]
     assert lines[3][:3] == ["3", names[2], "rejected"]
     assert lines[3][-3:] == ["(2.000)", "(0.900)", "(7%)"]
-    assert "q stops all; in parentheses: measured and not accepted" in capture.get()
+    assert "in parentheses: measured and not accepted" in capture.get()
     ranked = sorted(map(history.of, names), key=candidates._merit)
     assert [past.run for past in ranked] == [names[1], names[0], names[2]]

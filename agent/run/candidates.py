@@ -43,7 +43,7 @@ RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # the bes
 
 @dataclass
 class Candidate:
-    """One of them; ``number`` is also the key that stops it."""
+    """A run in a process of its own; ``number`` counts from 1."""
 
     number: int
     reading: history.Reading
@@ -113,8 +113,8 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
 
 
 def attend(candidates: Sequence[Candidate], console: Console) -> list[Ended]:
-    """Show them until all have ended; how each stands then, the best first. On a terminal a candidate's
-    number stops it and q stops all; Ctrl-C stops all anywhere."""
+    """Show the candidates until all have ended, and return how each ended, the best first. Ctrl-C stops
+    them all."""
     try:
         _watch(candidates, console)
     except KeyboardInterrupt:
@@ -129,10 +129,9 @@ def _watch(candidates: Sequence[Candidate], console: Console) -> None:
     if not console.is_terminal:
         _tell(candidates, console)
         return
-    with progress.keys() as pressed, Live(table(candidates), console=console, auto_refresh=False) as shown:
+    with Live(table(candidates), console=console, auto_refresh=False) as shown:
         while any(c.running for c in candidates):
-            for key in pressed():
-                _stop([c for c in candidates if key in (str(c.number), progress.STOP_ALL)])
+            time.sleep(progress.TICK)
             shown.update(table(candidates), refresh=True)
         shown.update(table(candidates), refresh=True)
 
@@ -153,9 +152,7 @@ def _tell(candidates: Sequence[Candidate], console: Console) -> None:
 
 
 def table(candidates: Sequence[Candidate]) -> Table:
-    return progress.table(
-        map(_row, candidates), f"a number stops that candidate, {progress.STOP_ALL} stops all"
-    )
+    return progress.table(map(_row, candidates))
 
 
 def _row(candidate: Candidate) -> tuple[int, history.Past, str]:
