@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from attending import PATIENCE, expect, going, terminal
 from authoring import (
     BROKEN,
     HEADER,
-    ROOT,
     TOY_KERNEL,
     accepted_run,
     coda_agent,
@@ -99,29 +96,6 @@ def test_ctrl_c_stops_all_and_says_how_to_go_on(toy: Path, tmp_path: Path) -> No
         answer(tmp_path / "hands", number, fenced(TOY_KERNEL))
     done = coda_agent("resume", first, second, "--no-gpu", "--budget-seconds", "100")
     assert done.returncode == 0 and f"the best: {first}" in done.stdout
-
-
-# The command where no file may be longer: a disk that has no room for a run's answer, but for a few words.
-LITTLE_ROOM = """
-import resource
-from coda_agent.agent.cli.main import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-main()
-"""
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_one_that_no_answer_could_be_kept_of_says_why(toy: Path, tmp_path: Path, number: int) -> None:
-    """Each of two in the words of a single run, and all with its status."""
-    more = [*options(tmp_path / "hands"), "--candidates", str(number)]
-    command = [sys.executable, "-c", LITTLE_ROOM, "generate", str(toy), *more]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 3 and len(runs.names()) == number, done.stderr
-    for name in runs.names():
-        why = f"{runs.runs_dir() / name / runs.JOURNAL}-room: File too large; free 4 MB on that disk"
-        told = f"coda-agent: {why}" if number == 1 else f"{name}: authoring, stopped: {why}"
-        assert told in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -333,6 +333,41 @@ def test_a_journal_is_read_where_no_index_can_be_made(tmp_path: Path) -> None:
         assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
 
 
+def test_a_full_disk_writes_nothing_of_the_step(tmp_path: Path) -> None:
+    with Journal.create(tmp_path / "run.db", {}) as journal:
+        journal.once("small", "answer", lambda: {"text": "kept"})
+        journal._db.execute("PRAGMA max_page_count = 12")  # SQLite then fails as on a full disk
+        with pytest.raises(JournalError, match="run.db: database or disk is full; free space"):
+            journal.once("large", "answer", lambda: {"text": "x" * 100_000})
+        assert [event.key for event in journal.events()] == ["small"]
+    with Journal.open(tmp_path / "run.db") as journal:
+        assert len(journal.once("large", "answer", lambda: {"text": "x" * 100_000})["text"]) == 100_000
+        assert [event.key for event in journal.events()] == ["small", "large"]
+
+
+def test_a_write_that_the_system_breaks_off(tmp_path: Path) -> None:
+    """The kernel refuses the log's growth in the middle of a commit; the journal stays whole."""
+    path = tmp_path / "run.db"
+    Journal.create(path, {}).close()
+    code = f"""
+import resource
+from coda_agent.agent.run.journal import Journal, JournalError
+from pathlib import Path
+journal = Journal.open(Path({str(path)!r}))
+journal.once("small", "answer", lambda: {{"text": "kept"}})
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+try:
+    journal.once("large", "answer", lambda: {{"text": "x" * 100_000}})
+except JournalError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "run.db" in done.stdout and "what was committed is safe" in done.stdout
+    with Journal.open(path) as journal:
+        assert [event.key for event in journal.events()] == ["small"]
+
+
 def test_what_can_be_read_nowhere_says_why(tmp_path: Path) -> None:
     """On a disk without room: no file of the child's may grow."""
     ended, killed = tmp_path / "ended.db", tmp_path / "killed.db"

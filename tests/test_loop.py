@@ -25,7 +25,7 @@ from authoring import (
 )
 
 from coda_agent.agent import setup
-from coda_agent.agent.providers import ProviderError, Usage
+from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.loop import Loop, Outcome, _same, extract, standing
 from coda_agent.primitives.lang.ir import Program
@@ -274,6 +274,18 @@ def test_an_interruption_is_written_down_each_time(begin: Callable[..., runs.Run
             assert (event.key, event.kind) == (f"stopped/{number}", "stopped")
             assert event.payload == {"reason": "interrupted"}
         assert isinstance(author(run, Scripted([GOOD])).report, Checked)
+
+
+def test_an_interruption_on_a_full_disk_is_one(begin: Callable[..., runs.Run]) -> None:
+    run = begin()
+
+    class Interrupted(Scripted):
+        def next_turn(self, question: Question) -> Turn:
+            run.journal._db.execute("PRAGMA max_page_count = 1")  # SQLite then fails as on a full disk
+            raise KeyboardInterrupt
+
+    with run.journal, pytest.raises(KeyboardInterrupt):
+        author(run, Interrupted([]))
 
 
 def test_a_run_stands_where_it_was_taken_whatever_it_may_do_now(begin: Callable[..., runs.Run]) -> None:

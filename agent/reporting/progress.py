@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,7 +64,7 @@ class Watch:
         self.console = console
         self._reading = history.Reading(run) if run else None
         self._live: Live | None = None
-        self._spinner = Spinner("dots")
+        self._spinners = defaultdict[str, Spinner](lambda: Spinner("dots"))  # by gate
         self._states: dict[str, str] = {}
         self._title = ""
         self._words = ""
@@ -132,6 +133,6 @@ class Watch:
             elif words.startswith("rejected"):
                 rows.append(Text(f"  ✗ {name} {words}", style="red"))
             else:
-                frame = self._spinner.render(self.console.get_time())
-                rows.append(Text.assemble("  ", frame, f" {name} {'' if words == 'started' else words}"))
+                self._spinners[name].update(text=Text(f" {name} {'' if words == 'started' else words}"))
+                rows.append(self._spinners[name])
         return Group(*rows)

@@ -2,8 +2,7 @@
 
 A run is a sequence of keyed steps. `Journal.once` returns what a key recorded, or produces it and commits it
 to disk before it returns: after a crash, a kill or a power cut the run starts again from the top and is soon
-where it was, without asking (and paying) for an answer twice. Only a step that was under way is repeated: not
-even a disk that fills up meanwhile loses what was produced, for room is taken before (``agent.run.room``).
+where it was, without asking (and paying) for an answer twice. Only a step that was under way is repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sqlite3
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from coda_agent.agent.run.room import BYTES, Room
 from coda_agent.primitives.system.files import parse, sync_directory
 
 __all__ = [
@@ -103,8 +101,6 @@ class Journal(Record):
         self.path = path
         self._lock = lock
         self._db = connection
-        self._room = Room(path.with_name(path.name + "-room"))
-        self._keeps = True  # perhaps: the room holds an event that the journal had none for
         self.header = _header(path, self._rows(_HEADER))
 
     @classmethod
@@ -119,8 +115,7 @@ class Journal(Record):
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """An existing journal, with what it once had no room for. Raises JournalError if it is missing,
-        damaged, in use or of another schema, or has no room still."""
+        """An existing journal. Raises JournalError if it is missing, damaged, in use or of another schema."""
         if not path.is_file():
             raise JournalError(f"{path}: there is no journal; check the run's name, or start a new run")
         with ExitStack() as undo:
@@ -139,7 +134,6 @@ class Journal(Record):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
         journal = cls(path, lock, connection)
-        journal._take_in()
         undo.pop_all()
         return journal
 
@@ -148,62 +142,24 @@ class Journal(Record):
 
         The payload is a JSON object and comes back as JSON made it (tuples are lists), the first time too.
         If `produce` raises, nothing is recorded. Raises ValueError when `key` was recorded as another kind,
-        and JournalError when the disk is full: before `produce`, or after it with the event kept in the room
-        that was taken for it, which the journal takes in when it is opened again.
+        and JournalError when the event cannot be written, as on a full disk.
         """
-        self._take_in()
         rows = self._rows("SELECT kind, payload FROM events WHERE key = ?", key)
         if not rows:
-            self._take_room()
             text = json.dumps(produce())
-            self._commit(key, kind, text, _now())
+            insert = "INSERT INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)"
+            self._rows(insert, key, kind, text, _now())
             return self._load(text)
         recorded, text = rows[0]
         if recorded != kind:
             raise ValueError(f"step {key!r} is recorded as {recorded!r}, not as {kind!r}")
         return self._load(text)
 
-    def _take_room(self) -> None:
-        try:
-            self._room.take()
-        except OSError as error:
-            remedy = f"free {BYTES >> 20} MB on that disk and resume; nothing was asked for, and none is lost"
-            raise JournalError(f"{self._room.path}: {error.strerror}; {remedy}") from None
-
-    def _commit(self, *event: str) -> None:
-        """Put an event into the journal, or else into its room: a JournalError that says so."""
-        try:
-            self._rows("INSERT INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)", *event)
-        except JournalError as full:
-            self._keeps = True
-            try:
-                self._room.keep(json.dumps(event))
-            except OSError as error:
-                raise JournalError(
-                    f"{full}; {event[0]} is lost: {self._room.path}: {error.strerror}"
-                ) from None
-            kept = f"{event[0]} is kept in {self._room.path.name}, and will not be asked for again"
-            raise JournalError(f"{full}; {kept}") from None
-
-    def _take_in(self) -> None:
-        """Put the event that the room keeps, if any, into the journal. Raises JournalError."""
-        if not self._keeps:
-            return
-        kept = self._room.kept()
-        if kept is not None:
-            statement = "INSERT OR IGNORE INTO events (key, kind, payload, time) VALUES (?, ?, ?, ?)"
-            self._rows(statement, *_kept(self._room.path, kept))
-            self._room.give_back()
-        self._keeps = False
-
     def events(self) -> list[Event]:
         return [_event(self.path, row) for row in self._rows(_EVENTS, 0)]
 
     def close(self) -> None:
         """Give the journal free for others. Harmless when it is closed already."""
-        if self._lock.is_locked and not self._keeps:
-            with suppress(OSError):  # on a disk that fails: who opens it next removes it
-                self._room.give_back()
         self._db.close()
         self._lock.release()
 
@@ -311,17 +267,6 @@ def _load(path: Path, text: object) -> dict[str, Any]:
         raise DamagedError(f"{path}: a record is damaged ({error}); {_DAMAGED}") from None
     if not isinstance(found, dict):
         raise DamagedError(f"{path}: a record is damaged (it is no JSON object); {_DAMAGED}")
-    return found
-
-
-def _kept(path: Path, text: str) -> list[str]:
-    """The event that a room keeps: key, kind, payload and time."""
-    try:
-        found = parse(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, list) or len(found) != 4 or not all(isinstance(each, str) for each in found):
-        raise DamagedError(f"{path}: keeps no event; remove it and resume, which asks again")
     return found
 
 
