@@ -1,4 +1,4 @@
-"""What a measurement amounts to: ratios with intervals; a kernel accepted or rejected; or void figures."""
+"""The decision on a measurement: ratios with intervals, then accepted, rejected or void."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.timing import FEWEST
 
 BASELINE = "torch.compile"
-KEPT = "the kernel before"  # which a change has to beat
-NO_FASTER = "no_faster"  # why one that does not is rejected
-MAY_LOSE = 0.01  # of the kernel before's speed, in any case, at the lower end of what was seen
-PROCESSES = 3  # for an acceptance: fewer tell nothing of the spread between processes
+KEPT = "the kernel before"  # the arm that a change has to beat
+NO_FASTER = "no_faster"  # code of a rejected change
+MAY_LOSE = 0.01  # share of the incumbent's speed that the lower end may lose, in any case
+PROCESSES = 3  # processes of an acceptance: fewer do not show the spread between processes
 
 Rows = Sequence[Sequence[float]]  # samples of one arm, by process and round
 Pairs = Sequence[tuple[Sequence[float], Sequence[float]]]  # of two arms, by process
 
 
 class Void(Exception):
-    """The measurement is not to be believed; ``evidence`` is what it saw."""
+    """The measurement is invalid; ``evidence`` shows why."""
 
     def __init__(self, reason: str, **evidence: Any):
         super().__init__(reason)
@@ -34,8 +34,8 @@ class Void(Exception):
 
 
 def compared(arm: Rows, candidate: Rows) -> Ratio:
-    """Of an arm to the candidate, over processes; of a single one over its rounds, no ground to accept on.
-    Void for a sample that is no duration; ValueError for too few, or unpaired ones."""
+    """The ratio of an arm to the candidate over processes; over the rounds of a single process it is no
+    ground for acceptance. Void for a sample that is no duration; ValueError for too few or unpaired ones."""
     pairs = _paired(arm, candidate)
     found = _over(pairs)
     least = round(statistics.detectable(pairs), 5) if len(pairs) > 1 else None
@@ -45,9 +45,9 @@ def compared(arm: Rows, candidate: Rows) -> Ratio:
 
 
 def no_slower(kept: Rows, change: Rows) -> bool:
-    """Whether a change keeps the kernel before's speed: Student's interval is not below 1 (the bootstrap's
-    is too narrow for that over three processes), and what it may lose lies below both. Without the latter a
-    slower one would pass for noise."""
+    """Whether a change is as fast as the incumbent: Student's interval is not below 1 (the bootstrap's is too
+    narrow over three processes), and both lie above the loss that is allowed. Without the second condition a
+    slower kernel could pass as noise."""
     found = _over(_paired(kept, change))
     return found.student[1] >= 1 and found.low > 1 - MAY_LOSE
 
@@ -74,8 +74,9 @@ def _durations(rows: Rows) -> None:
 
 
 def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict[str, Any]) -> None:
-    """Failed where a deciding case's lower bound does not exceed the threshold; Void where a time beats the
-    hardware, or too little was measured to accept on: too few processes or rounds, or from a warm L2."""
+    """Raise Failed where a deciding case's lower bound does not exceed the threshold. Raise Void where a time
+    beats the hardware, or the measurement is too small to accept on: too few processes or rounds, or a warm
+    L2."""
     threshold = spec.accept.speedup
     figures |= {"baseline": BASELINE, "threshold": threshold, "speedup": {}}
     for t in rows:
@@ -104,8 +105,8 @@ def decide(spec: Spec, program: Program, rows: tuple[Timing, ...], figures: dict
 
 
 def _improvement(rows: Sequence[Timing]) -> None:
-    """Failed for a change of an accepted kernel that is, or may be, slower than it anywhere, or is faster
-    nowhere."""
+    """Raise Failed for a change that is, or may be, slower than the incumbent anywhere, or is faster nowhere.
+    """
     ratios = {t.case: t.ratios[KEPT] for t in rows if KEPT in t.ratios}
     samples = {t.case: (t.samples[KEPT], t.samples[CANDIDATE]) for t in rows if KEPT in t.ratios}
     slower = [case for case, both in samples.items() if not no_slower(*both)]
@@ -118,8 +119,8 @@ def _improvement(rows: Sequence[Timing]) -> None:
 
 
 def _believable(program: Program, t: Timing) -> None:
-    """Void where a process's median, or that of the graph, beats what the hardware allows: a mean over
-    processes would hide one that does among others that do not."""
+    """Raise Void where a process's median, or the graph's, beats the hardware's limit: a mean over processes
+    could hide it."""
     limit = roofline(program, t.sizes).limit * 1e3
     times = {f"process {n}: ": median(row) for n, row in enumerate(t.samples[CANDIDATE])}
     if t.graph_milliseconds is not None:

@@ -1,4 +1,4 @@
-"""What gates share: how one is passed or left, what evidence is bound to, and the words on wrong numbers."""
+"""Shared by all gates: passing and leaving one, the identity of evidence, and the words on wrong numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.report import Gate, Identity, Rejected
 from coda_agent.verifier.spec.model import Spec
 
-Progress = Callable[[str, str], None]  # (gate, "started" or words on how it ended)
+Progress = Callable[[str, str], None]  # (gate, "started" or its result)
 
 
 class Failed(Exception):
-    """Leaves a gate with the reason; ``Gates`` turns it into a Rejected with the gates before."""
+    """Leaves a gate with a reason; ``Gates`` turns it into a Rejected report."""
 
     def __init__(self, code: str, message: str, line: int | None = None, **evidence: Any):
         super().__init__(message)
@@ -27,7 +27,7 @@ class Failed(Exception):
 
 @dataclass
 class Gates:
-    """Runs gates one after another, times them and keeps what they say."""
+    """Runs gates one after another, times them, and keeps their figures."""
 
     progress: Progress
     case: str = ""
@@ -35,7 +35,7 @@ class Gates:
 
     @contextmanager
     def gate(self, name: str) -> Iterator[dict[str, Any]]:
-        """Within: put figures into the dict (``findings`` apart), or raise Failed."""
+        """Within, put figures into the dict (``findings`` apart), or raise Failed."""
         self.progress(name, f"case {self.case}" if self.case else "started")
         start = time.monotonic()
         figures: dict[str, Any] = {}
@@ -61,18 +61,18 @@ class Gates:
 
 
 class Stop(Exception):
-    """A gate was left: the report of it."""
+    """A gate was left: its report."""
 
     def __init__(self, rejected: Rejected):
         self.rejected = rejected
 
 
 def silent(gate: str, words: str) -> None:
-    """A Progress that tells nobody."""
+    """A Progress that reports to nobody."""
 
 
 def identity(spec: Spec, program: Program, raw: str = "") -> Identity:
-    """The hashes and versions that evidence about this program, or an edited text of it, is bound to."""
+    """The hashes and versions that bind evidence to this program, or to an edited text of it."""
     packages = (*PACKAGES, "torch", "triton", "apache-tvm-ffi")
     return Identity(
         spec=spec.name,
@@ -85,7 +85,7 @@ def identity(spec: Spec, program: Program, raw: str = "") -> Identity:
 
 
 def judge(errors: list[Any], where: str) -> None:
-    """Raise Failed with the words for the author if an output is out of the error gate."""
+    """Raise Failed, with words for the author, for an output beyond the error gate."""
     bad = [e for e in errors if not e.passed]
     if bad:
         raise Failed(

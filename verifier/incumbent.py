@@ -1,4 +1,4 @@
-"""What a change has to beat: an accepted kernel, and the schedules that it was tuned over."""
+"""The incumbent: an accepted kernel that a change has to beat, with its schedules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from coda_agent.verifier.report import Timing
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 
-Known = Mapping[int, Sequence[Schedule]]  # by step, schedules worth racing
+Known = Mapping[int, Sequence[Schedule]]  # by step, schedules worth timing
 
 
 @dataclass(frozen=True)
 class Kept:
-    """An accepted kernel that a change has to beat: schedules by case and step as it was tuned, and those of
-    tuning's last race. ``raw``: its text, where an author has edited it."""
+    """An accepted kernel that a change has to beat: tuned schedules by case and step, and the last candidates
+    of its tuning. ``raw``: its edited text, if it has one."""
 
     program: Program
     schedules: Mapping[str, Mapping[int, Schedule]]
@@ -28,7 +28,7 @@ class Kept:
 
     @classmethod
     def of(cls, program: Program, timings: Iterable[Timing], raw: str = "") -> Kept:
-        """As a report has it. Raises ProgramError."""
+        """The incumbent of a report. Raises ProgramError."""
         timed = list(timings)
         tuned = {t.case: t.schedules for t in timed}
         return cls.parsed(program, tuned, {t.case: t.finalists for t in timed}, raw)
@@ -41,28 +41,28 @@ class Kept:
         finalists: Mapping[str, Mapping[str, Sequence[Any]]],
         raw: str = "",
     ) -> Kept:
-        """Of schedules in JSON's terms. Raises ProgramError."""
+        """The incumbent with schedules in JSON's terms. Raises ProgramError."""
         tuned = {case: by_step(steps) for case, steps in schedules.items()}
         return cls(program, tuned, raced(finalists), raw)
 
     @property
     def proved(self) -> Known:
-        """What it was tuned to in all cases, on which it was seen to be right."""
+        """Its tuned schedules of all cases, on which it was proved right."""
         return all_by_step(self.schedules.values())
 
     def job(self, spec: Spec, case: Case) -> Job:
-        """To be tuned again, over what was good before: that may have been on another GPU."""
+        """A job that tunes it again over its known schedules, which may be from another GPU."""
         known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
         return Job(spec, self.program, case.name, case.sizes, known=known, afresh=True, raw=self.raw)
 
 
 def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:
-    """Of each step those of the ``last`` race; where there was none, what was ``chosen``."""
+    """For each step the ``last`` candidates of tuning or, without any, the ``chosen`` schedule."""
     return {step: [schedule] for step, schedule in chosen.items()} | dict(last)
 
 
 def raced(finalists: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Known]:
-    """By case and step, schedules in JSON's terms. Raises ProgramError."""
+    """Schedules by case and step, from JSON's terms. Raises ProgramError."""
     return {
         case: {int(step): [Schedule.from_json(s) for s in every] for step, every in steps.items()}
         for case, steps in finalists.items()

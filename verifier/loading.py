@@ -16,7 +16,8 @@ def load(path: str | Path, check: bool = True) -> Spec:
 
     def tried(spec: Spec) -> None:
         if check:
-            from coda_agent.verifier.numerics.trial import check_reference  # torch: only to run a reference
+            # it imports torch, which only the reference needs
+            from coda_agent.verifier.numerics.trial import check_reference
 
             check_reference(spec)
 

@@ -1,8 +1,8 @@
 """The gates that need a GPU: numerics, stability, benchmark, decision, for a program that was checked.
 
-Never runs candidate source: it takes a Program. All GPU work happens in workers (``verifier.gpu.worker``), in
-pieces that are kept, so that a measurement which was cut off goes on: tuning and proofs in one process,
-scoring in several fresh ones on inputs of their own.
+Candidate source never runs here: the input is a Program. All GPU work happens in workers
+(``verifier.gpu.worker``), in pieces that are kept, so that an interrupted measurement goes on: tuning and
+proofs in one process, scoring in several fresh ones on their own inputs.
 """
 
 from __future__ import annotations
@@ -48,26 +48,27 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 
 DEFAULT_ARMS = (BASELINE, CUBLAS, MATMUL)
-ROUNDS = 40  # a process, at most
-FEW_FLOPS = 5e10  # up to here every family of inputs is tried: the oracle takes no time
-ROUTINE = ("normal", "positive")  # the families of larger cases
-HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # sizes that no candidate has seen, as cases are named
-SINGLE_ROW = ("integers",)  # of a row of values the bits tell more than statistics do
-CONTROL_SECONDS = 1e-3  # the case nearest to it has the controls: a launch is little of it, many rounds fit
-RETRIES = 2  # processes whose controls may fail before the measurement is void
-# Seconds without a word after which a worker counts as hung: tuning compiles, max-autotune searches.
+ROUNDS = 40  # of a process, at most
+FEW_FLOPS = 5e10  # up to here the oracle is fast, and every family of inputs is tried
+ROUTINE = ("normal", "positive")  # families of larger cases
+HIDDEN, ONE_ROW = "hidden", "hidden, one row"  # names of the hidden sizes in reports
+SINGLE_ROW = ("integers",)  # family at a single row, whose bits say more than statistics do
+# the case nearest to this time has the controls: a launch is a small part of it, and many rounds fit
+CONTROL_SECONDS = 1e-3
+RETRIES = 2  # processes with failed controls before the measurement is void
+# Seconds of silence after which a worker counts as hung: tuning compiles, and max-autotune searches.
 PATIENCE = 300.0
-# What workers import while another works; those that prove have no use for torch.compile's compiler.
+# Modules that workers import ahead; those that prove do not need torch.compile's compiler.
 PROVES = ("coda_agent.verifier.gpu.checks", "quack.gemm_sm90")
 SCORES = ("coda_agent.verifier.gpu.benchmark", "torch._inductor.compile_fx", "quack.gemm_sm90")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. ``arms``: names of ``verifier.baselines.pytorch.BASELINES`` or of
-    ``verifier.baselines.quack.ARMS``; those of QuACK are left out where it cannot compute the spec, and the
-    decision needs torch.compile among them. ``rounds`` a process, fewer of long kernels. ``sanitize``: the
-    kernel at small sizes once more, under compute-sanitizer."""
+    """How to measure. ``arms``: names of ``verifier.baselines.pytorch.BASELINES`` or
+    ``verifier.baselines.quack.ARMS``; QuACK's are left out where it cannot compute the spec, and the decision
+    needs torch.compile among them. ``rounds``: a process's, fewer for long kernels. ``sanitize``: run small
+    sizes again under compute-sanitizer."""
 
     arms: tuple[str, ...] = DEFAULT_ARMS
     rounds: int = ROUNDS
@@ -77,7 +78,7 @@ class Options:
 
 
 class Keep(Protocol):
-    """Where finished pieces of a measurement are kept, by name."""
+    """The store of a measurement's finished pieces, by name."""
 
     def load(self, piece: str) -> dict[str, Any] | None: ...
     def save(self, piece: str, found: dict[str, Any]) -> None: ...
@@ -96,11 +97,13 @@ def measure(
     quack: Mapping[str, QuackTuned] | None = None,
     ahead: Sequence[Worker] = (),
 ) -> Measurement:
-    """Run the GPU gates on every case of the spec. ``known``: by case and step, schedules worth racing.
-    ``kept``: what the decision asks it to be faster than, besides the baseline. ``raw``: an edited text of
-    the program's, which is what runs; where none are known it is tuned over what ``kept`` has just been.
-    ``quack``: by case, what QuACK's arms were tuned to before. ``ahead``: workers that were ``started``
-    before; they are closed."""
+    """Run the GPU gates on every case of the spec.
+
+    ``known``: by case and step, schedules worth timing. ``kept``: the incumbent that the decision compares
+    with, besides the baseline. ``raw``: an edited text, which runs in place of the program's; without known
+    schedules it is tuned over those that ``kept`` was just tuned to. ``quack``: by case, known schedules of
+    QuACK's arms. ``ahead``: workers from ``started``, which this function closes.
+    """
     gates = Gates(progress)
     options, known, quack = options or Options(), known or {}, quack or {}
     session = _Session(spec, program, options, gates, keep, known, kept, raw, quack, [*ahead])
@@ -117,8 +120,8 @@ def measure(
 def proved(
     spec: Spec, program: Program, timings: Sequence[Timing], *, raw: str = "", progress: Progress = silent
 ) -> tuple[tuple[Gate, ...], dict[str, int]] | Rejected:
-    """Numerics and stability by this protocol, of a kernel that was tuned and timed by an earlier one: the
-    gates and the seeds of their inputs."""
+    """Numerics and stability by the present protocol, for a kernel that an earlier one tuned and timed: the
+    gates, and the seeds of their inputs."""
     gates = Gates(progress)
     session = _Session(spec, program, Options(), gates, _Tuned(timings), {}, None, raw)
     try:
@@ -131,7 +134,7 @@ def proved(
 
 
 class _Tuned:
-    """Keeps nothing but what timings say of tuning."""
+    """A store without pieces: schedules come from the timings."""
 
     def __init__(self, timings: Sequence[Timing]):
         self.schedules = {f"tune/{t.case} by protocol {PROTOCOL}": t.schedules for t in timings}
@@ -144,14 +147,13 @@ class _Tuned:
 
 
 def started() -> list[Worker]:
-    """Workers for a measurement that comes later, to do their imports meanwhile: one that proves, and the
-    first of those that score."""
+    """Workers for a later measurement, which import meanwhile: one that proves, and the first that scores."""
     return [Worker(ahead=modules) for modules in (PROVES, SCORES)]
 
 
 @dataclass
 class _Session:
-    """One measurement: its gates so far, and the workers that it asks."""
+    """One measurement: its gates so far, and its workers."""
 
     spec: Spec
     program: Program
@@ -165,10 +167,10 @@ class _Session:
     ahead: list[Worker] = field(default_factory=list)
     workers: dict[int | None, Worker] = field(default_factory=dict)  # by scoring process; None proves
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # pieces by name
-    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, a piece a process
+    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by case, one piece a process
     controls: list[dict[str, Any]] = field(default_factory=list)  # of every process that was tried
     seconds: dict[str, float] = field(default_factory=dict)  # of all pieces, by stage and "stage: part"
-    heard: str = ""  # the last words of the worker that was asked last
+    heard: str = ""  # the last report of the worker in use
 
     def run(self) -> Measured:
         gates, start = self.gates, time.monotonic()
@@ -198,18 +200,18 @@ class _Session:
         )
 
     def prove(self) -> None:
-        """The gates that decide whether it is right, and the same each time."""
+        """Run the gates that decide whether the kernel is right, every time."""
         with self.gates.gate("numerics") as figures:
             figures |= self._numerics()
         with self.gates.gate("stability") as figures:
             figures |= self._stability()
 
     def seeds(self) -> dict[str, int]:
-        """Of all inputs and hidden sizes, by piece."""
+        """The seeds of all inputs and hidden sizes, by piece."""
         return {f"{n}/{k}": seed for n, p in self.found.items() for k, seed in p.get("seeds", {}).items()}
 
     def lose_workers(self) -> None:
-        """End what still runs."""
+        """End the workers that still run."""
         for worker in (*self.workers.values(), *self.ahead):
             worker.close()
 
@@ -218,7 +220,7 @@ class _Session:
     def _piece(
         self, name: str, ask: Callable[[Worker], dict[str, Any]], process: int | None = None
     ) -> dict[str, Any]:
-        """A piece of the measurement: kept from before, or asked of the worker for it now."""
+        """One piece of the measurement: kept from before, or a worker's answer now."""
         stage = name.partition("/")[0]
 
         def asked() -> dict[str, Any]:
@@ -240,8 +242,8 @@ class _Session:
         return found
 
     def _expect_no_rivals(self, lost: Lost) -> None:
-        """Void where a worker was lost by another arm than the candidate: while that was prepared, or for
-        want of memory in the race, in which the candidate's calls take none."""
+        """Raise Void where another arm than the candidate lost the worker: during that arm's preparation, or
+        for lack of memory in the race, in which the candidate's calls allocate none."""
         place, _, rival = self.heard.partition(PREPARES)
         if rival:
             raise Void(f"{place}{rival} was lost, which says nothing of the kernel: {lost.message}")
@@ -251,9 +253,9 @@ class _Session:
     def _kept(
         self, name: str, make: Callable[[], dict[str, Any]], place: str | None = None
     ) -> dict[str, Any]:
-        """Found before, by this measurement or (under ``place``) by one that was cut off; or made now."""
+        """A piece found by this measurement, or by an interrupted one (under ``place``), or made now."""
         if name not in self.found:
-            place = f"{place or name} by protocol {PROTOCOL}"  # another's pieces are no part of this one
+            place = f"{place or name} by protocol {PROTOCOL}"  # pieces of another protocol do not count
             kept = self.keep.load(place) if self.keep else None
             if kept is None:
                 kept = make()
@@ -266,12 +268,12 @@ class _Session:
         return identity(self.spec, self.kept.program, self.kept.raw).lowered_hash if self.kept else ""
 
     def _asked(self) -> str:
-        """What a score is of: other arms or rounds are another one."""
+        """The key of a score: other arms or rounds give another one."""
         what = json.dumps([self._arms(), self.options.rounds, self.options.cold, self._beaten()])
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
     def _worker(self, process: int | None) -> Worker:
-        """The worker that proves, or that of a scoring process; the next one does its imports meanwhile."""
+        """The worker that proves, or that of a scoring process; the next one imports meanwhile."""
         for wanted in (process, 0 if process is None else process + 1):
             if wanted not in self.workers and (wanted is None or wanted < self.options.processes):
                 modules = PROVES if wanted is None else SCORES
@@ -283,11 +285,11 @@ class _Session:
             self.workers.pop(process).close()
 
     def _expect_clean_gpu(self) -> None:
-        """After a loss: a fresh worker must find a GPU that computes."""
+        """After a loss, expect that a fresh worker finds a GPU that computes."""
         with Worker() as fresh:
             try:
                 fresh.ask(clean, None, patience=PATIENCE)
-            except Failed as failed:  # Lost among them
+            except Failed as failed:  # Lost is one of them
                 raise Void(f"the GPU is of no more use after a worker was lost: {failed.message}") from None
 
     def _ask(self, task: Task, argument: Any) -> Callable[[Worker], dict[str, Any]]:
@@ -300,8 +302,8 @@ class _Session:
     # Gates
 
     def _numerics(self) -> dict[str, Any]:
-        """Small sizes on the compile gate's schedules first; then every measured case as it was tuned, and
-        the small sizes once more on what tuning chose."""
+        """Numerics: small sizes on the compile gate's schedules, then every measured case as tuned, then the
+        small sizes on the tuned schedules."""
         figures = {}
         for job in self._small():
             figures[job.case] = self._proved("numerics", job)
@@ -331,7 +333,7 @@ class _Session:
         cases = self._measured_cases()
         for case in cases:
             self._rival(case)
-        self._retire(None)  # its memory is the scorers' now
+        self._retire(None)  # the scoring processes need its memory
         control = self._control_case()
         for process in range(self.options.processes):
             self._controlled(process, control)
@@ -345,8 +347,8 @@ class _Session:
         return min(self._measured_cases(), key=lambda c: abs(math.log(self._bound(c) / CONTROL_SECONDS)))
 
     def _controlled(self, process: int, case: Case) -> None:
-        """The score of a process that finds what was planted, and nothing where there is nothing. Those that
-        did not are told, and do not count."""
+        """The score of a process that finds the planted delay, and no difference where there is none. Earlier
+        tries of it are reported and do not count."""
         for attempt in range(1 + RETRIES):
             found = self._scored(process, case, attempt)["controls"]
             self.controls.append({"process": process, "attempt": attempt, "case": case.name} | found)
@@ -357,14 +359,14 @@ class _Session:
         raise Void(f"process {process}: " + "; ".join(found["faults"]), controls=self.controls)
 
     def _against_itself(self) -> dict[str, Any]:
-        """The kernel to itself over the processes that count, as any arm to it: for information, since each
-        process was judged by itself."""
+        """The kernel's ratio to itself over the processes that count, for information: each process was
+        judged by itself."""
         scores = self.scores[self._control_case().name]
         again, own = [s["again"] for s in scores], [s["samples"][CANDIDATE] for s in scores]
         return compared(again, own).model_dump()
 
     def _scored(self, process: int, case: Case, attempt: int | None = None) -> dict[str, Any]:
-        """``attempt``: of a score with controls."""
+        """``attempt`` is set for a score with controls."""
         controlled = attempt is not None
         arms, known = self._arms(), self.quack.get(case.name)
         race = Race(arms, self.options.rounds, self.options.cold, controlled, self._rival(case), known)
@@ -375,7 +377,7 @@ class _Session:
         return found
 
     def _expect_same_device(self, conditions: Mapping[str, Any]) -> None:
-        """Void where one that was cut off goes on elsewhere: a report speaks of one machine."""
+        """Raise Void where an interrupted measurement goes on elsewhere: a report is about one machine."""
         first = next(found["conditions"] for found in self.found.values() if "conditions" in found)
         known = [key for key in DEVICE if key in first and key in conditions]
         if any(first[key] != conditions[key] for key in known):
@@ -435,7 +437,7 @@ class _Session:
         return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
 
     def _job(self, case: Case) -> Job:
-        """A measured case as it was tuned; where the oracle is fast, on every family of inputs."""
+        """A measured case as tuned; on every family of inputs where the oracle is fast."""
         from coda_agent.verifier.numerics.inputs import EVERY
 
         flops = roofline(self.program, case.sizes).flops
@@ -444,27 +446,28 @@ class _Session:
         return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
 
     def _tuned(self, case: Case) -> dict[str, Any]:
-        # Beside a kernel before neither has what an earlier day found, on other clocks or another card.
+        # Beside an incumbent neither kernel uses schedules found on another day, at other clocks or on
+        # another card.
         job = self._of(case.name, case.sizes, known=self._to_race(case), afresh=self.kept is not None)
         return self._piece(f"tune/{case.name}", self._ask(tune, job))
 
     def _to_race(self, case: Case) -> Known | None:
-        """Schedules that were good before; of an edited text those that the kernel before has just been raced
-        over, for on others the schedules would be compared, not the texts."""
+        """Schedules to time: known good ones or, for an edited text, those that the incumbent was just tuned
+        over. On others the schedules would be compared, not the texts."""
         if not (self.raw and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
         return worth_racing(by_step(rival["schedules"]), raced({case.name: rival["finalists"]})[case.name])
 
     def _rival(self, case: Case) -> Job | None:
-        """The kernel before, tuned by the same clock."""
+        """The incumbent, tuned in the same measurement."""
         if self.kept is None:
             return None
         tuned = by_step(self._rival_tuned(case)["schedules"])
         return replace(self.kept.job(self.spec, case), schedules=(tuned,))
 
     def _rival_tuned(self, case: Case) -> dict[str, Any]:
-        """Void where it does not run here, which says nothing of the candidate."""
+        """Raise Void where it does not run here, which says nothing about the candidate."""
         assert self.kept is not None
         try:
             return self._piece(f"tune/{case.name}, {KEPT}", self._ask(tune, self.kept.job(self.spec, case)))
@@ -472,12 +475,12 @@ class _Session:
             raise Void(f"{KEPT} could not be tuned: {failed.message}") from None
 
     def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> Job:
-        """A job of this kernel; ``more`` fields of it."""
+        """A job of this kernel, with ``more`` of its fields."""
         return Job(self.spec, self.program, name, sizes, raw=self.raw, **more)
 
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[Job]:
-        """The cases that are not measured, and hidden sizes that no candidate has seen; each on those of the
-        ``tuned`` schedules that fit it, or on one that does; where none are given, on the compile gate's."""
+        """The unmeasured cases and hidden sizes that no candidate has seen, each on the ``tuned`` schedules
+        that fit it, or on one that does; without any, on the compile gate's."""
         from coda_agent.primitives.compiler.probe_schedules import choices, fits
         from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -495,13 +498,13 @@ class _Session:
         return jobs
 
     def _chosen(self) -> list[Schedules]:
-        """What tuning chose for the measured cases, each once."""
+        """The schedules that tuning chose for the measured cases, each once."""
         every = [self._job(case).schedules[0] for case in self._measured_cases()]
         return [s for i, s in enumerate(every) if s not in every[:i]]
 
 
 def _hidden(spec: Spec) -> dict[str, Any]:
-    """Sizes that no candidate has seen, one of them with a single row, and the seeds that give them."""
+    """Sizes that no candidate has seen, one set with a single row, and their seeds."""
     from coda_agent.verifier.numerics.sizes import hidden
 
     seeds = {name: secrets.randbits(48) for name in (HIDDEN, ONE_ROW)}
@@ -510,8 +513,8 @@ def _hidden(spec: Spec) -> dict[str, Any]:
 
 
 def _agreed(scores: Sequence[Mapping[str, Finalists]]) -> dict[str, Finalists]:
-    """By arm of QuACK's, its finalists; without an arm that not every process had on the same schedules, as
-    where the cache was emptied between two."""
+    """The finalists of each QuACK arm that had the same schedules in every process; the cache may have been
+    emptied between two."""
     first, *others = scores
     return {arm: told for arm, told in first.items() if all(other.get(arm) == told for other in others)}
 
@@ -520,7 +523,7 @@ DEVICE = ("gpu", "driver", "torch", "cuda", "multiprocessors")
 
 
 def _conditions(pieces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The device, once, and how it fared during each piece."""
+    """The device once, and clocks and power of each piece."""
     first = next(iter(pieces.values()), {})
     told = {key: first[key] for key in DEVICE if key in first}
     during = {n: {k: v for k, v in found.items() if k not in DEVICE} for n, found in pieces.items()}

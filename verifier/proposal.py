@@ -1,9 +1,9 @@
-"""A proposed elementwise primitive: what a person says that it means, and how an author's CuTeDSL is judged.
+"""A proposed elementwise primitive: its meaning, given by a person, and the judgement of an author's CuTeDSL.
 
-The meaning is a YAML file: one line of PyTorch, and where it has to hold. An author's device functions are
-put into a frame, the lowered text of a toy kernel that applies the primitive to an accumulator and to loaded
+The meaning is a YAML file: one line of PyTorch, and where it has to hold. An author's device functions go
+into a frame, the lowered text of a toy kernel that applies the primitive to an accumulator and to loaded
 tiles. Its ``loaded`` output, in fp32, shows the exact function, which is held to some units in the last place
-at each point; ``fused``, in bf16, the coarser one where there is one, through the error gate.
+at each point; ``fused``, in bf16, shows the coarser one, if any, through the error gate.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from coda_agent.verifier.spec.model import BadReference, Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-SIZE = 256  # of the toy's matrices: 65536 points a family, as many as bf16 has values
+SIZE = 256  # extent of the toy's matrices: 65536 points a family, as many as bf16 has values
 SIZES = {"M": SIZE, "N": SIZE, "K": SIZE}
 OPERANDS, SUM, OUTPUTS = ("left", "right"), "accumulated", ("fused", "loaded")
-STAND_INS = ("abs", "maximum", "where")  # operations of one, two and three arguments that are there
+STAND_INS = ("abs", "maximum", "where")  # existing operations of one, two and three arguments
 ULP = 2.0**-23
-BACKWARD = 2 * ULP  # relative: how far from the point that was asked for a function may have been taken
+BACKWARD = 2 * ULP  # relative distance from a point at which the function may be evaluated
 TINY, LARGEST = 2.0**-126, (2 - ULP) * 2.0**127  # normal numbers of fp32
-FLUSHED = 2.0**-100  # what is smaller may be zero: a reciprocal of what just overflows is
-USUAL = 8.0  # where activations are used
+FLUSHED = 2.0**-100  # smaller results may be zero, as a reciprocal that just overflows is
+USUAL = 8.0  # the range in which activations are used
 FAMILIES = ("usual", "wide", "edges", "accumulator")
 SCOPE = (
     "a primitive of this kind works element by element on one to three arguments; a reduction, a change of "
@@ -58,11 +58,11 @@ End = Annotated[float, BeforeValidator(_end)]
 
 
 class Proposal(Model):
-    """A primitive as its owner means it.
+    """A primitive as its owner defines it.
 
     ``reference``: an expression of the arguments in torch's names. ``domain``: the closed interval of each
-    argument in which it has to hold; all of fp32 but NaN unless given. ``ulps``: how far the exact function
-    may be off, in units in the last place of the truth, at an argument no farther than two of the given one.
+    argument in which it has to hold; all of fp32 but NaN by default. ``ulps``: the allowed error of the exact
+    function, in units in the last place of the truth, at an argument within two units of the given one.
     ``derivative_of``: an operation whose derivative by its first argument this is. ``example``: a line of a
     kernel that uses it.
     """
@@ -105,7 +105,7 @@ class Proposal(Model):
 
     @cached_property
     def text(self) -> str:
-        """The reference, torch's names in full, as the interpreter's meaning has it. Raises BadReference."""
+        """The reference with torch's full names, as the interpreter's meaning has it. Raises BadReference."""
         import torch
 
         from coda_agent.verifier.numerics.reference import scope
@@ -142,7 +142,7 @@ class Proposal(Model):
         return found
 
     def interval(self, argument: str) -> tuple[float, float]:
-        """Where an argument lies, as numbers of fp32."""
+        """An argument's interval, in fp32 numbers."""
         return self.domain.get(argument, (-math.inf, math.inf))
 
     # The frame
@@ -168,8 +168,8 @@ class Proposal(Model):
         )
 
     def program(self, spec: Spec, operation: str = "") -> Program:
-        """The toy kernel, with a stand-in for the primitive that has as many arguments, unless ``operation``
-        names another: what is read, written and launched is the same."""
+        """The toy kernel with a stand-in of as many arguments, or with ``operation``: reads, writes and
+        launches are the same."""
         names = (*OPERANDS, *self.arguments)
         nodes = [Node("input", (), name) for name in names]
         first, rest = len(OPERANDS), tuple(range(len(OPERANDS) + 1, len(names)))
@@ -184,8 +184,8 @@ class Proposal(Model):
         return Program(spec.signature(), tuple(nodes), {"fused": gemm + 2, "loaded": gemm + 3}).check()
 
     def framed(self, spec: Spec, source: str, fast: bool) -> str:
-        """The toy kernel's lowered text with an author's functions in it: raw CuTeDSL. Where the
-        vocabulary has the primitive, its own functions are not imported: these stand for them."""
+        """The toy kernel's lowered text with an author's functions in it: raw CuTeDSL. Where the vocabulary
+        has the primitive, its own functions are not imported, since these replace them."""
         with self._operation(fast):
             text = editable(self.program(spec, self.name))
         head, _, body = text.partition("\nclass ")
@@ -195,7 +195,7 @@ class Proposal(Model):
 
     @contextmanager
     def _operation(self, fast: bool) -> Iterator[None]:
-        """Within, the vocabulary has the primitive: for lowering the frame, and nothing else."""
+        """Within, the vocabulary has the primitive: for lowering the frame alone."""
         exact, coarse = self.templates(fast)
         there = OPERATIONS.pop(self.name, None)
         infer = OPERATIONS[STAND_INS[len(self.arguments) - 1]].infer
@@ -215,12 +215,13 @@ class Proposal(Model):
 
 @cache
 def _function(meaning: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = eval(meaning)  # the owner's text, as a spec's reference is
+    function: Callable[..., Any] = eval(meaning)  # the owner's text is trusted, as a spec's reference is
     return function
 
 
 def load(path: str | Path, new: bool = True) -> Proposal:
-    """Read and check a proposal; unless it is ``new`` the vocabulary may have it by now. Raises SpecError."""
+    """Read and check a proposal; unless it is ``new``, the vocabulary may already have it. Raises SpecError.
+    """
     return read(path, Proposal, _check if new else lambda made: None)
 
 
@@ -238,7 +239,7 @@ def imports(source: str) -> str:
 
 
 def parse(text: str) -> Proposal:
-    """One that was checked before, as a run's journal has it. Raises SpecError."""
+    """Parse a proposal that was checked before, from a run's journal. Raises SpecError."""
     return of_text(Path("the run's proposal"), text, Proposal, lambda made: None)
 
 
@@ -249,7 +250,7 @@ def _check_name(name: str, place: str) -> None:
 
 
 def _check(proposal: Proposal) -> None:
-    """That the reference is a function of elements, finite somewhere, and not in the vocabulary yet."""
+    """Check that the reference is an elementwise function, finite somewhere, and new to the vocabulary."""
     import torch
 
     from coda_agent.verifier.numerics.reference import MISTAKES
@@ -293,7 +294,7 @@ def _agree(meaning: Callable[..., Any], usual: Sequence[Tensor], found: Tensor) 
 
     try:
         other = meaning(torch, *usual)
-    except TypeError:  # of another number of arguments
+    except TypeError:  # it takes another number of arguments
         return False
     return isinstance(other, torch.Tensor) and torch.allclose(
         other.double(), found, rtol=1e-9, atol=0, equal_nan=True
@@ -321,7 +322,7 @@ def _check_derivative(proposal: Proposal, usual: Sequence[Tensor], found: Tensor
 
 
 def _usual(interval: tuple[float, float]) -> tuple[float, float]:
-    """The part of an interval where functions are used; of one that lies elsewhere, its finite part."""
+    """The part of an interval in which functions are used or, if it has none, its finite part."""
     low, high = (max(-LARGEST, min(LARGEST, end)) for end in interval)
     if max(low, -USUAL) < min(high, USUAL):
         return max(low, -USUAL), min(high, USUAL)
@@ -337,7 +338,7 @@ def _uniform(interval: tuple[float, float], generator: Any) -> Tensor:
 
 
 def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
-    """Inputs of the frame. Where the reference is undefined (NaN), usual ones stand instead."""
+    """Inputs of the frame. Usual ones replace those where the reference is undefined (NaN)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -373,7 +374,7 @@ def draw(proposal: Proposal, family: str, seed: int) -> dict[str, Tensor]:
 
 
 def _wide(interval: tuple[float, float], usual: Tensor, generator: Any) -> Tensor:
-    """Every magnitude that fp32 has, where the interval lets it."""
+    """Every magnitude of fp32 within the interval."""
     import torch
 
     low, high = interval
@@ -419,7 +420,7 @@ def _edges(interval: tuple[float, float]) -> list[float]:
 def judged(
     proposal: Proposal, spec: Spec, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str
 ) -> dict[str, float]:
-    """Outputs of the frame against fp64, on the tensors' device: how far they are off, or Failed."""
+    """The errors of the frame's outputs against fp64, on the tensors' device; raises Failed."""
     from coda_agent.verifier.numerics import error_gate, reference
 
     fused = spec.model_copy(update={"outputs": {"fused": spec.outputs["fused"]}})
@@ -436,8 +437,8 @@ def judged(
 
 
 def _pointwise(proposal: Proposal, arguments: Sequence[Tensor], got: Tensor, where: str) -> float:
-    """Units in the last place that the exact function is off beyond what its arguments' own last places give,
-    at the worst point; Failed over the proposal's bound."""
+    """The exact function's error in units in the last place, beyond its arguments' own last places, at the
+    worst point; raises Failed over the proposal's bound."""
     import torch
 
     wide = [a.double() for a in arguments]

@@ -1,6 +1,6 @@
 """The gates of a proposed primitive: form, interpret, compile; on a GPU numerics and stability.
 
-What it means, and how outputs are judged, stands in ``verifier.proposal``.
+``verifier.proposal`` holds its meaning and the judgement of outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = sile
     """The gates of any machine: the functions' form, their arithmetic in fp32, a compile in confinement."""
     sys.audit(
         "coda_agent.verifier.verify.check_raw", source
-    )  # as of an edited text: it must not run anywhere else
+    )  # as for an edited text: it must not run anywhere else
     gates = Gates(progress)
     program = proposal.program(spec)
     try:
@@ -60,7 +60,7 @@ def _answer(proposal: Proposal, source: str, calls: Calls = ()) -> Answer:
 
 
 def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, Any]) -> None:
-    """The functions as they stand in the text, each operation rounded to fp32."""
+    """Evaluate the functions as written, each operation rounded to fp32."""
     drawn = {family: draw(proposal, family, secrets.randbits(48)) for family in FAMILIES}
     calls: list[tuple[bool, list[torch.Tensor]]] = []
     for inputs in drawn.values():

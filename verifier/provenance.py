@@ -1,8 +1,8 @@
-"""Is a committed kernel's evidence for what is committed? Trace again, lower again, compare every hash.
+"""Provenance: check that a committed kernel's evidence is about what is committed.
 
-A report is worth what it is bound to: an edited kernel, program, text or spec makes it evidence for
-something else, which is none. Its figures are held against each other (``report_audit``). This needs the
-jail, but no GPU: what was timed is not timed again.
+It traces and lowers again and compares every hash: an edited kernel, program, text or spec makes a report
+evidence for something else. ``report_audit`` checks a report's figures against each other. This needs the
+jail, but no GPU: nothing is timed again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ UNTOLD = f"it is not told what {KEPT} was, and what it was tuned to"
 
 
 def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> list[str]:
-    """What is wrong with the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty where it stands.
-    ``raw``: of its edited text, ``kernels/NAME.raw.*``, which stands beside the kernel's own.
+    """The faults of the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty where it holds.
+    ``raw``: of the edited text ``kernels/NAME.raw.*`` instead.
 
     Raises JailUnavailable where nothing can be traced.
     """
@@ -61,7 +61,7 @@ def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> lis
 
 
 def _text(path: Path) -> str:
-    with path.open(encoding="utf-8", newline="") as file:  # line ends as they are: they are hashed
+    with path.open(encoding="utf-8", newline="") as file:  # keep line ends, which are hashed
         return file.read()
 
 
@@ -83,7 +83,7 @@ def _identity(name: str, spec: Spec, report: Accepted, program: Program) -> list
 
 
 def _traced(name: str, spec: Spec, source: str, program: Program) -> list[str]:
-    """The source gives the program: what a reader reviews is what runs."""
+    """Check that the source traces to the program, so that reviewers read what runs."""
     traced = jail.trace(source, spec.signature())
     if isinstance(traced, Rejected):
         place = f"{name}.py:{traced.line}" if traced.line else f"{name}.py"
@@ -94,7 +94,7 @@ def _traced(name: str, spec: Spec, source: str, program: Program) -> list[str]:
 
 
 def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[str]:
-    """The program gives the text: what was measured is what is kept."""
+    """Check that the program lowers to the measured text."""
     lowered, found = lower(program), []
     if lowered.text != text:
         found.append(f"{name}.program.json lowers to another text than {name}.cutedsl.py: measure again")
@@ -102,7 +102,8 @@ def _lowered(name: str, report: Accepted, program: Program, text: str) -> list[s
 
 
 def _edited(name: str, report: Accepted, program: Program, own: Program, text: str) -> list[str]:
-    """The edited text is of the kernel's own program, on whatever schedules, and is what was measured."""
+    """Check that the edited text belongs to the kernel's own program, on any schedules, and is the measured
+    one."""
     found = []
     if program._replace(schedule={}).hash != own._replace(schedule={}).hash:
         found.append(f"{name}.program.json is another program than the kernel's own: optimize it again")
@@ -122,8 +123,8 @@ def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:
 
 
 def _beaten(name: str, report: Accepted) -> list[str]:
-    """By its own samples it is faster in some case, and slower in none, than the kernel before, of which the
-    report says what it was (the program's own text, or an edit that beat it) and how it was tuned."""
+    """Check by its samples that it is faster than the incumbent in some case and slower in none; the report
+    says which kernel that was (the program's text, or an edit that beat it) and how it was tuned."""
     ratios = {t.case: of_samples(t, KEPT) for t in report.timings}
     missing = [case for case, ratio in ratios.items() if ratio is None]
     if missing:
@@ -138,7 +139,7 @@ def _beaten(name: str, report: Accepted) -> list[str]:
 
 
 def _gates(name: str, report: Accepted) -> list[str]:
-    """Every gate was passed. An edit is not traced."""
+    """Check that every gate was passed. An edit is not traced."""
     passed = {gate.gate for gate in report.gates}
     wanted = RAW_GATES if report.identity.raw else GATES
     return [f"{name}: the report has no gate {gate}: measure again" for gate in wanted if gate not in passed]

@@ -1,7 +1,7 @@
-"""What verifying one kernel says: ``Accepted | Checked | Rejected``, told apart by ``status``.
+"""Reports on one kernel: ``Accepted | Checked | Rejected``, discriminated by ``status``.
 
-Each carries only the fields its status can have. Times are milliseconds, ratios are other over
-candidate (above 1: the candidate is faster), intervals are at the stated confidence.
+Each has only the fields of its status. Times are milliseconds, ratios are other over candidate (above 1: the
+candidate is faster), intervals are at the stated confidence.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from pydantic import (
 )
 
 GATES = ("trace", "contract", "interpret", "compile", "numerics", "stability", "benchmark", "decision")
-RAW_GATES = ("edit", *GATES[1:])  # of an edited text: a program is there already
-PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")  # of a primitive's functions
+RAW_GATES = ("edit", *GATES[1:])  # gates of an edited text, whose program exists already
+# gates of a primitive's functions
+PRIMITIVE_GATES = ("form", "interpret", "compile", "numerics", "stability")
 
-# How kernels are measured, since 2026-11-23. Whoever makes it stricter takes the next number.
+# The measurement protocol, since 2026-11-23. A stricter one takes the next number.
 PROTOCOL = 5
-TYPICAL_ALONE = 4  # the same without stretched inputs: reports of it stand until they are renewed
+TYPICAL_ALONE = 4  # the protocol before stretched inputs: its reports stand until they are renewed
 
 CANDIDATE = "candidate"  # the arm that every timing has
 
-# Reports come from files too: what is computed with them must be neither infinite nor out of reach.
+# Reports also come from files: computing with their numbers must not overflow.
 Positive = Annotated[float, Field(gt=0, lt=1e12)]  # milliseconds, and ratios of them
 Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 Sizes = dict[str, Annotated[int, Field(gt=0, lt=1 << 40)]]
 
 Config = dict[str, StrictBool | StrictInt | None]  # the fields of a schedule of QuACK's, its GemmConfig
-# Of each stage those of tuning's last race, fastest first.
+# For each stage the last candidates of tuning, fastest first.
 Finalists = tuple[Annotated[tuple[Config, ...], Field(min_length=1)], ...]
 
 
@@ -46,7 +47,7 @@ class _Record(BaseModel):
 
 
 class Gate(_Record):
-    """A gate that was passed: how long it took, its figures, and what it found but does not reject."""
+    """A passed gate: its seconds, figures, and findings that do not reject."""
 
     gate: str
     seconds: Seconds
@@ -55,8 +56,8 @@ class Gate(_Record):
 
 
 class Identity(_Record):
-    """What the evidence is for: SHA-256 of spec, program and lowered text, and versions of packages.
-    ``raw``: an author has edited that text."""
+    """The identity of evidence: SHA-256 of spec, program and lowered text, and versions of packages. ``raw``:
+    the text is edited."""
 
     spec: str
     spec_hash: str
@@ -66,14 +67,14 @@ class Identity(_Record):
     raw: bool = False
 
     def same(self, other: Identity) -> bool:
-        """Whether both are of one kernel, on whatever versions of packages."""
+        """Whether both are about one kernel, on any versions of packages."""
         return self.model_dump(exclude={"versions"}) == other.model_dump(exclude={"versions"})
 
 
 class Ratio(_Record):
     """A ratio with its confidence interval, which encloses Student's over processes and the bootstrap's.
 
-    ``detectable``: the least relative difference that this measurement would have told from none.
+    ``detectable``: the least relative difference that this measurement would have detected.
     """
 
     estimate: Positive
@@ -87,11 +88,10 @@ class Timing(_Record):
     """One measured case: schedules by step, the median of each arm, and its ratio to the candidate.
 
     ``samples``: milliseconds by arm, process and round. ``cold``: every timed call found an evicted L2.
-    ``graph_milliseconds``: the candidate replayed from a CUDA graph. ``parts``: milliseconds of each of its
-    parts by itself, in the roofline's words, where it has several. ``finalists``: by step, the schedules of
-    tuning's last race, fastest first: worth trying next time. ``kept_schedules``: what the kernel before was
-    tuned to in the same measurement, where one was to be beaten. ``quack``: ``finalists`` of each of QuACK's
-    arms, by stage, whose first ones are what it ran on; for information, and to be raced again.
+    ``graph_milliseconds``: the candidate in a CUDA graph. ``parts``: milliseconds of each part by itself,
+    named as in the roofline, where there are several. ``finalists``: by step, the last candidates of tuning,
+    fastest first. ``kept_schedules``: the incumbent's tuning in the same measurement. ``quack``: the
+    ``finalists`` of each QuACK arm, by stage; the first is what ran.
     """
 
     case: str
@@ -121,8 +121,7 @@ class Timing(_Record):
 
 
 class QuackTuned(_Record):
-    """What QuACK's arms, by name, were tuned to at one case: of use to that ``version`` of quack-kernels on
-    that GPU."""
+    """Schedules of QuACK's arms at one case, valid for this ``version`` of quack-kernels on this GPU."""
 
     gpu: str
     version: str
@@ -130,7 +129,7 @@ class QuackTuned(_Record):
 
 
 class Authorship(_Record):
-    """Who wrote the kernel, through which provider, in how many attempts."""
+    """The kernel's author, provider and number of attempts."""
 
     author: str
     attempts: int
@@ -138,7 +137,8 @@ class Authorship(_Record):
 
 
 class Rejected(_Record):
-    """A candidate that failed a gate: the reason for the author, the evidence, and the gates before."""
+    """A candidate that failed a gate: the reason for the author, the evidence, and the gates passed before.
+    """
 
     status: Literal["rejected"] = "rejected"
     gate: str
@@ -150,7 +150,7 @@ class Rejected(_Record):
 
 
 class Checked(_Record):
-    """All gates passed that this machine can run; nothing was measured."""
+    """A kernel that passed every gate that this machine can run; nothing was measured."""
 
     status: Literal["checked"] = "checked"
     identity: Identity
@@ -169,10 +169,9 @@ Moment = Annotated[str, AfterValidator(_moment)]
 
 
 class _Measurement(_Record):
-    """What gates on a GPU found: of what, on what, with which inputs, when. ``protocol``: how (``PROTOCOL``);
-    0 in recorded ones from before they said so. ``rival``: the hash of the lowered text of the kernel
-    before, where one was to be beaten. ``renewed``: when and on what numerics and stability were passed
-    again, by a later protocol than what was timed."""
+    """The result of the gates on a GPU: machine, inputs, time. ``protocol`` is 0 in recordings from before
+    protocols had numbers. ``rival``: the hash of the incumbent's lowered text, if there was one. ``renewed``:
+    when and on what a later protocol repeated numerics and stability."""
 
     protocol: int = 0
     identity: Identity
@@ -187,13 +186,13 @@ class _Measurement(_Record):
     date: Moment
 
     def quack(self) -> dict[str, QuackTuned]:
-        """By case, what QuACK's arms were tuned to; nothing of those that do not say so."""
+        """By case, the schedules of QuACK's arms, from the timings that have them."""
         gpu, version = str(self.conditions.get("gpu", "")), self.identity.versions.get("quack-kernels", "")
         return {t.case: QuackTuned(gpu=gpu, version=version, arms=t.quack) for t in self.timings if t.quack}
 
 
 class Unmeasured(_Record):
-    """The measurement is not to be believed, which says nothing of the kernel: why, and what it saw."""
+    """An invalid measurement, which says nothing about the kernel: the reason and the evidence."""
 
     status: Literal["unmeasured"] = "unmeasured"
     reason: str
@@ -201,15 +200,15 @@ class Unmeasured(_Record):
 
 
 class Measured(_Measurement):
-    """The gates on a GPU were passed; with a ``Checked`` of the same kernel it makes an ``Accepted``."""
+    """Passed gates of a GPU; together with a ``Checked`` of the same kernel they make an ``Accepted``."""
 
     status: Literal["measured"] = "measured"
 
 
 class Accepted(_Measurement):
-    """All gates passed, on a GPU too: right, stable and measured, and faster than the spec demands on every
-    case that decides. Where none does, as all of a spec's measured cases are ``bench: report`` (the fp8
-    ones are), it claims nothing on speed."""
+    """A kernel that passed all gates, on a GPU too: right, stable, measured, and faster than the spec demands
+    on every deciding case. Where no case decides, since all measured cases are ``bench: report`` (as for
+    fp8), it claims nothing about speed."""
 
     status: Literal["accepted"] = "accepted"
     authorship: Authorship | None = None
@@ -222,9 +221,9 @@ MEASUREMENT: TypeAdapter[Measurement] = TypeAdapter(Annotated[Measurement, Field
 
 
 def accepted(checked: Checked, measured: Measured, authorship: Authorship | None) -> Accepted:
-    """Join what a machine without a GPU checked and what one with a GPU measured, of one identity.
+    """Join the check of a machine without a GPU with the measurement of one with a GPU, of one identity.
 
-    ValueError if they speak of different things.
+    ValueError where their identities differ.
     """
     if not checked.identity.same(measured.identity):
         raise ValueError("the measurement is of another spec, program or lowered text than what was checked")
@@ -233,7 +232,7 @@ def accepted(checked: Checked, measured: Measured, authorship: Authorship | None
 
 
 def joined(report: Accepted | Checked | Rejected, found: Measurement | None) -> Accepted | Checked | Rejected:
-    """What was checked, with what was measured of it, if anything was."""
+    """The check, joined with its measurement if there is one."""
     if found is None or not isinstance(report, Checked):
         return report
     if isinstance(found, Measured):

@@ -1,7 +1,7 @@
-"""Do a report's own figures amount to what it claims? Decided again, on its samples, by the gates' rules.
+"""Audit a report: derive its claims again from its own samples, by the gates' rules.
 
-A report is a file that anyone can edit: whatever follows from other figures of it is worked out anew, and
-what the protocol promises must be there, within the limits. Times are milliseconds.
+Anyone can edit a report's file, so every figure that follows from others is computed again, and everything
+that the protocol promises must be there, within the limits. Times are milliseconds.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import MIN_ROUNDS, Interval
 from coda_agent.verifier.timing import FEWEST
 
-GPU = "H100"  # in the name of the device that kernels are written for
-TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}  # of a schedule; what came later has defaults in older reports
-ROUNDED = 1e-4  # figures of numerics are kept to so much, and of the kernel against itself agree to it
+GPU = "H100"  # part of the name of the device that kernels are written for
+# required fields of a schedule; later ones have defaults in older reports
+TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
+ROUNDED = 1e-4  # rounding of numerics' figures, and agreement of the kernel with itself
 
 _Statistic = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Errors(BaseModel):
-    """Of one output, the worst over families and schedules: ratios to the yardstick's error."""
+    """One output's worst ratios to the yardstick's error, over families and schedules."""
 
     rms_ratio: _Statistic
     tile_ratio: _Statistic
@@ -46,7 +47,7 @@ class _Errors(BaseModel):
 
 
 class _Proved(BaseModel):
-    """What numerics says of a case."""
+    """A case in the numerics gate."""
 
     outputs: dict[str, _Errors]
     families: tuple[str, ...]
@@ -54,14 +55,14 @@ class _Proved(BaseModel):
 
 
 class _Steady(BaseModel):
-    """What stability says of a case."""
+    """A case in the stability gate."""
 
     repeats: int
     plans: int
 
 
 class _Control(BaseModel):
-    """How a process did that was put to the test."""
+    """A process's controls."""
 
     process: int
     case: str
@@ -75,7 +76,8 @@ _CONTROLS = TypeAdapter(tuple[_Control, ...])
 
 
 def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Every claim that the report's figures do not bear out, or that the protocol demands and it lacks."""
+    """Every claim that the report's figures do not support, or that the protocol demands and the report
+    lacks."""
     if report.protocol not in (TYPICAL_ALONE, PROTOCOL):
         said = f"is of protocol {report.protocol}" if report.protocol else "says no protocol"
         return [f"{name}: the report {said}; known is {PROTOCOL}: measure again, or update"]
@@ -91,10 +93,10 @@ def unfounded(name: str, spec: Spec, program: Program, report: Accepted) -> list
 
 
 def of_samples(timing: Timing, arm: str) -> Ratio | None:
-    """The arm's ratio to the candidate, made anew; None where there are no samples for one."""
+    """The arm's ratio to the candidate, computed again; None without samples for one."""
     try:
         return compared(timing.samples[arm], timing.samples[CANDIDATE])
-    except (KeyError, ValueError, Void):  # none, too few, or no durations
+    except (KeyError, ValueError, Void):  # missing, too few, or no durations
         return None
 
 
@@ -107,8 +109,8 @@ def _device(name: str, report: Accepted) -> list[str]:
 
 
 def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Each measured case: timed once, at its sizes, against every arm, with samples that give what is said
-    of them."""
+    """Check each measured case: timed once, at its sizes, against every arm, with samples that give its
+    figures."""
     arms = admitted(spec, DEFAULT_ARMS, beside_kept=report.identity.raw and bool(report.rival))
     wanted = {case.name: dict(case.sizes) for case in spec.cases if case.bench}
     found = [
@@ -136,7 +138,7 @@ def _timings(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _scheduled(name: str, program: Program, report: Accepted) -> list[str]:
-    """Each step's schedule is told and is one; what the program says of it is what was timed."""
+    """Check that each step has a valid schedule, and that the program's own schedules are the timed ones."""
     steps = {step.index for step in cut(program).gemms}
     told = [(t.case, s) for t in report.timings for s in (t.schedules, t.kept_schedules or t.schedules)]
     wrong = dict.fromkeys(case for case, each in told if not _schedules(each, steps))
@@ -160,7 +162,7 @@ def _schedules(told: Mapping[str, Any], steps: Collection[int]) -> bool:
 
 
 def _raced(t: Timing, arms: Sequence[str]) -> list[str]:
-    """What a case was not timed against, or not as every case is."""
+    """Arms that a case lacks, or timed unlike the other cases."""
     found = [f" was not measured against {arm}" for arm in arms if arm not in t.ratios]
     if t.graph_milliseconds is None:
         found.append(" was not measured in a CUDA graph")
@@ -172,7 +174,7 @@ def _raced(t: Timing, arms: Sequence[str]) -> list[str]:
 
 
 def _sampled(t: Timing) -> list[str]:
-    """What is wrong with one case's samples, or with what is said of them."""
+    """Faults of one case's samples, or of the figures from them."""
     own = t.samples.get(CANDIDATE, ())
     rounds = [len(row) for row in own]
     found = []
@@ -202,7 +204,7 @@ def _sampled(t: Timing) -> list[str]:
 
 
 def _median(rows: Rows) -> float:
-    """As a report has it; NaN, which equals nothing, where there are no such samples."""
+    """The median as a report computes it; NaN, which equals nothing, without samples."""
     try:
         return round(central(rows), 5)
     except (ValueError, ZeroDivisionError, Void):  # empty, or no durations
@@ -210,7 +212,8 @@ def _median(rows: Rows) -> float:
 
 
 def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """The decision, taken again on the report's timings, is that the kernel is accepted, on these figures."""
+    """Check that the decision on the report's timings, taken again, accepts the kernel on the same figures.
+    """
     figures: dict[str, Any] = {}
     try:
         decide(spec, program, report.timings, figures)
@@ -227,7 +230,7 @@ def _decided(name: str, spec: Spec, program: Program, report: Accepted) -> list[
 
 
 def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
-    """Each process scored every case, and found the planted delay and nothing where there was nothing."""
+    """Check that each process scored every case, found the planted delay, and found no other difference."""
     processes = max((t.processes for t in report.timings), default=PROCESSES)
     try:
         controls = _CONTROLS.validate_python(report.controls)
@@ -246,7 +249,7 @@ def _controls(name: str, spec: Spec, report: Accepted) -> list[str]:
 
 
 def _tested(process: int, attempts: list[_Control]) -> list[str]:
-    """The last attempt at a process counts, and has no faults; those before it were replaced for theirs."""
+    """Check that a process's last attempt has no faults, and each earlier one has."""
     *replaced, last = ([*c.faults, *faults(c.same, c.planted)] for c in attempts)
     found = [f"process {process}'s controls have faults: {'; '.join(last)}"] if last else []
     if not all(replaced) or len(replaced) > RETRIES:
@@ -257,14 +260,14 @@ def _tested(process: int, attempts: list[_Control]) -> list[str]:
 
 
 def _encloses(i: Interval) -> bool:
-    """Whether the interval is both methods' together, and has the estimate in it."""
+    """Whether the interval encloses both methods' intervals and the estimate."""
     lows, highs = zip(i.bootstrap, i.student, strict=True)
     return min(lows) == i.low <= i.estimate <= i.high == max(highs)
 
 
 def _scored(process: int, control: str, spec: Spec, report: Accepted) -> list[str]:
-    """Each case has a piece of the measurement, that of the controls under their name, and in each the clocks
-    and the power were read in every round."""
+    """Check that each case has a piece of the measurement, the controls' one under their name, with clocks
+    and power read in every round."""
     during = report.conditions.get("during")
     pieces: Mapping[str, Any] = during if isinstance(during, dict) else {}
     cases = [case.name for case in spec.cases if case.bench]
@@ -288,14 +291,14 @@ def _unread(seen: Any, rounds: int | None) -> str:
 
 
 def _rounds(report: Accepted, case: str, process: int) -> int | None:
-    """Of a process; None where it has no samples, which is said elsewhere."""
+    """The rounds of a process; None without samples, which another check reports."""
     rows = next((t.samples.get(CANDIDATE, ()) for t in report.timings if t.case == case), ())
     return len(rows[process]) if process < len(rows) else None
 
 
 def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]:
-    """What the benchmark gate says of the kernel against itself is what each process's controls say of it.
-    Its interval depends on their rounds, too, which no report has."""
+    """Check that the benchmark gate's figure of the kernel against itself follows from the processes'
+    controls. Its interval also depends on their rounds, which reports lack."""
     try:
         told = Ratio.model_validate(_figures(report, "benchmark").get("against_itself"))
         made = compared(
@@ -318,7 +321,8 @@ def _against_itself(report: Accepted, controls: Sequence[_Control]) -> list[str]
 
 
 def _proofs(name: str, spec: Spec, program: Program, report: Accepted) -> list[str]:
-    """Every case, and the hidden sizes, on the families, schedules and repeats that the gates try."""
+    """Check that numerics and stability cover every case and the hidden sizes, on the families, schedules and
+    repeats of the gates."""
     sizes = {case.name: dict(case.sizes) for case in spec.cases}
     seeds = {size: report.seeds.get(f"hidden/{size}") for size in (HIDDEN, ONE_ROW)}
     missing = [size for size, seed in seeds.items() if seed is None]
@@ -357,7 +361,7 @@ def _proof(spec: Spec, program: Program, report: Accepted, case: str, sizes: dic
 
 
 class _Lacking(Exception):
-    """A gate has no figures of a case, or what is none."""
+    """A gate lacks a case's figures, or has invalid ones."""
 
 
 def _of_case(report: Accepted, gate: str, case: str, read: Callable[[Any], _Read]) -> _Read:
@@ -376,7 +380,7 @@ def _figures(report: Accepted, gate: str) -> dict[str, Any]:
 def _families(
     spec: Spec, program: Program, protocol: int, case: str, sizes: dict[str, int]
 ) -> tuple[str, ...]:
-    """On which inputs numerics tries a case by a protocol: all where it is small."""
+    """The families of inputs that a protocol tries on a case: all where it is small."""
     from coda_agent.verifier.numerics.inputs import EVERY, FAMILIES
 
     if case == ONE_ROW:
@@ -386,7 +390,7 @@ def _families(
 
 
 def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> list[str]:
-    """Outputs whose error is more than the error gate lets through at these sizes."""
+    """Outputs whose error exceeds the error gate at these sizes."""
     found = []
     for output, errors in proved.outputs.items():
         for statistic, limit in _limits(spec, output, sizes).items():
@@ -397,7 +401,7 @@ def _excesses(spec: Spec, proved: _Proved, case: str, sizes: dict[str, int]) -> 
 
 
 def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
-    """The error gate's (``compare``), with the slack of the output's smallest tile."""
+    """The error gate's limits (``compare``), with the slack of the output's smallest tile."""
     from coda_agent.verifier.numerics.error_gate import FEW
     from coda_agent.verifier.numerics.limits import Limits
 
@@ -415,6 +419,6 @@ def _limits(spec: Spec, output: str, sizes: dict[str, int]) -> dict[str, float]:
 
 
 def _first(error: ValidationError) -> str:
-    """The first thing wrong with what was read, and where."""
+    """The first fault of a file, and its place."""
     told = error.errors()[0]
     return f"{'.'.join(map(str, told['loc'])) or 'the figures'}: {told['msg']}"

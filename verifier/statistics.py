@@ -1,10 +1,9 @@
 """Ratios of interleaved samples with confidence intervals. Standard library only.
 
 Both arms of a round meet the same clocks and temperature, so a ratio is the median of the rounds' ratios:
-what drifts with the machine cancels, and what is left is the kernels' difference and noise. (A ratio of
-medians lets it back in: where the clock steps, each arm's median is of another mixture of clocks.) What
-differs from one process to the next (addresses, the neighbours) no number of rounds shows: ``across``
-takes whole processes for its sample.
+drift cancels, and the kernels' difference and noise remain. A ratio of medians would let drift in again:
+where the clock steps, each arm's median comes from another mixture of clocks. Differences between processes
+(addresses, neighbours) show in no number of rounds: ``across`` samples whole processes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 MIN_ROUNDS = 8
 RESAMPLES = 2000
-POWER = 0.8  # with which a difference that is said to be detectable would have been found
+POWER = 0.8  # chance that a difference called detectable would have been found
 TRIM = 0.2  # of the rounds, at each end (Yuen's choice): a few host hiccups must not decide
 
 
@@ -84,8 +83,8 @@ def across(
 
 
 def through(first: Interval, second: Interval) -> Interval:
-    """a / c from a / b and b / c of different measurements, b the arm that both had: what is uncertain of
-    either is uncertain of the product. Errors are independent, so widths add as squares, in logarithms."""
+    """a / c from a / b and b / c of different measurements that share arm b. Errors are independent, so
+    half-widths add as squares, in logarithms."""
 
     def product(side: Callable[[Interval], tuple[float, float]]) -> tuple[float, float]:
         centre = math.log(first.estimate) + math.log(second.estimate)
@@ -100,7 +99,7 @@ def through(first: Interval, second: Interval) -> Interval:
 
 
 def detectable(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> float:
-    """The least relative difference that such a measurement tells from none with a power of 80 %."""
+    """The least relative difference that such a measurement detects with a power of 80 %."""
     logs = [median(_logs(a, b, confidence)) for a, b in pairs]
     freedom = len(logs) - 1
     quantiles = student_quantile(confidence, freedom) + student_quantile(2 * POWER - 1, freedom)

@@ -45,7 +45,7 @@ class Samples:
 
 
 class Clock(Protocol):
-    """What ``measure`` needs of a device: ``CudaClock`` on a GPU, a simulated one in tests."""
+    """The device, as ``measure`` needs it: ``CudaClock`` on a GPU, a simulated one in tests."""
 
     def now(self) -> float:
         """Host seconds, for the length of the warm-up."""
@@ -60,8 +60,8 @@ class Clock(Protocol):
         """Mark its end."""
 
     def turn(self) -> tuple[float, ...]:
-        """The end of a round: wait until the one before is over. Seconds of its regions, in the order of
-        their starts; none where it was drained."""
+        """End a round: wait for the one before. Seconds of its regions in the order of their starts; none
+        where it was drained."""
 
     def drain(self) -> tuple[float, ...]:
         """Wait for the round that ended last; seconds of its regions."""
@@ -92,7 +92,7 @@ def measure(
     _warm_up(arms, warmup_seconds, cold, clock)
     shuffled = random.Random(seed)
     orders: list[Sequence[Arm]] = []
-    seconds = []  # each time of the round before: the device is never without work
+    seconds = []  # the round before is timed while this one runs, so that the device always has work
     end = clock.now() + longest
     while len(orders) < rounds and (len(orders) < FEWEST or clock.now() < end):
         orders.append(shuffled.sample(arms, len(arms)))
@@ -119,7 +119,7 @@ def _check(arms: Sequence[Arm], rounds: int) -> None:
 
 def _warm_up(arms: Sequence[Arm], seconds: float, cold: bool, clock: Clock) -> None:
     _round(arms, cold, clock)
-    clock.drain()  # it compiled: that time must not count as heating
+    clock.drain()  # the first round compiles, which must not count as heating
     begin = clock.now()
     turn = 0
     while clock.now() - begin < seconds:
@@ -153,7 +153,7 @@ class CudaClock:
     MIN_HEAD_START = 100e-6
     MAX_HEAD_START = 5e-3  # a first call that compiles must not idle the GPU for as long
     FLUSH_BYTES = 256 << 20  # as triton's do_bench; at least twice the L2, whatever its size
-    CYCLES_PER_SECOND = 2e9  # above any boost clock so far, so a spin is never too short
+    CYCLES_PER_SECOND = 2e9  # above all boost clocks so far, so that a spin is never too short
 
     def __init__(self) -> None:
         import torch

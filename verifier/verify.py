@@ -1,6 +1,6 @@
 """The gates in order, cheapest first: source -> Accepted | Checked | Rejected.
 
-``check`` is what any machine can do; ``verifier.measure`` is what needs a GPU.
+``check`` runs on any machine; ``verifier.measure`` needs a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_STEPS = 16  # each is compiled and tuned by itself
 
 
 class Verdict(NamedTuple):
-    """A report, and the program it is about once there is one."""
+    """A report, and its program once there is one."""
 
     report: Accepted | Checked | Rejected
     program: Program | None
@@ -49,8 +49,8 @@ def check(
     weak_jail: bool = False,
     progress: Progress = silent,
 ) -> Verdict:
-    """Trace in the jail, then contract, interpreter and a compile for sm_90a: no GPU needed. ``schedules`` by
-    step are the author's."""
+    """Trace in the jail, then run contract, interpreter and a compile for sm_90a: no GPU needed.
+    ``schedules`` by step are the author's."""
     gates = Gates(progress)
     try:
         with gates.gate("trace") as figures:
@@ -73,11 +73,11 @@ def check_raw(
     tuned: Sequence[Schedule] = (),
     progress: Progress = silent,
 ) -> Verdict:
-    """As ``check``, of an edited text of a program's: it is compiled in confinement, on the ``tuned``
-    schedules too. What it computes only a GPU can tell."""
+    """``check`` for an edited text of a program: it compiles in confinement, on the ``tuned`` schedules too.
+    Only a GPU can tell what it computes."""
     sys.audit(
         "coda_agent.verifier.verify.check_raw", raw
-    )  # so that an audit hook knows what must not run anywhere else
+    )  # this tells an audit hook what must not run anywhere else
     gates = Gates(progress)
     try:
         with gates.gate("edit") as figures:
@@ -102,14 +102,14 @@ def verify(
     keep: Callable[[Identity], Keep] | None = None,
     quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:
-    """All gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``, whose
-    finished pieces are kept where ``keep`` says; ``quack`` is for it."""
+    """Run all gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``, which
+    keeps finished pieces in ``keep`` and starts from ``quack``'s known schedules."""
     if not gpu:
         return check(spec, source, weak_jail=weak_jail, progress=progress)
     from coda_agent.verifier.measure import measure, started
 
     with ExitStack() as stack:
-        # Their imports take as long as the gates.
+        # Their imports take as long as these gates.
         ahead = [stack.enter_context(worker) for worker in started()]
         report, program = check(spec, source, weak_jail=weak_jail, progress=progress)
         if program is None or not isinstance(report, Checked):
@@ -150,7 +150,7 @@ def _check_program(spec: Spec, program: Program, gates: Gates, lines: Sequence[i
 
 
 def check_program(spec: Spec, program: Program) -> Rejected | None:
-    """Contract and interpreter alone, of a program that is there already; None where it passes both."""
+    """Run contract and interpreter alone, on an existing program; None where it passes both."""
     try:
         _check_program(spec, program, Gates(silent))
     except Stop as stop:
@@ -159,7 +159,7 @@ def check_program(spec: Spec, program: Program) -> Rejected | None:
 
 
 def _tried(program: Program, tuned: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
-    """What its steps are compiled on, those that its author chose among them."""
+    """The schedules for the compile gate, those of the author included."""
     return tuple(dict.fromkeys([*PROBES, *program.schedule.values(), *tuned]))
 
 
@@ -175,7 +175,7 @@ def _unmeasured() -> str:
 
 
 def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequence[int | None]) -> None:
-    """Names and shapes were checked with the types; here what the hardware demands of them."""
+    """Check the hardware's demands on names and shapes; typing has checked the rest."""
     from coda_agent.primitives.compiler.probe_schedules import candidates, fits
     from coda_agent.primitives.lang.partition import cut
     from coda_agent.primitives.runtime.launchable import alignment_errors
@@ -210,7 +210,7 @@ def _contract(spec: Spec, program: Program, figures: dict[str, Any], lines: Sequ
 
 
 def _tensor_nodes(program: Program, words: str) -> list[int]:
-    """The node of the output that words begin with, or what reads the input."""
+    """The node of the output, or the readers of the input, that a message begins with."""
     name = words.partition(":")[0]
     if name in program.outputs:
         return [program.outputs[name]]
@@ -257,8 +257,8 @@ _VALUE = re.compile(r"\bn(\d+)_\d+ =")
 
 
 def line_behind(words: str, lines: Sequence[int | None]) -> int | None:
-    """The line of the kernel file behind a compiler's words: they quote the lowered text, whose values are
-    named after nodes."""
+    """The line of the kernel file behind a compiler's message, which quotes the lowered text, whose values
+    are named after nodes."""
     nodes = [int(found) for found in _VALUE.findall(words)]
     return next((lines[node] for node in reversed(nodes) if node < len(lines)), None)
 
@@ -278,7 +278,7 @@ def _compiled(
     lines: Sequence[int | None],
     raw: str,
 ) -> Sequence[Resources]:
-    """The compiler's account; Failed with its words, and the line of the kernel file where it is known."""
+    """The compiler's report; Failed with its message, and the line of the kernel file where known."""
     from coda_agent.primitives.runtime.compile import report
 
     try:

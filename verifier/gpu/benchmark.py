@@ -1,8 +1,8 @@
-"""On the GPU, in a worker: how long do a verified program and its rivals take? Tasks of ``worker``.
+"""On the GPU, in a worker: time a verified program and its rivals. Tasks of ``worker``.
 
-Each process draws inputs of its own, proves the candidate on them, times all arms interleaved, and compares
-what the timed calls left with what was proved, to the bit. What a call is about to write is overwritten
-before, outside of the clock, so that an answer which is there was made in the time that was taken.
+Each process draws its own inputs, proves the candidate on them, times all arms interleaved, and compares the
+outputs of the timed calls with the proved ones, to the bit. Before each call, outside the clock, its output
+memory is overwritten, so that an answer there was made within the measured time.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     from coda_agent.primitives.runtime.executable import Plan
 
-LONGEST = 1.5  # seconds of rounds: clocks at the power limit swing within one
-HOST_CALLS = 21  # each waits for the device, which a 70B model's kernel keeps for 17 ms
+LONGEST = 1.5  # seconds of rounds, in which clocks at the power limit swing once
+HOST_CALLS = 21  # each waits for the device, which a 70B kernel occupies for 17 ms
 PART_ROUNDS = 12
 GRAPH = "candidate in a CUDA graph"
-FEWEST_SETS = 2  # of inputs, that take turns: no call finds in the L2 what the one before it read
+FEWEST_SETS = 2  # sets of inputs that take turns: no call finds its predecessor's inputs in the L2
 MOST_SETS = 8  # each is proved by the fp64 oracle
 SAME, LATE = "candidate again", "candidate and a planted delay"  # the controls
-PREPARES, RACES = "prepares ", "races"  # what a worker says that it does, of a rival or of all arms
-PLANTED = 0.02  # of the candidate's time: the delay that a process has to find
-SAME_WITHIN = 0.005  # how far apart two runs of one kernel may lie
+PREPARES, RACES = "prepares ", "races"  # a worker's reports on preparing a rival, and on timing all arms
+PLANTED = 0.02  # delay, as a share of the candidate's time, that a process has to find
+SAME_WITHIN = 0.005  # largest difference of a kernel from itself
 FOUND_WITHIN = (0.01, 0.04)  # a launch adds a microsecond or two to the delay itself
 
 Tensors = Mapping[str, "torch.Tensor"]
@@ -47,9 +47,9 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class Race:
-    """What to time beside the candidate, and how: so many rounds, fewer of long kernels. ``controlled``: with
-    arms that show whether this process measures at all. ``kept``: the kernel that a change has to beat.
-    ``quack``: what QuACK's arms were tuned to before."""
+    """The arms beside the candidate and their rounds, fewer for long kernels. ``controlled``: add the arms
+    that show whether this process measures correctly. ``kept``: the incumbent that a change has to beat.
+    ``quack``: known schedules of QuACK's arms."""
 
     arms: tuple[str, ...]
     rounds: int
@@ -60,7 +60,7 @@ class Race:
 
 
 def score(given: tuple[Job, Race]) -> dict[str, Any]:
-    """Milliseconds of every arm in every round at one case, with all that makes them believable."""
+    """Milliseconds of every arm in every round at one case, with the checks that make them credible."""
     job, race = given
     report("benchmark", f"case {job.case}")
     begun = time.monotonic()
@@ -106,7 +106,7 @@ def score(given: tuple[Job, Race]) -> dict[str, Any]:
 def timed(
     arms: Sequence[timing.Arm], rounds: int, *, cold: bool = True, longest: float = LONGEST
 ) -> tuple[dict[str, timing.Samples], dict[str, Any]]:
-    """What each arm took in rounds of at most ``longest`` seconds, and how the GPU fared meanwhile."""
+    """Each arm's samples in at most ``longest`` seconds of rounds, and the GPU's telemetry meanwhile."""
     from coda_agent.verifier.gpu.telemetry import Monitor, device
 
     with Monitor() as monitor:
@@ -122,13 +122,13 @@ def timed(
 
 
 def milliseconds(samples: timing.Samples) -> list[float]:
-    """By round, as they are kept."""
+    """Milliseconds by round, as reports keep them."""
     return [round(x * 1e3, 6) for x in samples.seconds]
 
 
 def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
-    """Milliseconds of each part of the candidate by itself, for whoever wants to make it faster; nothing
-    where it is one. Together they may take longer than the whole, whose launches overlap."""
+    """Milliseconds of each of the candidate's parts by itself, for authors who make it faster; empty for a
+    single part. Together they may take longer than the whole, whose launches overlap."""
     parts = sets.plan.parts
     if len(parts) == 1:
         return {}
@@ -142,22 +142,23 @@ def _parts(sets: _Sets, cold: bool) -> dict[str, float]:
 
 
 def _controls(sets: _Sets) -> list[timing.Arm]:
-    """The candidate against itself, and against itself with a planted delay: among the arms that they speak
-    for, not in a race of their own."""
+    """The candidate again, and the candidate with a planted delay, interleaved with the arms that they vouch
+    for."""
     seconds = timing.measure([sets.candidate("alone")], rounds=5, warmup_seconds=0.2)["alone"].median
     cycles = int(PLANTED * seconds * _cycles_per_second())
     return [sets.candidate(SAME), sets.candidate(LATE, after=partial(_spin, cycles))]
 
 
 def _judged(own: timing.Samples, same: timing.Samples, late: timing.Samples) -> dict[str, Any]:
-    """The verdict on this process, and ``again``: milliseconds of the candidate against itself, by round."""
+    """The controls' verdict on this process, and ``again``: the candidate against itself, milliseconds by
+    round."""
     found = [statistics.ratio(control.seconds, own.seconds) for control in (same, late)]
     told = {"same": found[0].to_dict(), "planted": found[1].to_dict(), "faults": faults(*found)}
     return {"controls": told, "again": milliseconds(same)}
 
 
 def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]:
-    """Why a process with these controls is not to be believed; empty if it is."""
+    """Why a process with these controls is invalid; empty if it is valid."""
     low, high = FOUND_WITHIN
     found = []
     if abs(same.estimate - 1) > SAME_WITHIN:
@@ -172,7 +173,7 @@ def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]
 
 @dataclass
 class _Sets:
-    """Sets of inputs to rotate through, and what the candidate made of each when it was proved."""
+    """Sets of inputs that take turns, and the candidate's proved outputs on each."""
 
     job: Job
     plan: Plan
@@ -184,7 +185,7 @@ class _Sets:
 
     @classmethod
     def drawn(cls, job: Job, plan: Plan) -> _Sets:
-        """At least two sets, and together larger than the L2: no arm finds its operands there."""
+        """At least two sets, together larger than the L2, so that no arm finds its operands there."""
         made = cls(job, plan, [], [], [], [], [])
         made._add()
         for _ in range(sets_wanted(made.inputs[0]) - 1):
@@ -192,7 +193,7 @@ class _Sets:
         return made
 
     def _add(self) -> None:
-        """One more set, through the error gate."""
+        """Add one more set, through the error gate."""
         trial = Trial(self.job)
         fresh = poisoned_run(self.plan, trial.inputs)
         trial.judge(self.plan, fresh)
@@ -203,7 +204,7 @@ class _Sets:
         self.proved.append(Fingerprints(fresh))
 
     def candidate(self, name: str, after: Callable[[], object] | None = None) -> timing.Arm:
-        """The candidate on one set after the other."""
+        """The candidate, on one set after the other."""
         calls = [partial(self.plan.run, i, o) for i, o in zip(self.inputs, self.outputs, strict=True)]
         if after is not None:
             calls = [partial(_both, call, after) for call in calls]
@@ -215,11 +216,13 @@ class _Sets:
         calls: Sequence[Callable[[], object]],
         outputs: Sequence[Tensors] | None = None,
     ) -> timing.Arm:
-        """A call for each set, taking turns. Before each, the ``outputs`` that it is about to write are
-        overwritten, and the candidate's workspace, where a kernel could keep what the next call finds; for an
-        arm that has no outputs of ours, as much memory that nobody reads, so that every arm finds the GPU
-        alike. Not so those of a kernel that updates an input, whose buffer has to keep what is there:
-        ``compare`` has it run once more."""
+        """An arm with a call for each set, taking turns.
+
+        Before each call its ``outputs`` are overwritten, and so is the candidate's workspace, in which a
+        kernel could keep results for the next call. An arm without outputs of ours has as much unused memory
+        overwritten, so that all arms find the GPU alike. Outputs that update an input stay, since their
+        buffer must keep its content: ``compare`` runs such a kernel once more.
+        """
         written = [{}] * len(calls) if self.updates else outputs or [self.spare] * len(calls)
         rows = [[words(t) for t in (*each.values(), self.plan.workspace)] for each in written]
         return timing.Arm(name, rotating(calls), rotating([partial(overwrite, row) for row in rows]))
@@ -234,8 +237,8 @@ class _Sets:
         return self.plan.outputs()
 
     def compare(self) -> None:
-        """Failed where the timed calls left other bits than the proved one, or changed an input. By then an
-        update's buffer holds the sum of all calls: there one more call is compared, on the same inputs drawn
+        """Raise Failed where the timed calls left other bits than the proved one, or changed an input. An
+        update's buffer then holds the sum of all calls, so one more call runs on the same inputs, drawn
         again."""
         for index, proved in enumerate(self.proved):
             mine = {n: t for n, t in self.inputs[index].items() if n not in self.updates.values()}
@@ -262,14 +265,14 @@ def _both(call: Callable[[], object], after: Callable[[], object]) -> None:
 
 
 def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One call that takes turns."""
+    """One call that cycles through these."""
     turn = itertools.cycle(calls)
     return lambda: next(turn)()
 
 
 def _prepared(name: str, job: Job, make: Callable[[], _Made]) -> _Made:
-    """An arm that is not the candidate's. What goes wrong meanwhile is not the candidate's doing, which has
-    run to its end: the asker knows by what was said last."""
+    """Prepare an arm other than the candidate. The candidate has already run, so a failure here is not its
+    fault; the asker knows by the last report."""
     import torch
 
     torch.cuda.synchronize()
@@ -280,7 +283,7 @@ def _prepared(name: str, job: Job, make: Callable[[], _Made]) -> _Made:
 def _rival(
     name: str, job: Job, sets: _Sets, known: QuackTuned | None
 ) -> tuple[timing.Arm, list[list[Config]]]:
-    """An arm, and of QuACK's the finalists of its tuning."""
+    """A rival's arm and, for QuACK, the finalists of its tuning."""
     from coda_agent.verifier.baselines import pytorch
     from coda_agent.verifier.baselines import quack as quack_baseline
 
@@ -298,7 +301,7 @@ def _kept(job: Job, sets: _Sets) -> timing.Arm:
 
 
 def _graphed(sets: _Sets) -> timing.Arm:
-    """The candidate replayed from a CUDA graph, among the others: alone it would meet other clocks."""
+    """The candidate in a CUDA graph, interleaved: alone it would meet other clocks."""
     import torch
 
     replays = []
@@ -311,7 +314,7 @@ def _graphed(sets: _Sets) -> timing.Arm:
 
 
 def sets_wanted(inputs: Tensors) -> int:
-    """How many such sets to take turns with: at least two, and together larger than the L2."""
+    """The number of sets that take turns: at least two, together larger than the L2."""
     import torch
 
     l2 = int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
@@ -325,7 +328,8 @@ def _spin(cycles: int) -> None:
 
 
 def _cycles_per_second() -> float:
-    """Of the counter that a spin waits for: two spins differ by their cycles alone, not by their launches."""
+    """Cycles per second of the spin's counter: two spins differ by their cycles alone, not by their launches.
+    """
     short, long = 200_000, 1_200_000
     arms = [timing.Arm("short", partial(_spin, short)), timing.Arm("long", partial(_spin, long))]
     samples = timing.measure(arms, rounds=9, warmup_seconds=0.05, cold=False)

@@ -1,7 +1,7 @@
-"""On the GPU, in a worker: is a program right there, and the same each time? Tasks of ``worker``.
+"""On the GPU, in a worker: check that a program is right there, every time. Tasks of ``worker``.
 
-A task takes a ``Job`` and gives figures, or raises Failed with what the candidate did wrong. Inputs come
-from fresh seeds, drawn after the program is fixed.
+A task takes a ``Job`` and returns figures, or raises Failed with the candidate's mistake. Inputs come from
+fresh seeds, drawn after the program is fixed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Job:
     sizes: Mapping[str, int]
     schedules: tuple[Schedules, ...] = ()
     families: tuple[str, ...] = ("normal",)
-    known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: the only ones to race
-    afresh: bool = False  # for tuning: whatever an earlier one found
-    raw: str = ""  # an edited text, in place of the program's own
+    known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: the only schedules to time
+    afresh: bool = False  # for tuning: ignore earlier results
+    raw: str = ""  # an edited text that replaces the program's own
 
     def plans(self) -> list[Plan]:
-        """A plan for each choice, in one workspace. Failed where a schedule that the program says does not
-        fit these sizes."""
+        """A plan for each choice, in one workspace. Failed where a schedule of the program does not fit these
+        sizes."""
         from coda_agent.primitives.runtime.executable import Plan
         from coda_agent.primitives.runtime.launchable import LaunchError
 
@@ -71,8 +71,8 @@ class Job:
 
 
 class Trial:
-    """Fresh inputs of a family, and what is true of them: found once a kernel has run, for one that reads
-    astray must not find it in the GPU's memory."""
+    """Fresh inputs of a family. The truth is computed after a kernel has run, so that one which reads astray
+    cannot find it in the GPU's memory."""
 
     def __init__(self, job: Job, family: str = "normal"):
         self.job, self.family = job, family
@@ -81,7 +81,7 @@ class Trial:
 
     @cached_property
     def truth(self) -> dict[str, torch.Tensor]:
-        """Raises Failed where the inputs are no longer what was drawn."""
+        """The truth. Raises Failed where the inputs have changed since they were drawn."""
         from coda_agent.verifier.numerics import reference
 
         untouched(self.job, self.inputs, self.drawn)
@@ -95,7 +95,7 @@ class Trial:
 
     @cached_property
     def exact(self) -> frozenset[str]:
-        """Outputs that have to be right to the bit."""
+        """Outputs that must be right to the bit."""
         from coda_agent.verifier.numerics import exactness, reference
 
         if self.family != "integers":
@@ -111,7 +111,7 @@ class Trial:
         return error_gate.undefined(self.family, self.truth, self.yardstick)
 
     def judge(self, plan: Plan, outputs: Mapping[str, torch.Tensor]) -> Sequence[OutputError]:
-        """What a plan made of the inputs, through the error gate. Raises Failed."""
+        """Judge a plan's outputs through the error gate. Raises Failed."""
         from coda_agent.verifier.numerics import error_gate, limits
 
         allowed = limits.of_stored(self.family)
@@ -123,8 +123,8 @@ class Trial:
 
 
 def tune(job: Job) -> dict[str, Any]:
-    """The fastest schedules by step, those of the last race, and the seconds it took; from the cache
-    where they were found before, unless ``afresh``. The inputs are forgotten: scoring draws its own."""
+    """The fastest schedules by step, the last candidates, and the seconds of tuning; from the cache, unless
+    ``afresh``. The inputs are discarded: scoring draws its own."""
     from coda_agent.primitives.runtime.launchable import LaunchError
     from coda_agent.primitives.runtime.tune import NoSchedule, finalists, tuned
 
@@ -167,15 +167,15 @@ def numerics(job: Job) -> dict[str, Any]:
 
 
 def _tried(job: Job, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
-    """The seed of one trial, and how each plan did in it; its tensors are gone before the next."""
+    """The seed of one trial and each plan's errors; its tensors are freed before the next."""
     trial = Trial(job, family)
     ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
     return trial.seed, [error for plan, outputs in ran for error in trial.judge(plan, outputs)]
 
 
 def stability(job: Job) -> dict[str, Any]:
-    """On every plan: repeats bitwise equal from outputs and workspace poisoned in two ways, inputs untouched,
-    nothing beside any of them written, or read and used."""
+    """On every plan: repeats bitwise equal from outputs and workspace poisoned in two ways, inputs unchanged,
+    and no byte beside a tensor written, or read and used."""
     report("stability", f"case {job.case}")
     seed, drawn = job.draw()
     inputs = Guarded.holding(drawn, POISONS[0])
@@ -186,8 +186,8 @@ def stability(job: Job) -> dict[str, Any]:
 
 
 def launch(job: Job) -> dict[str, Any]:
-    """Every plan once, and nothing else on the GPU but copies: what a sanitizer is to look at. cuBLAS, in the
-    reference, would have hazards of its own reported."""
+    """Run every plan once with nothing else on the GPU but copies, for a sanitizer: the reference's cuBLAS
+    would add hazards of its own."""
     import torch
 
     seed, drawn = job.draw(device="cpu")
@@ -199,7 +199,7 @@ def launch(job: Job) -> dict[str, Any]:
 
 
 def clean(_: object) -> dict[str, Any]:
-    """Whether the GPU computes, after a worker was lost: bytes free, and a small product that is right."""
+    """After a lost worker, check that the GPU computes: bytes free, and a small correct product."""
     import torch
 
     ones = torch.ones(256, 256, device="cuda")
@@ -213,12 +213,12 @@ def _place(job: Job) -> str:
 
 
 def named(schedules: Schedules) -> dict[str, dict[str, Any]]:
-    """As a report has them."""
+    """Schedules as reports name them."""
     return {str(step): dict(schedule.to_json()) for step, schedule in schedules.items()}
 
 
 def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outputs of a run that found NaN in them, and in all that lies between its kernels."""
+    """Outputs of a run that starts with NaN in them and in the workspace between kernels."""
     import torch
 
     outputs = plan.outputs()
@@ -257,7 +257,7 @@ def _repeat(job: Job, plan: Plan, inputs: Guarded) -> None:
 
 
 def _within_bounds(job: Job, plan: Plan, inputs: Guarded, outputs: Guarded, poison: int) -> None:
-    """Failed where a run wrote beside a tensor, or beside what lies between its kernels."""
+    """Raise Failed where a run wrote beside a tensor, or in the workspace's gaps."""
     beside = [f"output {name!r}" for name in outputs.written_beside(poison)]
     beside += [f"input {name!r}" for name in inputs.written_beside(poison)]
     beside += [] if guards.untouched(plan.gaps, poison) else ["what one kernel leaves for the next"]
@@ -266,7 +266,7 @@ def _within_bounds(job: Job, plan: Plan, inputs: Guarded, outputs: Guarded, pois
 
 
 def untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Fingerprints) -> None:
-    """Failed where inputs are no longer what they were."""
+    """Raise Failed where inputs have changed."""
     changed = before.differing(inputs)
     if changed:
         raise Failed("inputs_written", f"{_place(job)}: input(s) {', '.join(changed)} were changed")
@@ -275,7 +275,7 @@ def untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Fingerprints
 def _updated_alike(
     job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]
 ) -> None:
-    """An output that is written over its input's buffer is what it is in a buffer of its own."""
+    """Check that an output written over its input's buffer equals the output in a buffer of its own."""
     import torch
 
     updates = plan.program.signature.updates
@@ -293,7 +293,7 @@ def _updated_alike(
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: NaN equals itself there."""
+    """The tensor's memory as integers, in which NaN equals itself."""
     import torch
 
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

@@ -1,4 +1,4 @@
-"""Tensors' memory as integers: fingerprints that tell whether it is what it was, and a poison for it."""
+"""Tensors' memory as integers: fingerprints that detect changes, and poison to overwrite it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 1 << 24  # words hashed at a time: their weights take 128 MiB
+BLOCK = 1 << 24  # words hashed at a time, whose weights take 128 MiB
 
 
 class Fingerprints:
-    """Of tensors by name, under a secret of their own.
+    """Fingerprints of tensors by name, under their own secret.
 
-    Two tensors that differ, be it in one bit, come out alike with a chance below 2**-32, whoever made the
-    difference without knowing the secret: every word of at most 32 bits counts times a random weight of 63,
-    summed modulo 2**64 (a multilinear hash: a word's difference is below 2**32, so at most 2**-33 of all
-    weights cancel it). Shape, dtype and strides must agree, too. The weights come from a generator whose seed
-    stays on the host, and are wiped: a kernel that reads astray finds none of them.
+    Two tensors that differ in any bit agree with a chance below 2**-32, if whoever changed them did not know
+    the secret: every word of at most 32 bits counts times a random 63-bit weight, summed modulo 2**64 (a
+    multilinear hash: a word's difference is below 2**32, so at most 2**-33 of all weights cancel it). Shape,
+    dtype and strides must agree too. The weights come from a generator whose seed stays on the host, and are
+    wiped: a kernel that reads astray finds none of them.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -27,7 +27,7 @@ class Fingerprints:
         self._found = {name: self._of(t) for name, t in tensors.items()}
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of those that are not what stood under the same name."""
+        """Names of tensors that differ from the fingerprint of their name."""
         return [name for name, t in tensors.items() if self._of(t) != self._found[name]]
 
     def _of(self, tensor: torch.Tensor) -> tuple[object, ...]:
@@ -47,7 +47,7 @@ class Fingerprints:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a row of integers, of 32 bits where they come out even."""
+    """A contiguous tensor's memory as a row of integers, 32-bit ones where the size allows."""
     import torch
 
     flat = tensor.view(-1)
@@ -57,10 +57,10 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overwrite(rows: Sequence[torch.Tensor]) -> None:
-    """Enqueue a poison over the whole of each row of ``words``: nothing of what was there is left.
+    """Enqueue poison over the whole of each row of ``words``.
 
-    It is drawn anew each time, and could be an answer: as a number of 16 or 32 bits it is finite and between
-    0 and 2. A kernel that keeps what looks right keeps it.
+    It is drawn again each time, and could be an answer: as a number of 16 or 32 bits it is finite and between
+    0 and 2. A kernel that keeps plausible values keeps it.
     """
     half, other = (0x3C00 | secrets.randbits(10) for _ in range(2))
     for row in rows:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-GUARD = 4096  # bytes before and behind a tensor: its address stays as aligned as an allocation's
-# Bytes. Of the first every float is NaN, of the second another number: what is read there and used tells.
+GUARD = 4096  # bytes before and after a tensor, which keep its address as aligned as an allocation's
+# Bytes. With the first every float is NaN, with the second another number, so that reading and using them
+# shows.
 POISONS = (0xFF, 0x7B)
 
 
 class Guarded:
-    """Tensors by name, each in the middle of a poisoned buffer, with the strides of fresh ones: poisoned
-    themselves, of the shapes and dtypes of ``like``."""
+    """Tensors by name, each in the middle of a poisoned buffer, poisoned themselves, with the shapes, dtypes
+    and fresh strides of ``like``."""
 
     def __init__(self, like: Mapping[str, torch.Tensor], poison: int):
         self.tensors: dict[str, torch.Tensor] = {}
@@ -32,13 +33,13 @@ class Guarded:
         return made
 
     def poison(self, byte: int) -> None:
-        """Another poison in the bands; the tensors stay what they are."""
+        """Poison the bands with another byte; the tensors stay."""
         for bands in self._bands.values():
             for band in bands:
                 band.fill_(byte)
 
     def written_beside(self, poison: int) -> list[str]:
-        """Names of the tensors beside which no longer everything is the poison."""
+        """Names of tensors whose bands are no longer all poison."""
         return [name for name, bands in self._bands.items() if not untouched(bands, poison)]
 
 

@@ -1,4 +1,4 @@
-"""compute-sanitizer over a kernel at small sizes: accesses astray, and races on shared memory."""
+"""compute-sanitizer over a kernel at small sizes: stray accesses, and races on shared memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from coda_agent.verifier.gpu.worker import SAID, Task, Worker, cuda_error
 
 TOOLS = ("memcheck", "racecheck")
 PATIENCE = 500.0  # seconds: an instrumented kernel runs up to a hundred times slower
-# Probing the driver for optional functions counts as errors of its API, dozens of them.
+# Probing the driver for optional functions counts as dozens of API errors.
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "5")
-# In PyTorch's cache tensors share an allocation, and a store from one into the next would be legal.
+# PyTorch's cache shares an allocation between tensors, which makes a store from one into the next legal.
 EACH_ITS_OWN = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
@@ -39,7 +39,7 @@ def errors(tool: str, task: Task, argument: Any) -> int:
     if program is None:
         raise SanitizerMissing("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
     with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "log"  # its words, which would otherwise stand between a worker's answers
+        log = Path(scratch) / "log"  # the tool's words would otherwise mix with a worker's answers
         wrapper = [*EACH_ITS_OWN, program, "--tool", tool, "--log-file", str(log), *OPTIONS]
         with Worker(wrapper) as worker:
             died = worker.ask(_to_its_end, (task, argument), patience=PATIENCE).get("died")
@@ -56,8 +56,8 @@ def errors(tool: str, task: Task, argument: Any) -> int:
 
 
 def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
-    """A task whose CUDA error is an answer: the tool ends a kernel that went astray, and says why only as
-    the process ends by itself, which a worker that is lost does not."""
+    """A task for which a CUDA error is an answer: the tool ends a kernel that goes astray, and reports only
+    as the process ends by itself, which a lost worker does not."""
     task, argument = asked
     try:
         task(argument)
@@ -69,7 +69,7 @@ def _to_its_end(asked: tuple[Task, Any]) -> dict[str, Any]:
 
 
 def _first(words: str) -> str:
-    """The first of its findings."""
+    """The tool's first finding."""
     lines = [line.removeprefix("=========").strip() for line in words.splitlines()]
     start = next((i for i, line in enumerate(lines) if "Invalid" in line or "hazard" in line), 0)
     return " ".join(lines[start : start + 4])[:600]

@@ -1,6 +1,6 @@
-"""What a measurement ran on and how the GPU fared meanwhile: versions, clocks, power, heat, throttling.
+"""The device of a measurement, and its clocks, power, heat and throttling meanwhile.
 
-Only read, never set: a verdict is about the machine as its users have it.
+They are read, never set: a verdict is about the machine as its users have it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from statistics import median
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-# What is sampled while arms run, by the name in the report.
+# The sensors sampled while arms run, by their names in reports.
 SENSORS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")
-NEEDED = SENSORS[:3]  # clocks and power: without them nobody can say which GPU a time holds on
+NEEDED = SENSORS[:3]  # clocks and power: without them a time cannot be assigned to a GPU's state
 
 
 class Monitor:
-    """NVML's view of the current device. ``sample`` takes one reading; ``summary`` tells of all of them.
+    """NVML's view of the current device. ``sample`` takes one reading; ``summary`` covers all of them.
 
-    What cannot be read says why: a container may withhold NVML, a virtual GPU single sensors.
+    A missing reading has a reason: a container may withhold NVML, a virtual GPU single sensors.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class Monitor:
             self._readings.append(_read(self._nvml, _sensors(self._nvml, self._handle)))
 
     def summary(self) -> dict[str, Any]:
-        """The device and driver; of each sensor the least, median and greatest reading (MHz, W, degrees C);
-        every reason for throttling that was seen."""
+        """The device and driver; each sensor's least, median and greatest reading (MHz, W, degrees C); all
+        reasons for throttling."""
         if self._nvml is None:
             return {"nvml": self._unavailable}
         found = _read(self._nvml, _facts(self._nvml, self._handle))
@@ -74,7 +74,7 @@ class Monitor:
 
 
 def unread(seen: object) -> str:
-    """What of clocks and power a ``summary`` does not tell, and why; empty where it tells all of it."""
+    """Which of clocks and power a ``summary`` lacks, and why; empty where it has all."""
     if not isinstance(seen, Mapping) or not seen:
         return "nothing was read"
     if "nvml" in seen:
@@ -83,7 +83,7 @@ def unread(seen: object) -> str:
 
 
 def findings(during: Mapping[str, object]) -> list[str]:
-    """Words on the pieces of a measurement, by name, whose clocks or power are not known: one a reason."""
+    """Messages on the pieces of a measurement, by name, without clocks or power: one a reason."""
     reasons: dict[str, list[str]] = {}
     for piece, seen in during.items():
         if why := unread(seen):
@@ -114,7 +114,7 @@ def device() -> dict[str, Any]:
 
 
 def card() -> str:
-    """Which one the current device is, wherever it is plugged in."""
+    """The UUID of the current device."""
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,8 +1,8 @@
-"""GPU work in a process that can be lost: a kernel that hangs or writes astray takes a worker along.
+"""GPU work in an expendable process: a kernel that hangs or writes astray takes only a worker along.
 
-The command line holds no CUDA context. It asks a ``Worker``, and where that one is lost the candidate is
-rejected with the reason, and a fresh worker finds a clean GPU. ``python -m`` of this module is a worker: a
-task a line in, lines of progress and one answer out.
+The command line holds no CUDA context. It asks a ``Worker``; where that is lost, the candidate is rejected
+with the reason, and a fresh worker finds a clean GPU. ``python -m`` of this module is a worker: it reads one
+task a line, and writes lines of progress and one answer.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.sandbox import die_with
 from coda_agent.verifier.gates import Failed, Progress, silent
 
-Task = Callable[[Any], dict[str, Any]]  # a module's function; its answer is JSON
+Task = Callable[[Any], dict[str, Any]]  # a module's function, which returns JSON
 
-ROOT = str(Path(__file__).absolute().parents[3])  # where our own packages are
+ROOT = str(Path(__file__).absolute().parents[3])  # the folder of our own packages
 SAID = 2000  # characters of a lost worker's last words
 _CUDA_ERROR = re.compile(r"cuda\w*[ _](?:driver )?error|cudaError|CUDA_ERROR", re.IGNORECASE)
 _ASTRAY = re.compile(r"illegal (?:memory access|address)|IllegalAddress|misaligned", re.IGNORECASE)
 
 
 class Lost(Failed):
-    """The worker is gone, or of no more use: ``crashed``, ``hung``, ``illegal_address``, ``device_error`` or
-    ``out_of_memory``. What the candidate did, hence a reason to reject it."""
+    """The worker is gone or unusable: ``crashed``, ``hung``, ``illegal_address``, ``device_error`` or
+    ``out_of_memory``. The candidate did it, so this rejects it."""
 
 
 class WorkerError(Exception):
-    """An exception in a task that is no fault of a kernel's: our bug, with the worker's traceback."""
+    """An exception in a task that no kernel caused: our bug, with the worker's traceback."""
 
 
 class Worker:
     """A process that owns the GPU while it works on a task. Starting returns at once: imports take seconds.
 
-    ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import while the
-    asker still works on something else. ``python``: of an environment with other versions of packages, which
-    the asker's PYTHONPATH would come before: it is not passed on there.
+    ``wrapper``: a command to run it under, such as compute-sanitizer. ``ahead``: modules to import early.
+    ``python``: the interpreter of an environment with other versions; it does not get this process's
+    PYTHONPATH, which would take precedence there.
     """
 
     def __init__(self, wrapper: Sequence[str] = (), ahead: Sequence[str] = (), python: str = sys.executable):
@@ -71,15 +71,18 @@ class Worker:
     def ask(
         self, task: Task, argument: Any, *, patience: float, progress: Progress = silent
     ) -> dict[str, Any]:
-        """The task's answer. Failed as the task raised it; Lost, with nothing left of the process, where it
-        dies, is silent for ``patience`` seconds, or can no longer use the GPU. WorkerError for our bugs, and
-        where it died before it was asked anything, of which no kernel is the cause; Late at the deadline
-        (``primitives.system.deadline``), with nothing left of it either."""
+        """The task's answer.
+
+        Raises Failed as the task raised it. Raises Lost, and kills the process, where it dies, is silent for
+        ``patience`` seconds, or can no longer use the GPU. Raises WorkerError for our bugs, and for a death
+        before the first task, which no kernel caused; Late at the deadline (``primitives.system.deadline``),
+        and kills the process too.
+        """
         assert self._process.stdin is not None  # a pipe
         if not self._asked and subprocesses.ended(self._process):
             raise self._stillborn()
         self._asked = True
-        with suppress(BrokenPipeError):  # that it died is found when reading
+        with suppress(BrokenPipeError):  # reading finds that it died
             self._process.stdin.write(base64.b64encode(pickle.dumps((task, argument))) + b"\n")
             self._process.stdin.flush()
         while True:
@@ -101,7 +104,7 @@ class Worker:
                     raise WorkerError(f"the GPU worker said {str(other)[:200]!r}, which is no answer")
 
     def close(self) -> None:
-        """Kill the process and all that it started; again does nothing."""
+        """Kill the process and all that it started; a second call does nothing."""
         subprocesses.end(self._process)
         for file in (self._process.stdin, self._process.stdout, self._words):
             if file is not None:
@@ -109,7 +112,7 @@ class Worker:
                     file.close()
 
     def finish(self, patience: float) -> int:
-        """Let it end by itself, for a wrapper that reports at the end: its exit status."""
+        """Let it end by itself, for a wrapper that reports at the end; return its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         limit = deadline.within(patience)
@@ -165,7 +168,7 @@ class Worker:
 
 
 def report(gate: str, words: str) -> None:
-    """Within a task: tell the asker how far it is, and that it is alive."""
+    """Within a task, report progress to the asker, which also shows that it is alive."""
     if _answers is not None:
         _say({"progress": [gate, words]})
 
@@ -179,16 +182,16 @@ def _say(record: dict[str, Any]) -> None:
 
 
 def cuda_error(words: str) -> bool:
-    """Whether an exception's words say that this process can no longer use its GPU."""
+    """Whether an exception's words say that this process lost its GPU."""
     return _CUDA_ERROR.search(words) is not None
 
 
 def _serve(ahead: Sequence[str]) -> None:
     global _answers
-    with suppress(OSError):  # not on this system: then a hanging worker outlives an asker that was killed
+    with suppress(OSError):  # not on this system, where a hanging worker outlives a killed asker
         die_with(os.getppid())
     _answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
+    os.dup2(2, 1)  # a compiler's prints must not be taken for an answer
     try:
         for module in ahead:
             importlib.import_module(module)
@@ -207,7 +210,7 @@ def _outcome(task: Task, argument: Any) -> dict[str, Any]:
         return {"failed": {"code": failed.code, "message": failed.message, "evidence": failed.evidence}}
     except Exception as error:
         words = str(error)
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every task imports
+        if type(error).__name__ == "OutOfMemoryError":  # torch's class, which not every task imports
             return {
                 "lost": ["out_of_memory", f"the GPU has too little memory for this kernel: {words[:SAID]}"]
             }
@@ -219,7 +222,7 @@ def _outcome(task: Task, argument: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     from coda_agent.verifier.gpu.worker import (
-        _serve as serve,  # one module, not two: Failed must be what verify raises
+        _serve as serve,  # one module, not two, so that Failed is the class that verify raises
     )
 
     serve(sys.argv[1:])

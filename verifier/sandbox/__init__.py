@@ -1,1 +1,1 @@
-"""Where a model's source is checked and traced, without being trusted."""
+"""The jail: check and trace a model's source without trusting it."""

@@ -1,8 +1,8 @@
-"""Untrusted source -> Program: the one place where a kernel file's Python runs, in a process of its own.
+"""Untrusted source -> Program: the one place where a kernel file's Python runs, in its own process.
 
-The child (``jail_child``) has an empty environment, a session of its own, no files, no network,
-no further processes (``sandbox``), and a language check (``language``) before the trace.
-Nothing it says is believed: the program it sends is parsed, bounded and typed again here.
+The child (``jail_child``) has an empty environment, its own session, no files, no network and no further
+processes (``sandbox``), and checks the language (``language``) before the trace. The parent believes nothing
+that it says: the program is parsed, bounded and typed again here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from coda_agent.verifier.sandbox.language import MAX_SOURCE_BYTES
 
 MAX_OUTPUT_BYTES = 1 << 20
 GATE = "trace"
-# -I -S: no environment, no user or installed packages; our own root comes last, so it hides no module.
-# A child lives for milliseconds: collecting garbage would be a twentieth of them.
+# -I -S: no environment, no user or installed packages; our own root comes last, so that it hides no module. A
+# child lives for milliseconds, of which garbage collection would take a twentieth.
 BOOT = "import gc, sys; gc.disable(); sys.path.append(sys.argv[1]); "
 BOOT += "import coda_agent.verifier.sandbox.jail_child as j; j.main()"
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -39,13 +39,13 @@ ROOT = Path(__file__).absolute().parents[3]
 
 
 class JailUnavailable(Exception):
-    """This system cannot confine a kernel, or the child did not start: nothing of the kernel has run."""
+    """This system cannot confine a kernel, or the child did not start: no part of the kernel has run."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A program from the jail, its nodes' lines as the child tells them, the layers that held it, those
-    this system lacks, and wall seconds."""
+    """A program from the jail, its nodes' lines by the child's account, the layers that held it, the layers
+    that this system lacks, and wall seconds."""
 
     program: Program
     lines: tuple[int | None, ...]
@@ -59,12 +59,12 @@ def trace(
 ) -> Traced | Rejected:
     """Trace a kernel file against ``signature`` in the jail.
 
-    ``Rejected`` for whatever is wrong with the source, or done by it. Raises JailUnavailable where neither
-    seccomp nor Landlock is there, unless ``weak`` accepts the language check and the limits alone.
+    ``Rejected`` for any fault of the source, or any deed of it. Raises JailUnavailable where neither seccomp
+    nor Landlock exists, unless ``weak`` accepts the language check and the limits alone.
     """
     sys.audit(
         "coda_agent.verifier.sandbox.jail.trace", source
-    )  # so that an audit hook knows what must not run anywhere else
+    )  # this tells an audit hook what must not run anywhere else
     size = len(source.encode("utf-8", "surrogatepass"))
     if size > MAX_SOURCE_BYTES:
         return _reject("too_large", f"the file has {size} bytes of at most {MAX_SOURCE_BYTES}: shorten it")
@@ -87,7 +87,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Ending:
-    """All that is known of a child once it is gone. ``status`` is negative for a signal."""
+    """The outcome of a child that is gone. ``status`` is negative for a signal."""
 
     output: bytes
     status: int
@@ -108,7 +108,7 @@ def _converse(request: bytes, wall_seconds: float) -> _Ending:
 
 @contextmanager
 def _child(letter: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The child and the descriptor its result comes through; both are gone afterwards, whatever happens."""
+    """The child, and the descriptor of its result; both are gone afterwards in all cases."""
     descriptor, other_end = os.pipe()
     try:
         try:
@@ -146,7 +146,7 @@ def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill the child's whole group and reap it. A child that has ended keeps its own status."""
+    """Kill the child's whole group and reap it. A child that has ended keeps its status."""
     if process.returncode is None:  # not reaped, so the group's number is still its own
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def _layers(account: bytes, ending: _Ending) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The child's first line, written before it has looked at the source: no kernel can forge it."""
+    """The child's first line, written before it sees the source, so that no kernel can forge it."""
     try:
         record = json.loads(account)
         return tuple(record["layers"]), tuple(record["missing"])
@@ -194,12 +194,12 @@ def _judge(answer: bytes, ending: _Ending, wall_seconds: float, signature: Signa
 
 
 def _is_line(line: object) -> bool:
-    """Whether a kernel file can have such a line; None where none is known."""
+    """Whether a kernel file can have such a line; None means unknown."""
     return line is None or type(line) is int and 0 < line <= MAX_SOURCE_BYTES
 
 
 def _record(answer: bytes) -> Any:
-    """The one JSON value of the answer, or None for anything else."""
+    """The answer's one JSON value, or None for anything else."""
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
@@ -216,7 +216,7 @@ def _death(status: int) -> str:
 
 
 def _printable(message: str) -> str:
-    """At most 4000 characters, none that could steer a terminal."""
+    """At most 4000 characters, none of which can steer a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in message[:4000])
 
 

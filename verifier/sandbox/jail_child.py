@@ -1,6 +1,6 @@
-"""The child's half of the jail: a request on stdin, an account of the layers and one result out.
+"""The child's half of the jail: read a request from stdin, write the layers and one result.
 
-Standard library and the symbolic half of ``primitives`` only: every import costs each trace.
+It imports the standard library and the symbolic half of ``primitives`` alone: every import costs each trace.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def trace(source: str, signature: dict[str, Any]) -> dict[str, Any]:
 
 
 def _detach() -> int:
-    """Standard error becomes the result's own descriptor; 0, 1 and 2 lead nowhere from here on."""
+    """Turn standard error into the result's descriptor; from here on 0, 1 and 2 lead nowhere."""
     result = os.dup(2)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -75,4 +75,4 @@ def _write(descriptor: int, record: dict[str, Any]) -> None:
 
 def _finish(descriptor: int, record: dict[str, Any]) -> NoReturn:
     _write(descriptor, record)
-    os._exit(0)  # no exit handlers, no destructors: nothing of the kernel's runs after its result
+    os._exit(0)  # no exit handlers, no destructors: no code of the kernel runs after its result

@@ -1,7 +1,7 @@
 """Domains: the values of an input for which an operator is defined.
 
-``init`` says what is typical, the domain what is legal. A domain decides what the verifier tries, not what an
-operator computes, so no hash depends on it.
+``init`` says which values are typical, the domain which are legal. A domain decides what the verifier tries,
+not what an operator computes, so no hash depends on it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _is_bound(value: object) -> bool:
     return isinstance(value, float | int | str) and not isinstance(value, bool)
 
 
-#: A word, or the least and the largest legal value, each a number or arithmetic over dims.
+#: A word, or the least and largest legal values, each a number or arithmetic over dims.
 Domain = Annotated[
     Literal["finite", "positive", "nonnegative"] | tuple[Bound | int, Bound | int], BeforeValidator(_domain)
 ]

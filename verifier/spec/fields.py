@@ -1,4 +1,4 @@
-"""What the parts of a spec are made of: a strict model, and faults that say where and what would do."""
+"""The base of a spec's parts: a strict model, and faults that name a place and a remedy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def fault(message: str, *place: str | int) -> PydanticCustomError:
 
 
 def instead(word: object, known: Iterable[str]) -> str:
-    """What to write in place of an unknown word."""
+    """A suggestion in place of an unknown word."""
     names = sorted(known)
     close = get_close_matches(str(word), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names) or '(none declared)'}"
 
 
 class Model(BaseModel):
-    """Strict and frozen; an unknown key is a fault that says what was meant."""
+    """Strict and frozen; an unknown key is a fault that suggests a known one."""
 
     model_config = ConfigDict(frozen=True, strict=True, arbitrary_types_allowed=True)
 

@@ -1,8 +1,8 @@
 """Spec files: one YAML file an operator.
 
-``read`` either gives a consistent model or raises ``SpecError``, whose text names the file, the line, the
-value and the remedy. A file is small and a tree: no alias stands for another part of it, which ten
-lines could multiply beyond any memory.
+``read`` returns a consistent model or raises ``SpecError``, whose text names the file, the line, the value
+and the remedy. A file is small and a tree: aliases are refused, since ten lines of them can expand beyond any
+memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coda_agent.verifier.spec.fields import Model
 from coda_agent.verifier.spec.model import BadReference
 
 LARGEST = 1 << 18  # characters of a file
-DEEPEST = 20  # levels of it
+DEEPEST = 20  # levels of nesting
 INT64 = 1 << 63
 Place = tuple[str | int, ...]
 Kind = TypeVar("Kind", bound=Model)
@@ -39,13 +39,14 @@ class SpecError(Exception):
 
 
 def read(path: str | Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
-    """A YAML file of a model's, once ``check`` raises no BadReference. Raises SpecError."""
+    """Read a model from a YAML file, and run ``check`` on it, which may raise BadReference. Raises SpecError.
+    """
     path = Path(path)
     return of_text(path, _text(path), kind, check)
 
 
 def of_text(path: Path, text: str, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
-    """``read`` of a text that is at ``path``."""
+    """``read``, for a text that is already read from ``path``."""
     if len(text) > LARGEST:
         raise SpecError(path, None, f"has more than {LARGEST} characters; a spec is one operator's")
     tree = _tree(path, text, kind)
@@ -75,7 +76,7 @@ def _text(path: Path) -> str:
 
 
 class _NoAlias(Composer):
-    """A composer of trees."""
+    """A composer that refuses aliases."""
 
     def return_alias(self, a: Any) -> Any:
         words = "an alias (*) of this has no place in a spec; write it out again"
@@ -95,7 +96,8 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
         raise SpecError(path, mark.line + 1 if mark else 1, f"this is no YAML mapping: {problem}") from None
     except YAMLError as error:
         raise SpecError(path, 1, f"this is no YAML mapping: {str(error).splitlines()[0]}") from None
-    except (ValueError, TypeError, RecursionError) as error:  # a date of no calendar, a mapping as a key
+    # a date that no calendar has, or a mapping as a key
+    except (ValueError, TypeError, RecursionError) as error:
         raise SpecError(path, 1, f"this is no YAML that can be read: {error}") from None
     if not isinstance(tree, CommentedMap):
         raise SpecError(path, 1, f"a spec is a mapping with keys {', '.join(kind.model_fields)}")
@@ -103,7 +105,8 @@ def _tree(path: Path, text: str, kind: type[Model]) -> CommentedMap:
 
 
 def _check_numbers(path: Path, node: Any, line: int) -> None:
-    """Raises SpecError for an integer that no size or bound has: Python's own may have millions of digits."""
+    """Raise SpecError for an integer beyond all sizes and bounds: Python's integers may have millions of
+    digits."""
     if isinstance(node, int) and not -INT64 <= node < INT64:
         raise SpecError(path, line, f"an integer has {node.bit_length()} bits; 64 at most")
     pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
@@ -126,7 +129,7 @@ def _nearby(path: Path) -> str:
 
 
 def plain(node: Any) -> Any:
-    """The same tree in Python's own types, which strict validation takes; lists become tuples."""
+    """The same tree in Python's own types, as strict validation needs; lists become tuples."""
     match node:
         case dict():
             return {plain(k): plain(v) for k, v in node.items()}
@@ -166,7 +169,7 @@ _NEEDED = {
 
 
 def _explain(error: ErrorDetails) -> tuple[Place, str]:
-    """Where one validation error is and what to say of it."""
+    """The place of one validation error, and its message."""
     place, kind = tuple(error["loc"]), error["type"]
     if kind == "spec":
         return place + error["ctx"]["place"], error["ctx"]["message"]

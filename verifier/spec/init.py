@@ -1,7 +1,6 @@
-"""How a spec's inputs are drawn: the forms that ``init`` takes in its YAML.
+"""The forms of ``init`` in a spec's YAML: how an input is drawn.
 
-A value that says "arithmetic over dims" is a number or text such as ``D**-0.5``; it is evaluated at the
-sizes of a case.
+"Arithmetic over dims" means a number or a text such as ``D**-0.5``, evaluated at a case's sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pydantic import model_validator
 from coda_agent.verifier.spec.fields import Model, fault, instead
 
 Sizes = Mapping[str, int]
-IGNORED_SHARE = 0.1  # of the values of an input with ``ignored``
+IGNORED_SHARE = 0.1  # share of an input's values that are ``ignored``
 
 
 class Normal(Model):
@@ -47,12 +46,12 @@ class Init(Model):
 
     @property
     def form(self) -> str:
-        """The name of the form it takes."""
+        """The name of its form."""
         return next(iter(self._forms()))
 
     def range_at(self, sizes: Sizes) -> tuple[int, int]:
-        """The least and the largest integer that ``integers`` or ``count`` draw at these sizes, ``ignored``
-        apart; ValueError where the arithmetic gives no such range."""
+        """The least and largest integers that ``integers`` or ``count`` draw at these sizes, except
+        ``ignored``; ValueError where the arithmetic gives no such range."""
         if self.count is not None:
             return 0, _integer(self.count, sizes, least=1) - 1
         low, high = (_integer(bound, sizes) for bound in self.integers or ("none", "none"))
@@ -63,8 +62,8 @@ class Init(Model):
         return low, high - 1
 
     def span_at(self, sizes: Sizes) -> tuple[float, float]:
-        """The least and the largest value that it draws at these sizes, ``ignored`` apart; of a normal, one
-        standard deviation to either side."""
+        """The least and largest values drawn at these sizes, except ``ignored``; for a normal, one standard
+        deviation to either side."""
         if self.normal:
             std = self.normal.at(sizes)
             return -std, std

@@ -21,7 +21,8 @@ from coda_agent.verifier.spec.rules import check, describe
 
 
 class BadReference(Exception):
-    """A reference (or baseline: ``key``) that is not what its spec declares; ``line`` counts in its text."""
+    """A reference (or baseline, by ``key``) that contradicts its spec's declarations; ``line`` counts in its
+    text."""
 
     def __init__(self, message: str, line: int | None = None, key: str = "reference"):
         super().__init__(message)
@@ -29,7 +30,7 @@ class BadReference(Exception):
 
 
 class Spec(Declared):
-    """An operator: signature, mathematics, cases and what counts as good enough; all of it consistent."""
+    """A consistent spec: an operator's signature, mathematics, cases and acceptance threshold."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -37,7 +38,7 @@ class Spec(Declared):
         return self
 
     def signature(self) -> Signature:
-        """What a kernel must match, and all that a tracer sees of this spec."""
+        """The names, shapes and dtypes that a kernel must match; a tracer sees nothing else of the spec."""
         return Signature(
             name=self.name,
             dims=tuple(self.dims),
@@ -50,14 +51,15 @@ class Spec(Declared):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of what decides meaning: not of comments, layout, order of keys or prose."""
+        """SHA-256 of everything that decides meaning; comments, layout, order of keys and prose do not count.
+        """
         meaning = self._meaning({"name", "constants", "cases", "accept"})
         meaning["tolerance"] = self.tolerance and self.tolerance.factor
         return _digest(meaning)
 
     @property
     def operator_hash(self) -> str:
-        """SHA-256 of what its outputs are, and its baseline's: whatever the cases and what is good enough."""
+        """SHA-256 of the operator and its baseline alone, without cases and threshold."""
         return _digest(self._meaning({"name", "constants"}))
 
     def _meaning(self, said: set[str]) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class Spec(Declared):
         return meaning | {"dims": sorted(self.dims), "static": sorted(self.static)}
 
     def case(self, name: str) -> Case:
-        """The case of that name; KeyError naming those there are."""
+        """The case of this name; KeyError lists the known ones."""
         found = [c for c in self.cases if c.name == name]
         if not found:
             raise KeyError(f"no case {name!r}; {instead(name, (c.name for c in self.cases))}")

@@ -1,6 +1,6 @@
-"""The parts of a spec as its file gives them: tensors, cases, and what counts as good enough.
+"""The parts of a spec's file: tensors, cases, tolerance and threshold.
 
-What each must be by itself is checked here, how they must go together by ``verifier.spec.rules``.
+Each part is checked here by itself; ``verifier.spec.rules`` checks how they go together.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _bench(value: object) -> object:
 
 
 class TensorSpec(Model):
-    """An input: symbolic shape ([] for a scalar), dtype, how it is drawn, and which values are legal beside
-    what ``init`` has for ignored ones."""
+    """An input: symbolic shape ([] for a scalar), dtype, ``init`` (typical values) and ``domain`` (legal
+    values, besides those that ``init`` ignores)."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -49,7 +49,7 @@ class TensorSpec(Model):
 
 
 class OutputSpec(Model):
-    """An output; with ``updates`` it is written over that input's buffer."""
+    """An output; with ``updates`` it overwrites that input's buffer."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -68,7 +68,7 @@ class Case(Model):
 
     @property
     def decides(self) -> bool:
-        """Whether its speedup must exceed what the spec demands."""
+        """Whether its speedup decides acceptance."""
         return self.bench is True
 
     @model_validator(mode="before")
@@ -81,7 +81,7 @@ class Case(Model):
 
 
 class Accept(Model):
-    """What the lower confidence bound of the speedup must exceed on every case that decides."""
+    """The threshold that the speedup's lower confidence bound must exceed on every deciding case."""
 
     speedup: float = 1.0
 
@@ -108,7 +108,7 @@ class Tolerance(Model):
 
 
 class Declared(Model):
-    """All parts of a spec, before any rule was applied to them."""
+    """All parts of a spec, before the rules are checked."""
 
     name: str
     summary: str

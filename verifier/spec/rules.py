@@ -1,7 +1,7 @@
-"""The rules that a spec must keep beyond its types: names, sizes, cases, texts.
+"""The rules of a spec beyond its types: names, sizes, cases, texts.
 
-Each raises a fault: a message for the spec's author with the place it is about, as keys from the model
-being validated. ``verifier.spec.file`` turns the place into a line of the file.
+Each raises a fault: a message for the spec's author and its place, as keys from the model being validated.
+``verifier.spec.file`` turns the place into a line of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
 
 
 def check(spec: Declared) -> None:
-    """Every rule, in the order in which a reader would ask."""
+    """Check every rule, in the order of a reader's questions."""
     _check_names(spec)
     _check_shapes(spec)
     _check_kinds(spec)
@@ -74,7 +74,7 @@ def _check_shapes(spec: Declared) -> None:
 
 
 def _check_kinds(spec: Declared) -> None:
-    """Which dtypes stand at which rank, and which of them take which values."""
+    """Check which dtypes may have which rank, and which inits."""
     for name, output in spec.outputs.items():
         if output.dtype not in DTYPES:
             message = f"output {name} is {output.dtype}, which only inputs may be; use bf16, fp16 or fp32"
@@ -180,7 +180,7 @@ def _check_values(spec: Declared, case: Case) -> None:
 
 
 def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
-    """Arithmetic over dims has a value of its kind at every case."""
+    """Check that arithmetic over dims gives a legal range at every case."""
     init = tensor.init
     place: tuple[str, ...] = ("normal", "std") if init.normal else (init.form,)
     try:
@@ -197,7 +197,7 @@ def _check_range(name: str, tensor: TensorSpec, case: Case) -> None:
 
 
 def _check_domain(name: str, tensor: TensorSpec, case: Case) -> None:
-    """Whatever ``init`` draws is legal."""
+    """Check that all values of ``init`` are legal."""
     place = ("inputs", name, "domain")
     try:
         low, high = tensor.bounds(case.sizes)
