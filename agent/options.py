@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from coda_agent.agent import providers
+
 if TYPE_CHECKING:
     from coda_agent.agent.run.budget import Limits
     from coda_agent.verifier.measure import Options
 
 
-class ProviderName(StrEnum):
-    auto = "auto"
-    anthropic = "anthropic"
-    claude_code = "claude-code"
-    handoff = "handoff"
-    replay = "replay"
+AUTO = "auto"
+_NAMES = (AUTO, *(spec.name for spec in providers.specs().values() if spec.offered))
+ProviderName = StrEnum("ProviderName", [(name, name) for name in _NAMES])  # type: ignore[misc]
+_AUTO_HELP = ", else ".join(auto.help for _, auto in providers.automatic())
+
+
+def _users(option: str) -> str:
+    return ", ".join(providers.used_by(option))
 
 
 Gpu = Annotated[
@@ -101,7 +105,9 @@ class Budget:
 ATTEMPTS = typer.Option(min=1, max=50, help="Attempts at most.")
 IMPROVE = typer.Option(min=0, max=50, help="Rounds to make an accepted kernel faster.")
 MAX_TOKENS = typer.Option(min=1024, help="Tokens of one answer at most, thinking included.")
-TIME_LIMIT = typer.Option(min=0.1, max=1e7, help="Seconds to wait for an answer by handoff or claude.")
+TIME_LIMIT = typer.Option(
+    min=0.1, max=1e7, help=f"Seconds to wait for an answer, for {_users('--time-limit')}."
+)
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,14 @@ class Authoring:
     """Who writes, and how often."""
 
     provider: Annotated[
-        ProviderName, typer.Option(help="Who writes. auto: anthropic with a key, else a recorded run.")
-    ] = ProviderName.auto
+        ProviderName,
+        typer.Option(help=f"Who writes. auto: {_AUTO_HELP}."),
+    ] = ProviderName(AUTO)
     attempts: Annotated[int, ATTEMPTS] = 6
-    model: Annotated[str | None, typer.Option(help="Model of anthropic or claude-code.")] = None
-    author: Annotated[str, typer.Option(help="Who answers a handoff, for the report.")] = "unnamed author"
+    model: Annotated[str | None, typer.Option(help=f"Model, for {_users('--model')}.")] = None
+    author: Annotated[str, typer.Option(help=f"Who answers, for the report, for {_users('--author')}.")] = (
+        "unnamed author"
+    )
     max_tokens: Annotated[int, MAX_TOKENS] = 32000
     time_limit: Annotated[float, TIME_LIMIT] = 3600.0
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from coda_agent.agent import arguments
-from coda_agent.agent.options import spelled
+from coda_agent.agent import arguments, providers
+from coda_agent.agent.options import AUTO, spelled
+from coda_agent.agent.providers.spec import RunContext
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from coda_agent.verifier.spec.model import Spec
 
 
-UNCOUNTED = ("handoff", "mcp")  # providers whose authors' spending nobody here sees
-OF_SOME = {  # options that only some providers have a use for
-    "--model": ("anthropic", "claude-code"),
-    "--max-tokens": ("anthropic", "claude-code"),
-    "--time-limit": ("handoff", "claude-code"),
-    "--author": ("handoff",),
-    "--directory": ("handoff",),
-}
 NO_H100 = "no H100 (CUDA capability 9.0) here"
 
 
@@ -43,32 +35,15 @@ class Absent(Exception):
 
 
 def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:
-    """auto: a key authors, a recording replays. ``raw``: a run that edits CuTeDSL."""
-    from coda_agent.agent.artifacts.accept import recording
-
-    path = recording(spec, raw=raw)
-    recorded, edited = path.is_file(), "'s CuTeDSL" if raw else ""
-    if provider == "auto":
-        if os.environ.get("ANTHROPIC_API_KEY"):
-            return "anthropic"
-        if recorded:
-            return "replay"
-        raise Absent(
-            f"no ANTHROPIC_API_KEY, and no recorded run of {spec}{edited} to replay; set the key, or answer "
-            "yourself with --provider handoff"
-        )
-    if provider == "replay" and not recorded:
-        raise Absent(f"{path}: no recorded run of {spec}{edited}; author one first")
-    return provider
-
-
-def recorded_run(spec: str, *, raw: bool = False) -> str:
-    """The name of the run that a replay of this spec plays back."""
-    from coda_agent.agent.artifacts.accept import recording
-    from coda_agent.agent.run import record
-
-    header, _ = record.recording(recording(spec, raw=raw))
-    return str(header["run"])
+    """The provider's name; for auto, the first that can author here. ``raw``: a run that edits CuTeDSL."""
+    if provider != AUTO:
+        return provider
+    run, lacking = _context(spec, Path(spec), raw), []
+    for name, auto in providers.automatic():
+        if not (lacks := auto.lacks(run)):
+            return name
+        lacking.append(lacks)
+    raise Absent(f"{', and '.join(lacking)}; provide one of them, or answer yourself with --provider handoff")
 
 
 def new_header(
@@ -79,8 +54,7 @@ def new_header(
     provider = choose_provider(authoring.provider, name, raw=raw)
     refuse_idle(provider, *spelled(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
-    if provider == "replay":
-        given["replays"] = recorded_run(name, raw=raw)
+    given |= providers.named(provider).header(_context(name, Path(name), raw))
     refuse_uncounted(provider, limits, authoring.model)
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
     make_provider(header, name, Path(name), raw=raw)
@@ -90,31 +64,25 @@ def new_header(
 def refuse_idle(provider: str, *names: str) -> None:
     """Raises BadParameter for a given option that this provider has no use for."""
     for name in names:
-        if provider not in (some := OF_SOME.get(name, (provider,))):
+        users = providers.used_by(name)
+        if users and provider not in users:
             arguments.refuse_unused(
-                f"the author is {provider}, and it is of {' and '.join(some)}; leave it out", name
+                f"the author is {provider}, and it is of {' and '.join(users)}; leave it out", name
             )
 
 
 def refuse_uncounted(provider: str, limits: Limits, model: str | None = None) -> None:
-    """Raises BadParameter for a limit that a run by this provider could never reach, or could go past by any
-    amount: before a request to a ``model`` without a price no dollars can be reserved."""
+    """Raises BadParameter for a limit that a run by this provider could never reach, or could exceed by any
+    amount."""
+    spec = providers.named(provider)
     given = [f"--budget-{name}" for name in ("tokens", "dollars") if getattr(limits, name) is not None]
-    if provider in UNCOUNTED and given:
+    if given and not spec.counted:
         raise typer.BadParameter(
-            f"{' and '.join(given)} would limit nothing: what an author by {provider} spends is not told "
+            f"{' and '.join(given)} would limit nothing: what an author by {provider} spends is not known "
             "here; use --attempts, --time-limit or --budget-seconds"
         )
-    if provider == "claude-code" and limits.dollars is not None:
-        from coda_agent.agent.run.budget import is_priced
-
-        if not is_priced(model):
-            named = f"--model {model}" if model else "the command's own model"
-            raise typer.BadParameter(
-                f"--budget-dollars could not be held: no price is known for {named}, so nothing can be "
-                "reserved before a request; give --model a full name, such as claude-opus-5-5, or use "
-                "--budget-tokens"
-            )
+    if limits.dollars is not None and (objection := spec.objection(model)):
+        raise typer.BadParameter(objection)
 
 
 def author(
@@ -168,23 +136,15 @@ def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
 def make_provider(header: Mapping[str, Any], spec: str, run: Path, *, raw: bool) -> Provider:
     """The provider that a header names, for a run of ``spec`` in the folder ``run``, which need not be there
     yet. ``raw``: as in ``choose_provider``. Raises ProviderError."""
-    from coda_agent.agent import providers
+    name = header["provider"]
+    options = providers.named(name).arguments(header, _context(spec, run, raw))
+    return providers.make(name, **{k: v for k, v in options.items() if v is not None})
+
+
+def _context(spec: str, folder: Path, raw: bool) -> RunContext:
     from coda_agent.agent.artifacts.accept import recording
 
-    length = {"model": header["model"], "max_tokens": header.get("max_tokens")}
-    options: dict[str, Any] = {
-        "anthropic": length,
-        "claude-code": length | {"time_limit": header["time_limit"]},
-        "handoff": {
-            "directory": Path(header["directory"] or run / "handoff"),
-            "author": header["author"],
-            "run": run.name,
-            "time_limit": header["time_limit"],
-        },
-        "mcp": {},
-        "replay": {"path": recording(spec, raw=raw)},
-    }[header["provider"]]
-    return providers.make(header["provider"], **{k: v for k, v in options.items() if v is not None})
+    return RunContext(f"{spec}'s CuTeDSL" if raw else spec, folder, recording(spec, raw=raw))
 
 
 def _raw(header: Mapping[str, Any]) -> bool:

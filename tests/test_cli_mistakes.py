@@ -113,7 +113,7 @@ def test_tips_are_measured_on_a_spec_s_name(
     monkeypatch.setattr(tips, "TIPS", place / "tips.md")
     tips.add(tips.Lesson("Scale rows", "other", "trace/python", "did", "unknown"), place / "tips.md")
     done = command("tips", "measure", "tip-1", "--specs", "toy", "--provider", "replay")
-    assert done.status == 3 and "no recorded run of toy" in done.said()
+    assert done.status == 2 and "provider 'replay': a recording answers the same" in done.said()
 
 
 def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:

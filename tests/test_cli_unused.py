@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_without_a_gpu_measures_nothing(command: Command, spe
     [
         ("handoff", ("--model", "opus"), "the author is handoff, and it is of anthropic and claude-code"),
         ("handoff", ("--max-tokens", 2048), "it is of anthropic and claude-code; leave it out"),
-        ("anthropic", ("--time-limit", 60), "the author is anthropic, and it is of handoff and claude-code"),
+        ("anthropic", ("--time-limit", 60), "the author is anthropic, and it is of claude-code and handoff"),
         ("anthropic", ("--author", "Ada"), "it is of handoff; leave it out"),
         ("anthropic", ("--directory", "hands"), "it is of handoff; leave it out"),
     ],

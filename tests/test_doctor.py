@@ -13,10 +13,18 @@ import pytest
 import torch
 from rich.console import Console, RenderableType
 
+from coda_agent.agent import providers
 from coda_agent.agent.cli import doctor
-from coda_agent.agent.cli.doctor import Finding, Requirement
+from coda_agent.agent.cli.doctor import Requirement
+from coda_agent.agent.finding import Finding
 from coda_agent.verifier.report import Rejected
 from coda_agent.verifier.sandbox import jail
+
+
+def checked(provider: str) -> Finding:
+    check = providers.specs()[provider].check
+    assert check
+    return check()
 
 
 def printed(what: RenderableType) -> str:
@@ -77,12 +85,12 @@ def test_doctor_judges_what_the_jail_says(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_absent_is_missing_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
-    assert doctor.key().status == "missing" and "handoff" in doctor.key().remedy
+    assert checked("anthropic").status == "missing" and "handoff" in checked("anthropic").remedy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "_driver", lambda: ("unknown", ""))
     absent = doctor.device()
     assert absent.status == "missing" and "bundle" in absent.remedy
-    assert doctor.healthy([doctor.key(), absent])
+    assert doctor.healthy([checked("anthropic"), absent])
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +148,13 @@ def test_cache_that_cannot_be_written_or_is_full(monkeypatch: pytest.MonkeyPatch
 
 def test_the_claude_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.claude_code().status == "missing"
+    assert checked("claude-code").status == "missing"
     command = tmp_path / "claude"
     command.write_text("#!/bin/sh\necho '2.1.0 (Claude Code)'\n")
     command.chmod(0o755)
-    assert doctor.claude_code() == Finding("claude command", "ok", "2.1.0 (Claude Code)")
+    assert checked("claude-code") == Finding("claude command", "ok", "2.1.0 (Claude Code)")
     command.write_text("#!/bin/sh\nexit 3\n")
-    assert doctor.claude_code().status == "broken"
+    assert checked("claude-code").status == "broken"
 
 
 def test_tools_and_git_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

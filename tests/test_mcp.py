@@ -32,9 +32,10 @@ from mcp.client.session import IncomingMessage
 from mcp_types import CallToolResult, Implementation, TextContent, Tool
 
 from coda_agent.agent import setup
-from coda_agent.agent.cli.mcp import Submission, server
+from coda_agent.agent.cli.mcp import server
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.providers import ProviderError, Question, Turn, Usage
+from coda_agent.agent.providers.mcp import Submission
 from coda_agent.agent.run import history, runs, tools
 from coda_agent.agent.run.loop import standing
 from coda_agent.agent.tips.lessons import learned

@@ -37,8 +37,7 @@ from coda_agent.agent.reporting.markup import Html, element
 from coda_agent.agent.reporting.render import rivals
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.journal import Journal, JournalError
-from coda_agent.agent.run.record import GPU_SECONDS
+from coda_agent.agent.run.journal import GPU_SECONDS, Journal, JournalError
 from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import GATES, Gate, Measured, Rejected, Unmeasured

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import shutil
 import subprocess
@@ -17,9 +16,11 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent import providers
 from coda_agent.agent.extras import EXTRAS
+from coda_agent.agent.finding import Finding, output, program
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,16 +36,6 @@ PROJECT = "coda-agent"
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at. ``remedy`` is empty where ``status`` is ok, and only there."""
-
-    name: str
-    status: Literal["ok", "missing", "broken"]
-    detail: str
-    remedy: str = ""
-
-
 def check() -> list[Finding]:
     """Look at everything, in a few seconds: PyTorch's import takes most of them."""
     return [
@@ -57,9 +48,7 @@ def check() -> list[Finding]:
         jail(),
         cache(),
         git(),
-        key(),
-        claude_code(),
-        Finding("handoff provider", "ok", "always available: any agent or person can answer"),
+        *(spec.check() for spec in providers.specs().values() if spec.check),
     ]
 
 
@@ -261,16 +250,11 @@ def tool(path: Path) -> Finding:
     if not path.exists():
         return Finding(path.name, "missing", f"not at {path}", "pip install -U triton (a build for NVIDIA)")
     try:
-        said = _output(str(path), "--version")
+        said = output(str(path), "--version")
     except (OSError, subprocess.SubprocessError) as error:
         return Finding(path.name, "broken", f"{path}: {error}", "pip install --force-reinstall triton")
     version = re.search(r"release ([\w.]+)", said)
     return Finding(path.name, "ok", f"release {version[1]}" if version else str(path))
-
-
-def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    return done.stdout.strip()
 
 
 _TINY = """
@@ -345,34 +329,5 @@ def cache() -> Finding:
 
 def git() -> Finding:
     """git, which accepting a kernel commits with."""
-    path = shutil.which("git")
-    if path is None:
-        return Finding("git", "missing", "not on PATH: accepted kernels cannot be committed", "install git")
-    try:
-        return Finding("git", "ok", _output(path, "--version").removeprefix("git version "))
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding("git", "broken", f"{path}: {error}", "reinstall git")
-
-
-def claude_code() -> Finding:
-    """The command that the claude-code provider asks; whether it is logged in shows when it is asked."""
-    path = shutil.which("claude")
-    if path is None:
-        remedy = "install Claude Code and log in, or use --provider anthropic or handoff"
-        return Finding("claude command", "missing", "not on PATH: no --provider claude-code", remedy)
-    try:
-        return Finding("claude command", "ok", _output(path, "--version"))
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding("claude command", "broken", f"{path}: {error}", "reinstall Claude Code")
-
-
-def key() -> Finding:
-    """Whether the anthropic provider has a key; what it is, nobody is told."""
-    if os.environ.get("ANTHROPIC_API_KEY", "").strip():
-        return Finding("anthropic key", "ok", "ANTHROPIC_API_KEY is set")
-    return Finding(
-        "anthropic key",
-        "missing",
-        "ANTHROPIC_API_KEY is not set",
-        "set ANTHROPIC_API_KEY, or use --provider handoff, which needs none",
-    )
+    without = "accepted kernels cannot be committed"
+    return program("git", "git", without, "install git", "reinstall git")

@@ -28,7 +28,8 @@ from coda_agent.agent.arguments import SPECS, shipped
 from coda_agent.agent.artifacts.accept import is_there
 from coda_agent.agent.options import Measuring
 from coda_agent.agent.prompts import prompt
-from coda_agent.agent.providers import Call, ProviderError, Question, Tool, Turn, Usage
+from coda_agent.agent.providers import Call, ProviderError, Tool
+from coda_agent.agent.providers.mcp import NAME, Submission
 from coda_agent.agent.run import run_summary, runs, tools
 from coda_agent.agent.run.budget import OutOfBudget, Spent
 from coda_agent.agent.run.journal import JournalError
@@ -40,7 +41,6 @@ from coda_agent.verifier.report import Accepted, Checked, Rejected
 from coda_agent.verifier.sandbox.jail import JailUnavailable
 from coda_agent.verifier.spec.file import SpecError
 
-NAME = "mcp"  # as a run's provider
 AUTHOR_LENGTH = 80
 INSTRUCTIONS = """\
 Author a CODA kernel for a spec. `prompt` starts a run and gives you the language and the task, `read` a page
@@ -203,24 +203,6 @@ class Bench:
                         f"run {name} is authored through {provider}; start one of your own: prompt"
                     )
                 yield run
-
-
-@dataclass
-class Submission:
-    """The provider of one answer, which is there before it is asked for; or of none."""
-
-    answer: str = ""
-    author: str = NAME
-    taken: bool = False
-    name: str = NAME
-
-    def next_turn(self, question: Question) -> Turn:
-        """The answer; what it cost only the client knows, and counts as zero. Raises ProviderError where
-        there is none."""
-        if not self.answer:
-            raise ProviderError("the author of this run is an MCP client", "let it verify another source")
-        self.taken = True
-        return Turn(self.answer, Usage(), self.author, "end_turn")
 
 
 class Progress:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coda_agent.agent import arguments
+from coda_agent.agent import arguments, providers
 from coda_agent.agent import tips as log
 from coda_agent.agent.options import Authoring, Budget, WeakJail, grouped, spelled
 from coda_agent.agent.reporting.safe_text import echo
@@ -148,7 +148,7 @@ def measure(
     echo(_plan(tried, specs, runs, part))
     for tip in tried:
         known = log.read_tips(log.TIPS)
-        with Watch(setup.console(True), speaks=provider == "handoff") as watch:
+        with Watch(setup.console(True), speaks=providers.named(provider).by_hand) as watch:
             measurer = setup.measurer(gpu, Options(), watch)
             author = trials.Runs(tip, known, options, watch, each, measurer, echo)
             with _told_how_to_go_on():
@@ -197,7 +197,7 @@ def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: Limits) 
 
 def _writer(authoring: Authoring, provider: str) -> str:
     """Who wrote, as the log has it: another author may need other tips."""
-    known = authoring.author if provider == "handoff" else authoring.model
+    known = authoring.author if providers.named(provider).by_hand else authoring.model
     return log.one_line(f"{provider} ({known})" if known else provider, 100)
 
 
@@ -206,10 +206,11 @@ def _provider(name: str, specs: list[Path]) -> str:
     from coda_agent.verifier.loading import load
 
     chosen = setup.choose_provider(name, load(specs[0], check=False).name)
-    if chosen == "replay":
+    if providers.named(chosen).replays:
+        others = [spec.name for spec in providers.specs().values() if spec.offered and not spec.replays]
         raise TipsError(
-            "provider 'replay': a recording answers the same with a tip and without; use anthropic, "
-            "claude-code or handoff"
+            f"provider {str(chosen)!r}: a recording answers the same with a tip and without; use one of "
+            f"{', '.join(others)}"
         )
     return chosen
 

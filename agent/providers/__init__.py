@@ -1,21 +1,23 @@
-"""Where answers come from: one method, one file a provider.
+"""Providers of answers: one method, one file a provider.
 
 A provider takes the stable prompt prefix and the conversation so far, and returns the next assistant turn.
-Each provider's module, and the SDK it needs, is imported when `make` is asked for it.
+Each file in this package that exports a `SPEC` is a provider; nothing else lists them.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from coda_agent.agent import extras
+if TYPE_CHECKING:
+    from coda_agent.agent.providers.spec import Auto, ProviderSpec
 
 __all__ = [
     "FREE",
-    "PROVIDERS",
     "Call",
     "Charge",
     "Message",
@@ -27,19 +29,14 @@ __all__ = [
     "Tool",
     "Turn",
     "Usage",
+    "automatic",
     "make",
+    "named",
+    "specs",
+    "used_by",
 ]
 
 OnText = Callable[[str], None]
-
-#: name -> (module, class)
-PROVIDERS = {
-    "anthropic": ("coda_agent.agent.providers.anthropic", "Anthropic"),
-    "claude-code": ("coda_agent.agent.providers.claude_code", "ClaudeCode"),
-    "handoff": ("coda_agent.agent.providers.handoff", "Handoff"),
-    "mcp": ("coda_agent.agent.cli.mcp", "Submission"),
-    "replay": ("coda_agent.agent.providers.replay", "Replay"),
-}
 
 
 @dataclass(frozen=True)
@@ -222,18 +219,43 @@ class ProviderError(Exception):
         self.retryable = retryable
 
 
+@cache
+def specs() -> Mapping[str, ProviderSpec]:
+    """The specs of all providers by name, in alphabetical order."""
+    modules = (importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__))
+    found: list[ProviderSpec] = [module.SPEC for module in modules if hasattr(module, "SPEC")]
+    return {spec.name: spec for spec in sorted(found, key=lambda spec: spec.name)}
+
+
+def named(name: str) -> ProviderSpec:
+    """The spec of the provider called `name`. Raises ProviderError where there is none."""
+    if name not in specs():
+        raise ProviderError(f"provider {name!r} is unknown", f"use one of {', '.join(specs())}")
+    return specs()[name]
+
+
+def automatic() -> list[tuple[str, Auto]]:
+    """The providers that `auto` chooses among, by name, the first choice first."""
+    found = [(spec.name, spec.auto) for spec in specs().values() if spec.auto]
+    return sorted(found, key=lambda choice: choice[1].rank)
+
+
+def used_by(option: str) -> list[str]:
+    """The providers that use an option such as "--model"; none for an option that all use."""
+    return [spec.name for spec in specs().values() if option in spec.options]
+
+
 def make(name: str, **options: Any) -> Provider:
     """The provider called `name`; `options` are the keyword arguments of its class.
 
     Raises ProviderError for an unknown name, a package that is not installed, or what the provider refuses.
     """
-    if name not in PROVIDERS:
-        raise ProviderError(f"provider {name!r} is unknown", f"use one of {', '.join(sorted(PROVIDERS))}")
-    module, attribute = PROVIDERS[name]
+    spec = named(name)
     try:
-        provider = getattr(importlib.import_module(module), attribute)
+        return spec.make(**options)
     except ModuleNotFoundError as error:
-        if not (remedy := extras.remedy(error)):
+        if not spec.package or str(error.name).startswith("coda_agent"):
             raise
-        raise ProviderError(f"provider {str(name)!r} needs the package {error.name!r}", remedy) from error
-    return provider(**options)
+        raise ProviderError(
+            f"provider {str(name)!r} needs the package {error.name!r}", f"pip install '{spec.package}'"
+        ) from error

@@ -16,12 +16,9 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
-import httpx2
-from anthropic.lib.streaming import MessageStream
-
+from coda_agent.agent.finding import Finding
 from coda_agent.agent.providers import Call, Charge, Message, OnText, ProviderError, Question, Turn, Usage
 from coda_agent.agent.providers.patience import (
     EMPTY,
@@ -33,8 +30,14 @@ from coda_agent.agent.providers.patience import (
     whole_within,
 )
 from coda_agent.agent.providers.scrub import Scrub, Stream
+from coda_agent.agent.providers.spec import Auto, ProviderSpec
 from coda_agent.agent.run.budget import OutOfBudget
 
+if TYPE_CHECKING:
+    import anthropic
+    from anthropic.lib.streaming import MessageStream
+
+KEY = "ANTHROPIC_API_KEY"
 DEFAULT_MODEL = "claude-opus-5-5"
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
 ANSWER_TIME = 1800.0  # seconds for an answer of at most so many tokens; for more, in proportion
@@ -72,7 +75,9 @@ class Anthropic:
         answer_time: float | None = None,
         patience: Patience | None = None,
     ):
-        key = _check_key(api_key or os.environ.get("ANTHROPIC_API_KEY") or "")
+        import anthropic
+
+        key = _check_key(api_key or os.environ.get(KEY) or "")
         self._scrub = Scrub(key)
         self.model = model or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
         self._max_tokens = max_tokens
@@ -127,6 +132,9 @@ class Anthropic:
         not describe is taken to have what today's models have."""
         if self._learned:
             return
+        import anthropic
+        import httpx2
+
         self._learned = True
         with suppress(anthropic.APIError, httpx2.RequestError, *_MALFORMED):
             model = self._client.models.retrieve(self.model, timeout=ASIDE)
@@ -136,6 +144,9 @@ class Anthropic:
 
     def _count(self, request: dict[str, Any]) -> int:
         """Tokens of a request, as the API counts them; where it does not, more than they can be."""
+        import anthropic
+        import httpx2
+
         try:
             return self._client.messages.count_tokens(**request, timeout=ASIDE).input_tokens
         except (anthropic.APIError, httpx2.RequestError, *_MALFORMED):
@@ -145,6 +156,9 @@ class Anthropic:
         self, request: dict[str, Any], charge: Charge, say: OnText, seconds: float
     ) -> Turn | Fault | OutOfBudget:
         """One request, cut off after so long. Settled where its cost is known, else it stays charged."""
+        import anthropic
+        import httpx2
+
         silence = min(self._timeout, seconds)
         timeout = anthropic.Timeout(silence, connect=min(silence, 10.0))
         sent = self._client.messages.stream(max_tokens=charge.max_tokens, timeout=timeout, **request)
@@ -324,3 +338,22 @@ _REMEDIES = {
 
 def _name(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _check() -> Finding:
+    """Whether there is a key; its value is never shown."""
+    if os.environ.get(KEY, "").strip():
+        return Finding("anthropic key", "ok", f"{KEY} is set")
+    remedy = f"set {KEY}, or use --provider handoff, which needs none"
+    return Finding("anthropic key", "missing", f"{KEY} is not set", remedy)
+
+
+SPEC = ProviderSpec(
+    name=Anthropic.name,
+    make=Anthropic,
+    arguments=lambda header, run: {"model": header["model"], "max_tokens": header.get("max_tokens")},
+    options=("--model", "--max-tokens"),
+    package="coda-agent[author]",
+    auto=Auto(1, "anthropic with a key", lambda run: "" if os.environ.get(KEY) else f"no {KEY}"),
+    check=_check,
+)

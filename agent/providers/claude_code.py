@@ -26,10 +26,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from coda_agent.agent import finding
 from coda_agent.agent.prompts.markdown_fences import PYTHON, blocks
 from coda_agent.agent.prompts.prompt import tokens
 from coda_agent.agent.providers import Call, Charge, Message, ProviderError, Question, Tool, Turn, Usage
 from coda_agent.agent.providers.patience import EMPTY, Fault, Patience, persist
+from coda_agent.agent.providers.spec import ProviderSpec
 from coda_agent.agent.run.budget import OutOfBudget, is_priced, price
 from coda_agent.primitives.system import subprocesses
 
@@ -331,3 +333,35 @@ def _models(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     """What each model had to do with it, by their names."""
     models = answer.get("modelUsage")
     return models if isinstance(models, dict) else {}
+
+
+def _objection(model: str | None) -> str:
+    """Before a request to a model without a price no dollars can be reserved."""
+    if is_priced(model):
+        return ""
+    named = f"--model {model}" if model else "the command's own model"
+    return (
+        f"--budget-dollars could not be held: no price is known for {named}, so nothing can be reserved"
+        " before a request; give --model a full name, such as claude-opus-5-5, or use --budget-tokens"
+    )
+
+
+SPEC = ProviderSpec(
+    name=ClaudeCode.name,
+    make=ClaudeCode,
+    arguments=lambda header, run: {
+        "model": header["model"],
+        "max_tokens": header.get("max_tokens"),
+        "time_limit": header["time_limit"],
+    },
+    options=("--model", "--max-tokens", "--time-limit"),
+    package="coda-agent[author]",
+    objection=_objection,
+    check=lambda: finding.program(  # whether it is logged in shows when it is asked
+        "claude command",
+        "claude",
+        "no --provider claude-code",
+        "install Claude Code and log in, or use --provider anthropic or handoff",
+        "reinstall Claude Code",
+    ),
+)

@@ -20,7 +20,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from coda_agent.agent.finding import Finding
 from coda_agent.agent.providers import Message, ProviderError, Question, Turn, Usage
+from coda_agent.agent.providers.spec import ProviderSpec
 from coda_agent.primitives.system.files import write_atomic
 
 END = "<!-- end -->"
@@ -233,3 +235,19 @@ def _render(number: int, system: str, messages: Sequence[Message], run: str) -> 
         " it has stood still for a while."
     )
     return "\n\n".join(parts) + "\n"
+
+
+SPEC = ProviderSpec(
+    name=Handoff.name,
+    make=Handoff,
+    arguments=lambda header, run: {
+        "directory": Path(header["directory"] or run.folder / "handoff"),
+        "author": header["author"],
+        "run": run.folder.name,
+        "time_limit": header["time_limit"],
+    },
+    options=("--time-limit", "--author", "--directory"),
+    counted=False,
+    by_hand=True,
+    check=lambda: Finding("handoff provider", "ok", "always available: any agent or person can answer"),
+)

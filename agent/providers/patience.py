@@ -17,11 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-
-import httpx2
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.providers import ProviderError, Question, Turn
 from coda_agent.agent.run.budget import OutOfBudget
+
+if TYPE_CHECKING:
+    import httpx2
 
 EMPTY = 3  # answers to one question that may hold nothing, before it is given up
 UNKNOWN = 12  # requests for one that may break off when they may have cost something: a night of them is dear
@@ -129,6 +131,8 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
     The reader may be waiting for bytes, or be given pings without end that the SDK swallows: only what ends
     the connection reaches it in both cases.
     """
+    import httpx2
+
     line = response.extensions["network_stream"].get_extra_info("socket")
     late = threading.Event()
 

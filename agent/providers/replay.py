@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from coda_agent.agent.providers import ProviderError, Question, Turn
+from coda_agent.agent.providers.spec import Auto, ProviderSpec, RunContext
 from coda_agent.agent.run.journal import JournalError
-from coda_agent.agent.run.record import recording
 
 
 class Replay:
@@ -19,6 +20,8 @@ class Replay:
     name = "replay"
 
     def __init__(self, path: str | Path):
+        from coda_agent.agent.run.record import recording
+
         self._path = Path(path)
         try:
             _, events = recording(self._path)
@@ -39,3 +42,28 @@ class Replay:
         turn = self._turns[number - 1]
         question.say(turn.text)
         return turn
+
+
+def _header(run: RunContext) -> dict[str, Any]:
+    """The name of the recorded run. Raises ProviderError where none is recorded, JournalError for a damaged
+    file."""
+    from coda_agent.agent.run.record import recording
+
+    if not run.recording.is_file():
+        raise ProviderError(f"{run.recording}: no recorded run of {run.task}", "author one first")
+    header, _ = recording(run.recording)
+    return {"replays": str(header["run"])}
+
+
+def _lacks(run: RunContext) -> str:
+    return "" if run.recording.is_file() else f"no recorded run of {run.task} to replay"
+
+
+SPEC = ProviderSpec(
+    name=Replay.name,
+    make=Replay,
+    arguments=lambda header, run: {"path": run.recording},
+    header=_header,
+    replays=True,
+    auto=Auto(2, "a recorded run", _lacks),
+)

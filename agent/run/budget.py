@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from coda_agent.agent.providers import Charge, Turn, Usage
-from coda_agent.agent.run.journal import Event, Journal
-from coda_agent.agent.run.record import GPU_SECONDS
+from coda_agent.agent.run.journal import GPU_SECONDS, Event, Journal
 
 RESERVED, SETTLED = "reserved", "settled"  # kinds of events
 FEWEST_TOKENS = 1024  # with less left, no answer is worth asking for

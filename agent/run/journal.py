@@ -28,10 +28,11 @@ from coda_agent.primitives.system.files import parse, sync_directory
 
 __all__ = [
     *("DamagedError", "Event", "Journal", "JournalError", "Record", "Snapshot"),
-    *("glance", "held", "read_export"),
+    *("GPU_SECONDS", "glance", "held", "read_export"),
 ]
 
 SCHEMA = 1
+GPU_SECONDS = "gpu_seconds"  # in an event of a measurement made here: what that piece of it took
 _APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
 
 _TABLES = f"""

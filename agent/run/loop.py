@@ -23,8 +23,8 @@ from coda_agent.agent.prompts.markdown_fences import PYTHON, last
 from coda_agent.agent.providers import Message, Provider, ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import improve, tools
 from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget, Spent
-from coda_agent.agent.run.journal import Journal, JournalError, Record
-from coda_agent.agent.run.record import GPU_SECONDS, uncharged
+from coda_agent.agent.run.journal import GPU_SECONDS, Journal, JournalError, Record
+from coda_agent.agent.run.record import uncharged
 from coda_agent.agent.run.task import Measure, Work
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent import providers
 from coda_agent.agent.artifacts import accept
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import improve
@@ -123,7 +124,8 @@ class Editing:
     @classmethod
     def of(cls, run: Run) -> Editing:
         """A run's, from the kernel as it was when the run began."""
-        afresh = run.journal.header["provider"] == "replay"  # as the run that is played back began
+        # A run that is played back begins as the recorded one did.
+        afresh = providers.named(run.journal.header["provider"]).replays
         found = run.journal.once("base", "base", lambda: base(run.spec, afresh=afresh).to_json())
         return cls(run.spec, run.text, Base.from_json(found, run.spec))
 

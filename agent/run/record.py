@@ -11,12 +11,22 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
+from coda_agent.agent import providers
 from coda_agent.agent.run import journal
-from coda_agent.agent.run.journal import DamagedError, Event, Journal
+from coda_agent.agent.run.journal import GPU_SECONDS, DamagedError, Event, Journal
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, by_step
@@ -39,7 +49,6 @@ from coda_agent.verifier.spec.model import Spec
 
 __all__ = ["check_programs", "glance", "opened", "recording", "timings_of", "uncharged"]
 
-GPU_SECONDS = "gpu_seconds"  # what a piece of a measurement made here took, beside it in its event
 OTHER_VERSION = (
     "damaged, or written by another version of coda-agent: restore it from a copy, or start a new run"
 )
@@ -71,11 +80,17 @@ class _Recorded(_Shape):
     author: str | None
 
 
+def _known_provider(name: str) -> str:
+    if name not in providers.specs():
+        raise ValueError(f"is none of the providers {', '.join(providers.specs())}")
+    return name
+
+
 class _Header(_Recorded):
     """A run's own: how it goes on, too."""
 
     spec_hash: str
-    provider: Literal["anthropic", "claude-code", "handoff", "mcp", "replay"]
+    provider: Annotated[str, AfterValidator(_known_provider)]
     attempts: Annotated[int, Field(ge=1, lt=1 << 20, strict=True)]
     improve: Annotated[int, Field(ge=0, lt=1 << 20, strict=True)] = 0
     limits: _Limits = _Limits()

@@ -1,0 +1,36 @@
+"""One line of ``coda-agent doctor``, and how it looks at a program."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that doctor looked at. ``remedy`` is empty exactly where ``status`` is ok."""
+
+    name: str
+    status: Literal["ok", "missing", "broken"]
+    detail: str
+    remedy: str = ""
+
+
+def output(*command: str) -> str:
+    """The stripped output of a command. Raises OSError and SubprocessError."""
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    return done.stdout.strip()
+
+
+def program(name: str, command: str, without: str, install: str, reinstall: str) -> Finding:
+    """A command on PATH and its version. ``without`` says what is impossible without it; ``install`` and
+    ``reinstall`` are the remedies."""
+    path = shutil.which(command)
+    if path is None:
+        return Finding(name, "missing", f"not on PATH: {without}", install)
+    try:
+        return Finding(name, "ok", output(path, "--version"))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(name, "broken", f"{path}: {error}", reinstall)
