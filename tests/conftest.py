@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from checkout import ROOT, SUPPORT
 from commanding import Command, Done
 
 # The caches of ours, QuACK, Triton and PyTorch: each would otherwise be in the user's home or in /tmp.
@@ -22,7 +23,7 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
-AUDIT = Path(__file__).parent / "audit"
+AUDIT = SUPPORT / "audit"
 SESSION = pytest.StashKey[Path]()
 
 
@@ -168,7 +169,6 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture
 def nothing_beside() -> Iterator[None]:
     """No command of these tests writes into the checkout."""
-    root = Path(__file__).parent.parent
-    before = set(os.listdir(root))
+    before = set(os.listdir(ROOT))
     yield
-    assert set(os.listdir(root)) - before <= {".cache", ".coverage"}
+    assert set(os.listdir(ROOT)) - before <= {".cache", ".coverage"}

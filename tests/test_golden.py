@@ -1,6 +1,7 @@
 """Evidence stays as it was measured: hashes of everything that a report or a recording is bound to.
 
-A new kernel adds lines: ``python tests/test_golden.py`` writes ``golden.json`` again, for a person to review.
+A new kernel adds lines: ``PYTHONPATH=tests/support python tests/test_golden.py`` writes ``golden.json`` again,
+for a person to review.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import json
 from pathlib import Path
 
 from authoring import KERNELS, RECORDINGS, SPECS
+from checkout import ROOT
 
 from coda_agent.primitives.compiler.lower import DEVICE, lower
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.loading import load
 
 GOLDEN = Path(__file__).parent / "golden.json"
-RESULTS = Path(__file__).parent.parent / "docs" / "comparison"
+RESULTS = ROOT / "docs" / "comparison"
 
 
 def computed() -> dict[str, dict[str, str]]:

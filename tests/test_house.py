@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LAYERS, CIRCLES, JAIL = PROJECT["tool"]["importlinter"]["contracts"]
 PACKAGES = ("agent", "comparison", "primitives", "verifier")

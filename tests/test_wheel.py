@@ -14,10 +14,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from checkout import ROOT
 
 from coda_agent.agent.extras import EXTRAS, remedy
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = ("agent", "comparison", "primitives", "verifier")
 PARTS = (*PACKAGES, "generated_kernels", "specs")
@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
     (at / "src").mkdir()
     (at / "src" / "coda_agent").symlink_to("..")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
-    build = [*pip, "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", at / "out", at]
+    build: list[str | Path] = [*pip, "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", at / "out", at]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (built,) = (at / "out").iterdir()

@@ -1,7 +1,7 @@
 """What a refusal tells the author to write instead; where nothing in the kernel would do, what does.
 
-``tests/test_remedies.py`` has a program for each, and runs what is suggested. Standard library only: the jail
-imports this module.
+``tests/primitives/lang/test_remedies.py`` has a program for each, and runs what is suggested.
+Standard library only: the jail imports this module.
 """
 
 from __future__ import annotations

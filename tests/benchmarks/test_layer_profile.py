@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_layers import KERNELS, SMALL
+from authoring import KERNELS
 
 from benchmarks.layer_profile import bench as benches
 from benchmarks.layer_profile import ledger, traces
@@ -21,7 +21,7 @@ from coda_agent.comparison.competitors import COMPILE, EAGER, PROGRAM
 from coda_agent.comparison.interleaved import Contender
 from coda_agent.comparison.layers import variant
 from coda_agent.comparison.layers.runners import Interpreted, accepted, calls
-from coda_agent.comparison.layers.shape import WIDTHS, draw
+from coda_agent.comparison.layers.shape import WIDTHS, Shape, draw
 from coda_agent.primitives.lang.schedule import Schedule
 
 T, D, F = 16384, 2048, 5632
@@ -73,6 +73,8 @@ PARTS = [
         ("qkv_backward", "vector", "Finish1_8_5a", 0),
     )
 ]
+
+SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 
 
 class Tape:

@@ -12,11 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout import IMPORTS, ROOT
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,7 +37,7 @@ from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.spec.model import Spec
 
-SPECS = Path(__file__).parent.parent / "specs"
+SPECS = ROOT / "specs"
 TEN = {
     "gemm_rope",
     "gemm_swiglu",
@@ -237,8 +237,7 @@ def test_rows_are_scaled_by_one_compiled_pass(
 @pytest.fixture(scope="module")
 def interpreted() -> Told:
     """What ``main`` prints, in a process where Triton interprets and nothing is compiled."""
-    root = str(Path(__file__).parent.parent / "src")
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [IMPORTS, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120

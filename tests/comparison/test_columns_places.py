@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from checkout import ROOT
 from test_columns_libraries import case
 
 from coda_agent.comparison.competitors import (
@@ -44,7 +45,7 @@ def test_what_a_quick_look_leaves_out_stands_in_its_help_and_in_the_docs() -> No
     words = {MAX_AUTOTUNE: "max-autotune", APART_AUTOTUNE: "max-autotune", OUR_SEARCH: "QuACK on our search"}
     assert set(AUTOTUNED) == set(words)
     (option,) = get_type_hints(Effort, include_extras=True)["quick"].__metadata__
-    docs = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
     (line,) = (line for line in docs.splitlines() if line.startswith("coda-agent compare --quick"))
     for said in (option.help, line):
         assert all(word in said for word in words.values()) and "CODA's own package" in said

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import worker_tasks
+from checkout import SUPPORT
 from comparison_machine import stood_in
 
 from coda_agent.comparison import environment, rows
@@ -61,7 +62,7 @@ def purelib(python: str) -> Path:
 def test_its_package_is_its_own_and_the_rest_is_borrowed(installed: str) -> None:
     assert environment.python() == installed
     assert versions(installed, (NAME, "torch")) == {NAME: VERSION, "torch": torch.__version__}
-    (purelib(installed) / "tests.pth").write_text(f"{Path(__file__).parent}\n")  # a worker's task is there
+    (purelib(installed) / "tests.pth").write_text(f"{SUPPORT}\n")  # a worker's task is there
     with Worker(python=installed) as worker:
         answer = worker.ask(worker_tasks.environment_of, NAME, patience=60.0)
     assert answer == {"own": VERSION, "torch": torch.__version__}

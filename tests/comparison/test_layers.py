@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from checkout import ROOT
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,7 +32,7 @@ from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError, check_sizes
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 
-KERNELS = Path(__file__).parent.parent / "generated_kernels"
+KERNELS = ROOT / "generated_kernels"
 SMALL = Shape(heads=2, head_width=32, ffn=96, sequences=2, length=48)
 ODD = Shape(heads=3, head_width=16, ffn=40, sequences=1, length=56)
 PROGRAMS = accepted(KERNELS, SMALL)

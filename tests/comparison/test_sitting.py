@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from checkout import ROOT
 from comparison_machine import stood_in
-from test_timing import SimulatedClock
+from simulated_clock import SimulatedClock
 from torch import Tensor
 
 import coda_agent.verifier.numerics.inputs
@@ -41,7 +42,7 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.report import QuackTuned
 
-SPECS = Path(__file__).parent.parent / "specs"
+SPECS = ROOT / "specs"
 SIZES = {
     "gemm_swiglu": {"M": 24, "D": 32, "F": 16},
     "gemm_residual_partial_rmsnorm": {"M": 24, "K": 40, "N": 32},

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from authoring import ROOT
+from checkout import ROOT
 
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier import loading, proposal

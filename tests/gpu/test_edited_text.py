@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from checkout import ROOT
 
 from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.compiler.probe_schedules import PROBES
@@ -16,7 +15,6 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.spec.model import Spec
 
-ROOT = Path(__file__).parent.parent.parent
 KERNELS = {
     "column sums": "gemm_residual_rmsnorm_bwd",
     "row sums": "gemm_residual_partial_rmsnorm",

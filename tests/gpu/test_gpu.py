@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.ir import Program
@@ -21,7 +22,6 @@ from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.sandbox.jail import Traced, trace
 from coda_agent.verifier.spec.model import Spec
 
-ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "agent" / "prompts" / "examples").glob("*.yaml"))
 ACCEPTED = sorted((ROOT / "generated_kernels").glob("*.program.json"))
 SCHEDULES = [*PROBES, Schedule(128, 192, True, 1, 2, 16, True, True), Schedule(192, 128, True, 2, 1, 4)]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from torch import Tensor
 
 from coda_agent.verifier.baselines import quack
@@ -26,7 +26,7 @@ from coda_agent.verifier.numerics.limits import Limits
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
 
-SPECS = Path(__file__).parent.parent.parent / "specs"
+SPECS = ROOT / "specs"
 LIMITS = Limits(rms=2, tile=3, element=4, slope=1e-3, fp32_rms=8, fp32_tile=12, fp32_element=16)
 WIDEST = 16384  # no size of a decode case is taken larger: its truth is computed in fp64
 INEXACT = 2.0**-9  # RMS error of an output of approximate functions, as a share of the RMS truth

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import faults
 import pytest
+from checkout import IMPORTS, ROOT
 
 from coda_agent.agent.artifacts import accept
 from coda_agent.primitives.compiler.lower import lower
@@ -16,7 +17,7 @@ from coda_agent.verifier.gpu.checks import Job
 from coda_agent.verifier.gpu.sanitizer import TOOLS, errors, sanitized
 from coda_agent.verifier.loading import load
 
-SPECS = sorted((Path(__file__).parent.parent.parent / "specs").glob("gemm_*.yaml"))
+SPECS = sorted((ROOT / "specs").glob("gemm_*.yaml"))
 KERNELS = [pytest.param(path, False, id=path.stem) for path in SPECS]
 EDITED = [
     pytest.param(path, True, id=f"edited-{path.stem}")
@@ -27,7 +28,7 @@ EDITED = [
 
 @pytest.fixture(autouse=True)
 def faults_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [IMPORTS, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from authoring import ROOT
+from checkout import ROOT
 from waiting import eventually
 
 # A suite in the background inherits that SIGINT is ignored.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import operators
+from checkout import ROOT
 from spec_files import write_changed
 
 from coda_agent.agent.providers import Message, Question, Turn, Usage
@@ -35,7 +36,6 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
 from coda_agent.verifier.timing import FEWEST
 
-ROOT = Path(__file__).parent.parent
 SPECS, KERNELS, RECORDINGS = ROOT / "specs", ROOT / "generated_kernels", ROOT / "agent" / "recordings"
 SHIPPED = sorted(path.stem for path in SPECS.glob("*.yaml"))
 
@@ -72,7 +72,7 @@ TWICE = TOY_KERNEL.replace("gemm(a, b)", "2 * gemm(a, b)")
 TURNED = TOY_KERNEL.replace("gemm(a, b) * per_row(v)", "per_row(v) * gemm(a, b)")  # another program, as right
 
 # Honest kernels of shipped specs: three in other words than any that was generated, with slips to make in
-# them (tests/test_verify.py), and those that other tests work out by hand.
+# them (tests/verifier/test_verify.py), and those that other tests work out by hand.
 HONEST = {name: operators.source_of(name) for name in operators.BODIES} | {
     "gemm_residual_partial_rmsnorm": """\
 from primitives import gemm, kernel, per_column, row_sums, sqrt

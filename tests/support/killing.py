@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 from authoring import (
     BROKEN,
-    ROOT,
     TOY_KERNEL,
     USAGE,
     Scripted,
@@ -31,6 +30,7 @@ from authoring import (
     measured,
     program_of,
 )
+from checkout import ROOT
 
 from coda_agent.agent import providers, setup
 from coda_agent.agent.artifacts import accept

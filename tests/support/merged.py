@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from checkout import ROOT
 
 from coda_agent import primitives
 from coda_agent.verifier.proposal import Proposal, load
 
 VALUES = ("{0}", "{1}", "{1}")
-PROPOSED = Path(__file__).parent.parent / "specs" / "primitives"
+PROPOSED = ROOT / "specs" / "primitives"
 MERGED = [
     p for path in sorted(PROPOSED.glob("*.yaml")) if (p := load(path, new=False)).name in primitives.__all__
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+
+from checkout import ROOT
 
 from coda_agent import primitives
 from coda_agent.primitives.lang.dims import Dim
@@ -12,7 +13,7 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier.loading import load
 
-SPECS = Path(__file__).parents[1] / "specs"
+SPECS = ROOT / "specs"
 BODIES = {
     "gemm_residual_partial_rmsnorm": """
     h = gemm(y, w.mT) + x

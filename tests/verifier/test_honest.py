@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 from authoring import program_of
+from checkout import ROOT, TESTS
 
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run
 from coda_agent.verifier.report import Checked
 from coda_agent.verifier.verify import check
 
-HERE = Path(__file__).parent
-KERNELS = {f"{path.parent.name}: {path.stem}": path for path in sorted((HERE / "honest").glob("*/*.py"))}
+KERNELS = {f"{path.parent.name}: {path.stem}": path for path in sorted((TESTS / "honest").glob("*/*.py"))}
 
 
 @pytest.mark.usefixtures("one_probe")
 @pytest.mark.parametrize("path", KERNELS.values(), ids=KERNELS)
 def test_an_honest_kernel_is_checked(path: Path) -> None:
-    spec = load(HERE.parent / "specs" / f"{path.parent.name}.yaml", check=False)
+    spec = load(ROOT / "specs" / f"{path.parent.name}.yaml", check=False)
     report, _ = check(spec, path.read_text(encoding="utf-8"))
     assert isinstance(report, Checked), str(report)
 
@@ -28,7 +28,7 @@ def test_what_few_products_make_loud_may_cancel_in_an_honest_kernel() -> None:
     """At K = 16 some rows and columns are so much louder than usual that what cancels there in GELU's tail
     leaves more than is usual."""
     path = KERNELS["gemm_geglu: relu_less_a_tail"]
-    spec = load(HERE.parent / "specs" / "gemm_geglu.yaml", check=False)
+    spec = load(ROOT / "specs" / "gemm_geglu.yaml", check=False)
     program = program_of(spec, path.read_text(encoding="utf-8"))
     run = Run({"M": 1564, "D": 16, "F": 24}, "normal", 165345315174726, long=True)
     assert [

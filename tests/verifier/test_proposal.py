@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from authoring import ROOT
+from checkout import ROOT
 from rich.console import Console
 from softsign import CONSTANT, EXACT, FAST, GOOD, NAIVE, proposed, verdict, write
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from authoring import (
-    ROOT,
     TOY_KERNEL,
     TWICE,
     accepted_run,
@@ -22,6 +21,7 @@ from authoring import (
     program_of,
     slow,
 )
+from checkout import ROOT
 from small_disk import mounted
 
 from coda_agent.agent import arguments as typed

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import HEADER, ROOT, Notes, Scripted, coda_agent, fenced
+from authoring import HEADER, Notes, Scripted, coda_agent, fenced
+from checkout import ROOT
 from softsign import EXACT, GOOD, SOFTSIGN, write
 from typer.testing import CliRunner
 
@@ -253,7 +254,7 @@ import sys
 
 import torch
 
-sys.path.append("tests")
+sys.path.append("tests/support")
 from machine import run_lowered
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Signature, TensorType

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from authoring import (
     HEADER,
-    ROOT,
     TOY,
     TOY_KERNEL,
     UNSCALED,
@@ -21,6 +20,7 @@ from authoring import (
     make_run,
     write_toy,
 )
+from checkout import ROOT
 from commanding import Command, of_process
 
 from coda_agent.agent import setup

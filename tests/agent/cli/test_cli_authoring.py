@@ -18,7 +18,6 @@ import pytest
 from authoring import (
     BROKEN,
     RECORDINGS,
-    ROOT,
     SPECS,
     TOY_KERNEL,
     coda_agent,
@@ -26,6 +25,7 @@ from authoring import (
     make_run,
     measured,
 )
+from checkout import ROOT
 from commanding import Command, Done, of_process
 
 from coda_agent.agent import setup

@@ -21,7 +21,6 @@ from asking import ASK
 from authoring import (
     HONEST,
     RECORDINGS,
-    ROOT,
     SHIPPED,
     SPECS,
     TOY,
@@ -35,6 +34,7 @@ from authoring import (
     slow,
     write_toy,
 )
+from checkout import ROOT
 from commanding import Command
 from fuzzing import VALUES, Damage
 from mcp.server.mcpserver.exceptions import ToolError

@@ -16,7 +16,6 @@ import anyio
 import pytest
 from authoring import (
     BROKEN,
-    ROOT,
     SPECS,
     TOY,
     TOY_KERNEL,
@@ -27,6 +26,7 @@ from authoring import (
     measured,
     write_toy,
 )
+from checkout import ROOT
 from mcp import Client, StdioServerParameters
 from mcp.client.session import IncomingMessage
 from mcp_types import CallToolResult, Implementation, TextContent, Tool

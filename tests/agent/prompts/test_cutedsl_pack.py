@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import KERNELS, ROOT, SHIPPED
+from authoring import KERNELS, SHIPPED
+from checkout import IMPORTS, ROOT
 from kernels import signature, tensor, trace
 
 from coda_agent.agent.prompts.prompt import tokens
@@ -91,7 +92,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "CUTE_DSL_DUMP_DIR": str(scratch),
         "CUTE_DSL_KEEP_CUBIN": "1",
         "PYTHONPATH": os.pathsep.join(
-            [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+            [IMPORTS, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         ),
         "QUACK_ARCH": "90",
     }

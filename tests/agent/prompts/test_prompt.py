@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from authoring import HONEST, KERNELS, RECORDINGS, ROOT, SHIPPED, SPECS, write_toy
+from authoring import HONEST, KERNELS, RECORDINGS, SHIPPED, SPECS, write_toy
+from checkout import ROOT
 
 from coda_agent import primitives
 from coda_agent.agent.prompts import prompt

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from attending import expect
-from authoring import ROOT
+from checkout import ROOT
 
 from coda_agent.agent.providers import Message, ProviderError, Question, make
 from coda_agent.agent.providers.patience import Patience

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from authoring import KERNELS, RECORDINGS, ROOT, SPECS
+from authoring import KERNELS, RECORDINGS, SPECS
+from checkout import ROOT
 from typer.testing import CliRunner
 
 from coda_agent.agent.artifacts.accept import KernelError

@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 
 import pytest
-from authoring import ROOT, make_run
+from authoring import make_run
+from checkout import ROOT
 from commanding import Command
 
 from coda_agent.agent.artifacts.bundle import Result, Results

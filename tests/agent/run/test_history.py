@@ -15,7 +15,6 @@ import pytest
 from authoring import (
     BROKEN,
     HEADER,
-    ROOT,
     TOY_KERNEL,
     fenced,
     make_run,
@@ -24,6 +23,7 @@ from authoring import (
     slow,
     write_toy,
 )
+from checkout import ROOT
 from typer.testing import CliRunner
 
 from coda_agent.agent.cli.main import app

@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 
 from coda_agent.agent.run.journal import Event, Journal, JournalError, glance, held, read_export
 from coda_agent.primitives.system.files import write_atomic
-
-ROOT = Path(__file__).parent.parent
 
 # A run of some steps. Each production and each step that `once` gave back is noted by one write(2), which a
 # SIGKILL afterwards cannot take back. `kill` names the point at which the child kills itself.

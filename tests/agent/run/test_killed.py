@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from authoring import (
     HEADER,
-    ROOT,
     USAGE,
     accepted_run,
     coda_agent,
     measured,
     write_toy,
 )
+from checkout import IMPORTS
 from killing import FAILED, READ, REFUSED, VOID, WRITTEN, Errand, processes
 
 from coda_agent.agent.artifacts import accept, bundle
@@ -158,7 +158,7 @@ def the_command(point: str, *arguments: str) -> int:
     """The real one with its own author, in a process of its own that ends at a point."""
     code = "import killing, sys; killing.kill_at(sys.argv.pop(1)); "
     code += "from coda_agent.agent.cli.main import main; main()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    environment = os.environ | {"PYTHONPATH": IMPORTS}
     command = [sys.executable, "-c", code, point, *arguments]
     return subprocess.run(command, env=environment, check=False, capture_output=True).returncode
 

@@ -1,6 +1,6 @@
 """Optimizing: what the author of an edited text is given, what its answer has to beat, and where it is kept.
 
-The compiler and the GPU gates are stood in for; tests/test_raw.py has the compiler.
+The compiler and the GPU gates are stood in for; tests/primitives/raw/test_raw.py has the compiler.
 """
 
 from __future__ import annotations

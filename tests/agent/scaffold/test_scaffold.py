@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from authoring import RECORDINGS, ROOT
+from authoring import RECORDINGS
+from checkout import ROOT
 
 from benchmarks.operators import OPTIONS
 from coda_agent.agent.cli import main

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from authoring import ROOT
+from checkout import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from kernels import (
     ALPHA,
     BACKWARD,
@@ -41,7 +41,6 @@ from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType
 from coda_agent.primitives.lang.schedule import TILES, Schedule
 
-ROOT = Path(__file__).parent.parent
 INPUTS = {
     "x": tensor("M, K"),
     "w": tensor("N, K"),

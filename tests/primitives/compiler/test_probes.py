@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from authoring import KERNELS, SPECS, resources
+from checkout import ROOT
 from kernels import EXAMPLES, QK_NORM, ROPE, signature, source, tensor, trace
 
 from coda_agent.agent.artifacts import bundle
@@ -29,7 +30,6 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import compile_gate
 
 PINGPONG, COOPERATIVE = PROBES
-ROOT = Path(__file__).parent.parent
 
 
 def crowd(loads: int, stores: int, shape: str, dtype: str = "bf16") -> tuple[Any, tuple[str, ...]]:

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 
 from coda_agent.primitives.compiler.roofline import H100, Ceiling, roofline
@@ -21,7 +21,6 @@ from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.executable import Plan
 
-ROOT = Path(__file__).parents[1]
 TILE = 16384 * 2048 * 2  # bytes of a bf16 tile at 1B: 64 MiB
 
 

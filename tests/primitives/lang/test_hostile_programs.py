@@ -9,10 +9,10 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,6 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import MAX_BYTES, OPERATIONS, Program
 
-ROOT = Path(__file__).parent.parent
 MARK = "zq"  # every name of theirs begins with it, and no text of ours holds it
 Json = Any
 

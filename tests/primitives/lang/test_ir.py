@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 from kernels import ACCUMULATE, BACKWARD, EXAMPLES, NORM, QK_NORM, signature, source, tensor, trace
 
 from coda_agent.primitives.lang.errors import ProgramError
@@ -19,7 +20,6 @@ from coda_agent.primitives.lang.ir import MAX_BYTES, MAX_NODES, Node, Operation,
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.lang.trace import trace_source
 
-ROOT = Path(__file__).parent.parent
 PLAIN = signature({"x": tensor("M, K"), "w": tensor("N, K")}, {"o": tensor("M, N")}, c=0.5)
 
 

@@ -6,11 +6,11 @@ import ast
 import math
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from kernels import Tensors, draw, run_lowered, signature, tensor, trace
 from machine import fp32
 
@@ -50,7 +50,7 @@ def test_rows_of_minus_infinity(run: Callable[[Program, Tensors], Tensors], colu
 
 def device_functions(name: str, **stand_ins: Any) -> dict[str, Any]:
     """The functions of a module of ``primitives/device``, with Python in CuTeDSL's place."""
-    source = Path(__file__).parent.parent / "primitives" / "device" / f"{name}.py"
+    source = ROOT / "primitives" / "device" / f"{name}.py"
     tree = ast.parse(source.read_text(encoding="utf-8"))
     body = [n for n in tree.body if not isinstance(n, ast.Import | ast.ImportFrom)]
     for node in body:

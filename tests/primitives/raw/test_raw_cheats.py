@@ -18,6 +18,7 @@ from cheats.raw.compiler import SMALL
 from cheats.raw.games import FINISH_KERNEL, GAMES, HONEST, STALE, changed
 from cheats.raw.language import BOMBS, LIMIT
 from cheats.raw.twin import TWIN
+from checkout import IMPORTS
 
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError
@@ -27,7 +28,6 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.report import Checked, Rejected
 from coda_agent.verifier.verify import check_raw
 
-TESTS = Path(__file__).parent
 CHEATS = {f"{theme}: {cheat.name}": cheat for theme, cheats in THEMES.items() for cheat in cheats}
 TOLD = {name: cheat for name, cheat in CHEATS.items() if cheat not in GAMES}
 
@@ -41,7 +41,7 @@ def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     scratch = tmp_path_factory.mktemp("scratch")
     environment = _environment() | {
         "CUTE_DSL_DUMP_DIR": str(scratch),
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]),
+        "PYTHONPATH": IMPORTS,
     }
     command = [sys.executable, "-W", "ignore", "-m", "cheats.raw.compiler", str(scratch)]
     process = subprocess.Popen(

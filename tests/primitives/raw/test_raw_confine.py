@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkout import ROOT
 
 from coda_agent.primitives.raw.confine import CALLS, LIMITS, environment
 
-ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "generated_kernels"
 
 # A process that has compiled, so that it has the compiler's threads and engine, forks a child for each of

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import pytest
+from checkout import ROOT
 
 from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.raw.language import MAX_BYTES, _Checker, check
 from coda_agent.primitives.raw.names import permitted
 
-KERNELS = Path(__file__).parent.parent / "generated_kernels"
+KERNELS = ROOT / "generated_kernels"
 HEADER = """
 import cutlass
 import cutlass.cute as cute

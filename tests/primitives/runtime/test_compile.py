@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import triton
+from checkout import ROOT
 from kernels import BACKWARD, NORM, QK_NORM, ROPE, kernel_names, signature, tensor, trace
 
 from coda_agent.primitives.compiler.compile_error import CompileError, refusal
@@ -331,7 +332,7 @@ def test_a_lowered_text_is_imported_from_a_file_of_its_content() -> None:
         "module = load_module(lowered)\nassert load_module(lowered) is module\n"
         "print([hasattr(module, k.name) for k in (*lowered.gemms, *lowered.vectors)], module.__file__)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=NORM.program.to_json(),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from commanding import Command
 from kernels import NORM
 
@@ -16,7 +17,6 @@ from coda_agent.primitives.runtime import compile as compiling
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.primitives.system.files import CacheError, read_json, usable_cache
 
-ROOT = Path(__file__).parent.parent
 LOOK = """\
 import os, sys
 from coda_agent.agent.cli import main as cli

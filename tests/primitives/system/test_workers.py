@@ -10,17 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
+from checkout import IMPORTS, ROOT
 from waiting import eventually
 
 from coda_agent.primitives.system import subprocesses, workers
 from coda_agent.verifier.gpu.worker import Worker
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture(autouse=True)
 def tasks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", IMPORTS, prepend=os.pathsep)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -36,9 +36,9 @@ TELLING = 40  # bytes that no other text holds by chance
 WORDS = (b"primitives", b"cutlass")  # a kernel file imports one, an edited text the other
 DIGEST = 32  # characters
 HERE = os.path.dirname(os.path.abspath(__file__))
-TESTS = os.path.dirname(HERE) + os.sep
 # Modules of the project's own: one of them holds a candidate as a string, for doctor to try the jail with.
-ROOT = os.path.dirname(os.path.dirname(HERE))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
+TESTS = os.path.join(ROOT, "tests") + os.sep
 ROOTS = (ROOT, os.path.join(ROOT, "src", "coda_agent"))  # one folder, by two names
 OWN = tuple(os.path.join(root, package) + os.sep for root in ROOTS for package in PACKAGES)
 FOREIGN = tuple({os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix)})

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import ROOT
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
@@ -49,7 +50,7 @@ from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
 
-SPECS = Path(__file__).parent.parent / "specs"
+SPECS = ROOT / "specs"
 TILE = 64
 NONE = {"gemm_cross_entropy_bwd", "gemm_fp8_row_scale", "gemm_fp8_tensor_scale"}
 

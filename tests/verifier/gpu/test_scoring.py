@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_timing import SIZES, SimulatedClock, tiny, updating
+from simulated_clock import SimulatedClock
+from test_timing import SIZES, tiny, updating
 from torch import Tensor
 
 import coda_agent.verifier.gpu.fingerprint

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from authoring import KERNELS, program_of
+from checkout import ROOT
 
 from coda_agent.verifier.gpu.checks import Job, Trial
 from coda_agent.verifier.loading import load
@@ -37,7 +37,7 @@ SIZES = {"M": 40, "D": 24, "F": 32}
 
 @pytest.fixture(scope="module")
 def spec() -> Spec:
-    return load(Path(__file__).parent.parent / "specs" / f"{NAME}.yaml", check=False)
+    return load(ROOT / "specs" / f"{NAME}.yaml", check=False)
 
 
 @contextmanager

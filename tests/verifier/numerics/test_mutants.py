@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import mutants as made
@@ -16,7 +16,7 @@ from coda_agent.verifier.numerics.mutants import Mutant, mutants
 from coda_agent.verifier.numerics.mutation_score import Sample, weak_spots
 from coda_agent.verifier.spec.model import Spec
 
-SPECS = Path(__file__).parent.parent / "specs"
+SPECS = ROOT / "specs"
 
 
 def spec_of(name: str) -> Spec:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -20,7 +20,6 @@ from coda_agent.verifier.numerics.mutation_score import weak_spots
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Tolerance
 
-ROOT = Path(__file__).parent.parent
 NORM, SWIGLU, BACKWARD = "gemm_residual_partial_rmsnorm", "gemm_rmsnorm_swiglu", "gemm_swiglu_bwd"
 SPECS = {name: load(ROOT / "specs" / f"{name}.yaml") for name in (NORM, SWIGLU, BACKWARD)}
 Outputs = dict[str, Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from cheats.child import BARE, nothing_left
+from checkout import IMPORTS
 from waiting import eventually
 
 from coda_agent.primitives.lang.dims import Dim
@@ -320,8 +322,9 @@ def test_the_child_dies_with_its_parent() -> None:
     slow = "import sys; sys.path[:0] = sys.argv[1:]\nimport test_jail as t\n"
     slow += "from coda_agent.verifier.sandbox import jail\njail.BOOT = t.BARE + 'jail_child.main()'\n"
     slow += "jail.trace('while 1: pass', t.SIGNATURE, wall_seconds=60)"
-    tests = Path(__file__).resolve().parent
-    with subprocess.Popen([sys.executable, "-c", slow, str(tests.parent / "src"), str(tests)]) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", slow, *IMPORTS.split(os.pathsep), str(Path(__file__).parent)]
+    ) as parent:
         try:
             jailed = _jailed_child(parent.pid)
             assert alive(jailed)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import ROOT
 from spec_files import fails, write_changed
 
 from coda_agent.primitives.lang.dims import Dim
@@ -19,7 +20,6 @@ from coda_agent.verifier.numerics.trial import check_reference
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import BadReference, Spec
 
-ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
 
 GOOD = """\

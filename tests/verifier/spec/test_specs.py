@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checkout import ROOT
 from torch import Tensor
 
 from coda_agent.verifier.baselines.pytorch import formulation
@@ -23,7 +23,6 @@ from coda_agent.verifier.numerics.inputs import DTYPES, draw
 from coda_agent.verifier.numerics.mutation_score import weak_spots
 from coda_agent.verifier.spec.model import Spec
 
-ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 EPS = 1e-6
 SMALL = {"M": 24, "K": 10, "N": 14, "D": 12, "F": 18, "V": 22, "H": 3, "P": 4}
