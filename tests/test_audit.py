@@ -11,7 +11,7 @@ from pathlib import Path
 import candidate_watch
 import pytest
 from candidate_watch import DIRECTORY, Account, account
-from checkout import IMPORTS
+from checkout import PYTHONPATH
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Signature, TensorType
@@ -167,7 +167,7 @@ def stands_in(text: str) -> None:
 
 
 def test_a_test_that_stands_in_for_the_jail_is_no_violation(files: tuple[Path, Path, Path]) -> None:
-    ours = f"sys.path[:0] = {IMPORTS.split(os.pathsep)!r}; from test_audit import stands_in"
+    ours = f"sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}; from test_audit import stands_in"
     found = heard(files, f"{ours}; trace(); planted.call(stands_in, text)")
     assert len(found.candidates) == 1 and not found.violations
 
@@ -212,7 +212,7 @@ def test_a_violation_fails_a_session_whose_tests_pass(
     tmp_path: Path, text: str, status: int, words: str
 ) -> None:
     (tmp_path / "test_planted.py").write_text(SUITE % text)
-    paths = os.pathsep.join([IMPORTS, os.environ["PYTHONPATH"]])
+    paths = os.pathsep.join([PYTHONPATH, os.environ["PYTHONPATH"]])
     command = [
         sys.executable,
         "-m",

@@ -1,7 +1,7 @@
 """Evidence stays as it was measured: hashes of everything that a report or a recording is bound to.
 
-A new kernel adds lines: ``PYTHONPATH=tests/support python tests/test_golden.py`` writes ``golden.json`` again,
-for a person to review.
+A new kernel adds lines: ``PYTHONPATH=tests/support python tests/test_golden.py`` writes ``golden.json``
+again, for a person to review.
 """
 
 from __future__ import annotations

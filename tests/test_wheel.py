@@ -39,7 +39,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
     (at / "src").mkdir()
     (at / "src" / "coda_agent").symlink_to("..")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
-    build: list[str | Path] = [*pip, "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", at / "out", at]
+    build: list[str | Path] = [
+        *pip,
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--wheel-dir",
+        at / "out",
+        at,
+    ]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (built,) = (at / "out").iterdir()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkout import IMPORTS, ROOT
+from checkout import PYTHONPATH, ROOT
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -237,7 +237,7 @@ def test_rows_are_scaled_by_one_compiled_pass(
 @pytest.fixture(scope="module")
 def interpreted() -> Told:
     """What ``main`` prints, in a process where Triton interprets and nothing is compiled."""
-    paths = os.pathsep.join(filter(None, [IMPORTS, os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [PYTHONPATH, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from checkout import IMPORTS
+from checkout import PYTHONPATH
 from random_programs import Case, account, case, operations, read, run_case
 
 from coda_agent.primitives.lang.ir import OPERATIONS
@@ -49,7 +49,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sample]:
     folder = tmp_path_factory.mktemp("found")
     start = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), IMPORTS]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), PYTHONPATH]))
         workers.run_all(run_case, [(c.seed, str(folder / f"{c.seed}.json")) for c in cases])
     found = [read(folder / f"{c.seed}.json") for c in cases]
     yield Sample(cases, found, refused, time.monotonic() - start)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import faults
 import pytest
-from checkout import IMPORTS, ROOT
+from checkout import PYTHONPATH, ROOT
 
 from coda_agent.agent.artifacts import accept
 from coda_agent.primitives.compiler.lower import lower
@@ -28,7 +28,7 @@ EDITED = [
 
 @pytest.fixture(autouse=True)
 def faults_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [IMPORTS, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [PYTHONPATH, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import faults
 import pytest
-from checkout import IMPORTS
+from checkout import PYTHONPATH
 
 from coda_agent.verifier.gpu.checks import clean
 from coda_agent.verifier.gpu.worker import Lost, Worker
@@ -23,7 +23,7 @@ from coda_agent.verifier.gpu.worker import Lost, Worker
     ],
 )
 def test_what_a_kernel_does_to_the_gpu_is_named_and_over(monkeypatch, fault, code, patience):
-    paths = [IMPORTS, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [PYTHONPATH, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     with Worker() as before:
         free = before.ask(clean, None, patience=60.0)["free_bytes"]

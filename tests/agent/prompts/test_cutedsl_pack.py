@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from authoring import KERNELS, SHIPPED
-from checkout import IMPORTS, ROOT
+from checkout import PYTHONPATH, ROOT
 from kernels import signature, tensor, trace
 
 from coda_agent.agent.prompts.prompt import tokens
@@ -92,7 +92,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "CUTE_DSL_DUMP_DIR": str(scratch),
         "CUTE_DSL_KEEP_CUBIN": "1",
         "PYTHONPATH": os.pathsep.join(
-            [IMPORTS, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            [PYTHONPATH, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         ),
         "QUACK_ARCH": "90",
     }

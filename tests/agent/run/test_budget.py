@@ -30,7 +30,7 @@ from authoring import (
     slow,
     write_toy,
 )
-from checkout import IMPORTS
+from checkout import PYTHONPATH
 from filelock import FileLock
 
 from coda_agent.agent import setup
@@ -408,7 +408,7 @@ def test_a_measurement_is_cut_off_at_the_deadline_and_charged(
     begin: Callable[[], runs.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a real worker that hangs; its kernel stays checked, and what it took is charged."""
-    monkeypatch.setenv("PYTHONPATH", IMPORTS)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     run, workers = begin(), list[Worker]()
 
     def measure(spec: Spec, program: Program, *_: object) -> Measured:

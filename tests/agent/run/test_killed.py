@@ -21,7 +21,7 @@ from authoring import (
     measured,
     write_toy,
 )
-from checkout import IMPORTS
+from checkout import PYTHONPATH
 from killing import FAILED, READ, REFUSED, VOID, WRITTEN, Errand, processes
 
 from coda_agent.agent.artifacts import accept, bundle
@@ -158,7 +158,7 @@ def the_command(point: str, *arguments: str) -> int:
     """The real one with its own author, in a process of its own that ends at a point."""
     code = "import killing, sys; killing.kill_at(sys.argv.pop(1)); "
     code += "from coda_agent.agent.cli.main import main; main()"
-    environment = os.environ | {"PYTHONPATH": IMPORTS}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-c", code, point, *arguments]
     return subprocess.run(command, env=environment, check=False, capture_output=True).returncode
 

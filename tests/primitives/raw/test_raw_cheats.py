@@ -18,7 +18,7 @@ from cheats.raw.compiler import SMALL
 from cheats.raw.games import FINISH_KERNEL, GAMES, HONEST, STALE, changed
 from cheats.raw.language import BOMBS, LIMIT
 from cheats.raw.twin import TWIN
-from checkout import IMPORTS
+from checkout import PYTHONPATH
 
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError
@@ -41,7 +41,7 @@ def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     scratch = tmp_path_factory.mktemp("scratch")
     environment = _environment() | {
         "CUTE_DSL_DUMP_DIR": str(scratch),
-        "PYTHONPATH": IMPORTS,
+        "PYTHONPATH": PYTHONPATH,
     }
     command = [sys.executable, "-W", "ignore", "-m", "cheats.raw.compiler", str(scratch)]
     process = subprocess.Popen(

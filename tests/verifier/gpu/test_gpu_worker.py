@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import worker_tasks as tasks
-from checkout import IMPORTS
+from checkout import PYTHONPATH
 
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu import worker as gpu
@@ -27,7 +27,7 @@ PATIENCE = 60.0  # seconds: a worker imports PyTorch first
 def the_tests_tasks() -> Iterator[None]:
     """Workers find this directory."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([IMPORTS, *filter(None, [before])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([PYTHONPATH, *filter(None, [before])])
     yield
     if before is None:
         del os.environ["PYTHONPATH"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cheats.child import BARE, nothing_left
-from checkout import IMPORTS
+from checkout import PYTHONPATH
 from waiting import eventually
 
 from coda_agent.primitives.lang.dims import Dim
@@ -323,7 +323,7 @@ def test_the_child_dies_with_its_parent() -> None:
     slow += "from coda_agent.verifier.sandbox import jail\njail.BOOT = t.BARE + 'jail_child.main()'\n"
     slow += "jail.trace('while 1: pass', t.SIGNATURE, wall_seconds=60)"
     with subprocess.Popen(
-        [sys.executable, "-c", slow, *IMPORTS.split(os.pathsep), str(Path(__file__).parent)]
+        [sys.executable, "-c", slow, *PYTHONPATH.split(os.pathsep), str(Path(__file__).parent)]
     ) as parent:
         try:
             jailed = _jailed_child(parent.pid)
