@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from checkout import PYTHONPATH, ROOT
 from waiting import eventually
 
 from coda_agent.primitives.system import subprocesses, workers
@@ -19,7 +19,7 @@ from coda_agent.verifier.gpu.worker import Worker
 
 @pytest.fixture(autouse=True)
 def tasks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", f"{PYTHONPATH}{os.pathsep}{Path(__file__).parent}", prepend=os.pathsep)
 
 
 @pytest.fixture(autouse=True, scope="module")
