@@ -24,7 +24,6 @@ from authoring import (
     slow,
     write_toy,
 )
-from checkout import ROOT
 from typer.testing import CliRunner
 
 from coda_agent.agent.cli.authoring import begun
