@@ -50,6 +50,7 @@ from coda_agent.comparison.summary import (
     shown,
 )
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
 
 ABSENT, ANCHORED = "–", "†"
 IMPOSSIBLE = f"lies over {BELOW:.0%} below the roofline, more than measured ceilings leave room for"
@@ -140,7 +141,7 @@ def headline(results: Results, columns: Collection[str] = NAMES) -> str:
         ]
         for name, tally in compiled.items()
     ]
-    return _table(HEADLINE, rows) if rows else f"{NOTHING}\n"
+    return markdown_table(HEADLINE, rows) if rows else f"{NOTHING}\n"
 
 
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
@@ -389,7 +390,7 @@ def _sheet(sheet: Sheet) -> str:
         rows.append([name, plain(case), *map(_entry, entries)])
         last = operator
     headings = ["operator", "case", *sheet.columns]
-    return f"**{sheet.title}**\n\n{sheet.says}\n\n{_table(headings, rows)}"
+    return f"**{sheet.title}**\n\n{sheet.says}\n\n{markdown_table(headings, rows)}"
 
 
 def _entry(entry: Entry) -> str:
@@ -405,12 +406,12 @@ def _told(found: Sequence[Line]) -> list[str]:
 def _summary(found: Summary) -> str:
     told = f"**{LLM} against {found.column}**\n\n{found}\n"
     rows = [[_named(name), *rest] for name, *rest in summed(found)]
-    return f"{told}\n{_table(SUMMARY, rows)}" if rows else told
+    return f"{told}\n{markdown_table(SUMMARY, rows)}" if rows else told
 
 
 def _claims(found: Sequence[Finding]) -> str:
     rows = [[plain(cell) for cell in claimed(finding)] for finding in found]
-    return f"**The paper's claims**\n\n{VERDICT}\n\n{_table(CLAIMED, rows)}"
+    return f"**The paper's claims**\n\n{VERDICT}\n\n{markdown_table(CLAIMED, rows)}"
 
 
 VERDICT = (
@@ -422,7 +423,3 @@ VERDICT = (
 
 def _named(operator: str) -> str:
     return f"`{operator}`" if re.fullmatch(r"\w+", operator) else plain(operator)
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in (headings, ["---"] * len(headings), *rows))

@@ -10,6 +10,7 @@ import typer
 from mkdocs.structure.files import File, Files
 
 from coda_agent.agent.cli.main import app
+from coda_agent.primitives.system.markdown_table import markdown_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,9 +28,8 @@ def commands() -> str:
     group: Any = typer.main.get_command(app)
     parts = ["# Commands\n", f"{group.help}\n"]
     for name, command in sorted(_leaves(group, "coda-agent")):
-        parts += [f"## `{name}`\n", f"{_prose(command.help)}\n", "| argument | meaning |\n|---|---|"]
-        parts += [f"| {words} | {meaning} |" for words, meaning in map(_parameter, command.params)]
-        parts.append("")
+        table = markdown_table(("argument", "meaning"), map(_parameter, command.params))
+        parts += [f"## `{name}`\n", f"{_prose(command.help)}\n", table]
     return "\n".join(parts)
 
 
@@ -51,7 +51,7 @@ def _parameter(parameter: Any) -> tuple[str, str]:
         words = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
     default = parameter.default if isinstance(parameter.default, (int, float, str)) else None
     shown = f" (default: `{default}`)" if default not in (None, "", False) else ""
-    return words, _prose(getattr(parameter, "help", "") or "").replace("|", "\\|") + shown
+    return words, _prose(getattr(parameter, "help", "") or "") + shown
 
 
 def _prose(text: str) -> str:

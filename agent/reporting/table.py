@@ -22,6 +22,7 @@ from coda_agent.agent.run.journal import Event
 from coda_agent.agent.run.record import recording
 from coda_agent.agent.run.tools import DRAFT, TIP
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS
 from coda_agent.verifier.decision import BASELINE, KEPT
@@ -362,12 +363,13 @@ def _grouped(rows: Sequence[Row]) -> Iterable[str]:
 
 def _by_operator(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
     """An operator is named in its first row."""
-    lines, last = [["operator", *columns], ["---"] * (len(columns) + 1)], ""
+    lines: list[list[object]] = []
+    last = ""
     for row in rows:
         name = f"`{row.operator}`" if row.operator != last else ""
-        lines.append([name, *(_cell(get(row)) for get in columns.values())])
+        lines.append([name, *(get(row) for get in columns.values())])
         last = row.operator
-    return _table(lines)
+    return markdown_table(["operator", *columns], lines)
 
 
 def _host(reports: Sequence[Accepted]) -> str:
@@ -410,13 +412,13 @@ def _authoring(tables: Tables) -> str:
         "tips",
         "kernel",
     ]
-    lines = [titles, ["---"] * len(titles)]
+    lines: list[list[object]] = []
     for run in tables.runs:
         kernel = "accepted" if run.accepted else "checked" if run.passed else "none"
         read, written = f"{run.prompt_tokens:,}", f"{run.answer_tokens:,}"
-        who = [f"`{run.operator}`", _cell(run.author), str(run.drafts), str(run.answers), _cell(run.passed)]
-        lines.append([*who, read, written, str(run.tips), kernel])
-    return "\n".join([_table(lines), *(_rate(tables, k) for k in TRIES)])
+        who = [f"`{run.operator}`", run.author, run.drafts, run.answers, run.passed]
+        lines.append([*who, read, written, run.tips, kernel])
+    return "\n".join([markdown_table(titles, lines), *(_rate(tables, k) for k in TRIES)])
 
 
 def _rate(tables: Tables, tries: int) -> str:
@@ -431,15 +433,6 @@ def _share(runs: Sequence[RunRow], tries: int) -> str:
     passed, total = success(runs, tries), len(runs)
     low, high = wilson(passed, total)
     return f"{passed} of {_count(total, 'run')}, {passed / total:.0%} [{low:.1%}, {high:.1%}],"
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def _cell(value: object) -> str:
-    text = "–" if value is None else str(value)
-    return " ".join(text.split()).replace("|", r"\|")  # authors name themselves
 
 
 def _count(number: int, noun: str) -> str:

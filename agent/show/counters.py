@@ -20,6 +20,7 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import StepFloor, roofline
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.system.markdown_table import markdown_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -387,13 +388,9 @@ def counted(
 
 def words(found: Sequence[Counters]) -> str:
     """Compact Markdown for a prompt: a table, a column a kernel."""
-    lines = [
-        "| hardware counter | " + " | ".join(map(_title, found)) + " |",
-        "|---|" + "---|" * len(found),
-    ]
-    for cells in zip(*map(rows, found), strict=True):
-        lines.append(f"| {cells[0][0]} | " + " | ".join(text for _, text in cells) + " |")
-    return "\n".join(lines)
+    lines = zip(*map(rows, found), strict=True)
+    table = ([cells[0][0], *(text for _, text in cells)] for cells in lines)
+    return markdown_table(["hardware counter", *map(_title, found)], table).rstrip("\n")
 
 
 def _title(c: Counters) -> str:

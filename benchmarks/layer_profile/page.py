@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import median
@@ -27,12 +27,12 @@ from benchmarks.layer_profile.ledger import (
 from coda_agent.comparison.charts import ANONYMOUS, STYLE
 from coda_agent.comparison.competitors import PROGRAM
 from coda_agent.primitives.system.files import write_atomic
+from coda_agent.primitives.system.markdown_table import NONE, markdown_table
 from coda_agent.verifier.statistics import MIN_ROUNDS, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NONE = "–"
 COLOURS = {
     ATTENTION: "#0072B2",
     WEIGHTS: "#E69F00",
@@ -42,7 +42,6 @@ COLOURS = {
     GAPS: "#FFFFFF",
 }
 LABELLED = 0.025  # of the longest backward: narrower bars have no label
-Table = Sequence[Sequence[str]]
 
 
 def write(found: Mapping[str, Any], out: Path) -> list[Path]:
@@ -93,7 +92,7 @@ def _width(name: str, entry: Mapping[str, Any], picture: Path | None) -> str:
     if entry.get("sustained"):
         parts += ["Each arm alone, forward and backward repeated:", _clocks(entry["sustained"])]
     if not entry.get("backward"):
-        return "\n\n".join(parts)
+        return _joined(parts)
     if picture:
         parts.append(f"![kernels of the backward, {name}, by arm](images/{picture.name})")
     found = {arm: rows(entry, arm) for arm in entry["backward"]}
@@ -103,7 +102,11 @@ def _width(name: str, entry: Mapping[str, Any], picture: Path | None) -> str:
         dropped = entry["backward"][arm]["dropped"]
         steps = f"{len(own[0].taken)} steps, {dropped} dropped for other kernels" if own else ""
         parts += [f"### {arm}: every kernel", f"In order; {steps}.", _kernels(own), _names(own)]
-    return "\n\n".join(parts)
+    return _joined(parts)
+
+
+def _joined(parts: list[str]) -> str:
+    return "\n\n".join(part.rstrip("\n") for part in parts)
 
 
 def _times(entry: Mapping[str, Any]) -> str:
@@ -118,7 +121,7 @@ def _times(entry: Mapping[str, Any]) -> str:
         spread = f"{median(found):.3f} [{min(found):.3f}, {max(found):.3f}]"
         table.append([what, arm, spread, over, str(len(found))])
     table.sort(key=lambda row: row[0])
-    return _table(["pass", "arm", "ms, median [least, most]", f"over {PROGRAM}", "rounds"], table)
+    return markdown_table(["pass", "arm", "ms, median [least, most]", f"over {PROGRAM}", "rounds"], table)
 
 
 def _clocks(found: Mapping[str, Any]) -> str:
@@ -128,7 +131,7 @@ def _clocks(found: Mapping[str, Any]) -> str:
         told = [_reading(at, name) for name in ("sm_mhz", "power_w", "temperature_c")]
         step = f"{median(each['milliseconds']):.3f}" if each["milliseconds"] else NONE
         table.append([arm, step, *told, _limits(at)])
-    return _table(["arm", "ms", "SM MHz", "W", "°C", "clocks limited by"], table)
+    return markdown_table(["arm", "ms", "SM MHz", "W", "°C", "clocks limited by"], table)
 
 
 def _limits(at: Mapping[str, Any]) -> str:
@@ -173,7 +176,7 @@ def _groups(found: Mapping[str, Sequence[Row]]) -> str:
         own = {arm: sum(each.values()) if name == "all" else each[name] for arm, each in sums.items()}
         more = [f"{own[arm] - own[PROGRAM]:+.1f}" for arm in others]
         table.append([name, *(f"{own[arm]:.1f}" for arm in sums), *more])
-    return _table(["group", *sums, *(f"{arm} less {PROGRAM}" for arm in others)], table)
+    return markdown_table(["group", *sums, *(f"{arm} less {PROGRAM}" for arm in others)], table)
 
 
 def _products(found: Mapping[str, Sequence[Row]]) -> str:
@@ -190,7 +193,7 @@ def _products(found: Mapping[str, Sequence[Row]]) -> str:
         cells = [f"{sum(row.mean for row in by_arm[arm]):.1f}" if arm in by_arm else NONE for arm in found]
         rates = [_rate(flops, by_arm.get(arm, ())) for arm in found]
         table.append([what, f"{flops / 1e12:.3f}" if flops else NONE, *cells, *rates])
-    return _table(["what", "TFLOP", *found, *(f"{arm}, TFLOP/s" for arm in found)], table)
+    return markdown_table(["what", "TFLOP", *found, *(f"{arm}, TFLOP/s" for arm in found)], table)
 
 
 def _rate(flops: int, own: Sequence[Row]) -> str:
@@ -223,7 +226,7 @@ def _kernels(own: Sequence[Row]) -> str:
             ]
         )
     head = ["", "what", "group", "grid", "us, mean [least, most]", "gap before", "TFLOP", "GB", "rate"]
-    return _table([*head, "bound, us", "of bound"], table)
+    return markdown_table([*head, "bound, us", "of bound"], table)
 
 
 def _names(own: Sequence[Row]) -> str:
@@ -234,13 +237,6 @@ def _names(own: Sequence[Row]) -> str:
 
 def _short(name: str) -> str:
     return name if len(name) <= 48 else f"{name[:45]}..."
-
-
-def _table(head: Sequence[str], body: Table) -> str:
-    def line(cells: Iterable[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-    return "\n".join([line(head), line(["---"] * len(head)), *map(line, body)])
 
 
 def chart(name: str, entry: Mapping[str, Any]) -> bytes:
