@@ -1,7 +1,7 @@
-"""A compiler's refusal in words for who wrote the kernel: its reason, and the lowered line that it is about.
+"""A compiler's refusal as a message for the kernel's author: the reason, and the lowered line that it is
+about.
 
-What a compiler says comes as a traceback through it, whose frames and paths are of this machine and say
-nothing of the kernel.
+Compilers fail with a traceback through their own frames and paths, which say nothing about the kernel.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _FOLDERS = re.compile(r"(?<![\w.)\]/])/(?:[\w.+@~-]+/)+(?=[\w.+@~-])")
 
 
 class CompileError(Exception):
-    """The compiler refused a lowered module, or would: its words, shortened, and a reason code; of a raw one
-    also the line of its text, of a program where it is known the node behind it."""
+    """The compiler refused a lowered module, or would: a short message, a reason code and, where known, the
+    line of a raw text or the node of a program."""
 
     def __init__(
         self, message: str, code: str = "compiler", line: int | None = None, node: int | None = None
@@ -31,7 +31,7 @@ class CompileError(Exception):
 
 
 def refusal(words: str) -> str:
-    """What a compiler said, or why it ended, shortened."""
+    """A compiler's message, or the reason it ended, shortened."""
     if not _NO_MEMORY.search(words):
         return shortened(words)
     limit = f"{subprocesses.MEMORY_BYTES / 2**30:g} GB"
@@ -39,14 +39,14 @@ def refusal(words: str) -> str:
 
 
 def shortened(words: str, limit: int = 1500) -> str:
-    """The reason, which stands behind the last frame of a traceback; before it, unless the reason quotes it,
-    the line of the lowered text that the traceback passed last. At most ``limit`` characters, the last."""
+    """The reason, which stands behind a traceback's last frame, preceded by the last line of the lowered text
+    in the traceback unless the reason quotes it. At most ``limit`` characters, the last ones."""
     lines = [line for line in _COLOURS.sub("", words).splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
     own = [i + 1 for i in frames if (found := _FRAME.match(lines[i])) and _LOWERED.search(found["path"])]
     quoted = lines[own[-1]].strip() if own and own[-1] < len(lines) else ""
     after = frames[-1] + 1 if frames else 0
-    while frames and after < len(lines) and lines[after].startswith("    "):  # its source, and carets
+    while frames and after < len(lines) and lines[after].startswith("    "):  # its source line, and carets
         after += 1
     said = lines[after:] or lines[-1:]
     reason = _FOLDERS.sub("", "\n".join(line for line in said if "Warning" not in line))

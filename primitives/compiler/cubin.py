@@ -1,4 +1,4 @@
-"""What a cubin says: registers and memory a thread, and which instructions it holds, by CUDA's tools."""
+"""Read a cubin with CUDA's tools: registers and memory a thread, and its instructions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel needs of an SM: per thread registers, bytes of stack, spilled loads and
-    stores; for a GEMM, stages of operands, stores and loads, which share its memory; and how many of
-    Hopper's own instructions its code holds. ``own_launch``: as of ``primitives.raw.Built``."""
+    """A compiled kernel's use of an SM: per thread registers, bytes of stack, spilled loads and stores; for a
+    GEMM the stages of operands, stores and loads, which share its memory; and the counts of Hopper's own
+    instructions. ``own_launch``: as in ``primitives.raw.Built``."""
 
     kernel: str
     schedule: dict[str, int | bool] | None
@@ -65,7 +65,7 @@ def usage(cubin: Path) -> dict[str, int]:
 
 
 def deepest_stack(folder: Path) -> int:
-    """Bytes a thread that the most spilling of a folder's cubins keeps in memory; takes the cubins away."""
+    """The largest stack, in bytes a thread, of a folder's cubins, which it removes."""
     deepest = 0
     for cubin in folder.rglob("*.cubin"):
         deepest = max(deepest, usage(cubin)["STACK"])

@@ -1,4 +1,5 @@
-"""A step as a class on QuACK's Hopper mainloop: its resources, and the visitor of an epilogue subtile.
+"""The text of a step: a class on QuACK's Hopper mainloop, with its resources and the visitor of an epilogue
+subtile.
 
 The visitor works on pairs of accumulator lanes, so any mix of half, single and double width is one case.
 """
@@ -22,14 +23,14 @@ class StepWriter(Writer):
         super().__init__(program, steps)
         self.step = step
         self.resources = StepResources(program, steps, step)
-        # Of a subtile's fragment, not lane by lane; last what writes to the fragment.
+        # Reductions of a subtile's whole fragment; those that write to it come last.
         blocked = [i for i in step.reductions if not self.reduction(i).fold]
         self.blocked = sorted(blocked, key=lambda i: self.reduction(i).spoils)
         self.exact = self.exact_nodes()
         self.past_edge = self.values_past_edge()
 
     def exact_nodes(self) -> set[int]:
-        """Nodes that an fp32 or fp16 output can see: no coarse instruction may reach one."""
+        """Nodes that an fp32 or fp16 output can see, which coarse instructions must not reach."""
         pending = [self.nodes[r].args[0] for r in (*self.step.reductions, *self.step.statistics)]
         pending += [i for i in self.step.stores if self.dtype(i) != "bf16"]
         found: set[int] = set()
@@ -41,7 +42,7 @@ class StepWriter(Writer):
         return found
 
     def values_past_edge(self) -> dict[int, float | None]:
-        """What each value is past a ragged edge, where accumulator and TMA loads are zero, if known."""
+        """Each value past a ragged edge, where accumulator and TMA loads are zero, if known."""
         known: dict[int, float | None] = {a.node: 0.0 for a in self.resources.loads if a.role == "load"}
         for index in self.step.body:
             node = self.nodes[index]
@@ -58,7 +59,7 @@ class StepWriter(Writer):
 
     @staticmethod
     def evaluated(op: str, arguments: list[float | None]) -> float | None:
-        """An operation on numbers. A spread vector holds anything past the edge: that is None."""
+        """An operation on numbers. A spread vector may hold anything past the edge: None."""
         operation = OPERATIONS[op]
         if None in arguments or operation.torch is None or operation.cute is None:
             return None
@@ -67,7 +68,7 @@ class StepWriter(Writer):
         return float(operation.torch(torch, *(torch.tensor(a) for a in arguments)))
 
     def masked(self, reduced: int) -> bool:
-        """Whether lanes past a ragged edge must be left out: they are not certainly the identity."""
+        """Whether lanes past a ragged edge must be masked, since they may differ from the identity."""
         zero = self.past_edge.get(self.nodes[reduced].args[0]) == 0.0
         return not (zero and self.reduction(reduced).identity == 0.0)
 
@@ -123,7 +124,7 @@ class StepWriter(Writer):
         return f"    @cute.jit\n    def {head}:\n{body}\n"
 
     def sweep(self) -> Iterator[str]:
-        """Before the epilogue: what statistics of heads sum up."""
+        """Before the epilogue: the sums of head statistics."""
         used = {a for i in self.step.sweep for a in self.nodes[i].args}
         for index in self.step.vectors:
             if index in used:
@@ -161,7 +162,7 @@ class StepWriter(Writer):
         yield f"return ({''.join(s.name + ', ' for s in stores if s is not d)})"
 
     def collected(self, reduced: int) -> str:
-        """The fragment that a blocked reduction reads: one for each tile that is reduced."""
+        """The fragment that a blocked reduction reads, one for each reduced tile."""
         return f"f{self.nodes[reduced].args[0]}"
 
     def fragments(self, reduced: int) -> int:
@@ -248,11 +249,11 @@ class StepWriter(Writer):
         return f"2 * i + {k * 2 // count}" if count > 1 else "2 * i"
 
     def where(self, count: int, k: int) -> str:
-        """That lane, and how a tile's column follows from the GEMM's there: half, twice, how many past."""
+        """That lane, and a tile's column from the GEMM's there: half, twice, plus an offset."""
         return f"{self.lane(count, k)}, " + {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
 
     def keep(self, index: int, got: list[str]) -> Iterator[str]:
-        """Values into the fragment of a store, or straight to memory."""
+        """Write values into a store's fragment, or straight to memory."""
         store = next(s for s in self.resources.stores if s.node == index)
         if self.steps.types[index].kind == "head":
             yield f"put_head(place, {store.name}, 2 * i, {self.resources.heads(index)}, {got[0]})"
@@ -288,7 +289,7 @@ class StepWriter(Writer):
             yield f"n{index}_{k} = {self.expression(index, parts, index in self.exact)}"
 
     def number(self, index: int, template: str, values: Values) -> Iterator[str]:
-        """What follows from where a lane lies."""
+        """Values that follow from a lane's place."""
         count = int(2 * self.resources.width(index))
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
@@ -310,9 +311,9 @@ class StepWriter(Writer):
         raise ValueError(f"node {index} ({node.op}) is read before it is computed")
 
     def fold(self, index: int, values: list[str]) -> Iterator[str]:
-        """Straight into the running value, which costs no fragment of its own."""
+        """Fold into the running value directly, without a fragment."""
         how, count = self.reduction(index), len(values)
-        assert how.fold is not None  # of one that is not blocked
+        assert how.fold is not None  # a blocked one has no fold
         if self.masked(index):
             inside = "inside_columns" if how.axis == "row" else "inside_rows"
             empty = literal(how.identity)

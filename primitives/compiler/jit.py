@@ -1,7 +1,7 @@
-"""Compiling one kernel of a lowered module in this process, by QuACK and CuTeDSL.
+"""Compile one kernel of a lowered module in this process, by QuACK and CuTeDSL.
 
-QuACK's object cache (QUACK_CACHE_DIR) keeps compiled kernels; its keys hold the lowered module's and
-class's names, which hold the hash of the text, and the operands' dtypes and layouts.
+QuACK's object cache (QUACK_CACHE_DIR) keeps compiled kernels. Its keys hold the lowered module's and class's
+names, which hold the hash of the text, and the operands' dtypes and layouts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
 HOPPER = (9, 0)
-REFUSED = ".refused"  # beside an object
+REFUSED = ".refused"  # suffix beside an object
 
 
 def load_module(lowered: Lowered) -> ModuleType:
-    """Import a lowered text from its content-addressed file. Never a raw one: where that may run, in a
-    confined child, it is imported already."""
+    """Import a lowered text from its content-addressed file. A raw text is never imported here: the confined
+    child, where it may run, has imported it already."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
     if lowered.raw:
@@ -38,7 +38,7 @@ def load_module(lowered: Lowered) -> ModuleType:
 
 
 def import_file(name: str, path: Path) -> ModuleType:
-    """Import a file under a name of our choice."""
+    """Import a file under this name."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a path always gives both
     module = importlib.util.module_from_spec(spec)
@@ -71,7 +71,7 @@ def numeric(dtype: str) -> Any:
 
 
 def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, Any]:
-    """What QuACK's compile wants to know of a resource's argument (its ``host_arg_key``)."""
+    """The key of a resource's argument in QuACK's compile (``host_arg_key``)."""
     dtype = _cute_dtype(argument)
     match argument.role:
         case "load" | "store":
@@ -91,7 +91,8 @@ def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, An
 def cached_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """A step's, from QuACK's cache or compiled into it; operands as of ``primitives.runtime.compile``."""
+    """A step's kernel, from QuACK's cache or compiled into it; operands as in ``primitives.runtime.compile``.
+    """
     from quack.gemm_runtime.host import _compile_gemm_epi
 
     return _gemm(_compile_gemm_epi, lowered, kernel, schedule, sizes)
@@ -112,7 +113,7 @@ def _gemm(
 def _gemm_key(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> tuple[Any, ...]:
-    """What QuACK compiles a step by."""
+    """QuACK's compile arguments for a step."""
     from quack.gemm_runtime.identity import static_gemm_class_ref
 
     operand = numeric(kernel.dtype)
@@ -143,7 +144,7 @@ def _gemm_key(
 def _attributes(
     kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> tuple[tuple[str, Any], ...]:
-    """Of the step's class, which its object depends on too."""
+    """Attributes of the step's class that its object also depends on."""
     return (
         ("deep", schedule.deep),
         ("evict_loads", schedule.evict_loads),
@@ -160,8 +161,8 @@ def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
 
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
-    """What a kernel for vectors is compiled by. Words are interned: QuACK's cache hashes the pickled key, in
-    which one object twice is not what two equal ones are."""
+    """The compile arguments of a vector kernel. Strings are interned: QuACK's cache hashes the pickled key,
+    which differs between one object twice and two equal ones."""
     arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
     return lowered.module, kernel.name, tuple(arguments)
 
@@ -169,10 +170,12 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
 def compiled(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> bool | None:
-    """What any process of this cache found of a program's step at one schedule, with all vectors: that it
-    compiles, or that it did and is refused; None where nothing was. Then no worker need be started for
-    them, which takes longer than loading what is there. Never of an edited text: a worker looks at its
-    object's stack, compiled before or not."""
+    """Whether a step at one schedule, with all vectors, is known to compile: True, False for a refused one,
+    None where no process of this cache has tried.
+
+    It saves starting a worker, which takes longer than loading an object. Always None for an edited text: a
+    worker inspects its object's stack every time.
+    """
     if lowered.raw:
         return None
     own = _objects(lowered, kernel, schedule, sizes)
@@ -186,14 +189,14 @@ def compiled(
 
 
 def refuse(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> None:
-    """Note beside its object that a step is not to be raced at a schedule."""
+    """Note beside its object that a step is not to be timed at this schedule."""
     write_atomic(_objects(lowered, kernel, schedule, sizes)[0].with_suffix(REFUSED), "")
 
 
 def _objects(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> list[Path]:
-    """Where QuACK's cache keeps a step's objects, one a launch."""
+    """The files of a step's objects in QuACK's cache, one a launch."""
     from quack.cache import jit
     from quack.gemm_runtime.host import _compile_gemm_epi
 
@@ -205,7 +208,7 @@ def _objects(
 
 
 def objects() -> Path:
-    """Where QuACK's cache keeps objects, QuACK's own too, of the versions that are installed."""
+    """The folder of QuACK's cache for the installed versions, QuACK's own objects included."""
     from quack.cache import jit
 
     return jit.get_cache_path() / jit._compute_source_fingerprint()
@@ -214,7 +217,7 @@ def objects() -> Path:
 def compile_kernel(
     lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """Either kind, now: no cache is asked or filled. A step's has a schedule."""
+    """Compile either kind now, without any cache. A step's kernel has a schedule."""
     if isinstance(kernel, VectorKernel):
         load_module(lowered)
         return _compile_vector(*_vector_key(lowered, kernel))
@@ -260,7 +263,7 @@ def _compile_vector(
 
 @contextmanager
 def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
-    """How the mainloops that are compiled within share out an SM's memory: no tool reads it off a cubin."""
+    """Record how mainloops compiled within divide an SM's memory, which no tool reads from a cubin."""
     gemm = device("mainloop").FusedGemm
     usual, seen = gemm._compute_stages, list[tuple[int, int, int]]()
 

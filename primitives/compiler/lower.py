@@ -1,4 +1,4 @@
-"""Lowering: Program -> the text of one CuTeDSL module, and which tensor each of its arguments is.
+"""Lowering: Program -> the text of one CuTeDSL module, and the tensor of each of its arguments.
 
 Each step becomes a class (``primitives.compiler.gemm_codegen``), vector arithmetic after it one small kernel
 (``vector_codegen``). Every identifier is invented there; constants pass through ``float.hex``.
@@ -37,7 +37,7 @@ def lower(program: Program, raw: str = "") -> Lowered:
 
 
 def editable(program: Program) -> str:
-    """The lowered text as an author of raw CuTeDSL gets it: no name holds a hash."""
+    """The lowered text for an author of raw CuTeDSL: its names hold no hash."""
     return _lowered(program, hashed=False).text
 
 
@@ -63,18 +63,18 @@ def _digest(meant: Iterable[str]) -> str:
 
 
 DEVICE = Path(__file__).parents[1] / "device"
-RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK's that no operation names
+RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK's resources that no operation names
 
 
 def resources() -> set[str]:
-    """QuACK's resources: those, and what operations name that is not our own."""
+    """QuACK's resources: those, and the ones that operations name and we do not define."""
     found = [o.reduction or o.statistic or o.spread for o in OPERATIONS.values()]
     named = {name for how in found if how for name in re.findall(r"\b[A-Z]\w*", how.resource)}
     return {*RESOURCES, *named}.difference(*exports().values())
 
 
 def _header(body: str) -> str:
-    """The docstring and imports of a module: of ours and QuACK's, what it uses."""
+    """A module's docstring and imports: the names of ours and QuACK's that it uses."""
     used = set(re.findall(r"\w+", body))
     lines = ["import cutlass", "import cutlass.cute as cute", "from cutlass import Float32"]
     chosen: dict[str, Iterable[str]] = {"quack.epilogue.ops": resources()}
@@ -89,7 +89,7 @@ def _header(body: str) -> str:
 
 @cache
 def exports() -> dict[str, list[str]]:
-    """The names that each module of device code offers: its ``__all__``, without importing it."""
+    """The names that each module of device code exports in ``__all__``, without importing it."""
     found = {}
     for path in sorted(DEVICE.glob("[a-z]*.py")):
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -100,7 +100,7 @@ def exports() -> dict[str, list[str]]:
 
 @cache
 def device_source(module: str) -> str:
-    """A module of the project's own device code: it is part of what a lowered text means."""
+    """A module of the project's own device code, which is part of a lowered text's meaning."""
     return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
 
 
@@ -110,7 +110,7 @@ def _imported(text: str) -> list[str]:
 
 
 def _device_sources(modules: Iterable[str]) -> list[str]:
-    """Some device code, and what that imports: a change elsewhere changes no kernel."""
+    """The source of some device code and of its imports, so that changes elsewhere change no kernel."""
     pending, found = list(modules), dict[str, str]()
     while pending:
         module = pending.pop()

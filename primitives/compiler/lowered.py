@@ -1,4 +1,4 @@
-"""What lowering gives: a text and what its kernels are called with; and what the two writers share."""
+"""The result of lowering: a text and its kernels' arguments; and the base of the two writers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CUTE_DTYPES = {
     "int32": "cutlass.Int32",
     "int64": "cutlass.Int64",
 }
-HEAD_GRAIN = 8  # columns after which a thread's lanes of the accumulator recur
+HEAD_GRAIN = 8  # columns after which a thread's accumulator lanes recur
 SUM_GRAIN = 32  # columns of an epilogue subtile
-PAIR_GRAIN = Dim.parse(32)  # tile_n is a multiple of this where a tile half as wide is stored by TMA
+PAIR_GRAIN = Dim.parse(32)  # tile_n is a multiple of this where TMA stores a tile half as wide
 
 Role = Literal[
     "load",
@@ -46,11 +46,11 @@ Role = Literal[
 class Argument:
     """One tensor or number that a kernel takes: a node of the program under an invented name.
 
-    ``load`` and ``store`` are tiles through TMA, ``memory`` one that threads address themselves, ``table``
-    one that each head reads again; ``row`` and ``column`` vectors, ``index`` integers, ``head`` the width
-    of heads, ``scalar`` a number, ``pointer`` one in memory, ``extent`` a tile's columns.
-    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: of two
-    partial sums for columns twice as many as the GEMM's. ``period``: how wide heads are.
+    ``load`` and ``store`` are tiles through TMA, ``memory`` is a tile that threads address themselves,
+    ``table`` one that each head reads again; ``row`` and ``column`` are vectors, ``index`` integers, ``head``
+    the width of heads, ``scalar`` a number, ``pointer`` a number in memory, ``extent`` a tile's columns.
+    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: of two partial
+    sums for twice as many columns as the GEMM's. ``period``: the width of heads.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Argument:
 
     @property
     def picks(self) -> bool:
-        """Whether it holds what was selected, [M]: one buffer, and no partial a tile."""
+        """Whether it holds selected values, [M]: one buffer, without a partial a tile."""
         return self.role == "partial" and self.rank == 1
 
 
 @dataclass(frozen=True)
 class GemmKernel:
-    """A step's class and what it is called with. ``c`` and ``d`` are the mainloop's own epilogue
-    load and store; further ones are among ``arguments``. ``shape``: its rows and columns. ``periods``: heads'
-    widths in the GEMM's columns. ``grains``: what its tiles must be multiples of, some heads' widths among
-    them. ``adds``: the input to which D is added, where D is written over it."""
+    """A step's class and its arguments. ``c`` and ``d`` are the mainloop's own epilogue load and store;
+    further ones are among ``arguments``. ``shape``: its rows and columns. ``periods``: heads' widths in the
+    GEMM's columns. ``grains``: divisors of its tiles' columns, some heads' widths among them. ``adds``: the
+    input that D is added to, where D overwrites it."""
 
     step: int
     name: str
@@ -95,18 +95,18 @@ class GemmKernel:
         return not self.narrow(sizes) and not any(schedule.tile_n % grain(sizes) for grain in self.grains)
 
     def narrow(self, sizes: Mapping[str, int]) -> bool:
-        """Whether a thread's lanes would mix heads: it has two of every HEAD_GRAIN columns, and what it sums
-        over heads is folded SUM_GRAIN columns at a time."""
+        """Whether a thread's lanes would mix heads: it has two of every HEAD_GRAIN columns, and head sums are
+        folded SUM_GRAIN columns at a time."""
         sums = [a.period for a in self.arguments if a.role == "head" and a.period]
         return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
 
     @property
     def whole(self) -> tuple[Dim, ...]:
-        """The ``periods`` of heads that no two tiles may share."""
+        """The ``periods`` of heads that two tiles may not share."""
         return tuple(period for period in self.periods if period in self.grains)
 
     def wants(self, sizes: Mapping[str, int]) -> str:
-        """What its tiles have to hold, in words for who chose the sizes or the tile."""
+        """The demands on its tiles, in words for whoever chose the sizes or the tile."""
         found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
         if found:
             found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
@@ -115,7 +115,7 @@ class GemmKernel:
         return " and ".join(found)
 
     def fitting(self) -> tuple[int, ...]:
-        """The widths of heads that a tile of its can hold whole, in the GEMM's columns."""
+        """The widths of heads that one of its tiles can hold whole, in the GEMM's columns."""
         sums = any(a.role == "head" and a.period for a in self.arguments)
         pairs = PAIR_GRAIN({}) if PAIR_GRAIN in self.grains else 1
         tiles = {n for _, n, _ in TILES if n % pairs == 0}
@@ -139,8 +139,8 @@ class VectorKernel:
 
 @dataclass(frozen=True)
 class Lowered:
-    """``text`` is the product; the rest says how to call it, and follows from the program too. ``given``:
-    what an author made the text of, where it is an edited one: code that nobody vouches for."""
+    """``text`` is the product; the rest says how to call it, and also follows from the program. ``given``:
+    the text that an edited one was made from; an edited text is untrusted code."""
 
     text: str
     hash: str
@@ -154,12 +154,12 @@ class Lowered:
 
     @property
     def module(self) -> str:
-        """The name to import it by: of all edits one, as the text that they were made of has then."""
+        """The module name to import it by; all edits share the name of the text that they were made from."""
         return f"coda_edited_{self.given.hash[:16]}" if self.given else f"coda_lowered_{self.hash[:16]}"
 
 
 def literal(value: float) -> str:
-    """A Python number that reads back exactly; its hexadecimal form stands behind as a check."""
+    """A Python number that reads back exactly, with its hexadecimal form behind it as a check."""
     if math.isinf(value):
         return "LOWEST" if value < 0 else "(-LOWEST)"
     if float(repr(value)).hex() != value.hex():
@@ -168,7 +168,7 @@ def literal(value: float) -> str:
 
 
 class Writer:
-    """What both kinds of kernel share: names of values and the text of an operation."""
+    """The base of both kinds of kernel: names of values, and the text of an operation."""
 
     def __init__(self, program: Program, steps: Steps):
         self.program, self.nodes, self.steps = program, program.nodes, steps
@@ -184,35 +184,35 @@ class Writer:
         return float(str(self.nodes[index].attribute))
 
     def dtype(self, index: int) -> str:
-        """Of what lies in memory: an input's, an output's, or a tile's between steps; else fp32."""
+        """The dtype in memory: an input's, an output's, or a tile's between steps; else fp32."""
         given = self.program.input_tensor(index)
         return given.dtype if given else self.steps.dtypes.get(index, "fp32")
 
     def reduction(self, index: int) -> Reduction:
-        """How a node that is known to reduce a tile does so."""
+        """The reduction of a node that is known to be one."""
         how = reduction(self.nodes[index])
-        assert how is not None  # steps list reductions only
+        assert how is not None  # steps list reductions alone
         return how
 
     def statistic(self, index: int) -> Statistic:
-        """How a node that is known to be a statistic of heads is made."""
+        """The statistic of a node that is known to be one."""
         how = OPERATIONS[self.nodes[index].op].statistic
-        assert how is not None  # steps list statistics only
+        assert how is not None  # steps list statistics alone
         return how
 
     def spread(self, index: int) -> Spread:
-        """How a node that is known to spread a vector does so."""
+        """The spread of a node that is known to be one."""
         how = OPERATIONS[self.nodes[index].op].spread
-        assert how is not None  # steps list spread vectors only
+        assert how is not None  # steps list spread vectors alone
         return how
 
     def reduced_width(self, index: int) -> float:
-        """Of the tile that a node reduces, beside its GEMM's."""
+        """The width of the tile that a node reduces, relative to its GEMM."""
         step = next(s.index for s in self.steps.gemms if index in s.reductions)
         return self.steps.width[step, self.nodes[index].args[0]]
 
     def partials(self, index: int) -> list[Argument]:
-        """What a step leaves of a reduction: columns twice as many as the GEMM's take two."""
+        """A reduction's partials from a step; twice as many columns as the GEMM's take two."""
         how = self.reduction(index)
         parts = 2 if how.axis == "column" and self.reduced_width(index) == 2 else 1
         rank = 1 if how.selects else 3

@@ -1,7 +1,7 @@
-"""The schedules that a program is tried on before any is tuned: those that leave its mainloop room.
+"""Probe schedules: the ones to try a program on before tuning, which leave its mainloop enough shared memory.
 
 Epilogue and mainloop share an SM's memory, and tiles that a step reads and stores through TMA take stages
-from the operands. QuACK splits it while it compiles; here it is counted before, as QuACK's
+from the operands. QuACK divides it while it compiles; here it is counted before, as QuACK's
 ``GemmSm90._compute_stages`` and our ``FusedGemm``'s do.
 """
 
@@ -23,21 +23,21 @@ from coda_agent.primitives.lang.schedule import CLUSTERS, LARGE_TILES, SMALL_TIL
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
 
-BLOCK_BYTES = 227 << 10  # what a block may have of an SM's shared memory
+BLOCK_BYTES = 227 << 10  # shared memory of a block
 MAINLOOP_BYTES = 1024  # for its barriers
-ALIGNMENT = 1024  # bytes that operands may lose behind a resource
+ALIGNMENT = 1024  # bytes that operands may lose to a resource's alignment
 ROW_BYTES = 128  # a row of an operand in a stage, whatever its dtype
-LOAD_STAGES = (4, 2)  # as QuACK begins, and what is left of them where the operands get fewer than three
+LOAD_STAGES = (4, 2)  # QuACK's first choice, and the fallback where operands get fewer than three stages
 FEWEST = 2  # stages of operands: with one the mainloop waits for itself
 
-Kind = Literal["once", "load", "store"]  # how many times a resource lies there: once, or in every stage
+Kind = Literal["once", "load", "store"]  # whether a resource lies there once, or in every stage
 
 
 def probes(
     program: Program, kernel: GemmKernel, sizes: Mapping[str, int], given: Iterable[Schedule] = PROBES
 ) -> list[Schedule]:
-    """Those of the ``given`` schedules that a step of the program fits; where it fits none of them, the first
-    of tuning's that it does; empty where there is none. ``sizes`` has the static dims."""
+    """The ``given`` schedules that a step of the program fits; if it fits none, the first of tuning's that it
+    fits; empty if there is none. ``sizes`` has the static dims."""
     resources = _resources(program, kernel)
     for tried in (given, candidates(kernel, sizes)):
         fitting = [s for s in tried if kernel.admits(s, sizes) and _stages(resources, s, sizes) >= FEWEST]
@@ -47,8 +47,8 @@ def probes(
 
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """Where tuning starts: tiles that the step admits at these sizes, on clusters of two, pingpong also deep;
-    large ones alone where ``sizes`` has no more than the static dims."""
+    """Tuning's first schedules: tiles that the step admits at these sizes, on clusters of two, pingpong also
+    deep; only large ones where ``sizes`` has the static dims alone."""
     whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
     found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
     deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
@@ -56,8 +56,8 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
-    """Tiles on clusters of two, at the usual rasterisation: small ones too for an output of this shape, if it
-    is known, whose 128x128 tiles are fewer than an H100's SMs."""
+    """Tiles on clusters of two, at the usual rasterisation; small ones too if this output, where known, has
+    fewer 128x128 tiles than an H100 has SMs."""
     few = shape is not None and prod(-(-size // 128) for size in shape) < H100.multiprocessors.value
     tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
     return [Schedule(*tile, *cluster) for tile in tiles for cluster in CLUSTERS if prod(cluster) == 2]
@@ -66,26 +66,26 @@ def starting(shape: Sequence[int] | None) -> list[Schedule]:
 def choices(
     program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
 ) -> list[dict[int, Schedule]]:
-    """``probes`` of all steps together, by step: as many as the step with most has."""
+    """``probes`` of all steps together, by step: as many as the step with the most has."""
     found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
     most = max(map(len, found.values()))
     return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]
 
 
 def fits(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
-    """Whether a tile holds a step's heads and pairs whole, and leaves its mainloop room."""
+    """Whether a tile holds a step's heads and pairs whole, and leaves its mainloop enough memory."""
     return kernel.admits(schedule, sizes) and operand_stages(program, kernel, schedule, sizes) >= FEWEST
 
 
 def operand_stages(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> int:
-    """How many stages of operands a step's mainloop gets, 0 and less where its epilogue takes all. A ``deep``
-    one may get one more."""
+    """The stages of operands of a step's mainloop, 0 or less where its epilogue takes all. A ``deep`` one may
+    get one more."""
     return _stages(_resources(program, kernel), schedule, sizes)
 
 
 def crowded(program: Program, kernel: GemmKernel, sizes: Mapping[str, int]) -> tuple[str, int | None]:
-    """Words for the author of a step that no tile has room for, and the node of its largest tile, the last
-    of several."""
+    """A message for the author of a step that fits no tile, and the node of its largest tile, the last of
+    several."""
     names = {i: str(node.attribute) for i, node in enumerate(program.nodes) if node.op == "input"}
     names |= {index: name for name, index in program.outputs.items()}
     shares = list(_shares(_resources(program, kernel), PROBES[0], sizes))
@@ -124,7 +124,7 @@ def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, in
 def _shares(
     resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Argument, Kind, int]]:
-    """What lies in shared memory beside the operands, and bytes: in all, or of each stage."""
+    """Resources in shared memory beside the operands, and their bytes: in all, or in each stage."""
     rows, columns = _subtile(schedule)
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]
@@ -134,7 +134,7 @@ def _shares(
         match argument.role:
             case "load":
                 yield argument, "load", rows * columns * each
-            case "table" if period % SUM_GRAIN == 0:  # else threads address it
+            case "table" if period % SUM_GRAIN == 0:  # otherwise threads address it
                 yield argument, "load", rows * columns * each
             case "store":
                 yield argument, "store", int(rows * columns * min(1, resources.width_of(argument))) * each

@@ -1,4 +1,5 @@
-"""What a step's epilogue needs beside its accumulator: tiles by TMA, vectors, reductions, heads, memory."""
+"""The resources of a step's epilogue beside its accumulator: tiles by TMA, vectors, reductions, heads,
+memory."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import GemmStep, Steps
 
-HALF = {0.5: 2, 1.0: 1}  # columns of the GEMM for one of a tile's
+HALF = {0.5: 2, 1.0: 1}  # columns of the GEMM for one column of a tile
 
 
 class StepResources(Writer):
-    """A step's arguments by what they are for, and the constructors of QuACK's and our resources."""
+    """A step's arguments by use, and the constructors of QuACK's and our resources."""
 
     def __init__(self, program: Program, steps: Steps, step: GemmStep):
         super().__init__(program, steps)
@@ -23,7 +24,7 @@ class StepResources(Writer):
         self.sums = self.accumulated()
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
         self.stores = [self.store(i) for i in step.stores]
-        # The mainloop's own operand and output take the widest: they size its epilogue tile.
+        # The widest tiles become the mainloop's own operand and output, which size its epilogue tile.
         self.c = max((a for a in self.loads if a.role == "load"), key=self.width_of, default=None)
         wide = [s for s in self.stores if s.role == "store" and self.width_of(s) >= 1]
         self.d = max(wide, key=self.width_of, default=None)
@@ -38,8 +39,8 @@ class StepResources(Writer):
         return self.width(argument.node)
 
     def accumulated(self) -> tuple[int, int, int] | None:
-        """An fp32 output that is a sum with the input it overwrites, that input, and what is added: the
-        output's store then adds in memory, so that nothing is loaded."""
+        """An fp32 output that adds to the input it overwrites, that input, and the added value: the store
+        then adds in memory, and nothing is loaded."""
         for output, name in self.program.signature.updates.items():
             index = self.program.outputs[output]
             node = self.nodes[index]
@@ -80,11 +81,11 @@ class StepResources(Writer):
         return period * Dim.parse(HALF[self.width(index)])
 
     def heads(self, index: int) -> str:
-        """The text of that width, which is a number when the kernel is compiled."""
+        """The text of that width, a number at compile time."""
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
-        """What the tile's columns must be multiples of: heads that are summed or come by TMA, and pairs."""
+        """Divisors of the tile's columns: heads that are summed or come by TMA, and pairs."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
         whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
         return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))
@@ -123,7 +124,7 @@ class StepResources(Writer):
         return replace(made, role="table", period=self.period(index)), f'HeadTable("{name}")'
 
     def tables(self, index: int) -> bool:
-        """Whether what repeats for each head is a tile, with a column for each of the GEMM's."""
+        """Whether the value repeated for each head is a tile with a column for each of the GEMM's."""
         return len(self.steps.types[self.nodes[index].args[0]].shape) == 2 and self.width(index) == 1
 
     def vector(self, index: int) -> tuple[Argument, str]:

@@ -1,1 +1,1 @@
-"""The language of kernels: symbolic sizes, programs as graphs, tracing, and what each operation means."""
+"""The language of kernels: symbolic sizes, programs as graphs, tracing, and the meanings of operations."""

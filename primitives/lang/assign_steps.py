@@ -1,8 +1,8 @@
-"""Where tiles are computed: GEMMs in an order that works, and for each node the step whose registers hold it.
+"""Assign tiles to steps: order the GEMMs, and find for each node the step whose registers hold it.
 
-A tile expression's *home* is the last GEMM it needs. An expression that needs a vector which is final only
-*after* its home is pending: it waits for a later GEMM to ride on. Standard library only: the jail imports
-this.
+A tile expression's *home* is the last GEMM that it needs. An expression that also needs a vector which is
+final only *after* its home is pending: it waits for a later GEMM. Standard library only: the jail imports
+this module.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from coda_agent.primitives.lang.ir import IN_STEP, OPERATIONS, Program, Type, re
 
 
 class Placement(NamedTuple):
-    """``gemms`` in the order of their steps. By node: ``home``, the step of the accumulator it needs (-1 for
-    none), and ``after``, the step whose reductions must be final first (-1 for none)."""
+    """``gemms`` in the order of their steps. By node: ``home``, the step of the accumulator that it needs (-1
+    for none), and ``after``, the step whose reductions must be final first (-1 for none)."""
 
     gemms: list[int]
     home: list[int]
@@ -22,7 +22,7 @@ class Placement(NamedTuple):
 
 
 def place(program: Program, types: tuple[Type, ...]) -> Placement:
-    """The placement of a checked program; what has no home is left at -1."""
+    """The placement of a checked program; -1 for nodes without a home."""
     return _Placer(program, types).place()
 
 
@@ -39,8 +39,8 @@ class _Placer:
         self.step_of = {g: k for k, g in enumerate(self.gemms)}
 
     def gemms_in_order(self) -> list[int]:
-        """GEMMs after those that their operands need, and where possible after those whose reductions
-        their epilogue spreads, whatever the order of independent ones in the program."""
+        """GEMMs in an order that satisfies their operands and, where possible, puts reductions before the
+        epilogues that spread them, regardless of the program's order of independent ones."""
         needs, wishes = self.dependencies()
         order: dict[int, None] = {}
         while len(order) < len(needs):
@@ -52,7 +52,7 @@ class _Placer:
         """By GEMM: the GEMMs that its operands need, and those whose sums meet its accumulator alone."""
         needs: dict[int, set[int]] = {}
         wishes: dict[int, set[int]] = {}
-        tiles: list[set[int]] = []  # by node: the accumulators it reads,
+        tiles: list[set[int]] = []  # by node: the accumulators it reads
         sums: list[set[int]] = []  # and the GEMMs whose reductions it reads
         for index, node in enumerate(self.nodes):
             read = set().union(*(tiles[a] for a in node.args))
@@ -71,8 +71,8 @@ class _Placer:
         return needs, wishes
 
     def place(self) -> Placement:
-        """Homes, in node order. A tile of inputs alone that must leave its step rides along with the
-        first GEMM that loads all of those inputs anyway."""
+        """Homes, in node order. A tile of inputs alone that must leave its step rides with the first GEMM
+        that loads all of these inputs anyway."""
         reads = self.inputs_read()
         loaded = self.loaded(reads)
         roots = self.roots()
@@ -132,6 +132,6 @@ class _Placer:
 
 
 def values_read(program: Program, index: int) -> tuple[int, ...]:
-    """The arguments whose values a node uses; of others it takes the shape alone."""
+    """The arguments whose values a node uses; of the others it uses the shape alone."""
     node = program.nodes[index]
     return node.args[: OPERATIONS[node.op].reads]

@@ -14,7 +14,7 @@ from typing import Any
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 MAX_TEXT = 80
-MAX_TERMS = 16  # hostile programs carry sizes too
+MAX_TERMS = 16  # hostile programs contain sizes too
 MAX_SIZE = 1 << 63
 Monomial = tuple[str, ...]
 
@@ -42,15 +42,16 @@ class Dim:
         except (SyntaxError, RecursionError):
             raise ValueError(f"{text!r} is no size; write a dim, an integer or such as 2*F") from None
         if len(str(made)) > MAX_TEXT or any(abs(c) >= MAX_SIZE for _, c in made.terms):
-            raise ValueError(f"{text!r} multiplies out to too long a size")  # it could not be read back
+            # longer sizes could not be read back
+            raise ValueError(f"{text!r} multiplies out to too long a size")
         return made
 
     def __call__(self, sizes: Mapping[str, int]) -> int:
-        """The value at given sizes; KeyError for a dim that has none."""
+        """The value at given sizes; KeyError for a dim without one."""
         return int(self.value(sizes))
 
     def value(self, sizes: Mapping[str, Any]) -> Any:
-        """The polynomial's value where dims are numbers or tensors."""
+        """The polynomial's value, where dims are numbers or tensors."""
         total: Any = 0
         for monomial, product in self.terms:
             for name in monomial:
@@ -131,7 +132,7 @@ class Dim:
 
 
 class Unsolvable(ValueError):
-    """A dim that follows from no axis of any shape."""
+    """No axis of any shape determines a dim."""
 
     def __init__(self, dim: str):
         super().__init__(f"dim {dim!r} follows from no shape")

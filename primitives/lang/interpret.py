@@ -1,7 +1,7 @@
 """The interpreter: Program x tensors -> tensors, in PyTorch, on any machine.
 
-It computes what the lowered kernel computes, rounding where that rounds: operands and tiles that
-leave their step, once, in the dtype they are stored in.
+It computes the same as the lowered kernel, and rounds in the same places: operands and tiles that leave their
+step, once, in the dtype they are stored in.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Run:
         node = self.nodes[index]
         operation = OPERATIONS[node.op]
         meaning = operation.torch
-        assert meaning is not None  # inputs, constants, dims and gemms are treated apart
+        assert meaning is not None  # inputs, constants, dims and gemms are handled elsewhere
         arguments: list[torch.Tensor | int] = [self.met(a, index, values) for a in node.args]
         if operation.statistic:
             arguments.append(Dim.parse(str(node.attribute))(self.sizes))
@@ -98,7 +98,7 @@ class _Run:
         return self.watch(index, arguments, value) if self.watch else value
 
     def met(self, index: int, reader: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """A value as its reader sees it: over all columns of a tile, where it is kept once a head."""
+        """A value as its reader sees it: a value a head is repeated over all columns of a tile."""
         value, kind = values[index], self.types[index].kind
         if self.types[reader].kind != "tile" or kind not in ("spread", "repeated"):
             return value
@@ -113,7 +113,7 @@ class _Run:
         self.memory[index] = value.to(torch_dtype(self.steps.dtypes.get(index, "fp32")))
 
     def epilogue(self, step: GemmStep) -> None:
-        """One GEMM and all that rides on it, unrounded until it is stored."""
+        """Compute one GEMM and all that rides on it, unrounded until it is stored."""
         values = dict(self.scalars)
         for index in step.loads:
             values[index] = self.memory[index].float()
@@ -134,7 +134,7 @@ class _Run:
             self.reduced[index] = self.compute(index, known)
 
     def ride(self, index: int, values: dict[int, torch.Tensor]) -> None:
-        """A value of the epilogue, unless the sweep before it has made it."""
+        """Compute a value of the epilogue, unless the sweep before it has."""
         node = self.nodes[index]
         if index in values:
             return
@@ -145,7 +145,7 @@ class _Run:
             values[index] = self.compute(index, self.with_shapes(node, values))
 
     def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """The values, and for a tile of which only the shape is used, one of that shape."""
+        """The values, with a tile of the right shape wherever only the shape is used."""
         import torch
 
         missing = [a for a in node.args if a not in values]
@@ -157,7 +157,7 @@ class _Run:
         return self.memory[node.args[0]].float().mT if node.op == "transpose" else self.memory[index].float()
 
     def finish(self, stage: int) -> None:
-        """The vectors that are stored once step ``stage`` is done."""
+        """Compute the vectors that are stored once step ``stage`` is done."""
         wanted = self.steps.finishes.get(stage, ())
         values = self.scalars | self.reduced
         values |= {i: t.float() for i, t in self.memory.items() if self.types[i].kind == "vector"}

@@ -1,9 +1,9 @@
 """Programs: a kernel as data, a flat typed graph that serialises to JSON.
 
-A node is an operation over earlier nodes; its type follows from theirs by the operation's rule, so
-a program from anywhere is checked by building it again. Where the graph is cut into steps is
-derived too (``partition``). Standard library only, and tuples instead of dataclasses: the jail
-imports this module for each trace, and dataclasses alone would cost it a third of its time.
+A node is an operation over earlier nodes. Its type follows from theirs by the operation's rule, so a program
+from anywhere is checked by building it again. The cut into steps is derived too (``partition``). Standard
+library only, and tuples instead of dataclasses: the jail imports this module for each trace, and dataclasses
+alone would take a third of its time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.schedule import Schedule, by_step
 
 DTYPES = ("bf16", "fp16", "fp32")
-OPERANDS = ("fp8_e4m3",)  # read by gemm alone
+OPERANDS = ("fp8_e4m3",)  # only gemm reads these
 INDICES = ("int32", "int64")  # vectors of targets and positions
-READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS}  # what inputs may be, by rank
-VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of specs and their values
+READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS}  # dtypes of inputs, by rank
+VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # names in specs
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
 MAX_NAMES = 64  # of each kind in a signature
@@ -43,7 +43,7 @@ class TensorType(NamedTuple):
     dtype: str
 
     def type(self) -> Type:
-        """What a kernel sees of it."""
+        """Its type inside a kernel."""
         return Type(("scalar", "vector", "tile")[len(self.shape)], self.shape)
 
     def to_json(self) -> dict[str, Any]:
@@ -57,17 +57,17 @@ class TensorType(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a kernel must match, and all that a tracer sees of a spec.
+    """The names, shapes and dtypes that a kernel must match; a tracer sees nothing else of a spec.
 
-    ``static``: dims fixed when the kernel is compiled. ``updates``: outputs that are written over an
-    input's buffer, by name.
+    ``static``: dims fixed when the kernel is compiled. ``updates``: outputs that overwrite an input's buffer,
+    by name.
     """
 
     name: str
     dims: tuple[str, ...]
     inputs: dict[str, TensorType]
     outputs: dict[str, TensorType]
-    constants: Mapping[str, float] = {}  # never written to: no instance owns it
+    constants: Mapping[str, float] = {}  # shared, since nobody writes to it
     static: tuple[str, ...] = ()
     updates: Mapping[str, str] = {}
 
@@ -84,7 +84,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Signature:
-        """Rebuild and check; ProgramError for anything a spec could not have said."""
+        """Rebuild and check; ProgramError for anything that no spec could say."""
         try:
             for field in ("dims", "inputs", "outputs", "constants", "static", "updates"):
                 if len(data[field]) > MAX_NAMES:
@@ -139,10 +139,10 @@ Kind = Literal["tile", "operand", "vector", "row", "column", "scalar", "head", "
 
 
 class Type(NamedTuple):
-    """What a node is: a tile [M, N], a gemm operand x.mT, a vector [M], a vector spread over a tile
-    by per_row (``row``) or per_column (``column``), or a scalar. With heads ``period`` columns wide: a
-    statistic [M, heads] (``head``), the same spread over the heads' columns (``spread``), and a vector
-    [period] or a tile [M, period] that is ``repeated`` for each head."""
+    """The type of a node: a tile [M, N], a gemm operand x.mT, a vector [M], a vector spread over a tile by
+    per_row (``row``) or per_column (``column``), or a scalar. With heads ``period`` columns wide: a statistic
+    [M, heads] (``head``), the same spread over the heads' columns (``spread``), and a vector [period] or a
+    tile [M, period] that is ``repeated`` for each head."""
 
     kind: Kind
     shape: tuple[Dim, ...] = ()
@@ -165,7 +165,8 @@ Attribute = str | float | None
 
 
 class Node(NamedTuple):
-    """One operation: its name, the nodes it reads, and for leaves what they name."""
+    """One operation: its name, the nodes that it reads and, for leaves, the name of the input, size or
+    constant."""
 
     op: str
     args: tuple[int, ...] = ()
@@ -173,15 +174,15 @@ class Node(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation's meanings: the typing rule, PyTorch, and the text of its CuTeDSL.
+    """An operation's meanings: typing rule, PyTorch, and CuTeDSL text.
 
-    ``torch`` takes (torch, *values), of a statistic the heads' width too, and gives a value. ``cute`` is a
-    template over fp32 register values ``{0}``, ``{1}``; ``fast`` one that may round coarser, used where only
-    a bf16 output can see it. ``lanes`` instead, where no instruction is needed: the texts of a pair of lanes'
-    values, an argument each, to its own; ``at``, a template over where a lane lies. Of arguments but the
-    first ``reads`` it uses the shape alone. ``sides``, of an operation that chooses: (torch, *values) -> for
-    each of its two sides a mask of the elements that it decides, and the value that it gives. ``limit``, of a
-    function that is constant or straight away from zero: (torch, value) -> what it is there.
+    ``torch`` takes (torch, *values), for a statistic also the heads' width, and returns a value. ``cute`` is
+    a template over fp32 register values ``{0}``, ``{1}``; ``fast`` is one that may round coarser, used where
+    only a bf16 output can see it. ``lanes`` instead, where no instruction is needed: from the texts of a pair
+    of lanes' values, an argument each, to its own; ``at``: a template over a lane's place. Beyond the first
+    ``reads`` arguments it uses the shape alone. ``sides``, for an operation that chooses: (torch, *values) ->
+    for each of its two sides a mask of the elements that it decides, and its value. ``limit``, for a function
+    that is constant or straight away from zero: (torch, value) -> its value there.
     """
 
     name: str
@@ -202,16 +203,16 @@ class Operation(NamedTuple):
 Sides = tuple[tuple[Any, Any], tuple[Any, Any]]
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
-IN_STEP = ("tile", "head", "spread", "repeated")  # kinds that live in the registers of one step
+IN_STEP = ("tile", "head", "spread", "repeated")  # kinds that live in one step's registers
 
 
 def reduction(node: Node) -> Reduction | None:
-    """How a node reduces a tile to a vector; None if it does not."""
+    """A node's reduction of a tile to a vector; None if it is none."""
     return OPERATIONS[node.op].reduction
 
 
 def register(operation: Operation) -> Operation:
-    """Add to the vocabulary; a name stands for one thing only."""
+    """Add to the vocabulary; a name can have one meaning only."""
     if operation.name in OPERATIONS:
         raise ValueError(f"operation {operation.name!r} is defined twice")
     OPERATIONS[operation.name] = operation
@@ -279,7 +280,8 @@ class Program(NamedTuple):
         return self
 
     def _check_size(self, index: int, text: str) -> None:
-        """A size is of the spec's dims, and has one spelling: it enters the hash as it is written."""
+        """Check that a size uses the spec's dims and its one canonical spelling, since it enters the hash as
+        written."""
         size = Dim.parse(text)
         if not size.names <= set(self.signature.dims):
             raise ProgramError("dim", f"node {index}: {text!r} has dims that the spec does not declare")
@@ -287,7 +289,7 @@ class Program(NamedTuple):
             raise ProgramError("dim", f"node {index}: the size {text!r} is written {str(size)!r}")
 
     def _check_reading(self, node: Node, line: int | None) -> None:
-        """fp8 is for gemm alone, and an index is an input that holds integers."""
+        """Check that only gemm reads fp8, and that indices are inputs of integers."""
         for argument in node.args:
             given = self.input_tensor(argument)
             if given and given.dtype in OPERANDS and node.op not in ("gemm", "transpose"):
@@ -307,7 +309,8 @@ class Program(NamedTuple):
                 )
 
     def _check_choices(self, types: Sequence[Type], lines: Sequence[int | None] | None) -> None:
-        """A choice depends on some input's values: one by sizes and literals alone would single out sizes."""
+        """Check that every choice depends on an input's values: one on sizes and literals alone would single
+        out sizes."""
         fixed: set[int] = set()
         for index, node in enumerate(self.nodes):
             if node.op == "input" or types[index].kind != "scalar" or not fixed.issuperset(node.args):
@@ -322,7 +325,7 @@ class Program(NamedTuple):
             fixed.add(index)
 
     def _check_use(self) -> None:
-        """Every node serves an output: a dead gemm would be a step that nothing asked for."""
+        """Check that every node serves an output: a dead gemm would be a step without a use."""
         used = set(self.outputs.values())
         for index in range(len(self.nodes) - 1, -1, -1):
             if index not in used:
@@ -342,7 +345,7 @@ class Program(NamedTuple):
 
     @property
     def hash(self) -> str:
-        import hashlib  # costs the jail 2 ms, and it takes no hash
+        import hashlib  # this costs the jail 2 ms, and it computes no hash
 
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 

@@ -1,8 +1,8 @@
-"""Cutting a program into steps: one GEMM each, with the tile expressions that ride on its
-accumulator, and the vector arithmetic that becomes possible once its reductions are final.
+"""Cut a program into steps: one GEMM each, with the tile expressions that ride on its accumulator, and the
+vector arithmetic that becomes possible once its reductions are final.
 
-A tile of an earlier home (``assign_steps``) is stored once and read back. What no kernel can do is
-refused here, with the line of the kernel file. Standard library only: the jail imports this module.
+A tile with an earlier home (``assign_steps``) is stored once and read back. Programs that no kernel can run
+are refused here, with the line of the kernel file. Standard library only: the jail imports this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its s
 
 
 class GemmStep:
-    """One fused GEMM: nodes of the program by what the kernel does with them."""
+    """One fused GEMM: its program nodes, by the kernel's use of them."""
 
     def __init__(self, index: int, gemm: int):
         self.index, self.gemm = index, gemm
@@ -30,7 +30,7 @@ class GemmStep:
         self.statistics: list[int] = []  # head_sums, of a sweep before the epilogue
         self.loads: list[int] = []
         self.repeats: list[int] = []  # per_head of vectors and tiles in memory
-        self.vectors: list[int] = []  # the row and column nodes it spreads
+        self.vectors: list[int] = []  # the row and column nodes that it spreads
         self.scalars: list[int] = []
         self.sweep: list[int] = []  # every tile node that statistics need, in order
         self.body: list[int] = []  # every tile node of the epilogue, in order
@@ -64,7 +64,7 @@ class _Cutter:
         self.dtypes: dict[int, str] = {}
 
     def fail(self, code: str, message: str, index: int, reader: int | None = None) -> ProgramError:
-        """An input has no line of its own: it is refused where its reader is."""
+        """An error at a node's line; an input has none, so its reader's line is used."""
         line = self.lines[index]
         if line is None and reader is not None:
             line = self.lines[reader]
@@ -85,9 +85,9 @@ class _Cutter:
                 home = self.ready(node.args[0], diagnostics.reduced(node.op), index)
                 self.steps[home].reductions.append(index)
                 if how.selects:
-                    # Finishing it empties its buffer: what reads it later reads the vector.
+                    # Finishing empties the partials' buffer, so that later readers read the vector.
                     self.finish(index)
-        # Later steps first: what they read back, earlier ones must store.
+        # Later steps first, since earlier ones must store what they read back.
         for step in reversed(self.steps):
             self.collect(step)
         if not self.steps:
@@ -99,7 +99,7 @@ class _Cutter:
     # What leaves a step
 
     def check_outputs(self) -> None:
-        """Each output is written once, by a kernel: it is a value of its own."""
+        """Check that each output is a value of its own, written once, by a kernel."""
         seen: dict[int, str] = {}
         for name, index in sorted(self.program.outputs.items()):
             node = self.nodes[index]
@@ -149,7 +149,7 @@ class _Cutter:
             self.steps[home].stores.append(index)
 
     def finish(self, index: int) -> None:
-        """A vector that something outside the vector kernels reads must be stored."""
+        """Store a vector that something other than a vector kernel reads."""
         if self.nodes[index].op == "input":
             return
         stage = self.finishes.setdefault(self.placed.after[index], [])
@@ -157,14 +157,14 @@ class _Cutter:
             stage.append(index)
 
     def operands(self, step: GemmStep) -> None:
-        """The operands' dtypes agree, and a tile among them is stored in the other one's."""
+        """Check that the operands' dtypes agree; a tile among them is stored in the other one's."""
         sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args]
         given = [tensor.dtype for i in sources if (tensor := self.program.input_tensor(i))]
         dtype = next(iter(given), self.any_operand())
         for source in sources:
             if self.nodes[source].op != "input":
                 self.store(source, diagnostics.OPERAND)
-                if self.placed.home[source] >= step.index:  # with what it is made of, which must leave too
+                if self.placed.home[source] >= step.index:  # with its sources, which must leave too
                     raise self.homeless(diagnostics.OPERAND, source)
                 given.append(self.dtypes.setdefault(source, dtype))
         if len(set(given)) > 1 or given[0] == "fp32":
@@ -193,7 +193,7 @@ class _Cutter:
         return "bf16"
 
     def check_updates(self) -> None:
-        """An input that is written over is read where the output is made, and nowhere else."""
+        """Check that an input that is overwritten is read where its output is made, and nowhere else."""
         for output, name in self.program.signature.updates.items():
             target = self.program.outputs[output]
             readers = [i for i, n in enumerate(self.nodes) for a in n.args if self.reads_input(a, name)]
@@ -228,7 +228,7 @@ class _Cutter:
                 )
 
     def finishes_from(self, root: int, name: str) -> bool:
-        """Whether the kernel that finishes a vector reads this input, beside vectors that are stored."""
+        """Whether the kernel that finishes a vector reads this input, beside stored vectors."""
         stored = {i for roots in self.finishes.values() for i in roots}
         seen, pending = set[int](), [root]
         while pending:
@@ -246,7 +246,8 @@ class _Cutter:
     # What a step does
 
     def collect(self, step: GemmStep) -> None:
-        """Everything the epilogue computes or loads, walking back from what it stores and reduces."""
+        """Collect everything that the epilogue computes or loads, walking back from its stores and
+        reductions."""
         wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
         step.stores.sort()
         for reduced in step.reductions:
@@ -264,7 +265,7 @@ class _Cutter:
         step.sweep.reverse()
 
     def check_sweep(self, step: GemmStep, loads: list[int], statistics: list[int]) -> None:
-        """The sweep reads no loaded tile, no other statistic, and nothing that threads address by their
+        """Check that the sweep reads no loaded tile, no other statistic, and nothing that threads address by
         columns, which only the epilogue knows."""
         read = {a for i in step.sweep for a in self.nodes[i].args}
         found = {
@@ -285,7 +286,7 @@ class _Cutter:
                 )
 
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
-        """Whether a value of a step is made of one of these there."""
+        """Whether one of these is among a value's sources within its step."""
         seen, pending = set[int](), [root]
         while pending:
             node = self.nodes[index := pending.pop()]
@@ -302,7 +303,7 @@ class _Cutter:
                 wanted.update(visit(index))
 
     def visit(self, index: int, step: GemmStep, body: list[int]) -> tuple[int, ...]:
-        """Say how a step comes by a value: loaded, or computed from those returned."""
+        """Decide whether a value is loaded, or computed from the nodes that this returns."""
         node, kind = self.nodes[index], self.types[index].kind
         if node.op == "constant":
             return ()
@@ -341,7 +342,7 @@ class _Cutter:
         return () if node.op == "gemm" else read
 
     def comes_loaded(self, index: int, step: GemmStep) -> bool:
-        """Whether a tile lies in memory: an input, or one of an earlier step, which then stores it."""
+        """Whether a tile lies in memory: an input, or a tile of an earlier step, which then stores it."""
         if self.nodes[index].op == "input":
             return True
         home = self.placed.home[index]
@@ -352,7 +353,7 @@ class _Cutter:
         return False
 
     def repeat(self, index: int, reader: int, step: GemmStep) -> None:
-        """A value that repeats for each head has the width of the tile it meets."""
+        """Give a value that repeats for each head the width of its tile."""
         width = self.width[step.index, reader] * (
             2 if self.nodes[reader].op in ("even", "odd") and self.types[reader].kind == "repeated" else 1
         )
@@ -383,7 +384,7 @@ class _Cutter:
             )
 
     def check_own_width(self, index: int, step: GemmStep) -> None:
-        """Of a selection or a head statistic: its tile has the accumulator's width."""
+        """Check that the tile of a selection or head statistic is as wide as the accumulator."""
         operation = OPERATIONS[self.nodes[index].op]
         how = operation.reduction or operation.statistic
         if how and how.own_width:
@@ -395,7 +396,7 @@ class _Cutter:
                 )
 
     def relative(self, index: int, step: GemmStep, axis: int = 1, reader: int | None = None) -> float:
-        """How wide a tile, or a vector spread over columns, is beside the step's accumulator."""
+        """The width of a tile, or of a vector spread over columns, relative to the step's accumulator."""
         rows, columns = self.types[step.gemm].shape
         own = self.types[index].shape
         width = WIDTHS.get(own[axis].ratio(columns) or (0, 0))

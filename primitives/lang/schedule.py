@@ -1,4 +1,4 @@
-"""How a step of a program runs on Hopper, and what the mainloop offers. Standard library only."""
+"""Schedules of a step on Hopper, and the tiles of the mainloop. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from coda_agent.primitives.lang.errors import ProgramError
 
 
 class Schedule(NamedTuple):
-    """How one step runs: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
+    """A step's schedule: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
 
-    ``deep`` takes stages of shared memory from the epilogue where that buys the mainloop another. ``split``:
-    clusters of four leave some of an H100's SMs idle, and a second launch, in clusters of two, takes their
+    ``deep`` takes stages of shared memory from the epilogue where that gives the mainloop another. ``split``:
+    clusters of four leave some of an H100's SMs idle, so a second launch, in clusters of two, takes their
     share of the rows (``primitives.compiler.split``).
     """
 
@@ -29,12 +29,12 @@ class Schedule(NamedTuple):
 
     @property
     def rest(self) -> Schedule:
-        """Of a ``split`` one, that of its second launch."""
+        """The schedule of a ``split`` one's second launch."""
         return self._replace(cluster_m=1, cluster_n=2)
 
     @property
     def launches(self) -> tuple[Schedule, ...]:
-        """Each kernel's that a step on this schedule launches, in order."""
+        """The schedule of each launch of a step, in order."""
         return (self, self.rest) if self.split else (self,)
 
     def to_json(self) -> dict[str, int | bool]:
@@ -42,7 +42,7 @@ class Schedule(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
-        """ProgramError for an unknown field, a wrong type or a tile the mainloop has not."""
+        """ProgramError for an unknown field, a wrong type or a tile that the mainloop lacks."""
         known = {name: type(default) for name, default in cls._field_defaults.items()}
         for name, value in data.items():
             if name not in known or type(value) is not known[name]:
@@ -64,26 +64,26 @@ class Schedule(NamedTuple):
 
 
 def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
-    """Schedules by the steps they are of, whose numbers are JSON's names. Raises ProgramError."""
+    """Schedules by step, from JSON with step numbers as names. Raises ProgramError."""
     return {int(step): Schedule.from_json(fields) for step, fields in data.items()}
 
 
 def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Schedule]]:
-    """By step, what each of these chose, once."""
+    """By step, the distinct choices of these tunings."""
     found: dict[int, dict[Schedule, None]] = {}
     for step, schedule in (pair for tuned in tunings for pair in tuned.items()):
         found.setdefault(step, {})[schedule] = None
     return {step: [*schedules] for step, schedules in found.items()}
 
 
-# What QuACK's Hopper mainloop runs: (tile_m, tile_n, pingpong). Pairs of lanes want tile_n % 32 == 0.
+# Tiles of QuACK's Hopper mainloop: (tile_m, tile_n, pingpong). Pairs of lanes need tile_n % 32 == 0.
 LARGE_TILES = frozenset(
     [(256, n, False) for n in (128, 160, 192, 208)]
     + [(128, n, False) for n in (128, 160, 192, 224, 256)]
     + [(128, n, True) for n in (128, 160, 192, 208)]
     + [(192, 128, True)]
 )
-# For outputs of which those are too few to give every SM one.
+# For outputs with too few of those tiles to give every SM one.
 SMALL_TILES = frozenset(
     [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
 )

@@ -1,7 +1,7 @@
-"""Tracing: running a kernel file on symbolic tensors writes down a Program and computes nothing.
+"""Tracing: running a kernel file on symbolic tensors writes a Program and computes nothing.
 
-Standard library only: the jail imports this module. ``trace_source`` executes the file's code, so
-untrusted source is traced by ``verifier.sandbox.jail``, never here directly.
+Standard library only: the jail imports this module. ``trace_source`` executes the file's code, so untrusted
+source is traced by ``verifier.sandbox.jail``, never here directly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BUILTINS = ("dict", "enumerate", "float", "int", "len", "list", "range", "revers
 
 
 class Kernel:
-    """A function marked by ``@kernel``: what a kernel file defines exactly one of."""
+    """The function marked by ``@kernel``; a kernel file defines exactly one."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -74,7 +74,7 @@ _current: Trace | None = None
 
 
 def _kernel_line() -> int | None:
-    """The line of the kernel file being executed, from the innermost of its frames."""
+    """The line of the kernel file being executed, from its innermost frame."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == FILENAME:
@@ -112,7 +112,7 @@ def lift(value: Any, op: str) -> Tensor:
             number = math.inf
         return apply(
             "constant", attribute=number + 0.0
-        )  # no -0.0: it equals 0.0, and whichever came first would stay
+        )  # no -0.0: it equals 0.0, and the first of the two would stay
     raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
 
 
@@ -196,7 +196,7 @@ class Tensor:
     __int__ = __index__ = __len__ = __float__
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own questions, which have answers
+        if name.startswith("__"):  # Python's own attribute lookups, which have answers
             raise AttributeError(name)
         raise ProgramError("argument", diagnostics.no_attribute(name, _vocabulary()))
 
@@ -255,7 +255,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
     handful of builtins and no import machinery; names come from ``primitives.__all__``.
     """
     trace = Trace(signature)
-    at: int | None = None  # where what has no line of its own went wrong
+    at: int | None = None  # the place of an error without a line of its own
     try:
         function, tree = _load(source)
         at = function.__code__.co_firstlineno
@@ -274,7 +274,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
         raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
     except (
         SyntaxError
-    ) as error:  # of what parses and does not compile, such as a return outside of a function
+    ) as error:  # text that parses and does not compile, such as a return outside of a function
         raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
     except (
         ArithmeticError,
@@ -304,7 +304,7 @@ def _vocabulary() -> list[str]:
 
 
 def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
-    if "\0" in source:  # a ValueError or a SyntaxError, as the version of Python has it
+    if "\0" in source:  # a ValueError or a SyntaxError, depending on Python's version
         raise ProgramError("syntax", "syntax error: source code string cannot contain null bytes")
     try:
         tree = ast.parse(source, FILENAME)
@@ -359,7 +359,7 @@ def _call(function: Callable[..., Any], trace: Trace) -> Any:
 
 
 def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
-    """The line of the function's return, and of each entry of a dict that is written there."""
+    """The line of the function's return, and of each entry of a dict written there."""
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     found = next((n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)), None)
     if found is None:
@@ -369,7 +369,8 @@ def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
 
 
 def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int]:
-    """The nodes that outputs are; ProgramError, with the entry's line, for what the spec does not ask for."""
+    """The nodes of the outputs; ProgramError, with the entry's line, for outputs that the spec does not have.
+    """
     if not isinstance(given, dict) or not all(isinstance(k, str) for k in given):
         raise ProgramError("outputs", "the kernel must return a dict of outputs by name")
     check_output_names(given, trace.signature)
@@ -383,7 +384,8 @@ def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int
 
 
 def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:
-    """Only what outputs reach, numbered depth first from them: names and order of lines leave no mark."""
+    """The nodes that outputs reach, numbered depth first from them, so that names and order of lines have no
+    effect."""
     order: dict[int, int] = {}
     for root in (outputs[name] for name in sorted(outputs)):
         stack = [(root, False)]
@@ -406,7 +408,7 @@ def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int
 
 
 def size_of(value: Any) -> str:
-    """The size that a static dim, or a product of such, stands for."""
+    """The size that a static dim, or a product of such dims, stands for."""
     if _current is not None and isinstance(value, Tensor):
         found = _size(_current.nodes, value._index)
         if found is not None:
@@ -417,7 +419,7 @@ def size_of(value: Any) -> str:
 
 
 def _size(nodes: list[Node], index: int) -> Dim | None:
-    """The polynomial that a scalar node computes from dims and whole numbers, if it is one."""
+    """The polynomial that a scalar node computes from dims and whole numbers, if it does."""
     node = nodes[index]
     if node.op == "dim":
         return Dim.parse(str(node.attribute))
@@ -430,7 +432,7 @@ def _size(nodes: list[Node], index: int) -> Dim | None:
 
 
 def dim_attribute(attribute: Attribute) -> Dim:
-    """A ``dim`` node's polynomial; ProgramError where it is none."""
+    """A ``dim`` node's polynomial; ProgramError where it has none."""
     try:
         return Dim.parse(attribute if isinstance(attribute, str) else "?")
     except ValueError as error:

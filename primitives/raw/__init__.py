@@ -2,8 +2,8 @@
 
 It runs in one kind of place only: a child, forked from a process that compiles and holds no GPU, confined
 (``primitives.raw.confine``) before it reads the text. There the language check (``primitives.raw.language``)
-goes first, then the import, then the compile. What comes out is an object file, taken for hostile
-(``primitives.raw.objects``) and kept under the hash of the text and all that went into it; ``load`` gives its
+comes first, then the import, then the compile. The result is an object file, treated as hostile
+(``primitives.raw.objects``) and kept under the hash of the text and all of its inputs; ``load`` returns its
 function. No other process imports the text.
 """
 
@@ -36,15 +36,15 @@ from coda_agent.primitives.raw.objects import inspect, same_host
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
-FORMAT = 2  # of what is kept of a compile: what is asked of a text and its object
-FUNCTION = "func"  # what an object exports
+FORMAT = 2  # version of kept compiles: of the checks on text and object
+FUNCTION = "func"  # the function that an object exports
 MOST_STAGES = 100  # shared memory holds fewer
 Within = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A kernel of an edited text, a step's at one schedule; of ``sizes`` only heads' widths matter."""
+    """A kernel of an edited text, a step's at one schedule; only the heads' widths of ``sizes`` matter."""
 
     lowered: Lowered
     kernel: GemmKernel | VectorKernel
@@ -52,7 +52,7 @@ class Wanted:
     sizes: Mapping[str, int]
 
     def path(self) -> Path:
-        """Where its object is kept. Rasterisation is a launch argument: all group sizes share one."""
+        """The file of its object. Rasterisation is a launch argument, so all group sizes share one."""
         schedule = self.schedule._replace(swizzle=8).to_json() if self.schedule else None
         periods = [a.period(self.sizes) for a in self.kernel.arguments if a.period]
         if isinstance(self.kernel, GemmKernel):
@@ -68,9 +68,9 @@ def _folder(lowered: Lowered) -> Path:
 
 @dataclass(frozen=True)
 class Built:
-    """An object that was checked: its cubin, what the confined child says of the compile, and whether its
-    launch is the very code that the compiler makes of the text before it was edited. An edit of resources or
-    of a launch makes it another; so does a forgery."""
+    """A checked object: its cubin, the confined child's account of the compile, and whether its launch code
+    is exactly the compiler's for the unedited text. Editing resources or a launch changes it; so does a
+    forgery."""
 
     cubin: bytes
     stages: tuple[int, int, int] | None
@@ -79,7 +79,7 @@ class Built:
 
 
 def load(wanted: Wanted) -> Callable[..., Any]:
-    """The kernel's function, from its object; built in a worker process first where there is none. Raises
+    """The kernel's function, from its object, which a worker process builds first if it is missing. Raises
     CompileError."""
     import cutlass.cute as cute
 
@@ -87,7 +87,7 @@ def load(wanted: Wanted) -> Callable[..., Any]:
     if path not in _loaded:
         if not path.exists() and not workers.run_all(_build, [wanted])[0]:
             raise CompileError(f"{wanted.kernel.name}: the edited text does not compile")
-        try:  # the cache is a folder: what is loaded is what was looked at
+        try:  # the cache is a folder that others may write to: check exactly what is loaded
             inspect(child.left(path))
         except RawError as error:
             raise CompileError(f"{path}: {error.message}", error.code) from None
@@ -99,8 +99,8 @@ _loaded: dict[Path, Callable[..., Any]] = {}
 
 
 def packed(lowered: Lowered) -> dict[str, str]:
-    """The objects of an edited text that are here, with their notes, for a machine that need not compile it:
-    by name, zlib's in base64."""
+    """The objects of an edited text on this machine with their notes, for a machine that need not compile it:
+    by name, zlib in base64."""
     files = [path for notes in _folder(lowered).glob("*.json") for path in (notes, notes.with_suffix(".o"))]
     return {
         path.name: base64.b64encode(zlib.compress(child.left(path), 9)).decode() for path in sorted(files)
@@ -108,8 +108,8 @@ def packed(lowered: Lowered) -> dict[str, str]:
 
 
 def unpack(lowered: Lowered, given: Mapping[str, str]) -> None:
-    """Keep what ``packed`` gave elsewhere, each object looked at first; notes come last, for they vouch.
-    Raises CompileError."""
+    """Keep the result of ``packed`` from elsewhere, each object checked first; notes come last, since they
+    vouch for objects. Raises CompileError."""
     for name in sorted(given, key=lambda name: name.endswith(".json")):
         try:
             if not _NAME.fullmatch(name):
@@ -159,10 +159,10 @@ def build(wanted: Wanted, scratch: Path) -> Built:
 
 
 def _before(wanted: Wanted, scratch: Path) -> bytes:
-    """The object of the same kernel before the text was edited: one for all its edits. RawError where it does
-    not compile."""
+    """The object of the same kernel before the edit, shared by all edits. RawError where it does not compile.
+    """
     given = wanted.lowered.given
-    assert given is not None  # or it is no edit
+    assert given is not None  # otherwise it is no edit
     honest = replace(wanted, lowered=replace(wanted.lowered, text=given.text, hash=given.hash))
     path = honest.path()
     if not path.exists():
@@ -171,7 +171,8 @@ def _before(wanted: Wanted, scratch: Path) -> bytes:
 
 
 def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
-    """Stages, seconds, and whether the launch is the compiler's own: as of ``Built``. ValueError else."""
+    """Stages, seconds, and whether the launch is the compiler's own, as in ``Built``. ValueError otherwise.
+    """
     match told:
         case {"stages": stages, "seconds": float(seconds), "own_launch": bool(own)} if _three(stages):
             return stages and tuple(stages), seconds, own
@@ -179,8 +180,8 @@ def _notes(told: Any) -> tuple[tuple[int, int, int] | None, float, bool]:
 
 
 def cubin(wanted: Wanted, scratch: Path, within: Within) -> tuple[bytes, str]:
-    """As ``build``, kept nowhere: the cubin, and the path that the text had. ``within`` gives what the
-    compile happens within, by that path. Raises CompileError."""
+    """``build`` without keeping the object: the cubin, and the path of the text. The compile runs inside the
+    context that ``within`` returns for that path. Raises CompileError."""
     try:
         _, data = _compiled(wanted, scratch, within)
         return inspect(data), str(_source(wanted, scratch))
@@ -193,7 +194,7 @@ def _source(wanted: Wanted, scratch: Path) -> Path:
 
 
 def _compiled(wanted: Wanted, scratch: Path, within: Within = nullcontext) -> tuple[dict[str, Any], bytes]:
-    """What the child says of a compile that went well, and the object. RawError else."""
+    """The child's account of a successful compile, and the object. RawError otherwise."""
     child.empty(scratch)
     _import_compilers()
     source = _source(wanted, scratch)
@@ -238,7 +239,8 @@ def names(lowered: Lowered) -> list[str]:
 
 
 def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
-    """The launcher passes the epilogue's arguments by their order in the text that was given to edit."""
+    """The epilogue arguments' order must stay: the launcher passes them in the order of the text that was
+    given for editing."""
     fields = getattr(sys.modules[lowered.module], kernel.name).EpilogueArguments._fields
     wanted = [a.name for a in kernel.arguments]
     if [name for name in fields if name in wanted] != wanted:
@@ -251,7 +253,8 @@ def _same_arguments(lowered: Lowered, kernel: GemmKernel) -> None:
 
 
 def _import_compilers() -> None:
-    """Before a fork, all that a compile imports: after it there are no files, and imports take seconds."""
+    """Import everything that a compile needs before a fork: afterwards there are no files, and imports take
+    seconds."""
     import quack.compile_utils
     import quack.gemm_runtime.host  # noqa: F401
 

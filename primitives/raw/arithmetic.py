@@ -1,10 +1,10 @@
-"""What an author's device functions compute, without a GPU: read, never run.
+"""Evaluate an author's device functions without a GPU: they are read, never run.
 
-CuTeDSL runs on GPUs only. But a function that is straight-line arithmetic is data enough: a child without
-files, network or processes (``primitives.raw.confine``) reads its syntax tree, says whether it has the form
-that a primitive's functions have, and computes each operation in fp32. A function of the library is taken to
-round once, which the hardware's do not: what they lose besides, only a GPU can tell. What it cannot compute
-it refuses: nothing else shows, without a GPU, that a function is right.
+CuTeDSL runs on GPUs only. A function of straight-line arithmetic is data enough: a child without files,
+network or processes (``primitives.raw.confine``) reads its syntax tree, checks the form of a primitive's
+functions, and computes each operation in fp32. Library functions count as rounded once, which the hardware's
+are not: a GPU shows the rest. Anything that cannot be computed is refused, since nothing else shows without a
+GPU that a function is right.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 MAX_BYTES = 8 << 10
-LINE = 110  # characters: the text is to stand in this project
+LINE = 110  # characters in a line, as everywhere in this project
 PAGE = 600
 STEPS, DEPTH, INTEGER = 2000, 16, 1 << 64
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # confinement is a thread's own
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # confinement applies to one thread
 
 
 @dataclass(frozen=True)
 class Answer:
     """Device functions of the right form. ``page``: the docstring; ``fast``: whether there is a coarser one;
-    ``values``: what each call gave."""
+    ``values``: each call's result."""
 
     page: str
     fast: bool
@@ -53,8 +53,8 @@ Calls = Sequence[tuple[bool, Sequence["torch.Tensor"]]]
 
 
 def answer(source: str, name: str, arity: int, calls: Calls = ()) -> Answer:
-    """Read an author's functions, and compute ``calls``: of the coarser one (where there is one) or the
-    exact, on fp32 tensors. Raises RawError with the reason for the author."""
+    """Read an author's functions, and compute ``calls`` on fp32 tensors: of the coarser one (if any) or the
+    exact one. Raises RawError with the reason for the author."""
     import torch
 
     given = [[coarse, [_packed(t.numpy().tobytes()) for t in tensors]] for coarse, tensors in calls]
@@ -93,7 +93,7 @@ def _start(scratch: str, files: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Beyond(Exception):
-    """What cannot be computed here."""
+    """An operation that cannot be computed here."""
 
 
 @dataclass
@@ -185,20 +185,21 @@ def _is_any(node: ast.expr | None) -> bool:
 
 
 class Machine:
-    """Calls functions on arrays of fp32; what is a Python number when a kernel is traced is one here."""
+    """Calls functions on fp32 arrays; a value that is a Python number while a kernel is traced is one here.
+    """
 
     def __init__(self, read: Functions):
         self._read = read
         self._steps = 0
-        self._lines: list[int] = []  # where each function that was called stands
+        self._lines: list[int] = []  # the line of each function in the call stack
 
     @property
     def line(self) -> int | None:
-        """Of the statement that it is at, or failed at."""
+        """The line of the current or failed statement."""
         return self._lines[-1] if self._lines else None
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """A function of the answer. Raises Beyond, RawError."""
+        """Call a function of the answer. Raises Beyond, RawError."""
         function = self._read.functions[name]
         names = [a.arg for a in function.args.args]
         if len(names) != len(arguments):
@@ -308,7 +309,7 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def _matched(left: Any, right: Any) -> tuple[Any, Any]:
-    """Two operands: a Python number that meets a register is one of fp32."""
+    """Two operands, with a Python number rounded to fp32 where it meets a register."""
     import numpy as np
 
     arrays = [isinstance(v, np.ndarray) for v in (left, right)]
@@ -320,12 +321,12 @@ def _matched(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def known_functions() -> dict[str, Callable[..., Any]]:
-    """Functions of ``cute`` and of ``primitives.device.values`` in fp32, by the name in the text. Those that
-    numpy lacks in vectors go element by element."""
+    """Functions of ``cute`` and of ``primitives.device.values`` in fp32, by their name in the text. Those
+    that numpy cannot vectorise go element by element."""
     import numpy as np
 
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Computed in fp64 and rounded once."""
+        """The function computed in fp64 and rounded once."""
 
         def rounded(*values: Any) -> Any:
             wide = [np.asarray(np.asarray(v, np.float32), np.float64) for v in values]
@@ -379,7 +380,7 @@ def known_words() -> str:
 
 
 def _refused(words: str, line: int | None) -> RawError:
-    """Of what cannot be computed: what to write in its place."""
+    """The refusal of an operation that cannot be computed, with its replacement."""
     return RawError(
         "arithmetic",
         f"{words}: this cannot be computed without a GPU, so nothing would show that it is right; write "

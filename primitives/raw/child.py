@@ -1,4 +1,4 @@
-"""A confined child that works on an edited text, what it may take, and what it leaves: hostile, all of it."""
+"""A confined child that works on an edited text: its limits, and its results, all of them hostile."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from typing import Any
 from coda_agent.primitives.raw.confine import confine
 from coda_agent.primitives.raw.error import RawError
 
-SECONDS = 120.0  # for one configuration: an honest one takes 2
+SECONDS = 120.0  # for one configuration; an honest one takes 2
 MOST_OBJECT, MOST_ANSWER = 16 << 20, 1 << 20  # bytes
-MOST_FILES, GLANCE = 256 << 20, 0.25  # bytes in its files, and seconds between two looks at them
-MOST_WORDS = 2000  # characters of what a compiler says
+MOST_FILES, GLANCE = 256 << 20, 0.25  # bytes in its files, and seconds between two checks of them
+MOST_WORDS = 2000  # characters of a compiler's message
 LAYERS = frozenset({"seccomp", "landlock"})  # without both nothing runs
 
 
 def run(work: Callable[[], dict[str, Any]], scratch: Path) -> Any:
-    """``work``'s answer from a forked, confined child, or what it died of; nothing of the child is left."""
+    """The result of ``work`` in a forked, confined child, or the reason of its death; no process is left."""
     parent, (answers, answer) = os.getpid(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -56,7 +56,8 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
         found: object = work()
     except RawError as error:
         found = told(error)
-    except BaseException as error:  # whatever an edited text raises, SystemExit too, is its author's to read
+    # whatever an edited text raises, SystemExit included, is for its author to read
+    except BaseException as error:
         found = {"code": "compiler"} | _words(error, scratch)
     with suppress(BaseException), os.fdopen(answer, "w") as pipe:
         pipe.write(json.dumps(found))
@@ -64,8 +65,8 @@ def _in_child(work: Callable[[], dict[str, Any]], parent: int, scratch: Path, an
 
 
 def refusal(told: object, text: str) -> RawError | None:
-    """What a confined child refused of a ``text``, if it did: some words are the text's own, so they must be
-    text, and steer no terminal."""
+    """A confined child's refusal of a ``text``, if it refused: parts of the message come from the text, so
+    they must be text, and steer no terminal."""
     match told:
         case {"code": str(code), "message": str(message), "line": int() | None as line}:
             known = line if line and 0 < line <= text.count("\n") + 1 else None
@@ -73,7 +74,7 @@ def refusal(told: object, text: str) -> RawError | None:
     return None
 
 
-_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # and whatever else a compiler tells a terminal
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours, and other terminal sequences of compilers
 
 
 def _printable(words: str) -> str:
@@ -82,7 +83,7 @@ def _printable(words: str) -> str:
 
 
 def demand(layers: Collection[str], missing: Collection[str]) -> None:
-    """Raises RawError where a process is not confined enough to look at a model's text."""
+    """Raise RawError where a process is not confined enough to read a model's text."""
     if not set(layers) >= LAYERS:
         raise RawError(
             "weak_jail",
@@ -92,12 +93,12 @@ def demand(layers: Collection[str], missing: Collection[str]) -> None:
 
 
 def told(error: RawError) -> dict[str, Any]:
-    """A refusal, for ``refusal`` to read."""
+    """A refusal, in the form that ``refusal`` reads."""
     return {"code": error.code, "message": error.message, "line": error.line}
 
 
 def _words(error: BaseException, scratch: Path) -> dict[str, Any]:
-    """What a compiler raised, and the last line of the text that it was at."""
+    """A compiler's exception, and the last line of the text in its traceback."""
     line, seen = None, error
     while line is None:
         frames = traceback.extract_tb(seen.__traceback__)
@@ -128,7 +129,7 @@ def _read(descriptor: int, deadline: float, scratch: Path) -> bytes | None:
 
 
 def _held(scratch: Path) -> int:
-    """Bytes that files of a child take. RawError where they cannot all be seen."""
+    """Bytes of a child's files. RawError where not all can be seen."""
     held = 0
     for place, _, names in os.walk(scratch, onerror=_hidden):
         for name in names:
@@ -140,21 +141,21 @@ def _held(scratch: Path) -> int:
 
 
 def _hidden(error: OSError) -> None:
-    """What is gone takes no room; what is out of reach may take any."""
+    """A file that is gone takes no space; one out of reach may take any."""
     if not isinstance(error, FileNotFoundError):
         raise RawError("files", f"the compile made folders that cannot be listed: {error.strerror}", None)
 
 
 def _ended(child: int) -> int:
-    """Kill what is left of the child and its group, and reap it."""
-    for kill in (os.killpg, os.kill):  # it leads a group of its own since it is confined
+    """Kill the rest of the child and its group, and reap it."""
+    for kill in (os.killpg, os.kill):  # it leads its own group once it is confined
         with suppress(ProcessLookupError):
             kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def left(path: Path) -> bytes:
-    """A file that somebody else may have made."""
+    """The content of a file that somebody else may have made."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -173,7 +174,8 @@ def left(path: Path) -> bytes:
 
 
 def empty(scratch: Path) -> None:
-    """Of whatever a child made: folders nested deeper than a path is long, or that nobody may list."""
+    """Remove whatever a child made, including folders nested deeper than a path is long, or that nobody may
+    list."""
     while left := list(scratch.iterdir()):
         for path in left:
             if path.is_symlink() or not path.is_dir():

@@ -1,8 +1,8 @@
-"""What a process that compiles raw CuTeDSL may do: compute, read the compiler, and write to its scratch.
+"""Confinement for compiling raw CuTeDSL: compute, read the compiler's files, write to a scratch folder.
 
-A raw module is Python, and the compiler works for whatever runs beside it. So the child that executes the
-module gives up, before it reads it, the network, other processes and programs, every file but those of
-the installed packages and its scratch, and all it has inherited. Executable memory stays: the compiler's
+A raw module is Python, and the compiler works for any code beside it. So before it reads the module, the
+child that executes it gives up the network, other processes and programs, every file but those of the
+installed packages and its scratch folder, and all that it inherited. Executable memory stays: the compiler's
 own engine links the host code that it exports.
 """
 
@@ -27,13 +27,13 @@ LIMITS = {
     "DATA": subprocesses.MEMORY_BYTES,
     "CORE": 0,
 }
-PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")  # they load parts of theirs late
+PACKAGES = ("cutlass", "quack", "torch", "triton", "tvm_ffi", "numpy")  # they load parts of themselves late
 INSTALLED = ("site-packages", "dist-packages")
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
 KEPT = ("CUTE_DSL_", "QUACK_", "LC_", "LANG")
 
-# Traced from compiles of the corpus; then what glibc takes in their place elsewhere, and for a crash's last
-# words. No chmod, chown, utime, link or truncate by path: Landlock does not know them.
+# Traced from compiles of the corpus; then glibc's replacements elsewhere, and those for a crash's last words.
+# No chmod, chown, utime, link or truncate by path: Landlock does not cover them.
 CALLS = {
     "x86_64": {
         "gettid": 186, **sandbox.CALLS["x86_64"],
@@ -63,9 +63,9 @@ CALLS = {
 }  # fmt: skip
 _CLONE_THREAD = 0x10000
 _CLONE_ASTRAY = 0x7E02_6000  # new namespaces, vfork, a tracer's inheritance
-_TCGETS, _FIOCLEX = 0x5401, 0x5451  # Python asks them of every file
+_TCGETS, _FIOCLEX = 0x5401, 0x5451  # Python calls them on every file
 _PR_SET_NAME = 15
-_DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # fcntl's, but for locks, leases and signals
+_DUPLICATE, _FLAGS = (0, 1030), (1, 2, 3, 4)  # fcntl's commands, without locks, leases and signals
 
 
 def _rules() -> dict[str, Rule]:
@@ -83,10 +83,10 @@ def _rules() -> dict[str, Rule]:
 def confine(
     parent: int, scratch: Path, *, keep: Collection[int] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """For a child of one thread, forked to compile: give up, for good, all that a compile does not need.
+    """Give up, for good, all that a compile does not need; for a forked child of one thread.
 
-    It dies with its ``parent``'s thread that forked it. Descriptors but ``keep`` are closed (0, 1 and 2 lead
-    nowhere); the working directory, HOME and TMPDIR are ``scratch``, an existing directory. Returns the
+    It dies with the ``parent`` thread that forked it. Descriptors other than ``keep`` are closed (0, 1 and 2
+    lead nowhere); the working directory, HOME and TMPDIR are ``scratch``, an existing directory. Returns the
     layers in force and those missing: without ``landlock`` or ``seccomp`` no raw module may run.
     """
     home = str(scratch.resolve())
@@ -102,14 +102,15 @@ def confine(
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Of an environment, what a compile needs: no keys, no tokens.
+    """The parts of an environment that a compile needs: no keys, no tokens.
 
-    A forked child keeps a copy of its parent's memory, so start that parent with this one."""
+    A forked child keeps a copy of its parent's memory, so start that parent with this environment.
+    """
     return {name: value for name, value in given.items() if name.startswith(KEPT)}
 
 
 def _leave(home: str, keep: Collection[int]) -> None:
-    """A session of its own; nothing inherited."""
+    """Start an own session, and drop everything inherited."""
     if os.getsid(0) != os.getpid():
         os.setsid()
     os.chdir(home)
@@ -128,8 +129,8 @@ def _leave(home: str, keep: Collection[int]) -> None:
 
 
 def readable() -> list[str]:
-    """The standard library, the folders where packages are installed, our own ``primitives``, and the
-    system's libraries: neither the rest of this project nor anyone's home."""
+    """The standard library, the folders of installed packages, our own ``primitives``, and the system's
+    libraries: neither the rest of this project nor anyone's home."""
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)

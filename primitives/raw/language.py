@@ -1,10 +1,10 @@
 """The language of raw modules: the part of Python that writes a kernel, checked on the syntax tree before the
 module runs.
 
-The check gives authors errors with a line and a remedy, and stands in front of the walls that the operating
-system gives (``primitives.raw.confine``): names come from listed modules, nothing is set on objects, no
-attribute leads out of a value, and what is traced for the host, where a compiled kernel has the powers of the
-process that launches it, is not an author's to write. Raises RawError.
+The check gives authors errors with a line and a remedy, in front of the operating system's walls
+(``primitives.raw.confine``): names come from listed modules, nothing is set on objects, no attribute leads
+out of a value, and authors do not write code that is traced for the host, where a compiled kernel has the
+powers of the process that launches it. Raises RawError.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_BYTES = 128 << 10
 
 
 def check(text: str, wanted: Collection[str]) -> None:
-    """``wanted``: the classes that the module must define.
+    """Check a module; ``wanted`` are the classes that it must define.
 
-    RawError: ``too_large``, ``syntax``, ``language``, ``vocabulary``, ``host`` or ``kernel``, the line, and
-    words that say what would work.
+    RawError: ``too_large``, ``syntax``, ``language``, ``vocabulary``, ``host`` or ``kernel``, the line, and a
+    message with the remedy.
     """
     checker = _Checker(_parse(text))
     try:
@@ -44,7 +44,7 @@ def _parse(text: str) -> ast.Module:
         raise RawError("too_large", f"the module has {size} bytes of at most {MAX_BYTES}: shorten it")
     try:
         data = text.encode()
-        # The import heeds a declared encoding, in which a comment may be code; a reader sees the comment.
+        # Python heeds a declared encoding, in which a comment may be code that a reader takes for a comment.
         if tokenize.detect_encoding(io.BytesIO(data).readline)[0] not in ("utf-8", "utf-8-sig"):
             raise RawError("language", "the text is UTF-8: it declares no other encoding", 1)
         return ast.parse(data)
@@ -55,7 +55,7 @@ def _parse(text: str) -> ast.Module:
 
 
 class _Checker(Reader):
-    """A module, and its classes; what is traced for the host is not an author's to write."""
+    """A module and its classes; authors do not write code that is traced for the host."""
 
     # The module
 
@@ -173,7 +173,7 @@ class _Checker(Reader):
             self._refuse(f"{name}: what the host looks for is not an author's to write", "host")
 
     def _replaceable(self, name: str, base: type) -> None:
-        """A class gives values in place of its base's values, and of no method, class or property."""
+        """A class may replace its base's values, but no method, class or property."""
         if not isinstance(getattr(base, name), bool | int | float | str | tuple | None):
             self._refuse(
                 f"{name} is {base.__name__}'s method or class, and no value to give: of its base's a class "
@@ -197,7 +197,7 @@ class _Checker(Reader):
             self._method = False
 
     def _setting(self, node: ast.expr) -> None:
-        """A value in a class: simple, or resources and the arguments they make."""
+        """A value in a class: simple, or resources and their arguments."""
         self._at(node)
         match node:
             case ast.Tuple(elts=parts) if any(isinstance(p, ast.Call) for p in parts):
@@ -283,7 +283,7 @@ class _Checker(Reader):
         )
 
     def _plain_parameters(self, node: ast.FunctionDef) -> set[str]:
-        """The names of what a caller passes: all but ``self``, where that comes first."""
+        """The names of the parameters, except a leading ``self``."""
         given = node.args
         self._parameters(given)
         placed = [*given.posonlyargs, *given.args]
@@ -319,8 +319,8 @@ class _Checker(Reader):
                 self._refuse(f"{STAGES} runs on the host: it assigns, chooses with if, and returns", "host")
 
     def _arithmetic(self, node: ast.expr) -> None:
-        """An expression of the host's: numbers and shapes. What it is given, tensors, stands there for its
-        shape alone: an element of one, found or iterated over, would be read by the launcher."""
+        """An expression for the host: numbers and shapes. Tensors stand for their shape alone: the launcher
+        would read an element."""
         self._at(node)
         match node:
             case ast.Constant(value=int() | float() | None):
@@ -374,7 +374,7 @@ class _Checker(Reader):
                 self._refuse("on the host there is arithmetic of sizes only", "host")
 
     def _passed_on(self, called: ast.expr, part: ast.expr) -> bool:
-        """Whether a part of a call that counts is given to the host, and the call reads its shape alone."""
+        """Whether this part of a counted call is passed to the host by a call that reads its shape alone."""
         if isinstance(called, ast.Attribute) and is_super(called.value):
             part = part.value if isinstance(part, ast.Starred) else part
         elif not isinstance(called, ast.Attribute) or called.attr not in ("size", "shape"):
@@ -394,7 +394,7 @@ class _Checker(Reader):
 
 
 def _module_names(tree: ast.Module) -> Iterator[str]:
-    """What the module's own level binds, once for each place."""
+    """The names bound at module level, once for each place."""
     for node in tree.body:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):

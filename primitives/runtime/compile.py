@@ -1,8 +1,8 @@
-"""Compiling lowered modules: kernels to call, and cubins with a resource report.
+"""Compile lowered modules: kernels to call, and cubins with a resource report.
 
-A program's own text is compiled here (``jit``), one that an author has edited in confinement
-(``primitives.raw``). The resource report needs no GPU: it compiles for sm_90a in a child process and reads
-the cubin. ``python -m coda_agent.primitives.runtime.compile`` is that child.
+A program's own text is compiled here (``jit``), an edited one in confinement (``primitives.raw``). The
+resource report needs no GPU: it compiles for sm_90a in a child process and reads the cubin. ``python -m
+coda_agent.primitives.runtime.compile`` is that child.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.files import cache_dir, kept
 
-CROWDED = "shared_memory"  # the code of a step that no tile has room for
-FORMAT = 5  # of the file that keeps a report, and of what is counted in it
+CROWDED = "shared_memory"  # code of a step that fits no tile
+FORMAT = 5  # version of the kept reports
 
 
 def compile_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """Compile a step for one schedule; of ``sizes`` only those of static dims matter. Its A crosses as
-    [M, K], whatever its strides; B as it is stored: [K, N], or [N, K] where ``b_transposed``. Of a raw text,
-    the object that a confined child makes or has made: CompileError where it refuses, as below."""
+    """Compile a step for one schedule; only the static dims of ``sizes`` matter.
+
+    A is passed as [M, K], whatever its strides; B as stored: [K, N], or [N, K] where ``b_transposed``. For a
+    raw text this is the object of a confined child, now or before; CompileError where it refuses.
+    """
     if lowered.raw:
         return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
     return cached_gemm(lowered, kernel, schedule, sizes)
@@ -61,12 +63,12 @@ def compile_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]
 def report(
     program: Program, sizes: Mapping[str, int], schedules: Iterable[Schedule] = PROBES, raw: str = ""
 ) -> tuple[Resources, ...]:
-    """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins; of an edited text
-    (``raw``) in a confined child of the child.
+    """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins; an edited text
+    (``raw``) compiles in a confined child of the child.
 
-    ``sizes`` holds the static dims; schedules that a step does not fit are left out, and where none is left,
-    one that it fits is taken (``probe_schedules``). Runs in a child process (a compiler can crash) and is
-    kept by content. Raises CompileError, with the code CROWDED where a step fits none, and CacheError.
+    ``sizes`` holds the static dims. Schedules that a step does not fit are left out; if none is left, one
+    that it fits is taken (``probe_schedules``). Runs in a child process, since a compiler can crash, and is
+    cached by content. Raises CompileError, with the code CROWDED where a step fits no tile, and CacheError.
     """
     lowered = lower(program, raw)
     static = {dim: sizes[dim] for dim in program.signature.static}
@@ -82,7 +84,7 @@ def report(
 def _tried(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """The schedules that each step is compiled on; none where no tile holds its heads."""
+    """The schedules to compile each step on; none where no tile holds its heads."""
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)
@@ -97,18 +99,18 @@ COMPILE_SECONDS = 300
 
 
 def _run_child(request: str) -> str:
-    """The child's answer. CompileError with its words, or with the bound that ended it: time or memory."""
+    """The child's answer. CompileError with its message, or with the limit that ended it: time or memory."""
     with _turn:
         child = _child()
         try:
             return child.answer(request)
-        except BaseException:  # one that failed, or was interrupted, is not asked again
+        except BaseException:  # a child that failed or was interrupted is not used again
             child.end()
             raise
 
 
 def _child() -> _Child:
-    """The one that was started before, or a new one."""
+    """The running child, or a new one."""
     global _kept
     if _kept is None or not _kept.usable():
         if _kept is not None:
@@ -118,7 +120,7 @@ def _child() -> _Child:
 
 
 class _Child:
-    """A process that compiles, one request after the other: its imports take longer than most compiles."""
+    """A process that compiles one request after the other: its imports take longer than most compiles."""
 
     def __init__(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
@@ -133,7 +135,7 @@ class _Child:
 
     @staticmethod
     def _circumstances() -> tuple[object, ...]:
-        """Who starts a child, and what decides which code and files it works with."""
+        """The process that starts a child, and the settings that decide its code and files."""
         paths = (os.environ.get("PYTHONPATH"), cache_dir())
         return os.getpid(), sys.executable, subprocesses.MEMORY_BYTES, *paths
 
@@ -169,13 +171,13 @@ _kept: _Child | None = None
 
 
 def _environment() -> dict[str, str]:
-    """A user's settings of the compilers must not change what is reported."""
+    """The compile's environment: a user's settings of the compilers must not change the report."""
     given = {k: v for k, v in subprocesses.environment().items() if not k.startswith(("CUTE_DSL_", "QUACK_"))}
     return given | subprocesses.HOPPER
 
 
 def _serve(scratch: Path) -> None:
-    """A request a line in, an answer a line out: resources, or what the compiler said."""
+    """Read a request a line and write an answer a line: resources, or the compiler's message."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
     for line in sys.stdin:

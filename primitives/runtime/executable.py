@@ -1,5 +1,5 @@
-"""Plans: a program bound to sizes and schedules, its kernels compiled, one workspace allocated and every host
-decision taken; calling one launches."""
+"""Plans: a program bound to sizes and schedules, with its kernels compiled, one workspace allocated and every
+host decision made; calling one launches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from coda_agent.primitives.runtime.turns import CudaStreams, Turns
 if TYPE_CHECKING:
     import torch
 
-GAP = 4096  # bytes around each tensor of a workspace, in which a proof sees what is written astray
+GAP = 4096  # bytes around each tensor of a workspace, where a check sees stray writes
 
 
 class _Slots:
-    """The tensors and numbers that launches pick from, by position: a call's inputs and outputs, then
-    what is fixed once, then what derives from the former."""
+    """The tensors and numbers of launches, by position: a call's inputs and outputs, then fixed values, then
+    views derived from both."""
 
     def __init__(self, names: Sequence[str]):
         self._index: dict[Hashable, int] = {name: i for i, name in enumerate(names)}
@@ -38,17 +38,18 @@ class _Slots:
         self.nothing = self.fix(None, None)
 
     def fix(self, key: Hashable, value: Any) -> int:
-        """The slot of something that no call changes. All of these come before any derived one."""
+        """The slot of a value that no call changes. All of these come before any derived one."""
         self._index[key] = self._given + len(self.fixed)
         self.fixed.append(value)
         return self._index[key]
 
     def at(self, key: Hashable) -> int:
-        """The slot of what was named or fixed before."""
+        """The slot of a named or fixed value."""
         return self._index[key]
 
     def derive(self, source: int, change: Callable[[Any], Any]) -> int:
-        """The slot of a view that each call takes of another slot; of a fixed one it is taken here, once."""
+        """The slot of a view that each call takes of another slot; a fixed slot's view is taken here, once.
+        """
         if (source, change) not in self._index:
             self._index[source, change] = self._given + len(self.fixed) + len(self.derived)
             once = 0 <= source - self._given < len(self.fixed)
@@ -81,7 +82,7 @@ def _listed(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Span:
-    """Some of what lies along an axis of a tensor."""
+    """A range along an axis of a tensor."""
 
     axis: int
     first: int
@@ -89,12 +90,12 @@ class _Span:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.axis == 0:
-            return tensor[self.first : self.past]  # half of what narrow costs the host
+            return tensor[self.first : self.past]  # half the host time of narrow
         return tensor.narrow(self.axis, self.first, self.past - self.first)
 
 
 def _picker(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """itemgetter that gives a tuple for one item too."""
+    """itemgetter that returns a tuple even for one item."""
     if len(slots) > 1:
         return itemgetter(*slots)
     (only,) = slots
@@ -102,7 +103,8 @@ def _picker(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 Launch = Callable[[Sequence[Any]], None]
-Part = tuple[Literal["gemm", "vector"], int]  # of a program: a step's GEMM, or the vectors final after it
+# a program's part: a step's GEMM, or the vectors that are final after it
+Part = tuple[Literal["gemm", "vector"], int]
 
 
 class Plan:
@@ -159,7 +161,7 @@ class Plan:
         return [d(self.sizes) for d in self._steps.types[index].shape]
 
     def _partials(self, gemm: GemmKernel, reduced: int) -> list[int]:
-        """[1, M, tiles along N] of a reduction along rows, [1, tiles along M, N] of one along columns."""
+        """[1, M, tiles along N] for a reduction along rows, [1, tiles along M, N] for one along columns."""
         rows, columns = self._shape(self._steps.gemms[gemm.step].gemm)
         schedule = self.schedules[gemm.step]
         if self._along_columns(reduced):
@@ -171,8 +173,8 @@ class Plan:
         return how is not None and how.axis == "column"
 
     def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
-        """What lives between kernels, in one buffer: tiles and vectors that are no outputs, then partials,
-        which are as many as the chosen tiles make them."""
+        """Tensors between kernels, in one buffer: tiles and vectors that are not outputs, then partials,
+        whose number depends on the chosen tiles."""
         import torch
 
         values: dict[Hashable, tuple[list[int], str]] = {}
@@ -187,8 +189,8 @@ class Plan:
             for a in vector.arguments:
                 if a.role == "out" and a.node not in self._names:
                     values["value", a.node] = (self._shape(a.node), a.dtype)
-        # Values lie at one place whatever the tiles: plans of a race share a buffer, and run a step on what
-        # earlier ones left there.
+        # Values keep their place whatever the tiles: plans of a race share a buffer, and run a step on the
+        # results of earlier ones.
         wanted = values | partials
         sizes = {
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
@@ -198,7 +200,7 @@ class Plan:
         if workspace is None or workspace.numel() < total:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
-        # Selections start and are left at -inf (the finishing kernel sees to it): no other plan's bytes.
+        # Selections start and end at -inf (the finishing kernel restores it), not with another plan's bytes.
         selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
@@ -227,8 +229,8 @@ class Plan:
         return self._slots.at(self._names.get(node) or ("value", node))
 
     def _slot(self, argument: Argument | None, pointer: Callable[[torch.Tensor], Any] = _address) -> int:
-        """Where a launch finds an argument; ``pointer``: as what a number in memory crosses."""
-        if argument is None or argument.role == "head":  # which is a number in the compiled kernel
+        """The slot of an argument; ``pointer``: passed as a number in memory."""
+        if argument is None or argument.role == "head":  # this is a number in the compiled kernel
             return self._slots.nothing
         if argument.role in ("scalar", "extent"):
             return self._slots.at((argument.role, argument.node))
@@ -264,7 +266,7 @@ class Plan:
     def _launch(
         self, kernel: GemmKernel, schedule: Schedule, clusters: int, rows: tuple[int, int] | None = None
     ) -> Launch:
-        """A step, or some of its ``rows``, on so many clusters at a time."""
+        """Launch a step, or some of its ``rows``, on this many clusters at a time."""
         from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
         compiled = compile_gemm(self.lowered, kernel, schedule, self.sizes)
@@ -286,7 +288,7 @@ class Plan:
         return launch
 
     def _rows(self, argument: Argument | None, schedule: Schedule, rows: tuple[int, int] | None) -> int:
-        """Where a launch of some rows finds what it reads and writes of an argument."""
+        """The slot of the part of an argument that a launch of some rows uses."""
         slot = self._slot(argument)
         if argument is None or rows is None:
             return slot
@@ -303,7 +305,7 @@ class Plan:
         return slot
 
     def _epilogue_arguments(self, step: int) -> Any:
-        """The class of a step's epilogue arguments: an edited text's are those of the program's own."""
+        """The class of a step's epilogue arguments; an edited text uses the program's own."""
         lowered = lower(self.program) if self.lowered.raw else self.lowered
         name = next(g.name for g in lowered.gemms if g.step == step)
         return getattr(load_module(lowered), name).EpilogueArguments
@@ -325,8 +327,8 @@ class Plan:
         }
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Launch on the current stream. The caller vouches for shapes, dtypes and device. An output that
-        updates an input may be that input's tensor: it is then written over."""
+        """Launch on the current stream. The caller guarantees shapes, dtypes and device. An output that
+        updates an input may be that input's tensor, which is then overwritten."""
         with self._turns.lock:
             self._turns.take()
             slots = self._fill(inputs, outputs)
@@ -336,7 +338,7 @@ class Plan:
     def run_step(
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
-        """One GEMM and the vectors that are final after it, on what ``run`` left for it."""
+        """Launch one GEMM and the vectors that are final after it, on the results of an earlier ``run``."""
         self.run_parts((("gemm", step), ("vector", step)), inputs, outputs)
 
     def run_parts(
@@ -345,7 +347,7 @@ class Plan:
         inputs: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
     ) -> None:
-        """Some of ``parts``, in their order, on what ``run`` left for them."""
+        """Launch some of ``parts``, in order, on the results of an earlier ``run``."""
         with self._turns.lock:
             self._turns.take()
             slots = self._fill(inputs, outputs)
@@ -355,7 +357,7 @@ class Plan:
 
     def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:
         for output, name in self._added:
-            if outputs[output] is not inputs[name]:  # a sum is added to what is there
+            if outputs[output] is not inputs[name]:  # the kernel adds to its content
                 outputs[output].copy_(inputs[name])
         slots: list[Any] = [inputs[name] for name in self._inputs]
         slots += [outputs[name] for name in self._outputs]
@@ -365,7 +367,7 @@ class Plan:
         return slots
 
     def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Outputs as a caller wants them: fresh ones, but for those that are written over an input."""
+        """A caller's outputs: fresh ones, except those that overwrite an input."""
         updated = {output: inputs[name] for output, name in self.program.signature.updates.items()}
         return {**self.outputs(), **updated}
 

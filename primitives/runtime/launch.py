@@ -1,7 +1,7 @@
 """Launching: Program x CUDA tensors -> CUDA tensors, planned once and then called cheaply.
 
-A ``Kernel`` checks its tensors (``launchable``), has its schedules tuned (``tune``)
-and keeps a plan (``primitives.runtime.executable``) for their sizes.
+A ``Kernel`` checks its tensors (``launchable``), tunes its schedules (``tune``) and keeps a plan for their
+sizes (``primitives.runtime.executable``).
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Kernel:
     def load(
         cls, path: str | Path, schedules: Mapping[int, Schedule] | None = None, raw: str | Path | None = None
     ) -> Kernel:
-        """Read a NAME.program.json; ``raw``: and a NAME.raw.py, which is compiled in confinement and runs in
-        place of the program's own text, on schedules that the report beside it says it was proved on. Raises
-        OSError, or ProgramError for what is no program."""
+        """Read a NAME.program.json and, with ``raw``, a NAME.raw.py, which is compiled in confinement and
+        replaces the program's own text, on the schedules that the report beside it was measured on. Raises
+        OSError, or ProgramError for an invalid program."""
         text, edited = (Path(p).read_text(encoding="utf-8") if p else "" for p in (path, raw))
         program = Program.from_json(text)
         known = _proved(program, edited, Path(raw)) if raw else None
@@ -75,8 +75,8 @@ class Kernel:
         key = (device, *sorted(sizes.items()))
         found = self._plans.get(key)
         if found is None:
-            check_sizes(self.program, sizes)  # of a plan's sizes this is known
-            with self._planning, _current(device):  # one thread plans, and the others take its plan
+            check_sizes(self.program, sizes)  # an existing plan's sizes are known to fit
+            with self._planning, _current(device):  # one thread plans, the others use its plan
                 found = self._plans.get(key) or self._planned(inputs, sizes, device)
                 self._plans[key] = found
         return found
@@ -101,7 +101,7 @@ class Kernel:
                 )
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Outputs by name; one that updates an input is that input's tensor, written over. LaunchError for
+        """Outputs by name; one that updates an input is that input's tensor, overwritten. LaunchError for
         inputs that cannot be launched on."""
         import torch
 
@@ -114,7 +114,7 @@ class Kernel:
 
 
 def _proved(program: Program, text: str, path: Path) -> dict[int, list[Schedule]]:
-    """By step, the schedules that the report beside an edited text measured it on; none where there is no
+    """By step, the schedules that an edited text was measured on by the report beside it; none without a
     report of this text."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
     if report.get("identity", {}).get("lowered_hash") != lower(program, text).hash:
@@ -123,8 +123,8 @@ def _proved(program: Program, text: str, path: Path) -> dict[int, list[Schedule]
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, ``device`` is PyTorch's current one: a kernel goes to that one's stream, wherever its tensors
-    lie."""
+    """Within, ``device`` is PyTorch's current one, so that a kernel goes to its stream, wherever its tensors
+    are."""
     import torch
 
     if device.type != "cuda" or device.index == torch.cuda.current_device():

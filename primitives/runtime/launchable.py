@@ -1,4 +1,4 @@
-"""What a program can be launched on: checks of tensors and sizes, made before any kernel runs."""
+"""Checks of tensors and sizes before any kernel runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coda_agent.primitives.lang.partition import cut
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 16  # bytes: what the bulk tensor copies need of addresses and row strides
+ALIGNMENT = 16  # bytes that bulk tensor copies need addresses and row strides to be multiples of
 
 
 class LaunchError(Exception):
@@ -22,14 +22,14 @@ class LaunchError(Exception):
 
 
 def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
-    """Which rows are no multiple of 16 bytes at these sizes, in words; empty if all are."""
+    """Messages on rows that are no multiple of 16 bytes at these sizes; empty if all are."""
     signature, types = program.signature, program.types()
     tensors = {name: (t.shape, t.dtype) for name, t in {**signature.inputs, **signature.outputs}.items()}
     for index, dtype in cut(program).dtypes.items():
         if types[index].kind == "tile" and index not in program.outputs.values():
             tensors[f"the tile that node {index} hands on"] = (types[index].shape, dtype)
     for name, index in program.outputs.items():
-        if types[index].kind == "head":  # threads store statistics themselves, one by one
+        if types[index].kind == "head":  # threads store statistics one by one
             del tensors[name]
     found = []
     for name, (shape, dtype) in tensors.items():
@@ -41,17 +41,17 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
 
 
 def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
-    """LaunchError for sizes at which a tensor is empty or has rows that do not align."""
+    """LaunchError for sizes at which a tensor is empty or has misaligned rows."""
     errors = [*empty(program.signature, sizes), *alignment_errors(program, sizes)]
     if errors:
         raise LaunchError("; ".join(errors))
 
 
 def check_tensors(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sizes of tensors that are what the signature says; LaunchError naming what is wrong otherwise.
+    """The sizes of tensors that match the signature; LaunchError where they do not.
 
-    A tensor that requires grad is refused while PyTorch records gradients: a kernel is no autograd function,
-    so a loss made of its outputs would train nothing, and nobody would be told.
+    A tensor that requires grad is refused while PyTorch records gradients: a kernel has no autograd, so a
+    loss made of its outputs would silently train nothing.
     """
     import torch
 
@@ -92,8 +92,8 @@ def check_tensors(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> d
 
 
 def _check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> None:
-    """LaunchError where an input that is written over shares memory with another one. What the program itself
-    reads of it, element by element where the output is computed, was checked when it was traced."""
+    """LaunchError where an input that is overwritten shares memory with another. The program's own
+    element-wise reads of it were checked when it was traced."""
     spans = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for n, t in inputs.items()}
     for output, written in signature.updates.items():
         start, end = spans[written]
@@ -106,9 +106,9 @@ def _check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> 
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements with the strides of a fresh tensor, no copy; most tensors come back as they are.
-    PyTorch calls one row contiguous whatever its stride, which bulk copies want to be a multiple of 16 bytes.
-    """
+    """The same elements with a fresh tensor's strides, without a copy; most tensors come back unchanged.
+    PyTorch calls a single row contiguous whatever its stride, which bulk copies need to be a multiple of 16
+    bytes."""
     if 1 not in tensor.shape or not tensor.is_contiguous():
         return tensor
     strides = tuple(prod(max(1, n) for n in tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
@@ -116,7 +116,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
-    """Which inputs and outputs would have no elements at these sizes, in words: a shape may subtract."""
+    """Messages on inputs and outputs without elements at these sizes: a shape may subtract."""
     found = []
     for name, tensor in {**signature.inputs, **signature.outputs}.items():
         extents = [d(sizes) for d in tensor.shape]

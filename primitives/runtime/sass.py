@@ -1,10 +1,9 @@
-"""Machine code beside the lowered text: which instructions each of its lines became.
+"""Machine code beside the lowered text: the instructions of each of its lines.
 
-CuTeDSL's line info, which changes no instruction, names the file and line that an operation was traced at;
-what a line of the lowered text calls (``sigmoid``, ``pack``) counts as that line's here. Instructions are
-counted as they stand in the code, not as often as they run; an epilogue is unrolled whole, so that its counts
-are a thread's for one tile. Compiles without a GPU, in a child process, which is this module run by
-``python -m``.
+CuTeDSL's line info, which changes no instruction, gives the file and line where an operation was traced;
+calls of a lowered line (``sigmoid``, ``pack``) count as that line's. Instructions are counted as they stand
+in the code, not as often as they run; an epilogue is unrolled whole, so its counts are a thread's for one
+tile. Compiles without a GPU, in a child process, which is this module run by ``python -m``.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from coda_agent.primitives.runtime.compile import COMPILE_SECONDS, _environment
 from coda_agent.primitives.system import subprocesses
 from coda_agent.primitives.system.files import kept
 
-FORMAT = 2  # of the file that keeps a listing, and of how it is found
-LOWERED = ""  # the file of the lowered text itself
+FORMAT = 2  # version of the kept listings
+LOWERED = ""  # the file name of the lowered text itself
 
 _KINDS = {
     "HGMMA": "HGMMA QGMMA",
@@ -53,15 +52,15 @@ _KINDS = {
     "integer": "IADD3 IMAD IMNMX ISETP LEA LOP3 MOV PLOP3 POPC PRMT SEL SHF VIADD VIADDMNMX VIMNMX",
 }
 OTHER = "other"
-KINDS = (*_KINDS, OTHER)  # what instructions are counted by, in the order they are shown
+KINDS = (*_KINDS, OTHER)  # kinds of instructions, in the order they are shown
 Key = TypeVar("Key", int, str)
 _KIND = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One machine instruction: its byte address in the kernel, its text, and the ``line`` of ``file`` that it
-    comes from: LOWERED, a file of a library's or the project's, or "?" where the compiler kept none."""
+    """One machine instruction: its byte address in the kernel, its text, and its source ``line`` of ``file``:
+    LOWERED, a library's or the project's file, or "?" where the compiler kept none."""
 
     address: int
     text: str
@@ -78,9 +77,9 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Listing:
-    """A kernel's instructions by address, and what it was compiled for: ``schedule`` of a GEMM, else None.
-    ``source`` has the lines of its class in the lowered text, by their numbers. ``part``: which of its step's
-    launches this is, from 1, and of how many; of a ``split`` step two, which are compiled of one class."""
+    """A kernel's instructions by address, and its configuration: a GEMM's ``schedule``, else None. ``source``
+    has its class's lines in the lowered text, by number. ``part``: which of its step's launches this is, from
+    1, and of how many; a ``split`` step has two, compiled from one class."""
 
     kernel: str
     schedule: Schedule | None
@@ -89,15 +88,16 @@ class Listing:
     part: tuple[int, int] = (1, 1)
 
     def total(self) -> Counter[str]:
-        """How many there are of each kind."""
+        """The number of instructions of each kind."""
         return Counter(i.kind for i in self.instructions)
 
     def lines(self) -> dict[int, Counter[str]]:
-        """How many of each kind a line of the lowered text became, by its number; lines of none left out."""
+        """The instructions of each kind of a line of the lowered text, by its number; lines without any are
+        left out."""
         return _counted((i.line, i.kind) for i in self.instructions if i.file == LOWERED)
 
     def elsewhere(self) -> dict[str, Counter[str]]:
-        """The others, by the file they come from, most first: the mainloop, the scheduler, stores by TMA."""
+        """The other instructions by their file, most first: the mainloop, the scheduler, stores by TMA."""
         found = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
@@ -115,12 +115,12 @@ def disassemble(
     schedules: Mapping[int, Schedule] | None = None,
     raw: str = "",
 ) -> tuple[Listing, ...]:
-    """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions: of a step in
-    two launches those of both, in order.
+    """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions; a step in two
+    launches has both, in order.
 
-    ``sizes`` holds the static dims; a step that ``schedules`` lacks takes the first of its probes.
-    Runs in a child process, for an edited text (``raw``) in a confined child of that, and is kept by content.
-    Raises CompileError, and CacheError.
+    ``sizes`` holds the static dims; a step without an entry in ``schedules`` takes the first of its probes.
+    Runs in a child process, for an edited text (``raw``) in a confined child of that, and is cached by
+    content. Raises CompileError, and CacheError.
     """
     lowered = lower(program, raw)
     static = {dim: sizes[dim] for dim in program.signature.static}
@@ -150,7 +150,7 @@ def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _run_child(request: str) -> str:
-    """The child's answer; CompileError with its words, or with the bound that ended it."""
+    """The child's answer; CompileError with its message, or with the limit that ended it."""
     with tempfile.TemporaryDirectory(prefix="coda-sass-") as scratch:
         dump = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
         begin = partial(
@@ -196,7 +196,8 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """What is traced within belongs to the innermost line of the lowered text that it was called from."""
+    """Within, traced operations belong to the innermost line of the lowered text that they were called from.
+    """
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
 
@@ -217,7 +218,7 @@ def _row(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> dict[str, Any]:
-    """What a Listing is made of: of a ``step``'s schedule, the kernel of its ``launch``, from 0."""
+    """The fields of a Listing: for a ``step``'s schedule, the kernel of its ``launch``, from 0."""
     data, path = _cubin(lowered, kernel, step and step.launches[launch], sizes, scratch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(data)
@@ -237,8 +238,8 @@ _LABEL = re.compile(r"(\.L_\w+):")
 
 
 def parse(sass: str, lowered: str) -> Iterator[Instruction]:
-    """The instructions of ``nvdisasm -c -g``'s text; ``lowered`` is the path of the lowered text. Labels
-    become the addresses that they stand for."""
+    """The instructions in the output of ``nvdisasm -c -g``; ``lowered`` is the path of the lowered text.
+    Labels become the addresses that they stand for."""
     place, waiting = ("?", 0), []
     labels: dict[str, str] = {}
     found: list[Instruction] = []
@@ -251,7 +252,7 @@ def parse(sass: str, lowered: str) -> Iterator[Instruction]:
             labels |= dict.fromkeys(waiting, f"{int(code[1], 16):#06x}")
             waiting.clear()
             found.append(Instruction(int(code[1], 16), code[2], *place))
-    while found and found[-1].text == "NOP":  # that pad the kernel's end
+    while found and found[-1].text == "NOP":  # padding at the kernel's end
         found.pop()
     for i in found:
         text = re.sub(r"`\((\.L_\w+)\)", lambda m: labels.get(m[1], m[1]), i.text)

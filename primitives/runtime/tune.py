@@ -1,10 +1,10 @@
-"""Tuning: which schedule runs each step fastest at given sizes, on this GPU.
+"""Tuning: find the fastest schedule of each step at given sizes, on this GPU.
 
-Every tile (small ones where the output is) and cluster of two at the usual rasterisation, pingpong also with
-a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction hints, the best ones
-also on clusters of four; then the best of both, the best five tiles among them, in a longer race, because
-the first two pick among noise. Candidates are compiled in parallel processes, timed interleaved in random
-order with a cold L2, and the choice is kept under the hash of text, sizes and GPU.
+First every tile (small ones where the output is small) and cluster of two at the usual rasterisation,
+pingpong also with a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction
+hints, the best ones also on clusters of four; then the best of both, the best five tiles among them, in a
+longer race, because the first two pick among noise. Candidates are compiled in parallel processes and timed
+interleaved in random order with a cold L2. The choice is cached by text, sizes and GPU.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from coda_agent.primitives.system.files import cache_dir, read_json, write_atomi
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 6  # of the file that keeps a tuning, and of the way it is found
+FORMAT = 6  # version of the kept tunings
 ROUNDS = 9
-FINALISTS = 3  # tiles that are refined
-LAST_TILES = 5  # and that meet in the last race, which is nearer to scoring than the first was
-SPLIT = 2  # tiles that are raced in two launches, too
-SPLIT_GROUPS = (4, 8, 16)  # and how they are rasterised where the last race is known
+FINALISTS = 3  # tiles to refine
+LAST_TILES = 5  # tiles in the last race, which is closer to scoring than the first
+SPLIT = 2  # tiles to time in two launches as well
+SPLIT_GROUPS = (4, 8, 16)  # their rasterisation where the last race is known
 FINAL = 6
 FINAL_ROUNDS = 40
-FEWEST = 4  # rounds of a race among long kernels, which a round tells apart better; of the last race 13
-PER_ROUND = 3.5  # milliseconds that a kernel may take before its race gets fewer rounds
-MOST_STACK = 512  # bytes a thread: of what won so far the most is 192, with 456 spilled loads
-WARM_UP = 0.7  # seconds of load before each race, towards the clocks that it settles at
-LAST_WARM_UP = 2.0  # before the last one: as before scoring, at the power limit that it will meet there
-COOLING = 2.0  # seconds of load that a second of rest takes back
+FEWEST = 4  # rounds among long kernels, which a round tells apart better; the last race has 13
+PER_ROUND = 3.5  # milliseconds of a kernel above which its race gets fewer rounds
+MOST_STACK = 512  # bytes a thread: the most of any winner so far is 192, with 456 spilled loads
+WARM_UP = 0.7  # seconds of load before each race, to settle the clocks
+LAST_WARM_UP = 2.0  # before the last race, as before scoring: towards the power limit that it will meet there
+COOLING = 2.0  # seconds of load that a second of rest undoes
 
-HEAD_START = 1_000_000  # cycles of idling before a short call, so that its launch is not timed
-SHORT = 0.2  # milliseconds: what takes longer is enqueued while the one before runs, and runs back to back
+HEAD_START = 1_000_000  # idle cycles before a short call, so that its launch is not timed
+SHORT = 0.2  # milliseconds: longer calls are enqueued while the one before runs, back to back
 
 Known = Mapping[int, Sequence[Schedule]]
 
 
 class NoSchedule(Exception):
-    """Every schedule of a step was refused, by the compiler or by the GPU."""
+    """The compiler or the GPU refused every schedule of a step."""
 
 
 class Tiled(Protocol):
@@ -91,7 +91,7 @@ def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def refinements(ranked: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
-    """Second stage: the leaders over rasterisation and, where tiles are streamed, eviction hints."""
+    """The second stage: the leaders over rasterisation and, where tiles are streamed, eviction hints."""
     hints = [(False, False), (True, False), (False, True), (True, True)]
     if kernel.c is None:
         hints = [(False, False), (False, True)]
@@ -109,7 +109,8 @@ def _on_four(schedule: Schedule) -> Schedule:
 
 
 def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
-    """The best tiles in two launches; none where small ones start, too: an output of less than a wave."""
+    """The best tiles in two launches; none where tuning also starts from small tiles: such an output is less
+    than a wave."""
     best = [] if any(map(_small, start)) else leaders(ranked)[:SPLIT]
     return [_on_four(schedule)._replace(split=True) for schedule in best]
 
@@ -117,8 +118,8 @@ def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedu
 def search(
     start: list[Tile], refine: Callable[[list[Tile]], list[Tile]], race: Race[Tile]
 ) -> list[tuple[Tile, float]]:
-    """The last race's choices with their milliseconds, fastest first. ``refine`` makes the second race's of
-    all of the first's, fastest first."""
+    """The last race's choices with their milliseconds, fastest first. ``refine`` makes the second race's
+    choices from the first's, fastest first."""
     first = [choice for choice, _ in race(start, ROUNDS)]
     refined = refine(first)
     second = [choice for choice, _ in race(refined, ROUNDS)] if refined else []
@@ -133,17 +134,17 @@ def ranking(
     *,
     edited: bool,
 ) -> list[tuple[Tile, float]]:
-    """The last race of a search, or of one among ``known`` choices. Those of an ``edited`` text are what its
-    author was shown: they race alone."""
+    """The last race of a search, or of one among ``known`` choices. Those of an ``edited`` text, which its
+    author was shown, race alone."""
     if known and edited:
         return race(known, FINAL_ROUNDS)
     return search_again(known, start, race) if known else search(start, refine, race)
 
 
 def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
-    """``search`` where good choices are known: only these race if they have tiles enough among them, since
-    which is best depends on the GPU: one that meets its power limit sooner prefers wider ones (by 10%, over
-    a 128x128 pingpong at 7B width), and small ones where such start."""
+    """``search`` where good choices are known: only these race if they include enough tiles. The best tile
+    depends on the GPU: one that meets its power limit sooner prefers wider tiles (by 10 % over a 128x128
+    pingpong at 7B width), and small ones where tuning starts from small ones."""
     others = [] if _enough(known, start) else leaders([choice for choice, _ in race(start, ROUNDS)])
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
@@ -153,8 +154,8 @@ def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
 
 
 def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
-    """The fastest of each tile, of the best few tiles: what a wide one reads less of shows at its own group
-    size only."""
+    """The fastest choice of each of the best few tiles: a wide tile shows its smaller traffic at its own
+    group size alone."""
     return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
 
 
@@ -174,16 +175,16 @@ def revisited(
     *,
     edited: bool = False,
 ) -> list[Schedule]:
-    """What is raced where these schedules were good before, beside those that a search begins from
-    (``start``): those that the sizes admit, and of a lowering's own text the best ones in two launches, of
-    which what was known before there were any says nothing."""
+    """Schedules to time again when good ones are known: those that the sizes admit and, for a lowering's own
+    text, the best ones in two launches, since older tunings lack those. ``start``: the schedules that a
+    search begins with."""
     fit = [s for s in known if kernel.admits(s, sizes)]
     split = [] if edited else _split(fit, start)
     return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
 
 
 def within_reach(kernel: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
-    """All that ``tuned`` may come to where these are known: for whoever compiles ahead of it."""
+    """All schedules that ``tuned`` may choose when these are known, for compiling ahead of it."""
     start = _fitting(kernel, sizes)
     again = revisited(kernel, sizes, known, start)
     return again if _enough(again, start) else [*again, *start]
@@ -198,26 +199,27 @@ def tuned(
     *,
     afresh: bool = False,
 ) -> dict[int, Schedule]:
-    """The fastest schedule for each step: from the cache (not ``afresh``), or measured now (seconds to
-    minutes). Of several processes that want the same one measures; the others wait, and take its result.
+    """The fastest schedule for each step: from the cache (not with ``afresh``), or measured now, in seconds
+    to minutes. One of several processes that want the same measures; the others wait for its result.
 
-    ``known``: by step, schedules that were good before, for ``search_again``. What the program says of a step
-    itself is not searched for. LaunchError where no tile holds a whole head, NoSchedule if none runs.
-    ``raw``: as for ``lower``.
+    ``known``: by step, schedules that were good before, for ``search_again``. A step's schedule in the
+    program is not searched for. LaunchError where no tile holds a whole head, NoSchedule if none runs.
+    ``raw``: as in ``lower``.
     """
     if not afresh and (found := kept(program, sizes, known, raw)):
         return found
     first = {g.step: _fitting(g, sizes) for g in lower(program).gemms}
     with _alone(cache_path(program, sizes, raw)):
-        if not afresh and (found := kept(program, sizes, known, raw)):  # another process's, while we waited
+        # another process's, while this one waited
+        if not afresh and (found := kept(program, sizes, known, raw)):
             return found
         return _searched(program, inputs, sizes, known, raw, first)
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of the tuning kept at ``path``: no other thread or process tunes it meanwhile. A lock
-    ends with its process. Raises OSError, and Late at the deadline."""
+    """Hold the lock of the tuning kept at ``path``, so that no other thread or process tunes it. A lock ends
+    with its process. Raises OSError, and Late at the deadline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     late = deadline.within(math.inf)
     lock = FileLock(path.with_name(f"{path.stem}.lock"))
@@ -267,8 +269,8 @@ def _searched(
 def kept(
     program: Program, sizes: Mapping[str, int], known: Known | None = None, raw: str = ""
 ) -> dict[int, Schedule] | None:
-    """What ``tuned`` chose before; of an edited text nothing but what is ``known`` of it, where anything is:
-    it may have been tuned over more."""
+    """The earlier choice of ``tuned``; for an edited text only among its ``known`` schedules, if any: it may
+    have been tuned over more."""
     record = read_json(cache_path(program, sizes, raw))
     chosen = by_step(record["schedules"]) if record else None
     if chosen and raw and known:
@@ -278,14 +280,14 @@ def kept(
 
 
 def finalists(program: Program, sizes: Mapping[str, int], raw: str = "") -> dict[int, list[Schedule]]:
-    """The schedules of the last race of a tuning that was kept, fastest first; empty if there is none."""
+    """The schedules in the last race of a kept tuning, fastest first; empty if there is none."""
     kept = read_json(cache_path(program, sizes, raw)) or {"milliseconds": {}}
     raced = kept["milliseconds"].items()
     return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
 
 
 def cache_path(program: Program, sizes: Mapping[str, int], raw: str = "") -> Path:
-    """Where a tuning is kept: program, text (which covers the versions of the compilers), sizes, GPU."""
+    """The file of a tuning, by program, text (which covers the compilers' versions), sizes and GPU."""
     import torch
 
     made = [FORMAT, program.hash, lower(program, raw).hash]
@@ -296,15 +298,15 @@ def cache_path(program: Program, sizes: Mapping[str, int], raw: str = "") -> Pat
 
 _Task = tuple[str, str, int, Schedule, str]  # program, static sizes, step, schedule, edited text
 
-# What this process has seen compile, by program: sizes are symbolic, so one object serves all cases.
+# The results of this process's compiles by program: sizes are symbolic, so one object serves all cases.
 _compiled: dict[_Task, bool] = {}
 
 
 def compile_all(
     program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
 ) -> list[bool]:
-    """Fill the object cache with these (step, schedule) in parallel; whether each compiled. Worker processes
-    are for what is not there yet."""
+    """Fill the object cache with these (step, schedule) in parallel; return whether each compiled. Worker
+    processes compile only what is missing."""
     wanted = _tasks(program, sizes, schedules, raw)
     new = _lacking(program, sizes, wanted, raw)
     _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
@@ -314,7 +316,7 @@ def compile_all(
 def to_compile(
     program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
 ) -> list[workers.Job]:
-    """What ``compile_all`` would have worker processes do."""
+    """The jobs that ``compile_all`` would give to worker processes."""
     lacking = _lacking(program, sizes, _tasks(program, sizes, schedules, raw), raw)
     return [(_compile_one, w) for w in lacking]
 
@@ -329,7 +331,7 @@ def _tasks(
 
 
 def _lacking(program: Program, sizes: Mapping[str, int], wanted: list[_Task], raw: str) -> list[_Task]:
-    """Those that neither this process nor the cache knows of."""
+    """The ones that neither this process nor the cache knows."""
     lowered = lower(program, raw)
     kernels = {g.step: g for g in lowered.gemms}
     asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
@@ -340,15 +342,15 @@ def _lacking(program: Program, sizes: Mapping[str, int], wanted: list[_Task], ra
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """How QuACK or the compiler refuses a schedule, or a confined child one of an edited text."""
+    """The errors by which QuACK, the compiler or a confined child refuses a schedule."""
     from cutlass.base_dsl.common import DSLBaseError
 
     return DSLBaseError, RuntimeError, ValueError, AssertionError, CompileError
 
 
 def _compile_one(task: _Task) -> bool:
-    """In a worker process: a configuration that the compiler refuses, or cannot keep in registers, is one not
-    to race."""
+    """In a worker process: a configuration that the compiler refuses, or spills too much, is not to be timed.
+    """
     text, static, step, schedule, raw = task
     lowered = lower(Program.from_json(text), raw)
     kernel, cubins = next(g for g in lowered.gemms if g.step == step), Path(os.environ["CUTE_DSL_DUMP_DIR"])
@@ -364,7 +366,7 @@ def _compile_one(task: _Task) -> bool:
         return False
     if deepest_stack(cubins) <= MOST_STACK:
         return True
-    if not lowered.raw:  # whose objects are looked at each time
+    if not lowered.raw:  # those objects are inspected each time
         refuse(lowered, kernel, schedule, json.loads(static))
     return False
 
@@ -372,7 +374,7 @@ def _compile_one(task: _Task) -> bool:
 def _build_raw(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
 ) -> None:
-    """The objects of an edited text, and in ``cubins`` those of the step."""
+    """Build the objects of an edited text, those of the step into ``cubins``."""
     for vector in lowered.vectors:
         raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
     built = [raw.build(raw.Wanted(lowered, kernel, each, sizes), cubins) for each in schedule.launches]
@@ -394,15 +396,15 @@ def _race(
     fine = compile_all(program, sizes, [(kernel.step, s) for s in schedules], raw)
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []
-    # The narrowest tiles need the largest workspace: all candidates take turns in it.
+    # The narrowest tiles need the largest workspace, which all candidates share.
     for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
         shared = plans[0][1].workspace if plans else None
         plans.append((s, Plan(program, sizes, others | {kernel.step: s}, device, shared, raw)))
     outputs = plans[0][1].in_place(inputs) if plans else {}
     running = []
     for schedule, plan in plans:
-        with contextlib.suppress(RuntimeError, ValueError):  # needs more of an SM than there is, say
-            plan.run(inputs, outputs)  # what earlier steps leave for this one
+        with contextlib.suppress(RuntimeError, ValueError):  # it may need more of an SM than there is
+            plan.run(inputs, outputs)  # the earlier steps' results, as its input
             running.append((schedule, partial(plan.run_step, kernel.step, inputs, outputs)))
     return race_calls(running, rounds)
 
@@ -416,7 +418,7 @@ def race_calls(
 
     running = []
     for choice, call in calls:
-        with contextlib.suppress(RuntimeError, ValueError):  # needs more of an SM than there is, say
+        with contextlib.suppress(RuntimeError, ValueError):  # it may need more of an SM than there is
             call()
             running.append((choice, call))
     if not running:
@@ -434,8 +436,7 @@ def race_calls(
 
 
 class Load:
-    """How long this process has kept its GPU at work, as far as that still shows: a race right after another
-    need not warm it up again."""
+    """Recent load of this process's GPU: a race right after another need not warm it up again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -443,7 +444,7 @@ class Load:
 
     @contextlib.contextmanager
     def more(self) -> Iterator[float]:
-        """The body is load; given are the seconds that it follows on."""
+        """Seconds of load that the loop's body follows on; the body is load."""
         begun = self._clock()
         before = max(0.0, self._seconds - COOLING * (begun - self._ended))
         yield before
@@ -455,10 +456,11 @@ _load = Load()
 
 
 def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:
-    """Median milliseconds of each. ``before``: what they took, by which short ones wait for their launch.
+    """Median milliseconds of each. ``before``: earlier times, by which short calls wait for their launch.
 
-    Long ones must not: a GPU that idles between them saves the power for clocks that scoring never sees, and
-    which tile is best depends on the clocks."""
+    Long calls must not wait: a GPU that idles between them saves power for clocks that scoring never sees,
+    and the best tile depends on the clocks.
+    """
     import torch
 
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")

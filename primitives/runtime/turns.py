@@ -1,4 +1,4 @@
-"""Turns at one workspace, which threads and CUDA streams share."""
+"""Take turns at one workspace that threads and CUDA streams share."""
 
 from __future__ import annotations
 
@@ -45,22 +45,23 @@ class CudaStreams:
 
 
 class Turns:
-    """Orders whatever uses the same tensors: launches are enqueued within ``lock``, after ``take()``.
+    """Orders the users of the same tensors: launches are enqueued within ``lock``, after ``take()``.
 
-    Threads enqueue one after the other. A stream first waits for the stream that had the turn before; one
-    that had it itself waits for nothing, which costs a comparison. A stream that is being captured into a
-    CUDA graph never waits, since it may not: whoever replays the graph orders the replays.
+    Threads enqueue one after the other. A stream first waits for the stream that had the turn before; a
+    stream that had it itself waits for nothing, at the cost of a comparison. A stream that is being captured
+    into a CUDA graph never waits, since it may not: whoever replays the graph orders the replays.
     """
 
     def __init__(self, streams: Streams | None, tensors: Iterable[torch.Tensor]):
-        """``streams``: None where there are none. The current one has the turn: it made the tensors."""
+        """``streams``: None on a device without any. The current stream has the first turn, since it made the
+        tensors."""
         self.lock = threading.Lock()
         self._streams, self._tensors = streams, list(tensors)
         self._last = streams.current() if streams else None
         self._handle = streams.handle() if streams else 0
 
     def take(self) -> None:
-        """The turn is the current stream's. The caller holds ``lock``."""
+        """Give the turn to the current stream. The caller holds ``lock``."""
         if self._streams and (handle := self._streams.handle()) != self._handle:
             self._follow(self._streams, handle)
 
@@ -69,6 +70,6 @@ class Turns:
             return
         stream = streams.current()
         stream.wait_stream(self._last)
-        for tensor in self._tensors:  # their memory is no one else's before this stream is done with it
+        for tensor in self._tensors:  # their memory stays reserved until this stream is done with it
             tensor.record_stream(stream)
         self._last, self._handle = stream, handle

@@ -1,1 +1,1 @@
-"""What the project asks of the operating system: processes, deadlines, files, confinement."""
+"""Operating-system services: processes, deadlines, files, confinement."""

@@ -1,4 +1,4 @@
-"""The moment from which nobody wants a result any more: what waits for a child's answer ends the child then.
+"""A deadline for nested waits: whoever waits for a child's answer then ends the child.
 
 Standard library only.
 """
@@ -15,12 +15,12 @@ _until = ContextVar("deadline", default=math.inf)
 
 
 class Late(Exception):
-    """The time is up: no result, and no verdict either."""
+    """The deadline has passed: no result, and no verdict."""
 
 
 @contextmanager
 def until(moment: float | None) -> Iterator[None]:
-    """Within: what waits or repeats here raises Late at this moment of ``time.monotonic``; None: never."""
+    """Within, waits and loops raise Late at this moment of ``time.monotonic``; None: never."""
     token = _until.set(math.inf if moment is None else moment)
     try:
         check()
@@ -30,11 +30,11 @@ def until(moment: float | None) -> Iterator[None]:
 
 
 def within(seconds: float) -> float:
-    """The moment at which a wait of so many seconds ends: the deadline, if that is earlier."""
+    """The moment at which a wait of this many seconds ends: the deadline, if that is earlier."""
     return min(time.monotonic() + seconds, _until.get())
 
 
 def check(moment: float | None = None) -> None:
-    """Raise Late from the deadline on, or where a wait ended by it: at a ``moment`` that ``within`` gave."""
+    """Raise Late past the deadline, or where a wait that ``within`` limited ended by it."""
     if (time.monotonic() if moment is None else moment) >= _until.get():
         raise Late

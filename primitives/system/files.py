@@ -1,4 +1,4 @@
-"""Where results are kept, and writing files that are seen whole or not at all. Standard library only."""
+"""The cache folder, and atomic writes of files. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 
 def cache_dir() -> Path:
-    """Where lowered texts, reports and tunings are kept: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
+    """The folder of lowered texts, reports and tunings: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
     return Path(os.environ.get("CODA_AGENT_CACHE") or Path.home() / ".cache" / "coda-agent")
 
 
 class CacheError(OSError):
-    """The cache is no folder that can be written."""
+    """The cache is not a writable folder."""
 
 
 def usable_cache() -> Path:
-    """``cache_dir``, made where it is missing. CacheError where nothing can be kept in it."""
+    """``cache_dir``, created if missing. CacheError where it cannot be written."""
     path = cache_dir()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def usable_cache() -> Path:
 
 
 def parse(text: str | bytes) -> Any:
-    """JSON's values, of text that nobody vouches for. Raises ValueError for whatever is wrong with it."""
+    """Parse untrusted JSON. Raises ValueError for any fault."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -44,7 +44,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of the cache holds; None where there is none, or it is damaged."""
+    """The content of a cache file; None where it is missing or damaged."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -52,8 +52,8 @@ def read_json(path: Path) -> Any:
 
 
 def kept(kind: str, key: str, make: Callable[[], str]) -> Any:
-    """What the cache has of a kind under a key, in JSON: made where there is none, or it is damaged. Raises
-    CacheError, and what ``make`` does."""
+    """The cached JSON value of a kind under a key; made where it is missing or damaged. Raises CacheError,
+    and whatever ``make`` raises."""
     path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     found = read_json(path)
     if found is None:
@@ -64,10 +64,10 @@ def kept(kind: str, key: str, make: Callable[[], str]) -> Any:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file (text: UTF-8) that others see whole or not at all, and that survives a power cut.
+    """Write a file (text as UTF-8) atomically and durably.
 
-    Makes the directory where it is missing. Raises OSError, leaving what was there before: a device or a pipe
-    too, which a file would take the place of.
+    Creates the directory if missing. Raises OSError and leaves the old content, also where a device or a pipe
+    is in its place.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a device or a pipe, and would be replaced by a file", str(path))
@@ -75,7 +75,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
-        # Made anew: where others may write to the directory, a link of that name would be followed.
+        # O_EXCL: where others may write to the directory, a link of that name would be followed.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o666), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

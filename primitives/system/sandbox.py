@@ -1,10 +1,10 @@
-"""What the operating system denies to a process that runs a model's words: layers, each of use alone.
+"""Confinement of a process that runs a model's text, in independent layers.
 
-``apply()`` drops, for the calling process and for good, whatever it can: new processes, files,
-sockets, executable memory, other processes. Call it when everything needed is imported and open.
-The layers as they stand are for tracing a kernel; ``primitives.raw.confine`` sets them for compiling one.
-Linux only; elsewhere, and in containers that forbid it, a layer is reported as missing.
-Standard library only: the jail's child imports this module.
+``apply()`` gives up, for the calling process and for good, whatever it can: new processes, files, sockets,
+executable memory, other processes. Call it once everything needed is imported and open. The default layers
+are for tracing a kernel; ``primitives.raw.confine`` sets them for compiling one. Linux only; elsewhere, and
+in containers that forbid it, a layer is reported as missing. Standard library only: the jail's child imports
+this module.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Layers = tuple[tuple[str, Callable[[], None]], ...]
 
 
 def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Put every layer in force, weakest first; ``parent`` is the process id to die with. Without ``wanted``,
-    those for tracing.
+    """Put every layer in force, weakest first; ``parent`` is the process id to die with. ``wanted`` replaces
+    the layers for tracing.
 
     Returns the names of (those in force, those missing).
     """
@@ -50,19 +50,19 @@ def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], t
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent (its thread that started us) ends, whatever ends it."""
+    """Die when the parent (its thread that started us) ends, for any reason."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before its death could reach us
+        os._exit(1)  # the parent ended before its death could signal us
 
 
 def hide() -> None:
-    """Neither a core dump nor a debugger of the same user can read this process."""
+    """Block core dumps and debuggers of the same user."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def renounce_privileges() -> None:
-    """No setuid file can give anything back; Landlock and seccomp require it."""
+    """Forgo new privileges, as Landlock and seccomp require."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -72,25 +72,25 @@ TRACING_LIMITS = {
     "CPU": CPU_SECONDS,
     "FSIZE": 0,
     "NOFILE": DESCRIPTORS,
-    "NPROC": 0,  # does not bind root, hence seccomp
+    "NPROC": 0,  # root ignores it, hence seccomp
     "CORE": 0,
 }
 
 
 def limit_resources(limits: Mapping[str, int] = TRACING_LIMITS) -> None:
-    """By the names of ``resource``'s RLIMIT constants; none is raised."""
+    """Lower limits by the names of ``resource``'s RLIMIT constants; none is raised."""
     refused = [name for name, limit in limits.items() if not _limit(name, limit)]
-    if refused:  # macOS has no limit on addresses, say: the others hold all the same
+    if refused:  # macOS has no limit on addresses, for one: the others hold all the same
         raise OSError(errno.ENOTSUP, f"no limit on {', '.join(refused)}")
 
 
 def _limit(name: str, limit: int) -> bool:
-    """Whether the system takes it."""
+    """Whether the system accepts the limit."""
     try:
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # At the hard limit the kernel sends SIGKILL, which says nothing; at the soft one SIGXCPU.
+        # At the hard limit the kernel sends SIGKILL, which gives no reason; at the soft one SIGXCPU.
         spare = 1 if name == "CPU" and limit != hard else 0
         resource.setrlimit(kind, (limit, limit + spare))
     except (AttributeError, OSError, ValueError):
@@ -101,7 +101,7 @@ def _limit(name: str, limit: int) -> bool:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every architecture
 _LANDLOCK_VERSION = 1
 _LANDLOCK_PATH = 1
-# Rights known to Landlock's ABI n; a right that a kernel does not know is an error, so ask for its own.
+# Rights known to Landlock's ABI n. A right that a kernel does not know is an error, so request only its own.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of low bits
 _TCP_RIGHTS = 0b11  # bind, connect: since ABI 4
 _SCOPES = 0b11  # abstract sockets, signals: since ABI 6
@@ -111,11 +111,11 @@ _WRITE = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
 
 
 def restrict_files(readable: Iterable[str] = (), writable: Iterable[str] = ()) -> None:
-    """Landlock: a ruleset that handles every right and grants reading under some paths, reading and writing
-    under others (directories), and nothing else. A path that does not exist grants nothing."""
+    """Landlock: a ruleset that handles every right, grants reading under some paths, reading and writing
+    under others (directories), and nothing else. A missing path grants nothing."""
     abi = _syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     files = (1 << _FILE_RIGHTS[min(abi, max(_FILE_RIGHTS))]) - 1
-    # A kernel accepts the fields it does not know as long as they are zero.
+    # A kernel accepts unknown fields as long as they are zero.
     rules = struct.pack("QQQ", files, _TCP_RIGHTS if abi >= 4 else 0, _SCOPES if abi >= 6 else 0)
     ruleset = _syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
     try:
@@ -139,7 +139,7 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
         os.close(place)
 
 
-# What a running interpreter needs: memory, locks, its two pipes, its end. No open, no exec, no clone.
+# System calls of a running interpreter: memory, locks, its two pipes, its end. No open, no exec, no clone.
 CALLS = {
     "x86_64": {
         "read": 0, "write": 1, "close": 3, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
@@ -162,8 +162,8 @@ _SECCOMP_MODE_FILTER = 2
 
 
 class Rule(NamedTuple):
-    """When a listed system call passes, by the low half of one argument: with none of some bits, any of
-    some, one of some values. What else it answers."""
+    """The condition on a listed system call's argument, by its low half: none of some bits, any of some, or
+    one of some values; and the error that it answers otherwise."""
 
     argument: int = 0
     none_of: int = 0
@@ -182,10 +182,10 @@ class _Filter(ctypes.Structure):
 def filter_system_calls(
     calls: Mapping[str, Mapping[str, int]] = CALLS, rules: Mapping[str, Rule] = TRACING_RULES
 ) -> None:
-    """seccomp: everything but ``calls`` (of this machine, by name, the most frequent first), within the
-    ``rules`` for some of them, fails with EPERM.
+    """seccomp: everything but ``calls`` (of this machine, by name, the most frequent first), within their
+    ``rules``, fails with EPERM.
 
-    EPERM, not death: whatever a kernel tried becomes an exception that its author can read.
+    EPERM, not death: any attempt becomes an exception that the kernel's author can read.
     """
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH or sys.maxsize < 1 << 32:
@@ -198,7 +198,7 @@ def filter_system_calls(
 def _assemble(arch: int, calls: Mapping[str, int], rules: Mapping[str, Rule]) -> bytes:
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     code = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 1, 0, arch), refuse]
-    code.append((_LOAD, 0, 0, _NUMBER))  # x86's x32 calls carry a bit of their own, so match none below
+    code.append((_LOAD, 0, 0, _NUMBER))  # x86's x32 calls carry a bit of their own, so they match none below
     for name, number in calls.items():
         answer = _answer(rules[name]) if name in rules else [(_RETURN, 0, 0, _ALLOW)]
         code += [(_JUMP_EQUAL, 0, len(answer), number), *answer]
@@ -230,7 +230,7 @@ LAYERS: Layers = (
 
 
 def _prctl(option: int, argument: int, address: int = 0) -> None:
-    words = [ctypes.c_ulong(word) for word in (argument, address, 0, 0)]  # it reads all, each a full word
+    words = [ctypes.c_ulong(word) for word in (argument, address, 0, 0)]  # prctl reads all four as full words
     _called("prctl", option, *words)
 
 
@@ -240,7 +240,7 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
 
 
 def _called(function: str, *arguments: object) -> int:
-    """A libc function's result; OSError where it fails, or where this system has none such."""
+    """A libc function's result; OSError where it fails or does not exist here."""
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"{function}: not on {sys.platform}")
     result = int(getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments))

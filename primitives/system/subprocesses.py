@@ -1,7 +1,7 @@
 """Child processes that compile: they cannot outlive their parent, their time or their memory.
 
-A compiler crashes, hangs and allocates. Each child leads a process group, so that whatever it started ends
-with it. Standard library only.
+A compiler crashes, hangs and allocates. Each child leads a process group, so that its own children end with
+it. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-# Of private writable memory, a process. An honest compile takes 0.4 GB, once in an hour-old worker too; a
-# limit on addresses would count what CUDA and the compiler only reserve (1.3 GB without a GPU).
+# Private writable memory of a process. An honest compile takes 0.4 GB, also in a worker that is an hour old;
+# a limit on addresses would count what CUDA and the compiler only reserve (1.3 GB without a GPU).
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
-PATIENCE = 200  # milliseconds until a silent child is looked after
-NOT_STARTED, NOT_FOUND = 126, 127  # the statuses of a command that could not be
+PATIENCE = 200  # milliseconds between checks of a silent child
+NOT_STARTED, NOT_FOUND = 126, 127  # exit statuses of a command that could not start
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,10 +42,10 @@ def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[byte
 
 
 def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """As ``start``, for ``ask``; ``hang_up`` when done."""
+    """``start`` a child for ``ask``; ``hang_up`` when done."""
     pipe = subprocess.PIPE
     process = start(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
-    os.set_blocking(_pipes(process)[0].fileno(), False)  # one that hangs reads nothing
+    os.set_blocking(_pipes(process)[0].fileno(), False)  # a hung child reads nothing
     return process
 
 
@@ -54,14 +54,14 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 def environment() -> dict[str, str]:
-    """Ours, for a child that compiles for Hopper: without keys, since it may compile what nobody vouches
-    for."""
+    """This process's environment for a child that compiles for Hopper, without keys, since the child may
+    compile untrusted text."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return kept | HOPPER | {"PYTHONPATH": path()}
 
 
 def path() -> str:
-    """PYTHONPATH for a child that is to find this project, wherever it starts."""
+    """PYTHONPATH for a child that must find this project, wherever it starts."""
     root = str(Path(__file__).absolute().parents[3])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -69,12 +69,13 @@ def path() -> str:
 def attend(
     begin: Callable[..., subprocess.Popen[Any]], text: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    """``begin`` takes Popen's files and gives a process that leads its group: give it ``text`` and wait.
+    """Run a process that leads its group, made by ``begin`` from Popen's files: give it ``text`` and wait.
 
-    Its status (None: it took over ``seconds``), its output, and the end of its errors. Nothing of its group
-    is left."""
-    # Files, not pipes: one whom a dead child left its pipes to would keep us waiting. In memory: a disk may
-    # fill up meanwhile.
+    Returns its status (None: it took over ``seconds``), its output, and the end of its errors. No process of
+    its group is left.
+    """
+    # Files, not pipes: a grandchild could hold a dead child's pipes open. In memory: a disk may fill up
+    # meanwhile.
     with _memory() as given, _memory() as output, _memory() as errors:
         given.write(text.encode())
         given.seek(0)
@@ -93,14 +94,14 @@ def _memory() -> IO[bytes]:
 
 
 def tail(file: IO[bytes]) -> str:
-    """The end of what was written to a file."""
+    """The end of a file's content."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - WORDS_BYTES))
     return file.read().decode("utf-8", "replace")
 
 
 def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """The line that a child answers to a line, by ``time.monotonic()``; empty where it dies first, whoever
-    holds its pipes then, or the time is up."""
+    """The child's answer line to a line, by ``time.monotonic()``; empty where it dies first, whoever holds
+    its pipes, or the time is up."""
     tasks, answers = (pipe.fileno() for pipe in _pipes(process))
     poll = select.poll()
     poll.register(answers, select.POLLIN)
@@ -125,7 +126,7 @@ def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes
 
 
 def hang_up(process: subprocess.Popen[bytes]) -> int:
-    """``end`` a child that was conversed with."""
+    """``end`` a child that was started by ``converse``."""
     status = end(process)
     for pipe in _pipes(process):
         pipe.close()
@@ -138,21 +139,21 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent (its thread that started us) ends, whatever ends it."""
+    """Die when the parent (its thread that started us) ends, for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
-        os._exit(1)  # it ended before its death could reach us
+        os._exit(1)  # the parent ended before its death could signal us
 
 
 def dying_with_us(command: Sequence[str]) -> list[str]:
-    """The command of a program that is not ours, for a child that dies with this process as ours do. Where
-    it cannot be started its status is NOT_FOUND or NOT_STARTED, as a shell's is, and its errors say why."""
+    """The command of a foreign program, wrapped so that it dies with this process. Where it cannot be started
+    its status is NOT_FOUND or NOT_STARTED, like a shell's, and its errors say why."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def _become(parent: int, command: list[str]) -> None:
     die_with(parent)
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and so by what it becomes
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the program
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execv(command[0], command)
@@ -162,7 +163,8 @@ def _become(parent: int, command: list[str]) -> None:
 
 
 def ended(process: subprocess.Popen[Any]) -> bool:
-    """Whether it has. It is not reaped, so that its number, which is its group's, stays its own."""
+    """Whether the child has ended. It is not reaped, so that its process id, which is its group's, stays
+    reserved."""
     if process.returncode is not None:
         return True
     try:
@@ -172,7 +174,7 @@ def ended(process: subprocess.Popen[Any]) -> bool:
 
 
 def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Whether it ends in time."""
+    """Whether the child ends in time."""
     deadline = time.monotonic() + seconds
     while not ended(process):
         if time.monotonic() > deadline:
@@ -182,7 +184,7 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
 
 
 def end(process: subprocess.Popen[Any]) -> int:
-    """Kill what is left of the child's group and reap it; its status, negative for a signal."""
+    """Kill the rest of the child's group and reap it; its status, negative for a signal."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

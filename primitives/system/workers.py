@@ -1,8 +1,8 @@
-"""Worker processes that compile in parallel: started by need, kept, replaced when one dies or is ended.
+"""Worker processes that compile in parallel: started on demand, reused, replaced when one dies.
 
-Not multiprocessing: spawning would import the user's script again, and a compiler that crashes would
-break the whole pool. ``python -m`` of this module is a worker: a task a line in, an answer a line out,
-in the time and memory of ``primitives.system.subprocesses``.
+Not multiprocessing: spawning would import the user's script again, and a crashed compiler would break the
+whole pool. ``python -m`` of this module is a worker: it reads a task a line and writes an answer a line,
+within the time and memory of ``primitives.system.subprocesses``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coda_agent.primitives.system import subprocesses
 
 Task = Callable[[Any], bool]
 Job = tuple[Task, Any]  # with its argument
-SECONDS = 300.0  # for one task: a configuration compiles in 2 s, a worker's imports take 6
+SECONDS = 300.0  # of one task: a configuration compiles in 2 s, a worker's imports take 6
 
 
 def count() -> int:
@@ -38,15 +38,16 @@ def run_all(task: Task, arguments: Iterable[Any], seconds: float | None = None) 
 
 
 def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
-    """Each task on its argument in a worker process, in order; False where the worker died of it, or was
-    ended because it took over ``seconds`` (SECONDS).
+    """Run each task on its argument in a worker process, in order; False where the worker died, or was ended
+    after ``seconds`` (SECONDS).
 
     A task is a module's function. An exception in it ends its worker, and counts as a death.
     """
     limit = SECONDS if seconds is None else seconds
     try:
         return list(_threads().map(lambda job: _own().run(job, limit), jobs))
-    except BaseException:  # Ctrl-C reaches no worker, whose group is its own, but the threads wait for theirs
+    # Ctrl-C does not reach workers, which have their own groups, but the threads wait for theirs
+    except BaseException:
         for worker in _workers:
             worker.interrupt()
         raise
@@ -71,7 +72,7 @@ def _own() -> _Worker:
 
 
 class _Worker:
-    """A process that waits for tasks; it ends when its input does, with this process at the latest."""
+    """A process that waits for tasks; it ends with its input, and with this process at the latest."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -88,7 +89,7 @@ class _Worker:
         return answer == b"True\n"
 
     def interrupt(self) -> None:
-        """From another thread: its task fails."""
+        """Fail its task, from another thread."""
         process = self.process
         if process is not None:
             subprocesses.end(process)
@@ -100,10 +101,10 @@ class _Worker:
 
     @staticmethod
     def start(cubins: str) -> subprocess.Popen[bytes]:
-        """``cubins``: where the compiler leaves them, for a task to look at."""
+        """``cubins``: the folder where the compiler leaves them, for a task to inspect."""
         return subprocesses.converse(
             "coda_agent.primitives.system.workers",
-            stderr=subprocess.DEVNULL,  # what a refused configuration makes the compiler say
+            stderr=subprocess.DEVNULL,  # the compiler's messages on a refused configuration
             env=subprocesses.environment() | {"CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
         )
 
