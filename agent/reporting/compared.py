@@ -1,4 +1,4 @@
-"""Runs side by side: with what strategy and budget each went, what it came to and cost, and what paid."""
+"""Runs side by side: strategy, budget, outcome, cost, times and rounds of each."""
 
 from __future__ import annotations
 
@@ -13,27 +13,17 @@ from coda_agent.agent.reporting import html_report
 from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.markup import Html, document, element, table
 from coda_agent.agent.reporting.render import interval
-from coda_agent.agent.reporting.rounds import (
-    IMPROVEMENT,
-    REPAIR,
-    Round,
-    cost,
-    fates,
-    improved,
-    repaired,
-    rounds,
-)
+from coda_agent.agent.reporting.rounds import HEADINGS, cells, rounds
 from coda_agent.agent.run import record, run_summary
-from coda_agent.agent.run.budget import Spent
 from coda_agent.agent.run.history import Past, dollars
 from coda_agent.agent.run.journal import JournalError
 from coda_agent.agent.run.run_summary import Account, Attempt
 from coda_agent.agent.run.runs import JOURNAL, folder, names
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.decision import BASELINE
-from coda_agent.verifier.report import CANDIDATE, Ratio
+from coda_agent.verifier.report import CANDIDATE
 
-__all__ = ["as_dict", "members", "paid", "write"]
+__all__ = ["as_dict", "members", "write"]
 
 
 def members(given: Sequence[str]) -> list[str]:
@@ -80,8 +70,7 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
 
 def as_dict(given: Sequence[str]) -> dict[str, Any]:
     """The same for a program."""
-    runs = [run_summary.read(folder(name)) for name in members(given)]
-    return {"runs": [_told(run) for run in runs], "paid": paid(runs)}
+    return {"runs": [_told(run_summary.read(folder(name))) for name in members(given)]}
 
 
 def _told(run: Account) -> dict[str, Any]:
@@ -125,10 +114,10 @@ def _page(runs: Sequence[Account], links: Mapping[str, str]) -> str:
     title = f"{len(runs)} runs of {', '.join(dict.fromkeys(run.past.spec for run in runs))}"
     return document(
         title,
-        element("header", element("h1", title), element("p", paid(runs)), element("p", _budgets(runs))),
+        element("header", element("h1", title)),
         element("section", element("h2", "Runs"), _strategies(runs, links)),
         element("section", element("h2", "Best kernels"), _times(runs)),
-        element("section", element("h2", "Rounds"), *(element("p", words) for words in _said(runs))),
+        element("section", element("h2", "Rounds"), _rounds(runs)),
     )
 
 
@@ -178,16 +167,9 @@ def _times(runs: Sequence[Account]) -> Html:
     return table("Times, each by its own measurement", ("run", "case", "ms", BASELINE, "roofline"), rows)
 
 
-def _said(runs: Sequence[Account]) -> list[str]:
-    """What each run's rounds cost and gained."""
-    told = [(run.past.run, rounds(run)) for run in runs]
-    lines = [(name, " ".join(filter(None, (repaired(found), improved(found))))) for name, found in told]
-    return [f"{name}: {words or 'no round after the first attempt.'}" for name, words in lines]
-
-
-def _budgets(runs: Sequence[Account]) -> str:
-    found = {html_report.budget(run.header) for run in runs}
-    return f"Each had the same budget: {found.pop()}." if len(found) == 1 else "Their budgets differ."
+def _rounds(runs: Sequence[Account]) -> Html:
+    rows = [(run.past.run, *cells(round)) for run in runs for round in rounds(run)]
+    return table("Cost and outcome of each", ("run", *HEADINGS), rows)
 
 
 def _best(run: Account) -> Attempt | None:
@@ -200,74 +182,3 @@ def _best(run: Account) -> Attempt | None:
 def _least(attempt: Attempt) -> float:
     """Its speed over the baseline where it gains least: what a spec's threshold is held against."""
     return min(t.ratios[BASELINE].estimate for t in attempt.timings)
-
-
-def paid(runs: Sequence[Account]) -> str:
-    """What paid, in words: which run's kernel is the best, and what repairs and improvements gained."""
-    if len({run.header["spec_hash"] for run in runs}) > 1:
-        best = "Which run paid is undecided: they are of different specs."
-    else:
-        best = _winner(runs)
-    every = [(run.past.run, round) for run in runs for round in rounds(run)]
-    uneven = (
-        ["Their budgets differ, which may be why."]
-        if len({html_report.budget(r.header) for r in runs}) > 1
-        else []
-    )
-    return " ".join([best, *uneven, _repairs(every), _improvements(every)])
-
-
-def _winner(runs: Sequence[Account]) -> str:
-    fast = [run for run in runs if run.past.status == "accepted"]
-    right = [run for run in runs if run.past.status == "checked"]
-    if not fast:
-        if not right:
-            return "None paid so far: no run has a kernel that passes its gates."
-        names = ", ".join(f"{run.past.run} ({run.past.attempts} attempts, {run.past.spent})" for run in right)
-        return f"Which run paid is undecided: checked, and not measured: {names}."
-    best, *others = sorted(fast, key=lambda run: -(run.past.speedup or 0.0))
-    words = f"{_accepted(best)} is the best accepted kernel, for {best.past.spent} of {_whole(runs)}"
-    close = [run for run in others if not _faster(_over(best), _over(run))]
-    if close:
-        words += f"; against {', '.join(map(_accepted, close))} that is undecided, as their intervals overlap"
-    if right:
-        unmeasured = ", ".join(run.past.run for run in right)
-        words += f"; against {unmeasured} that is undecided, as nothing was measured there"
-    return words + "."
-
-
-def _accepted(run: Account) -> str:
-    past = run.past
-    return f"{past.run}'s ({past.milliseconds:.4g} ms, {past.speedup:.3f} times the speed of {BASELINE})"
-
-
-def _whole(runs: Sequence[Account]) -> str:
-    return f"{sum((run.past.spent for run in runs), Spent())} in all"
-
-
-def _over(run: Account) -> dict[str, Ratio]:
-    best = _best(run)
-    return {t.case: t.ratios[BASELINE] for t in best.timings} if best else {}
-
-
-def _faster(one: Mapping[str, Ratio], other: Mapping[str, Ratio]) -> bool:
-    """Whether beyond both intervals: in one case at least, and slower in none."""
-    pairs = [(one[case], other[case]) for case in one.keys() & other.keys()]
-    return any(a.low > b.high for a, b in pairs) and not any(a.high < b.low for a, b in pairs)
-
-
-def _repairs(every: Sequence[tuple[str, Round]]) -> str:
-    repairs = [(name, round) for name, round in every if round.kind == REPAIR]
-    if not repairs:
-        return "There were no repair rounds."
-    mended = dict.fromkeys(name for name, round in repairs if round.passes)
-    gained = f"{', '.join(mended)} came by them to a kernel that passes" if mended else "they mended nothing"
-    return f"Repair rounds: {len(repairs)} for {cost(r for _, r in repairs)}; {gained}."
-
-
-def _improvements(every: Sequence[tuple[str, Round]]) -> str:
-    found = [(name, round) for name, round in every if round.kind == IMPROVEMENT]
-    if not found:
-        return "There were no improvement rounds."
-    told = "; ".join(f"{name}: {fates([round])}" for name, round in found)
-    return f"Improvement rounds: {len(found)} for {cost(r for _, r in found)}; {told}."

@@ -18,12 +18,10 @@ from coda_agent.agent.providers import Turn, Usage
 from coda_agent.agent.reporting.charts import Mark, bars, duration, number, timeline
 from coda_agent.agent.reporting.markup import Html, code, details, document, element, facts, table
 from coda_agent.agent.reporting.render import figures, interval, rivals
-from coda_agent.agent.reporting.rounds import improved, repaired, rounds, speeds
-from coda_agent.agent.run.history import dollars
+from coda_agent.agent.reporting.rounds import HEADINGS, cells, rounds
 from coda_agent.agent.run.run_summary import KINDS, Account, Attempt, Draft, Step, Verdict, read
 from coda_agent.agent.run.runs import folder
 from coda_agent.primitives.system.files import write_atomic
-from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.report import GATES, Accepted, Checked, Rejected, Timing
 
 _CONTROLS = "Controls: the ratio of a kernel to itself, and of one with a planted delay to the same without"
@@ -131,29 +129,12 @@ def _total(run: Account) -> str:
 
 
 def _rounds(run: Account) -> Html:
-    """What each attempt cost and brought: the first, repairs of what was rejected, improvements of what was
-    accepted."""
+    """The cost and outcome of each attempt, where there are several."""
     found = rounds(run)
     if len(found) < 2:
         return Html()
-    rows = [
-        (
-            str(r.attempt.number),
-            r.kind,
-            r.attempt.status,
-            f"{r.spent.tokens:,}" if r.spent.tokens else "not counted",
-            dollars(r.spent),
-            f"{r.spent.gpu_seconds:.0f}" if r.spent.gpu_seconds else "–",
-            str(len(r.attempt.drafts)),
-            speeds(r.gain),
-        )
-        for r in found
-    ]
-    headings = ("attempt", "round", "outcome", "tokens", "dollars", "GPU s", "drafts", f"speed over {KEPT}")
-    said = [element("p", words) for words in (repaired(found), improved(found)) if words]
-    return element(
-        "section", element("h2", "Rounds"), *said, table("What each cost and brought", headings, rows)
-    )
+    rows = map(cells, found)
+    return element("section", element("h2", "Rounds"), table("Cost and outcome of each", HEADINGS, rows))
 
 
 def _swatch(css: str, kind: str) -> Html:
