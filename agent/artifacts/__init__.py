@@ -1,1 +1,1 @@
-"""What leaves a run or comes back to it: accepted kernels, bundles, measurements."""
+"""Artifacts of runs: accepted kernels, bundles, measurements."""

@@ -1,9 +1,9 @@
-"""Accepting: a kernel that passed every gate goes to generated_kernels/, with its evidence; git commit.
+"""Accept a kernel that passed every gate: put it and its evidence into generated_kernels/, and commit.
 
-Four files a kernel: NAME.py as authored, NAME.program.json (what launch loads), NAME.cutedsl.py (the text
-that ran) and NAME.report.json. Of an edited text three more: NAME.raw.py, NAME.raw.program.json (the same
-program, on schedules of its own) and NAME.raw.report.json. The run that made it is kept for replay. All of
-them or none: they are staged first, and what was staged whole is put in place by whoever looks next.
+Four files a kernel: NAME.py as authored, NAME.program.json (loaded by launch), NAME.cutedsl.py (the text that
+ran) and NAME.report.json. An edited text adds three: NAME.raw.py, NAME.raw.program.json (the same program, on
+its own schedules) and NAME.raw.report.json. The run that made it is kept for replay. The files are replaced
+atomically: a later reader completes an interrupted replacement.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from coda_agent.verifier.spec.model import Spec
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "generated_kernels"
 RECORDINGS = ROOT / "agent" / "recordings"
-# What a recording keeps of a run's header: the rest is about the machine it ran on, such as local paths.
+# The fields of a run's header that a recording keeps: the rest is about the machine, such as local paths.
 HEADER = (
     *("run", "spec", "spec_hash", "provider", "attempts", "author", "model", "optimizes", "proposes"),
     *("measures_tip", "without_tips", "with_tips"),
 )
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, its user's part of it, or what a file may have
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file size limit
 
 
 class AcceptError(Exception):
@@ -54,7 +54,7 @@ class KernelError(Exception):
 
 @dataclass(frozen=True)
 class Kernel:
-    """An accepted kernel as its files have it. ``raw``: its text, where an author has edited it."""
+    """An accepted kernel from its files. ``raw``: its edited text, if it has one."""
 
     program: Program
     report: Accepted
@@ -72,16 +72,16 @@ def files(name: str, directory: Path = KERNELS, *, raw: bool = False) -> list[Pa
 
 @contextmanager
 def settled(name: str, directory: Path | None = None, *, raw: bool = False) -> Iterator[list[Path]]:
-    """Within: the ``files`` of a kernel, by default in generated_kernels/, are of one acceptance: one that
-    was cut off is ended first, and others wait. Raises OSError, FileNotFoundError without a directory."""
+    """Within, a kernel's ``files``, by default in generated_kernels/, are from one acceptance: an interrupted
+    one is completed first, and others wait. Raises OSError, FileNotFoundError without a directory."""
     *others, evidence = files(name, directory or KERNELS, raw=raw)
     with atomic_files.settled(evidence.parent, evidence.name):
         yield [*others, evidence]
 
 
 def read(spec: Spec, directory: Path | None = None, *, raw: bool = False) -> Kernel | None:
-    """The accepted kernel of a spec, by default of generated_kernels/, or its edited text; None where there
-    is none. Whether the report is for these files is ``verifier.provenance``'s to say. Raises KernelError."""
+    """The accepted kernel of a spec, by default in generated_kernels/, or its edited text; None if there is
+    none. ``verifier.provenance`` checks whether the report is about these files. Raises KernelError."""
     try:
         with settled(spec.name, directory, raw=raw) as (source, program, *_, evidence):
             return Kernel(
@@ -96,8 +96,8 @@ def read(spec: Spec, directory: Path | None = None, *, raw: bool = False) -> Ker
 
 
 def superseded(edit: Accepted, own: Accepted) -> bool:
-    """Whether an edited text's program was measured again after it: tuned by a better search, it may be the
-    faster of the two now."""
+    """Whether an edited text's program was measured again after the edit: with better schedules it may now be
+    the faster one."""
     return datetime.fromisoformat(edit.date) < datetime.fromisoformat(own.date)
 
 
@@ -123,19 +123,19 @@ def report(path: Path) -> Accepted:
 
 
 def recording(name: str, directory: Path = RECORDINGS, *, raw: bool = False) -> Path:
-    """Where the run that made a kernel is kept; ``raw``: one that edited its text, or wrote a primitive."""
+    """The recording of the run that made a kernel; ``raw``: that edited its text, or wrote a primitive."""
     return directory / (f"{name}.raw.jsonl" if raw else f"{name}.jsonl")
 
 
 def recorded(journal: Record) -> str:
-    """A run as it is kept: without what is the machine's own, or in its report."""
+    """A run as a recording: without the machine's own data, and without what its report has."""
     header = {key: journal.header[key] for key in HEADER if key in journal.header}
     return journal.export(header, leaving_out={PIECE, STOPPED})
 
 
 def export(run: str, path: Path) -> Path:
-    """Write all events of a run as it stands, whatever came of it and whoever has it open, to ``path``; its
-    header too, but for where files lie on this machine. Raises JournalError and OSError."""
+    """Write all events of a run at present, in any state and while another process has it open, to ``path``,
+    with its header except for local paths. Raises JournalError and OSError."""
     journal = Snapshot(*record.glance(folder(run) / JOURNAL))
     header = {key: value for key, value in journal.header.items() if key != "directory"}
     write_atomic(path, journal.export(header))
@@ -157,7 +157,7 @@ def accept(
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
         raise AcceptError(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
-    given = journal.header["run"]  # of a replay its own: the authorship is the recorded run's
+    given = journal.header["run"]  # a replay's own run: the authorship is the recorded run's
     if not isinstance(report, Accepted) or program is None:
         raise AcceptError(
             f"run {given} is {report.status}, not accepted: "
@@ -177,27 +177,27 @@ def accept(
     if not raw:
         written[directory / f"{name}.cutedsl.py"] = lowered.text
     evidence, run = files(name, directory, raw=raw)[-1], recording(name, recordings, raw=raw)
-    if not journal.header.get("replays"):  # else the recording there is the run that it replays
+    if not journal.header.get("replays"):  # otherwise the recording there is the run that it replays
         written[run] = recorded(journal)
     written[evidence] = report.model_dump_json(indent=1) + "\n"
     try:
         atomic_files.put(directory, evidence.name, written)
     except OSError as error:
-        place = error.filename or directory  # a write that fails names no file
+        place = error.filename or directory  # a failed write names no file
         remedy = "make room" if error.errno in FULL else "see that it can be written,"
         raise AcceptError(f"{place}: {error.strerror}; {remedy} and accept again") from None
     return [*(path for path in written if path not in (evidence, run)), evidence, run]
 
 
 def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
-    """A unified diff from the spec's kernel that is kept there now, once an acceptance of it that was cut off
-    is ended, to this one; empty where there is none, or no change."""
+    """A unified diff from the spec's kept kernel to this one, after completing an interrupted acceptance; ""
+    if there is none, or no change."""
     if isinstance(outcome.report, Rejected):
         return ""
     program, raw = outcome.program, outcome.raw
-    assert program is not None  # of a rejected one there are no changes to show
+    assert program is not None  # a rejected one has no changes to show
     if raw and lower(program, raw).hash != outcome.report.identity.lowered_hash:
-        return ""  # no text of the program's: a primitive's functions
+        return ""  # a primitive's functions, not a program's text
     name = outcome.report.identity.spec
     path, *_ = files(name, directory, raw=bool(raw))
     try:
@@ -206,7 +206,7 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     except OSError:
         if not raw:
             return ""
-        before = editable(program)  # what the edit started from
+        before = editable(program)  # the edit's starting point
     old, new = (text.splitlines(keepends=True) for text in (before, outcome.source))
     return "".join(unified_diff(old, new, fromfile=path.name, tofile=f"run {outcome.authorship.run}"))
 
@@ -229,11 +229,11 @@ def message(report: Accepted, authorship: Authorship) -> str:
 
 
 def commit(paths: list[Path], words: str) -> str:
-    """Commit exactly these files; the new commit's hash. Raises AcceptError with git's words."""
+    """Commit exactly these files; return the commit's hash. Raises AcceptError with git's message."""
     names = [str(p) for p in paths]
     _git("add", "--", *names)
     if not _git("diff", "--cached", "--name-only", "--", *names):
-        return _git("rev-parse", "--short", "HEAD").strip()  # these very files were committed before
+        return _git("rev-parse", "--short", "HEAD").strip()  # exactly these files were committed before
     _git("commit", "--quiet", "-m", words, "--", *names)
     return _git("rev-parse", "--short", "HEAD").strip()
 

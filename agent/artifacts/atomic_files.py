@@ -1,8 +1,7 @@
-"""Several files that are replaced together: a process killed at any moment leaves all of the old ones, or
-what whoever looks next makes all of the new ones.
+"""Replace several files atomically: after a crash a reader sees all old files, or completes the replacement.
 
-They are written into a draft folder, and its renaming decides. From there each file is renamed to its place,
-and no disk is too full for that.
+New files go into a draft folder, whose renaming decides. From there each is renamed to its place, which needs
+no space on the disk.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from pathlib import Path
 from coda_agent.agent.artifacts.locks import alone, together
 from coda_agent.primitives.system.files import sync_directory, write_atomic
 
-STATES = ("draft", "whole", "done")  # of a folder: being written, all there, and its files in their places
-PLACES = "places.json"  # in a folder: where its files go, in their order
+STATES = ("draft", "whole", "done")  # of a folder: being written, complete, and emptied
+PLACES = "places.json"  # a file in a folder: the places of its files, in order
 
 
 def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
-    """Replace files by these, in their order. The last vouches for the others: it is gone while they are
-    replaced. ``name`` tells them from others that are staged in ``directory``. Raises OSError; then all are
-    as they were, or are replaced by whoever looks next."""
+    """Replace files by these, in order. The last vouches for the others: it is missing while they are
+    replaced. ``name`` distinguishes replacements in ``directory``. Raises OSError; then all files are old, or
+    the next reader completes the replacement."""
     directory.mkdir(parents=True, exist_ok=True)
     with alone(directory):
         _finish(directory, name)
@@ -43,15 +42,15 @@ def put(directory: Path, name: str, contents: Mapping[Path, str]) -> None:
 
 @contextmanager
 def settled(directory: Path, name: str = "*") -> Iterator[None]:
-    """Within: files are as they were replaced last, and stay so. A replacement that was cut off after it was
-    decided is ended first, and of one that was cut off before nothing is left; of any ``name`` without one.
-    Raises OSError, FileNotFoundError where there is no ``directory``."""
+    """Within, files are from one replacement, and stay so. One that was interrupted after its decision is
+    completed first; one that was interrupted before leaves nothing; without a ``name``, any. Raises OSError,
+    FileNotFoundError without ``directory``."""
     while True:
         _end(directory, name)
         with together(directory):
             if not any(
                 folder.is_dir() for folder in directory.glob(f".{name}.whole")
-            ):  # else it was decided, and cut off, just now
+            ):  # otherwise it was decided, and interrupted, just now
                 yield
                 return
 
@@ -70,7 +69,7 @@ def _finish(directory: Path, name: str) -> None:
     if whole.is_dir():
         sync_directory(directory)
         _replace(directory, whole)
-        whole.rename(done)  # a kill in what follows must not leave files without the list of their places
+        whole.rename(done)  # a kill from here on must not leave files without the list of their places
         shutil.rmtree(done)
 
 
@@ -80,12 +79,12 @@ def _replace(directory: Path, whole: Path) -> None:
     if staged[-1].exists():
         places[-1].unlink(missing_ok=True)
     for file, place in zip(staged, places, strict=True):
-        if file.exists():  # else it was moved before a kill
+        if file.exists():  # otherwise it was moved before a kill
             _move(file, place)
 
 
 def _way(directory: Path, path: Path) -> str:
-    """To a file from a directory; through no link, for ``..`` leads from where one points to."""
+    """The way to a file from a directory, through no link, since ``..`` leads away from a link's target."""
     return os.path.relpath(path.parent.resolve() / path.name, directory.resolve())
 
 

@@ -1,1 +1,1 @@
-"""What an author is given to read."""
+"""The prompt pack: everything that an author reads."""

@@ -1,4 +1,4 @@
-"""Blocks of code in an answer, which is Markdown."""
+"""Fenced blocks of code in a Markdown answer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ PYTHON = ("python", "py")
 
 
 def blocks(text: str, *languages: str) -> Iterator[re.Match[str]]:
-    """Those of the languages, in order, or all that name one; of each ``language`` and ``content``."""
+    """Blocks of these languages in order, or of any named language, with groups ``language`` and ``content``.
+    """
     named = "|".join(languages) or r"\w+"
     pattern = rf"^```(?P<language>{named})[ \t]*\n(?P<content>.*?)^```[ \t]*$"
     return re.finditer(pattern, text, re.DOTALL | re.MULTILINE)
 
 
 def last(text: str, *languages: str) -> str | None:
-    """The content of the last one of these languages; None where there is none."""
+    """The content of the last block of these languages; None without one."""
     contents = [found["content"] for found in blocks(text, *languages)]
     return contents[-1] if contents else None

@@ -1,8 +1,8 @@
-"""The prompt pack: what an author is given, and nothing else.
+"""The prompt pack: everything that an author is given.
 
-The system text is a stable prefix (rules, the vocabulary's own docstrings, examples, tips), the task is
-the spec. Nothing in it derives from the spec it is for: examples are other operators, and tips that
-were learned on this spec, among others, are left out. All of it stays under a budget of tokens.
+The system text is a stable prefix (rules, the vocabulary's own docstrings, examples, tips); the task is the
+spec. No part derives from the spec it is for: examples are other operators, and tips learned on this spec are
+left out. All of it stays within a budget of tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
-BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the pack, and of these a task's share
-CHARACTERS_A_TOKEN = 3.5  # of these prompts: English, YAML and Python
+BUDGET, TASK_BUDGET = 25_000, 3_000  # tokens of the pack, and the task's share of them
+CHARACTERS_A_TOKEN = 3.5  # for these prompts: English, YAML and Python
 FAMILIES = ("tiles", "elementwise", "vectors", "reductions", "stateful")
 
 ROLE = """\
@@ -94,12 +94,12 @@ class Prompt:
 
 
 def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt:
-    """The prompt for a spec, ``text`` being its YAML. Tips default to those of tips_log.md; those that are
-    not accepted are left out, and of the rest what has helped least where the budget is short."""
+    """The prompt for a spec, with its YAML as ``text``. Tips default to tips_log.md; those that are not
+    accepted are left out, and the least helpful where the budget is short."""
     parts = [ROLE, vocabulary(), examples(exclude=spec.name)]
     words = task(spec, text)
     known = in_prompts(read_tips() if tips is None else tips)
-    # Dropped before any is left out for its spec, so that all specs' prompts drop the same: one prefix.
+    # Dropped before any is left out for its spec, so that all specs' prompts share one prefix.
     shared = kept(known, _room([*parts[:2], examples()], TASK_BUDGET))
     useful = kept((tip for tip in shared if spec.name not in tip.specs), _room(parts, tokens(words)))
     if useful:
@@ -108,23 +108,23 @@ def assemble(spec: Spec, text: str, tips: Iterable[Tip] | None = None) -> Prompt
 
 
 def lessons(tips: Iterable[Tip]) -> str:
-    """What earlier attempts taught, as a prompt says it."""
+    """The lessons of earlier attempts, as a prompt states them."""
     return TIPS_HEADING + "\n".join(f"- {tip.lesson}" for tip in tips)
 
 
 def tokens(text: str) -> int:
-    """About how many tokens a text has."""
+    """An estimate of a text's tokens."""
     return ceil(len(text) / CHARACTERS_A_TOKEN)
 
 
 def _room(parts: Iterable[str], reserved: int) -> int:
-    """Characters that tips may have beside parts of the prefix, ``reserved`` tokens being the task's."""
+    """Characters left for tips beside parts of the prefix, with ``reserved`` tokens for the task."""
     beside = "\n\n".join([*(part.strip() for part in parts), TIPS_HEADING, ""])
     return int((BUDGET - reserved) * CHARACTERS_A_TOKEN) - len(beside)
 
 
 def vocabulary() -> str:
-    """The pages of all primitives: their signatures and docstrings, by family."""
+    """The pages of all primitives: signatures and docstrings, by family."""
     pages = ["# Vocabulary"]
     for family in FAMILIES:
         module = import_module(f"coda_agent.primitives.lang.ops.{family}")
@@ -181,7 +181,7 @@ def feedback(report: Rejected) -> str:
 
 
 def rejection(report: Rejected) -> str:
-    """What the verifier says of a rejected source."""
+    """The verifier's words on a rejected source."""
     place = f" (line {report.line} of your file)" if report.line else ""
     passed = ", ".join(g.gate for g in report.gates) or "none"
     return (

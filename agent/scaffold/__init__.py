@@ -1,7 +1,7 @@
-"""``coda-agent new``: a spec scaffolded from a PyTorch function.
+"""``coda-agent new``: draft a spec from a PyTorch function.
 
-What the function's source says is read (``function``, ``words``), what it cannot say is asked for or taken
-from options, and what its outputs are is found by running its body as a reference (``infer``).
+It reads the function's source (``function``, ``words``), asks for the rest or takes it from options, and
+finds the outputs by running the body as a reference (``infer``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH, HEADS, RAGGED_HEADS = 4096, 32, 13
 
 
 class Options(NamedTuple):
-    """What the command line says: values by name of a dim, an input or an output. ``ask``: for the rest."""
+    """The command's options: values by name of a dim, an input or an output. ``ask``: for the rest."""
 
     dim: Mapping[str, str]
     shape: Mapping[str, str]
@@ -47,7 +47,7 @@ class Options(NamedTuple):
 
 
 def new(target: str, out: Path | None, options: Options) -> tuple[Path, Draft]:
-    """Write the spec of ``path/to/file.py:function``; where it is and what it says.
+    """Write the spec of ``path/to/file.py:function``; return its path and the draft.
 
     Raises ScaffoldError, and then nothing is written.
     """
@@ -115,7 +115,7 @@ def _inputs(function: Function, options: Options) -> dict[str, Entry]:
 
 
 def _dims(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """The dims of shapes in their order, and what each is of."""
+    """The dims of shapes, in order, with a description each."""
     words = {1: ("length",), 2: ("rows", "columns")}
     dims: dict[str, str] = {}
     for plain in (True, False):
@@ -128,7 +128,7 @@ def _dims(entries: Mapping[str, Entry]) -> dict[str, str]:
 
 
 def _index(draft: Draft, options: Options) -> None:
-    """Integers need a range before anything runs."""
+    """Give integers a range, which they need before anything runs."""
     for name, entry in draft.inputs.items():
         if entry.dtype in INDICES:
             own = {n for extent in entry.shape for n in extent.names}
@@ -154,14 +154,14 @@ def _output(draft: Draft, options: Options, name: str, found: Found) -> Entry:
 
 
 def _multiplied(draft: Draft, dim: str, number: int) -> dict[str, str]:
-    """The shapes of the inputs that a dim is in, as they are where it is a part of what it was."""
+    """The shapes of the inputs with this dim, as products where it is a part of a larger one."""
     shapes = {name: ",".join(map(str, entry.shape)) for name, entry in draft.inputs.items()}
     more = {name: re.sub(rf"\b{dim}\b", f"{number}*{dim}", shape) for name, shape in shapes.items()}
     return {name: shape for name, shape in more.items() if shape != shapes[name]}
 
 
 def _initialise(draft: Draft, options: Options) -> None:
-    """How inputs are drawn: weights so that a product keeps its size, vectors around one."""
+    """Choose inits: weights that keep a product's size, vectors around one."""
     rows = draft.rows()
     leads = {n: bool(e.shape) and bool(e.shape[0].names & rows) for n, e in draft.inputs.items()}
     inner = {e.shape[1] for n, e in draft.inputs.items() if leads[n] and len(e.shape) == 2}
@@ -178,7 +178,7 @@ def _initialise(draft: Draft, options: Options) -> None:
 
 
 def _domain(name: str, entry: Entry, init: str) -> str:
-    """What is legal, as far as a name and a range tell: integers within their range, scales above zero."""
+    """The legal values, as far as a name and a range tell: integers within their range, scales above zero."""
     if entry.dtype in INDICES and (found := re.search(r"integers: \[([^,\]]+), ([^,\]]+)\]", init)):
         return f"[{found[1]}, {found[2]} - 1]"
     above_zero = "uniform" in init and "-" not in init and re.search(r"rstd|scale", name)
@@ -199,7 +199,7 @@ def _measured(draft: Draft, options: Options) -> dict[str, int]:
 
 
 def _cases(draft: Draft, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """What is measured, the same with few rows, and a ragged case whose rows are multiples of 16 bytes."""
+    """The measured case, the same with few rows, and a ragged case whose rows are multiples of 16 bytes."""
     rows, heads = draft.rows(), draft.heads()
     grain = 16 if any(e.dtype == "fp8_e4m3" for e in draft.inputs.values()) else 8
     widths = iter(range(512 + grain, 1 << 20, 256))
@@ -218,7 +218,7 @@ def _cases(draft: Draft, sizes: dict[str, int]) -> list[dict[str, Any]]:
 def _answer(
     options: Options, kind: str, name: str, question: str, default: str | None, parse: Callable[[str], Any]
 ) -> Any:
-    """What an option says, or the user, or the default."""
+    """An option's value, or the user's answer, or the default."""
     given = getattr(options, kind).get(name, None if options.ask else default)
     try:
         if given is not None:

@@ -1,6 +1,6 @@
-"""A PyTorch function read from its source as a spec needs it: parameters, outputs, a reference.
+"""Read a PyTorch function's source for a spec: parameters, outputs, a reference.
 
-The file is parsed, never imported: importing runs whatever stands in it. Needs no torch.
+The file is parsed, never imported, since importing runs its code. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coda_agent.primitives.lang.ir import VALUE_NAME
 
 __all__ = ["Function", "Line", "Note", "ScaffoldError", "Size", "Tensor", "read"]
 
-DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # an assert's shapes are the spec's to state
+DROPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Pass)  # the spec states an assert's shapes
 KEPT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 DECORATORS = ("compile", "inference_mode", "no_grad")
 ANNOTATED = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32", "Int32": "int32", "Int64": "int64"}
@@ -59,7 +59,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a reference, and where in the user's file it comes from."""
+    """A line of a reference, and its place in the user's file."""
 
     text: str
     number: int
@@ -67,8 +67,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Note:
-    """What a person should know of line ``number`` of the file: ``text``, whose second line if any is code,
-    goes into the spec as a comment; ``remedy`` is of use to who has the file. ``swaps`` and ``otherwise`` are
+    """A remark on line ``number`` of the file: ``text``, whose second line, if any, is code that goes into
+    the spec as a comment; ``remedy`` is for the person who has the file. ``swaps`` and ``otherwise`` are
     those of an ``Advice``."""
 
     text: str
@@ -80,7 +80,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Function:
-    """What a file says of one function. ``baseline``: its body with casts, where it has any."""
+    """One function of a file. ``baseline``: its body with casts, where it has any."""
 
     path: Path
     name: str
@@ -96,8 +96,8 @@ class Function:
 
 
 def read(target: str, wanted: Collection[str] = ()) -> Function:
-    """The function of ``path/to/file.py:function``; ScaffoldError for one that no spec can be made of. A
-    parameter that is None by default is left out, with all that takes it, unless it is ``wanted``."""
+    """The function of ``path/to/file.py:function``; ScaffoldError where no spec can be made of it. A
+    parameter with default None is left out, with all code that uses it, unless it is ``wanted``."""
     name = target.rpartition(":")[2]
     path = Path(target.rpartition(":")[0])
     if not target.rpartition(":")[0] or not name.isidentifier():
@@ -146,7 +146,7 @@ def _found(path: Path, tree: ast.Module, name: str) -> ast.FunctionDef:
 
 
 class _Reader:
-    """Takes one function apart; its methods raise ScaffoldError with a line of the file."""
+    """Analyses one function; its methods raise ScaffoldError with a line of the file."""
 
     def __init__(
         self, path: Path, source: str, tree: ast.Module, node: ast.FunctionDef, wanted: Collection[str]
@@ -237,13 +237,13 @@ class _Reader:
         return arg.arg
 
     def _specialise(self) -> None:
-        """The body with helpers written out, as it is where what is left out is None."""
+        """Write helpers out, and reduce the body to the branches taken where left-out parameters are None."""
         special = Specialised(self.absent, {t.name for t in self.tensors})
         names = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)}
         names |= {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
         inlined = Inlined(helpers(self.tree, DECORATORS), self.names.own, names, self.fail)
         body = list(inlined.body(list(special.body(self.body))))
-        # Again, for a helper may ask whether what it was given is None.
+        # Again, since a helper may ask whether its argument is None.
         self.body = list(Specialised(self.absent, special.present).body(body))
         self.skipped = special.skipped
 
@@ -255,7 +255,7 @@ class _Reader:
             self.notes.append(Note(found.text, number, swaps=found.swaps, otherwise=found.otherwise))
 
     def _check(self, body: Sequence[ast.stmt], depth: int = 0) -> None:
-        """No statement that a reference may not hold."""
+        """Refuse statements that a reference may not contain."""
         for node in body:
             if isinstance(node, ast.For):
                 self._check([*node.body, *node.orelse], depth + 1)
@@ -265,7 +265,7 @@ class _Reader:
                 raise self.fail(node, f"{self.lines[node.lineno - 1].strip()!r}: {remedy}")
 
     def _returned(self) -> tuple[tuple[str, ...], list[ast.stmt]]:
-        """The outputs' names, and the body with assignments in place of the return."""
+        """The outputs' names, and the body with assignments instead of the return."""
         last = self.body[-1] if self.body else None
         if not isinstance(last, ast.Return) or last.value is None:
             raise self.fail(
@@ -290,7 +290,7 @@ class _Reader:
         return {t.name for t in self.tensors} | set(self.constants) | set(self.sizes)
 
     def _results(self, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-        """(wished name, expression) of each output."""
+        """(requested name, expression) of each output."""
         match value:
             case ast.Dict(keys=keys, values=values):
                 for key, each in zip(keys, values, strict=True):
@@ -335,9 +335,9 @@ class _Reader:
                 yield Line(text.strip(), number)
 
     def _as_written(self, node: ast.stmt) -> str | None:
-        """A statement's own lines, which keep parentheses and comments; None where they hold more."""
+        """A statement's own lines, which keep parentheses and comments; None where they contain more."""
         lines = self.lines[node.lineno - 1 : node.end_lineno]
-        if node not in self.body and isinstance(node, ast.Assign):  # in place of the return
+        if node not in self.body and isinstance(node, ast.Assign):  # an assignment that replaces the return
             value = ast.get_source_segment("\n".join(self.lines), node.value) or ""
             return None if "\n" in value else f"{ast.unparse(node.targets[0])} = {value}"
         before = lines[0].encode()[: node.col_offset].strip()
@@ -358,7 +358,7 @@ def _assignment(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
 
 
 def _means(text: str, node: ast.stmt) -> bool:
-    """Whether a text is just this statement."""
+    """Whether a text is exactly this statement."""
     try:
         return [ast.dump(read) for read in ast.parse(text).body] == [ast.dump(node)]
     except SyntaxError:

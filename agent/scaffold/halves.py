@@ -1,4 +1,4 @@
-"""Contiguous parts in a reference: usual in PyTorch, but no kernel takes a tile apart there."""
+"""Contiguous parts of a tile in a reference: usual in PyTorch, but no kernel splits a tile there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 CUTS = ("chunk", "split", "tensor_split", "split_with_sizes")
 JOINS = ("cat", "concat", "concatenate")
 SHAPES = ("unflatten", "view", "reshape")
-LAST = (-1, 1)  # where the columns are
+LAST = (-1, 1)  # the axis of columns
 ADJACENT = (
     "The vocabulary has no such cut: its pairs takes adjacent columns apart, since both then lie in one "
     "thread's registers. So store the two interleaved (gate, up, gate, up, ...; of a weight, its rows)"
@@ -28,13 +28,13 @@ ROTATED = (
     "columns are permuted alike, which a product of queries and keys does not show). "
 )
 
-Swap = tuple[str, str]  # what of a reference's text becomes what
+Swap = tuple[str, str]  # a text, and its replacement
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice for ``place``: the form that a kernel wants there. ``swaps``: changes of the text that try the
-    advice; it holds where the reference still runs. ``otherwise``: the advice where it does not."""
+    """Advice for ``place``: the form that a kernel needs there. ``swaps``: text changes that test the advice;
+    it holds where the reference still runs. ``otherwise``: the advice where it does not."""
 
     place: ast.AST
     text: str
@@ -43,8 +43,8 @@ class Advice:
 
 
 def halves(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Advice for each cut into contiguous parts of columns, or of a weight's rows, and for each two tiles
-    that are put together so."""
+    """Advice for each cut into contiguous parts of columns, or of a weight's rows, and for each concatenation
+    of two tiles."""
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.Call) and (advice := _called(node, statement, weights)):
@@ -53,7 +53,7 @@ def halves(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator
 
 
 def _called(node: ast.Call, statement: ast.stmt, weights: Collection[str]) -> Advice | None:
-    """Of ``z.chunk(2, -1)``, ``torch.split(z, n, dim=-1)`` or ``torch.cat((a, b), -1)``."""
+    """Advice on ``z.chunk(2, -1)``, ``torch.split(z, n, dim=-1)`` or ``torch.cat((a, b), -1)``."""
     match node.func:
         case ast.Attribute(value=ast.Name(id="torch"), attr=name):
             given = node.args
@@ -98,8 +98,8 @@ def _dim(given: Sequence[ast.expr], keywords: dict[str | None, ast.expr]) -> int
 
 
 def _count(name: str, given: Sequence[ast.expr], names: list[str]) -> tuple[int, bool]:
-    """How many parts a cut gives, by its number, its list of sizes, or what they are assigned to, and whether
-    they may be alike."""
+    """The number of parts of a cut, from its argument, its list of sizes, or its assignment, and whether they
+    may be alike."""
     match next(iter(given), None):
         case ast.Constant(value=int() as count) if name in ("chunk", "tensor_split"):
             return count, True
@@ -111,7 +111,7 @@ def _count(name: str, given: Sequence[ast.expr], names: list[str]) -> tuple[int,
 
 
 def _blocks(node: ast.expr, count: int) -> bool:
-    """Whether it is ``z.unflatten(-1, (count, -1))`` or such a view: so many blocks, each contiguous."""
+    """Whether it is ``z.unflatten(-1, (count, -1))`` or such a view: contiguous blocks."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), args=[*args]) if name in SHAPES:
             last = args[-1] if args else None
@@ -163,9 +163,9 @@ def _joined(node: ast.Call, a: ast.expr, b: ast.expr) -> Advice:
 
 
 def _tables(first: ast.expr) -> str:
-    """Words on a rotation's cosines and sines, by its first tile; empty for no rotation."""
+    """Advice on a rotation's cosines and sines, by its first tile; empty for no rotation."""
     match first:
-        case ast.UnaryOp(op=ast.USub()):  # which meets cos and sin of both halves later
+        case ast.UnaryOp(op=ast.USub()):  # it meets cos and sin of both halves later
             return (
                 "Interleave the columns of cos and sin in the same way: where they are torch.cat((f, f), -1) "
                 "make them f.repeat_interleave(2, -1)"
@@ -180,7 +180,7 @@ def _tables(first: ast.expr) -> str:
 
 
 class _Adjacent(ast.NodeTransformer):
-    """Contiguous halves ``z[..., :n]`` and ``z[..., n:]`` become adjacent columns."""
+    """Turns contiguous halves ``z[..., :n]`` and ``z[..., n:]`` into adjacent columns."""
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
@@ -193,7 +193,7 @@ class _Adjacent(ast.NodeTransformer):
 
 
 def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterator[Advice]:
-    """Whether a tile is cut as ``z[:, :n]`` and ``z[:, n:]``, with or without others between."""
+    """Advice where a tile is cut as ``z[:, :n]`` and ``z[:, n:]``, with or without parts between."""
     parts: dict[tuple[str, str], list[tuple[ast.Subscript, ast.Slice]]] = defaultdict(list)
     for statement in statements:
         for node in ast.walk(statement):
@@ -217,13 +217,13 @@ def _sliced(statements: Sequence[ast.stmt], weights: Collection[str]) -> Iterato
             text = _columns(said, first.value, prefix, ()) if prefix else _rows(said, first.value)
             base, comma = f"({ast.unparse(first.value)})", f"{prefix}, " if prefix else ""
             one, other = ast.unparse(first), ast.unparse(second)
-            alike = f"0 * ({one} + {other})"  # which fails where they are no halves
+            alike = f"0 * ({one} + {other})"  # it fails where they are no halves
             swaps = (one, f"({base}[{comma}0::2] + {alike})"), (other, f"{base}[{comma}1::2]")
             yield Advice(first, text, swaps, _parts(said, 2))
 
 
 def swapped(text: str, swaps: Sequence[Swap]) -> str:
-    """A reference's text with each expression that is swapped."""
+    """A reference's text with every swap applied."""
 
     class Swapper(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> ast.AST:

@@ -1,4 +1,4 @@
-"""Calls of a file's own helpers written out, where a helper is one return expression."""
+"""Write out calls of a file's own helpers, where a helper is one return expression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 class Helper:
-    """A function or lambda of the file's top level; ``value``: what it returns, None where it does more."""
+    """A function or lambda of the file's top level; ``value``: its return expression, None where it does
+    more."""
 
     def __init__(self, args: ast.arguments, value: ast.expr | None):
         simple = value and not (
@@ -32,7 +33,7 @@ class Helper:
         self.defaults = {name: default for name, default in pairs if isinstance(default, ast.Constant)}
 
     def bound(self, call: ast.Call) -> dict[str, ast.expr] | None:
-        """What its parameters are in a call; None where that cannot be told."""
+        """Its parameters' values in a call; None where they cannot be told."""
         if any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(self.positional):
             return None
         given: dict[str, ast.expr] = dict(zip(self.positional, call.args, strict=False))
@@ -45,7 +46,7 @@ class Helper:
 
 
 def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
-    """Those of a file, by name; ``decorators`` change nothing."""
+    """A file's helpers by name; ``decorators`` change nothing."""
     found: dict[str, Helper] = {}
     for node in tree.body:
         match node:
@@ -62,7 +63,7 @@ def helpers(tree: ast.Module, decorators: Collection[str]) -> dict[str, Helper]:
 
 class Inlined(ast.NodeTransformer):
     """Statements with helpers' calls written out. ``own``: the function's names, which hide the file's;
-    ``taken``: all names of the file, for a value that a helper reads twice gets one of its own."""
+    ``taken``: all names of the file, since a value that a helper reads twice gets a new name."""
 
     def __init__(self, known: Mapping[str, Helper], own: Collection[str], taken: set[str], fail: Fail):
         self.known, self.own, self.taken, self.fail = known, own, set(taken), fail
@@ -72,7 +73,7 @@ class Inlined(ast.NodeTransformer):
         self.scopes = 0
 
     def body(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-        """Each statement, after the values that are computed once for it."""
+        """Each statement, preceded by the values that are computed once for it."""
         for node in statements:
             self.before, self.statement = [], node
             if isinstance(node, ast.For):
@@ -111,7 +112,7 @@ class Inlined(ast.NodeTransformer):
         return made
 
     def _refuse_capture(self, node: ast.Call, name: str, value: ast.expr, bound: Collection[str]) -> None:
-        """A name that means another thing here than where the helper stands."""
+        """Refuse a name that means something else here than in the helper."""
         for read in (n.id for n in ast.walk(value) if isinstance(n, ast.Name) and n.id not in bound):
             if read in self.own:
                 raise self.fail(
@@ -119,7 +120,7 @@ class Inlined(ast.NodeTransformer):
                 )
 
     def _once(self, node: ast.Call, value: ast.expr, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
-        """The arguments, under a name where the helper reads one twice: else it would be computed twice."""
+        """The arguments, named where the helper reads one twice, so that it is computed once."""
         uses = Counter(n.id for n in ast.walk(value) if isinstance(n, ast.Name))
         given = dict(bound)
         for parameter, argument in bound.items():

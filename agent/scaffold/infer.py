@@ -1,4 +1,4 @@
-"""Outputs' shapes and dtypes: what a draft's reference gives, at sizes that tell all dims apart."""
+"""Infer outputs' shapes and dtypes by running a draft's reference at sizes that tell all dims apart."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """An output as it came out: its extents at the two ``trial_sizes``, and as sizes over the dims (None for
-    those that are no formula it knows)."""
+    """An output as computed: its extents at the two ``trial_sizes``, and its sizes over the dims (None for
+    those that match no known formula)."""
 
     extents: tuple[list[int], list[int]]
     shape: tuple[Dim | None, ...]
@@ -42,7 +42,7 @@ def infer(draft: Draft) -> dict[str, Found]:
 
 
 def proven(draft: Draft) -> tuple[Note, ...]:
-    """The notes: each proposal runs, with the same shapes, or gives way to what holds otherwise."""
+    """The notes: each proposal runs with the same shapes, or gives way to its alternative."""
     return tuple(
         note if not note.swaps or _runs(draft, note.swaps) else replace(note, text=note.otherwise)
         for note in draft.function.notes
@@ -66,7 +66,7 @@ def _runs(draft: Draft, swaps: Sequence[Swap]) -> bool:
 
 
 def _indices(draft: Draft, message: str) -> str:
-    """The remedy where PyTorch wants integers: vectors, which are floats unless their dtype is given."""
+    """The remedy where PyTorch needs integers: vectors are floats unless their dtype is given."""
     vectors = [name for name, e in draft.inputs.items() if len(e.shape) == 1 and e.dtype not in INDICES]
     if "Long" not in message and "int64" not in message or not vectors:
         return ""
@@ -74,7 +74,7 @@ def _indices(draft: Draft, message: str) -> str:
 
 
 def _run(draft: Draft, spec: Spec, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The outputs in the dtypes that they have by themselves, or in fp64 where this machine cannot say."""
+    """The outputs in their natural dtypes, or in fp64 where this machine cannot tell."""
     import torch
 
     from coda_agent.verifier.numerics.inputs import draw
@@ -124,7 +124,7 @@ def _found(draft: Draft, name: str, first: Tensor, second: Tensor) -> Found:
 
 
 def _formula(draft: Draft, extents: list[int]) -> Dim | None:
-    """The plainest size over the dims that is each of the extents, at its sizes."""
+    """The simplest size over the dims that gives each of the extents."""
     every = trial_sizes(draft)
     dims = [Dim.parse(dim) for dim in draft.dims]
     known = list(dict.fromkeys([*dims, *(extent for e in draft.inputs.values() for extent in e.shape)]))
@@ -138,8 +138,8 @@ def _formula(draft: Draft, extents: list[int]) -> Dim | None:
 
 
 def cut(draft: Draft, found: Found) -> tuple[str, int] | None:
-    """The dim that an extent of no known size is a part of, as that of ``chunk(3)`` is, and the number of
-    parts. A third may be rounded: the sizes that are tried are even."""
+    """The dim that an extent of unknown size is a part of, as with ``chunk(3)``, and the number of parts. A
+    third may be rounded: the trial sizes are even."""
     unknown = [place for place, extent in enumerate(found.shape) if extent is None]
     for number in (2, 3, 4):
         for dim in draft.dims:

@@ -1,4 +1,4 @@
-"""A function's body as it is where some of its parameters are None, which decides branches and choices."""
+"""Specialise a function's body to parameters that are None, which decides branches and choices."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 
 class Specialised(ast.NodeTransformer):
-    """``absent``: names that are None, until something is assigned to them; ``present``: those that are not.
+    """``absent``: names that are None until something is assigned to them; ``present``: names that are not.
 
-    ``skipped`` gains the numbers of the lines that were left out.
+    ``skipped`` collects the numbers of the lines that are left out.
     """
 
     def __init__(self, absent: Collection[str], present: Collection[str]):
@@ -18,7 +18,7 @@ class Specialised(ast.NodeTransformer):
         self.skipped: set[int] = set()
 
     def body(self, statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-        """The statements that are left, up to the first return of them."""
+        """The remaining statements, up to the first return among them."""
         for statement in statements:
             for left in self._statement(statement):
                 yield left
@@ -35,7 +35,7 @@ class Specialised(ast.NodeTransformer):
                 yield from self.body(node.body if test.value else node.orelse)
                 return
         if isinstance(node, ast.For):
-            self.absent -= _stored(node)  # a second turn may find them assigned
+            self.absent -= _stored(node)  # a second iteration may find them assigned
             made = copy.copy(node)
             made.iter = self.visit(copy.deepcopy(node.iter))
             made.body = list(self.body(node.body)) or [ast.copy_location(ast.Pass(), node)]

@@ -1,4 +1,4 @@
-"""The words of a reference: what a function's statements become where only torch's names are in scope."""
+"""Rewrite a function's statements in a reference's words, where only torch's names are in scope."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FLOATS = ("bfloat16", "double", "float", "float16", "float32", "float64", "half"
 
 @dataclass(frozen=True)
 class Names:
-    """What a function's names stand for. ``own``: its parameters and what it assigns, which hide the rest.
+    """The meaning of a function's names. ``own``: its parameters and assignments, which hide the rest.
 
-    ``imported``: full names by alias. ``numbers``: of the file's top level, which has ``defined`` more, by
-    line. ``fail``: an error with a line.
+    ``imported``: full names by alias. ``numbers``: of the file's top level, which has further names,
+    ``defined``, by line. ``fail``: an error with a line.
     """
 
     own: Set[str]
@@ -38,7 +38,7 @@ class Names:
 
 
 class Words(ast.NodeTransformer):
-    """A statement in the words that a reference has in scope, with or without its casts to floats."""
+    """Rewrites a statement in the words in a reference's scope, with or without its casts to floats."""
 
     def __init__(self, names: Names, casts: bool):
         self.names, self.casts = names, casts
@@ -50,7 +50,7 @@ class Words(ast.NodeTransformer):
         return self.visit_Assign(made)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        """None for ``h = h``, which a cast on a line of its own leaves behind."""
+        """None for ``h = h``, which remains of a cast on its own line."""
         made = self.generic_visit(node)
         idle = isinstance(made, ast.Assign) and [ast.unparse(made.value)] == list(
             map(ast.unparse, made.targets)
@@ -81,7 +81,7 @@ class Words(ast.NodeTransformer):
         return self._in_scope(dotted, node) if dotted else self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if isinstance(node.ctx, ast.Store):  # an output may have the name of what the file defines
+        if isinstance(node.ctx, ast.Store):  # an output may have the name of a definition in the file
             return node
         if node.id in self.names.numbers:
             return ast.Constant(self.names.numbers[node.id])
@@ -95,7 +95,7 @@ class Words(ast.NodeTransformer):
         return self._in_scope(dotted, node) if dotted else node
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """The full name of what an import brought, or None."""
+        """The full name of an import, or None."""
         if isinstance(node, ast.Name):
             return self.names.imported.get(node.id)
         base = self._dotted(node.value) if isinstance(node, ast.Attribute) else None
@@ -121,7 +121,7 @@ class Words(ast.NodeTransformer):
 
 
 def top_level(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(name, line) of what a file's top level binds, but for imports."""
+    """(name, line) of the bindings at a file's top level, except imports."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno
@@ -131,7 +131,7 @@ def top_level(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _aliases(tree: ast.Module, imported: Mapping[str, str]) -> dict[str, str]:
-    """Full names by what a file's top level calls them: ``act = F.silu``."""
+    """Full names by a file's own aliases: ``act = F.silu``."""
     bound = Counter(name for name, _ in top_level(tree))
     found: dict[str, str] = {}
     for node in tree.body:
@@ -144,7 +144,7 @@ def _aliases(tree: ast.Module, imported: Mapping[str, str]) -> dict[str, str]:
 
 
 def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
-    """(name in the file, full name) of what imports bring."""
+    """(name in the file, full name) of the imports."""
     yield "torch", "torch"
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -155,7 +155,7 @@ def _imported(nodes: Iterable[ast.stmt | ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(tree: ast.Module) -> Iterator[tuple[str, int | float]]:
-    """Numbers that the file names at its top level."""
+    """Numbers named at the file's top level."""
     every = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     for node in tree.body:
         match node:
@@ -185,7 +185,7 @@ def _is_named(node: ast.expr) -> bool:
 
 
 def _is_float(node: ast.expr) -> bool:
-    """Whether it reads as a floating dtype: torch.float32, x.dtype, or a name that says dtype."""
+    """Whether it reads as a floating dtype: torch.float32, x.dtype, or a name that contains dtype."""
     if _is_named(node):
         return True
     match node:
@@ -197,7 +197,7 @@ def _is_float(node: ast.expr) -> bool:
 
 
 def without_idle_dtypes(statements: list[ast.stmt | None]) -> list[ast.stmt | None]:
-    """Without ``dtype = x.dtype`` where nothing reads it any more."""
+    """The statements without ``dtype = x.dtype`` where nothing reads it any more."""
     present = [node for node in statements if node]
     names = [n for node in present for n in ast.walk(node) if isinstance(n, ast.Name)]
     read = {n.id for n in names if isinstance(n.ctx, ast.Load)}

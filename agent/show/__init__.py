@@ -1,4 +1,4 @@
-"""What ``coda-agent show KERNEL`` says: a program's steps in words, its CuTeDSL, its resources, its roofline.
+"""``coda-agent show KERNEL``: a program's steps in words, its CuTeDSL, resources and roofline.
 
 Data first: ``Shown.to_dict`` needs the standard library only; ``Shown.render`` draws the same with rich.
 """
@@ -25,7 +25,8 @@ Cases = Mapping[str, Mapping[str, int]]
 
 
 def floors(program: Program, sizes: Cases, machine: Machine = H100) -> dict[str, Roofline]:
-    """The roofline at each case's sizes, by the case's name. ValueError for a case that lacks a dim."""
+    """The roofline at each case's sizes, by the case's name. ValueError for a case without one of the dims.
+    """
     return {case: roofline(program, at, machine) for case, at in sizes.items()}
 
 
@@ -35,14 +36,13 @@ def beside(kernel: Path, suffix: str) -> Path:
 
 
 def edited(kernel: Path) -> str:
-    """The text of NAME.raw.py where one of NAME.raw.* is shown, else nothing. Raises OSError."""
+    """The text of NAME.raw.py if the kernel is one of NAME.raw.*, else "". Raises OSError."""
     return beside(kernel, "raw.py").read_text(encoding="utf-8") if ".raw." in kernel.name else ""
 
 
 def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
-    """The schedules that a case was measured with, by step: from the report beside a kernel's file
-    (NAME.report.json, or NAME.raw.report.json), if it is of this program and has them. KernelError for one
-    that cannot be read."""
+    """The schedules of a measured case by step, from the report beside a kernel's file (NAME.report.json, or
+    NAME.raw.report.json), if it is about this program and has them. KernelError for an unreadable one."""
     from coda_agent.agent.artifacts import accept, atomic_files
 
     path = beside(kernel, "raw.report.json" if ".raw." in kernel.name else "report.json")
@@ -58,11 +58,11 @@ def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
 
 @dataclass(frozen=True)
 class Shown:
-    """A program and what is to be said of it: its steps; where given, resources and the roofline at each
-    case's sizes; on request the CuTeDSL text, ``raw`` where that is an edited one."""
+    """A program and its description: steps; where given, resources and the roofline at each case's sizes; on
+    request the CuTeDSL text, ``raw`` if it is edited."""
 
     program: Program
-    name: str = ""  # of its spec
+    name: str = ""  # the spec's name
     resources: Sequence[Resources] | None = None
     sizes: Cases = field(default_factory=dict)
     cutedsl: bool = False
@@ -85,7 +85,7 @@ class Shown:
         }
 
     def render(self) -> Group:
-        """The same, for a terminal."""
+        """The same data, for a terminal."""
         from rich.console import Group
         from rich.text import Text
 
@@ -108,7 +108,7 @@ class Shown:
 
 
 def step_table(step: StepText) -> Table:
-    """One step: a row a line, with the dtype and shape of what it touches in memory."""
+    """One step: a row a line, with the dtype and shape of the tensors in memory."""
     from rich.table import Table
     from rich.text import Text
 
@@ -123,7 +123,7 @@ def step_table(step: StepText) -> Table:
 
 
 def tables(resources: Sequence[Resources] | None, rooflines: Mapping[str, Roofline]) -> list[Table]:
-    """The resource table and the roofline table, each where there is something to say."""
+    """The resource table and the roofline table, each only with content."""
     found = [resource_table(resources)] if resources else []
     return found + ([roofline_table(rooflines)] if rooflines else [])
 
@@ -158,7 +158,7 @@ def schedule_words(schedule: Mapping[str, int | bool] | None) -> str:
 
 
 def roofline_table(rooflines: Mapping[str, Roofline]) -> Table:
-    """Per case and kernel: work, what it takes at the machine's ceilings, and which of the two binds."""
+    """Per case and kernel: work, its time at the machine's ceilings, and the one that binds."""
     machine = next(iter(rooflines.values())).machine
     title = (
         f"roofline, {machine.name}: {machine.tensor.value / 1e12:.1f} T{machine.tensor.unit} "

@@ -1,7 +1,7 @@
-"""What ``coda-agent show KERNEL --counters`` says: hardware counters of a kernel's launches, from a stored
-export of Nsight Compute, beside the bytes that the roofline counts.
+"""``coda-agent show KERNEL --counters``: hardware counters of a kernel's launches, from a stored export of
+Nsight Compute, beside the roofline's bytes.
 
-An export is what ``ncu --csv --page raw`` prints (or ``details``); docs/performance.md has the command.
+An export is the output of ``ncu --csv --page raw`` (or ``details``); docs/performance.md has the command.
 Data first: ``read``, ``counters``, ``as_dict`` for programs, ``words`` for a prompt; ``as_table`` draws it.
 """
 
@@ -37,9 +37,9 @@ class CountersError(ValueError):
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure to show: of the ``names`` that ncu may have for it, the first that an export has. ``unit`` is
-    what it is shown in, ``scale`` how many of the base unit (seconds, bytes, percent, a count) that is, and
-    ``label`` what the details page calls it."""
+    """A figure to show: the first of ncu's possible ``names`` that an export has. ``unit``: the unit shown;
+    ``scale``: how many base units (seconds, bytes, percent, a count) it has; ``label``: its name on the
+    details page."""
 
     title: str
     unit: str
@@ -100,18 +100,18 @@ METRICS = {
     ),
     "ctas": Metric("CTAs", "", ("launch__grid_size",), label="Grid Size"),
 }
-# What warps wait for: how many are stalled so, on average, whenever one issues.
+# Reasons for waiting: the average number of stalled warps whenever one issues.
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _ASKED = (
     "barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard "
     "math_pipe_throttle membar mio_throttle misc no_instruction short_scoreboard sleeping tex_throttle wait"
 )
-_NO_STALL = ("selected", "not_selected")  # they issue, or could
+_NO_STALL = ("selected", "not_selected")  # these issue, or could
 
 
 def wanted(available: Collection[str] = ()) -> list[str]:
-    """The metrics to ask ncu for: of each figure the first name, and every reason to stall. ``available``:
-    names without suffixes, where it is known what a GPU has; a figure that it lacks is left out."""
+    """The metrics to request from ncu: each figure's first name, and every stall reason. ``available``: names
+    without suffixes, where a GPU's are known; missing figures are left out."""
 
     def there(name: str) -> bool:
         return not available or name.startswith("launch__") or name.partition(".")[0] in available
@@ -124,10 +124,9 @@ def wanted(available: Collection[str] = ()) -> list[str]:
 @dataclass(frozen=True)
 class Counters:
     """One kernel's figures by the keys of METRICS, in base units, absent ones left out, and ``stalls`` by
-    reason, most first: medians over its ``launches``. ``floor``: what the roofline counts of it at the
-    export's case. ``other_text``: the export is of another lowering of it. ``schedule``: what it was counted
-    on, ``tuned`` what the kernel's report measured that case with, as ``spelled``: empty where nobody says,
-    None for a kernel that has none."""
+    reason, most first: medians over its ``launches``. ``floor``: the roofline at the export's case.
+    ``other_text``: the export is of another lowering. ``schedule``: the one it was counted on, ``tuned``: the
+    one in the kernel's report for that case, as ``spelled``; "" if unknown, None for a kernel without one."""
 
     kernel: str
     launches: int
@@ -140,15 +139,15 @@ class Counters:
 
     @property
     def other_schedule(self) -> bool | None:
-        """Whether it was counted on another schedule than the report's; None where that is not known."""
+        """Whether it was counted on another schedule than the report's; None if unknown."""
         return self.schedule != self.tuned if self.schedule and self.tuned else None
 
 
 @dataclass(frozen=True)
 class Export:
-    """What a file holds: the program and case that it is of, where it says so, and each launch's kernel with
-    its values by ncu's names, in seconds, bytes, percent or counts. Of an edited text the program's name
-    ends in .raw, and ``text`` begins its hash. ``schedules`` by step, as ``spelled``: older ones say none."""
+    """The content of a file: its program and case, if named, and each launch's kernel with its values by
+    ncu's names, in seconds, bytes, percent or counts. For an edited text the program's name ends in .raw, and
+    ``text`` begins its hash. ``schedules`` by step, as ``spelled``; older files have none."""
 
     path: Path
     program: str | None
@@ -159,7 +158,7 @@ class Export:
 
 
 def read(path: Path, case: str | None = None) -> Export:
-    """CountersError unless it is a CSV export of ncu's, of ``case`` where it says of which it is."""
+    """Raise CountersError unless it is a CSV export of ncu, of ``case`` where it names one."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -171,7 +170,7 @@ def read(path: Path, case: str | None = None) -> Export:
         raise CountersError(
             f'{path}: no line begins with "ID",: it is no CSV of ncu; export with ncu --csv --page raw'
         )
-    # What the profiled program prints, and ncu's own ==PROF== lines, may stand anywhere.
+    # The profiled program's output, and ncu's own ==PROF== lines, may stand anywhere.
     header, *cells = csv.reader(line for line in lines[start:] if not line.startswith("=="))
     if "Kernel Name" not in header:
         raise CountersError(f"{path}:{start + 1}: no column Kernel Name; export with ncu --csv --page raw")
@@ -185,21 +184,21 @@ def read(path: Path, case: str | None = None) -> Export:
     return Export(path, program, measured, tuple(launches), text, schedules)
 
 
-_SAID = re.compile(r"# (\S+) at (.+?)(?:, text ([0-9a-f]+))?:")  # what ``heading`` writes
+_SAID = re.compile(r"# (\S+) at (.+?)(?:, text ([0-9a-f]+))?:")  # the format of ``heading``
 _STEP = re.compile(r"; step (\d+): ([^;]+)")
 
 
 def heading(
     name: str, case: str, sizes: Mapping[str, int], schedules: Mapping[int, Schedule], text: str = ""
 ) -> str:
-    """The line of an export that says what was counted; ``text``: of an edited one its hash's beginning."""
+    """The line of an export that says what was counted; ``text``: the beginning of an edited text's hash."""
     what = f"{name}.raw at {case}, text {text}" if text else f"{name} at {case}"
     steps = "".join(f"; step {step}: {spelled(s)}" for step, s in sorted(schedules.items()))
     return f"# {what}: {', '.join(f'{dim} {size}' for dim, size in sizes.items())}{steps}"
 
 
 def spelled(schedule: Schedule) -> str:
-    """All of a schedule: ``128x128 pingpong cluster 1x2 swizzle 8 evict_loads deep``."""
+    """A whole schedule: ``128x128 pingpong cluster 1x2 swizzle 8 evict_loads deep``."""
     s = schedule
     on = [name for name, value in s._asdict().items() if value is True and name != "pingpong"]
     kind = "pingpong" if s.pingpong else "cooperative"
@@ -208,7 +207,7 @@ def spelled(schedule: Schedule) -> str:
 
 
 def _raw(rows: list[dict[str, str]]) -> Iterator[tuple[str, dict[str, float]]]:
-    """A row a launch, a column a metric; the first row, of no launch, has the units."""
+    """A row a launch, a column a metric; the first row has the units."""
     units = rows.pop(0) if rows and not rows[0]["ID"] else {}
     for row in rows:
         values = {name: _value(text, units.get(name, "")) for name, text in row.items() if "__" in name}
@@ -233,7 +232,7 @@ _UNIT = re.compile(r"([numKMGT]?)(second|s|byte|sector|inst)$")
 
 
 def _value(text: str, unit: str) -> float | None:
-    """In the base unit; None for what is no number. ``1,234.5 usecond``."""
+    """The value in the base unit; None for what is no number. ``1,234.5 usecond``."""
     try:
         number = float(text.replace(",", ""))
     except ValueError:
@@ -249,9 +248,9 @@ def counters(
     raw: str = "",
     schedules: Mapping[int, Schedule] | None = None,
 ) -> tuple[Counters, ...]:
-    """An export's figures of each kernel of a program, or of an edited text ``raw`` of it, that it has, in
-    the order they run; ``sizes`` are its case's, and ``schedules`` what the report measured that with.
-    CountersError if it has none."""
+    """An export's figures for each kernel that it has of a program, or of an edited text ``raw``, in the
+    order they run; ``sizes`` are its case's, and ``schedules`` those of the report. CountersError if it has
+    none."""
     name = program.signature.name + (".raw" if raw else "")
     if export.program not in (None, name):
         raise CountersError(f"{export.path}: is of {export.program}, not {name}; profile {name}")
@@ -263,7 +262,7 @@ def counters(
     ran = {step: spelled(s) for step, s in (schedules or {}).items()}
     found = []
     for step, kind, name in sorted(kernels):
-        stem, digest = (name, None) if raw else name.rsplit("_", 1)  # an edited text's names have no hash
+        stem, digest = (name, None) if raw else name.rsplit("_", 1)  # an edited text's names hold no hash
         module = f"coda_{'edited' if raw else 'lowered'}_"
         pattern = re.compile(rf"{module}.*?{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
         own = [(m[1], values) for text, values in export.launches if (m := pattern.search(text))]
@@ -272,7 +271,7 @@ def counters(
         parts = _parts([values for _, values in own])
         for number, launches in enumerate(parts, 1):
             kernel = stem if len(parts) == 1 else f"{stem}, part {number} of {len(parts)}"
-            floor = floors.get((step, kind)) if len(parts) == 1 else None  # it is of the whole step
+            floor = floors.get((step, kind)) if len(parts) == 1 else None  # the floor is the whole step's
             found.append(_summary(kernel, launches, floor, other, at))
     if not found:
         there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
@@ -284,7 +283,7 @@ def counters(
 
 
 def _parts(launches: Iterable[dict[str, float]]) -> list[list[dict[str, float]]]:
-    """The launches of each part of a step, of which a ``split`` one has two, told apart by their grids."""
+    """The launches of each part of a step, told apart by their grids; a ``split`` step has two."""
     parts: dict[float | None, list[dict[str, float]]] = {}
     for values in launches:
         parts.setdefault(values.get(METRICS["ctas"].names[0]), []).append(values)
@@ -341,7 +340,7 @@ def as_dict(found: Sequence[Counters]) -> list[dict[str, Any]]:
 
 
 def rows(c: Counters) -> list[tuple[str, str]]:
-    """A kernel's figures in words: what, how much. An absent one is MISSING."""
+    """A kernel's figures as (name, value). An absent one is MISSING."""
     shown = [(metric.title, _figure(c, key)) for key, metric in METRICS.items()]
     top = [f"{reason} {value:.2f}" for reason, value in list(c.stalls.items())[:TOP_STALLS]]
     stalls = ("stalls, warps at each issue", ", ".join(top) or MISSING)
@@ -370,16 +369,16 @@ def _figure(c: Counters, key: str) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits at least, no more after the point than it takes."""
+    """At least three digits, with no more decimals than needed."""
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def counted(
     program: Program, spec: Spec, kernel: Path, path: Path, case: str | None = None, raw: str = ""
 ) -> tuple[Export, tuple[Counters, ...]]:
-    """A file's export and its figures, of an edited text where one is given, at the sizes of the case that
-    it says it is of, else of the spec's first; beside the schedules of the report beside ``kernel``. Raises
-    CountersError, and KernelError for a report that cannot be read."""
+    """A file's export and its figures, for an edited text where one is given, at the sizes of the case that
+    it names, else of the spec's first; beside the schedules of the report beside ``kernel``. Raises
+    CountersError, and KernelError for an unreadable report."""
     export = read(path, case)
     at = export.case or spec.cases[0].name
     sizes = {each.name: each.sizes for each in spec.cases}
@@ -399,7 +398,7 @@ def _title(c: Counters) -> str:
 
 
 def as_table(found: Sequence[Counters], export: Export) -> Table:
-    """The same for people."""
+    """The same as a table, for people."""
     said = f"hardware counters, {export.path.name}" + (f", case {export.case}" if export.case else "")
     drawn = new_table(said, ["counter", *map(_title, found)], [])
     for cells in zip(*map(rows, found), strict=True):

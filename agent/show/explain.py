@@ -1,4 +1,4 @@
-"""A program's kernels in words: what each loads, computes, stores and reduces, as expressions over names.
+"""A program's kernels in words: their loads, computations, stores and reductions, as expressions over names.
 
 Standard library only.
 """
@@ -28,7 +28,7 @@ Verb = Literal["load", "sweep", "compute", "store", "reduce"]
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that a step does: ``store  hg = h * per_column(gamma)  bf16 [M, N]``.
+    """One action of a step: ``store hg = h * per_column(gamma) bf16 [M, N]``.
 
     A ``sweep`` goes over the accumulator before the epilogue, for a statistic of heads.
     """
@@ -49,27 +49,28 @@ class StepText:
 
 
 def steps(program: Program) -> list[StepText]:
-    """What each kernel of a checked program loads, computes, stores and reduces, in the order they run."""
+    """The loads, computations, stores and reductions of each kernel of a checked program, in the order they
+    run."""
     writer = _Writer(program)
     texts = [(float(s.index), writer.gemm(s)) for s in writer.steps.gemms]
     texts += [(v.stage + 0.5, writer.vector(v)) for v in finish_writers(program, writer.steps)]
     return [text for _, text in sorted(texts, key=lambda t: t[0])]
 
 
-# Signs and how tightly they bind. fp32 sums and products do not associate: the right side binds one tighter.
+# Signs and their precedence. fp32 sums and products do not associate: the right side binds one tighter.
 _COMPARE = {
     "greater": ">", "greater_equal": ">=", "less": "<", "less_equal": "<=", "equal": "==", "not_equal": "!=",
 }  # fmt: skip
 _INFIX = {"add": ("+", 2), "subtract": ("-", 2), "multiply": ("*", 3), "divide": ("/", 3)}
 _NEGATIVE, _ATOM = 4, 5
-# Never worth a name of their own.
+# These never get a name.
 _SPREAD = ("per_row", "per_column", "per_head")
 _CHEAP = ("input", "constant", "dim", "transpose", "as_tile", "column_index", *_SPREAD)
 _LANES = ("even", "odd")
 
 
 class _Writer(Writer):
-    """Expressions from the graph. What lies in memory has a name; so has what a step uses twice."""
+    """Expressions from the graph. A value in memory has a name, and so has one that a step uses twice."""
 
     def __init__(self, program: Program):
         super().__init__(program, cut(program))
@@ -106,7 +107,7 @@ class _Writer(Writer):
     def computed(
         self, body: Iterable[int], roots: Iterable[int], stores: Iterable[int], known: dict[int, str]
     ) -> list[Line]:
-        """Lines for what is stored and what is used more than once; ``known`` gains the latter's names."""
+        """Lines for stored values and for those used more than once; ``known`` gains the latter's names."""
         body, stored = sorted(body), set(stores)
         uses = [a for i in body for a in values_read(self.program, i)] + list(roots)
         lines = []
@@ -153,7 +154,7 @@ class _Writer(Writer):
         return self.written(index, known)[0]
 
     def finished(self, index: int) -> str:
-        """A reduction, from what a step left of it."""
+        """A reduction, from a step's partials."""
         how, node, kept = reduction(self.nodes[index]), self.nodes[index], self.memory[~index]
         assert how is not None  # of a reduction
         chosen = self.memory[node.args[1]] if how.selects else ""
@@ -168,7 +169,7 @@ class _Writer(Writer):
         return f"gemm({', '.join(operands)})"
 
     def term(self, index: int, known: Mapping[int, str]) -> tuple[str, int]:
-        """Text and how tightly it binds."""
+        """A text and its precedence."""
         if index in known:
             return known[index], _ATOM
         return self.written(index, known)
@@ -185,7 +186,7 @@ class _Writer(Writer):
             case "constant":
                 number = _number(self.constant(index))
                 return number, _NEGATIVE if number.startswith("-") else _ATOM
-            case "as_tile":  # its other argument gives a shape alone
+            case "as_tile":  # its other argument gives only a shape
                 return self.term(node.args[0], known)
             case "column_index":
                 return f"column_index({self.steps.types[index].shape[1]})", _ATOM

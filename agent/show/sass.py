@@ -1,4 +1,4 @@
-"""What ``coda-agent show KERNEL --sass`` says: the lowered text beside the machine code it became.
+"""``coda-agent show KERNEL --sass``: the lowered text beside its machine code.
 
 Data first: ``as_dict`` for programs; ``tables`` draws the same with rich.
 """
@@ -23,8 +23,8 @@ MEANING = (
 
 
 def as_dict(listings: Sequence[Listing], *, full: bool = False) -> list[dict[str, Any]]:
-    """One entry a kernel, of a step in two launches one each: counts by kind in total, by line of the lowered
-    text, and by file elsewhere; ``full``: every instruction too, by address."""
+    """One entry a kernel, for a step in two launches one each: counts by kind in total, by line of the
+    lowered text, and by file elsewhere; ``full``: also every instruction, by address."""
     return [
         {
             "kernel": listing.kernel,
@@ -63,8 +63,8 @@ def _title(listing: Listing) -> str:
 
 
 def tables(listings: Sequence[Listing], *, full: bool = False) -> Iterator[RenderableType]:
-    """A table a kernel, of a step in two launches one after the other: a row a line of its class, then one a
-    file elsewhere; ``full``: then its instructions under the lines that they are from."""
+    """A table a kernel, for a step in two launches one after the other: a row a line of its class, then one a
+    file elsewhere; ``full``: then its instructions under their lines."""
     from rich.text import Text
 
     yield Text(MEANING, style="dim")
@@ -93,7 +93,7 @@ def _table(listing: Listing) -> Table:
 
 
 def _code(listing: Listing) -> Iterator[RenderableType]:
-    """Each place that instructions come from, the lowered text's first, and they by address."""
+    """Each source of instructions, the lowered text first, with its instructions by address."""
     from rich.text import Text
 
     places: dict[tuple[str, int], list[Instruction]] = {}

@@ -1,11 +1,11 @@
-"""The running tips log: what failed attempts taught; accepted tips are read into every prompt but their own
-specs'.
+"""The running tips log: lessons of failed attempts. Every prompt reads the accepted tips, except those of its
+own spec.
 
-tips_log.md is for people to read and edit. A tip is a heading ``## tip-N: lesson in the imperative`` followed
-by ``- field: value`` lines: spec (one, or several after commas), failed (gate/reason), fix, versions; state
-(accepted where it is left out: what a person writes is meant); level (cutedsl for those who edit CuTeDSL,
-left out for the vocabulary's); and what measuring it found. Edits change or add lines of one entry, and leave
-every other byte as people wrote it.
+People read and edit tips_log.md. A tip is a heading ``## tip-N: lesson in the imperative`` followed by ``-
+field: value`` lines: spec (one, or several with commas), failed (gate/reason), fix, versions; state (accepted
+by default, since a person means what they write); level (cutedsl for editors of CuTeDSL, left out for the
+vocabulary's authors); and the result of measuring it. An edit changes or adds lines of one entry and leaves
+every other byte.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MEASURED = re.compile(r"^(helps|hurts|undecided): .*? difference ([+-]?\d\.\d+) 
 ACCEPTED, PROPOSED, RETIRED = STATES = ("accepted", "proposed", "retired")
 FIELDS = ("spec", "failed", "fix", "versions")
 OPTIONAL = ("state", "level", "measured")
-VOCABULARY, CUTEDSL = LEVELS = ("", "cutedsl")  # what its readers write
+VOCABULARY, CUTEDSL = LEVELS = ("", "cutedsl")  # the two kinds of authors that read tips
 LONGEST_LESSON, LONGEST_FIX = 200, 300  # characters
-AND, OR_ELSE = ", ", " | "  # between the evidence of merged tips
-ALIKE = 0.85  # difflib's ratio above which two lessons may be one
+AND, OR_ELSE = ", ", " | "  # separators in the evidence of merged tips
+ALIKE = 0.85  # difflib's ratio above which two lessons may be the same
 VERDICTS = ("hurts", "undecided", "helps")
 
 
@@ -85,12 +85,12 @@ class Tip:
 
     @property
     def difference(self) -> float:
-        """By how much more often a first attempt passes with it; 0 where that was not measured."""
+        """The gain in first attempts that pass; 0 where it was not measured."""
         return self._measured()[1]
 
     @property
     def help(self) -> tuple[int, float, int]:
-        """Orders tips by how much they help: verdict, then difference, then the newer."""
+        """The sort key of tips by help: verdict, then difference, then the newer."""
         return VERDICTS.index(self.verdict), self.difference, self.number
 
     def _measured(self) -> tuple[str, float]:
@@ -100,8 +100,8 @@ class Tip:
 
 @dataclass(frozen=True)
 class Added:
-    """Where a lesson went: an entry that is new, or one that says the same and was given its evidence;
-    ``alike``: others, whatever their state, that may mean the same in other words."""
+    """The entry of a lesson: new, or one of the same words that gained its evidence; ``alike``: others, in
+    any state, that may mean the same."""
 
     tip: Tip
     merged: bool
@@ -109,18 +109,18 @@ class Added:
 
 
 def read_tips(path: Path = TIPS) -> list[Tip]:
-    """All tips of the log, in order, whatever their state; none where there is no log. Raises TipsError."""
+    """All tips of the log, in order, in any state; none without a log. Raises TipsError."""
     return [entry.tip for entry in _entries(path, _text(path))]
 
 
 def in_prompts(tips: Iterable[Tip], level: str = VOCABULARY) -> list[Tip]:
-    """Those that prompts of a level read."""
+    """The tips that prompts of a level read."""
     return [tip for tip in tips if tip.state == ACCEPTED and tip.level == level]
 
 
 def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | None:
-    """The tips that the header of a run demands: without some, with others though they are not accepted.
-    None: the log's, as usual."""
+    """The tips that a run's header demands: without some, or with others that are not accepted. None: the
+    log's, as usual."""
     if "without_tips" not in header:
         return None
     without, extra = set(header["without_tips"]), set(header.get("with_tips", ()))
@@ -130,8 +130,8 @@ def tips_of(header: Mapping[str, Any], path: Path | None = None) -> list[Tip] | 
 
 
 def kept(tips: Iterable[Tip], length: int) -> list[Tip]:
-    """Tips whose lessons fit into ``length`` characters, a list's markers included: what has helped least is
-    dropped first, of equals the oldest."""
+    """Tips whose lessons fit into ``length`` characters, list markers included: the least helpful are dropped
+    first, among equals the oldest."""
     tips = list(tips)
     sizes = {tip.id: len(f"- {tip.lesson}\n") for tip in tips}
     for least in sorted(tips, key=lambda tip: tip.help):
@@ -142,8 +142,8 @@ def kept(tips: Iterable[Tip], length: int) -> list[Tip]:
 
 
 def check_lesson(lesson: str) -> None:
-    """Raises TipsError unless this is one short line that begins like a sentence: it goes into every prompt,
-    where it must not pass for a heading, a rule or code."""
+    """Raise TipsError unless this is one short line that begins like a sentence: it goes into every prompt,
+    where it must not look like a heading, a rule or code."""
     shown = repr(lesson if len(lesson) <= 60 else lesson[:60] + "…")
     if len(lesson) > LONGEST_LESSON:
         wrong = f"has {len(lesson)} characters; say one thing in at most {LONGEST_LESSON}"
@@ -171,8 +171,8 @@ def one_line(words: str, longest: int = LONGEST_FIX) -> str:
 
 
 def add(lesson: Lesson, path: Path = TIPS) -> Added:
-    """Put a lesson into the log as proposed, or its evidence to the entry that has these words already, whose
-    state and lesson stay. Raises TipsError, OSError."""
+    """Add a lesson to the log as proposed, or its evidence to the entry of the same words, whose state and
+    lesson stay. Raises TipsError, OSError."""
     with _changing(path):
         text = _text(path)
         tips = [entry.tip for entry in _entries(path, text)]
@@ -190,7 +190,8 @@ def add(lesson: Lesson, path: Path = TIPS) -> Added:
 
 
 def change(id: str, path: Path = TIPS, **values: str) -> Tip:
-    """Give a tip another state, or what measuring it found; the tip as it was. Raises TipsError, OSError."""
+    """Change a tip's state, or record its measurement; return the tip as it was. Raises TipsError, OSError.
+    """
     with _changing(path):
         before = find(id, path)
         _write(path, _edited(path, _text(path), id, values))
@@ -208,7 +209,7 @@ def find(id: str, path: Path = TIPS) -> Tip:
 
 
 def same_words(tip: Tip, lesson: Lesson) -> bool:
-    """Whether both say the same to the same readers. Of one failure two lessons can be learned."""
+    """Whether both say the same to the same readers. One failure can teach two lessons."""
     return tip.level == lesson.level and _plain(tip.lesson) == _plain(lesson.lesson)
 
 
@@ -222,12 +223,12 @@ def of_failure(tip: Tip, spec: str, failed: str, fix: str) -> bool:
 
 
 def _plain(lesson: str) -> str:
-    """A lesson without what two people write differently. Operators stay: a * b is not a / b."""
+    """A lesson normalised for comparison. Operators stay: a * b is not a / b."""
     return " ".join(re.sub(r"[^\w\s+*/<>=-]", " ", unicodedata.normalize("NFKC", lesson).casefold()).split())
 
 
 def _alike(tip: Tip, lesson: Lesson) -> bool:
-    """Whether a person should compare them: nearly the same words, or one failure with one fix."""
+    """Whether a person should compare them: nearly the same words, or the same failure and fix."""
     words = SequenceMatcher(None, _plain(tip.lesson), _plain(lesson.lesson), autojunk=False)
     return words.ratio() > ALIKE or of_failure(tip, lesson.spec, lesson.failed, lesson.fix)
 
@@ -237,7 +238,7 @@ def _parts(value: str, between: str = ",") -> tuple[str, ...]:
 
 
 def _united(name: str, old: str, new: str) -> str:
-    """The evidence of both, once each; ``old`` as it is written where ``new`` adds nothing."""
+    """Both pieces of evidence, once each; ``old`` unchanged where ``new`` adds nothing."""
     if name == "fix":
         return old if one_line(new) in old.split(OR_ELSE) else old + OR_ELSE + one_line(new)
     parts = _parts(one_line(new))
@@ -249,7 +250,7 @@ def _united(name: str, old: str, new: str) -> str:
 
 @dataclass
 class _Entry:
-    """An entry as it stands in the file: indices of lines."""
+    """An entry's place in the file: indices of lines."""
 
     path: Path
     line: int
@@ -310,8 +311,8 @@ def _entries(path: Path, text: str) -> list[_Entry]:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Between reading the log and writing it no other process of ours changes it. Its folder is locked, for
-    the log itself is replaced by every change."""
+    """Within, no other process of ours changes the log. Its folder is locked, since every change replaces the
+    log."""
     directory = path.resolve().parent
     with ExitStack() as stack:
         try:
@@ -323,7 +324,7 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _text(path: Path) -> str:
-    """Bytes as they are: reading as text would turn a person's line endings into others."""
+    """The file's text with its line ends as they are."""
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -341,7 +342,7 @@ def _newline(text: str) -> str:
 
 
 def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
-    """The text with fields of one entry changed in their lines, or added after its last."""
+    """The text with one entry's fields changed in their lines, or added after its last."""
     entry = next(entry for entry in _entries(path, text) if entry.id == id)
     lines = text.split("\n")
     for name, value in values.items():
@@ -359,8 +360,8 @@ def _edited(path: Path, text: str, id: str, values: Mapping[str, str]) -> str:
 
 
 def _appended(text: str, tip: Tip) -> str:
-    """The text with a new entry at its end, and its id marked as given: an entry that a person removes must
-    not leave its id to another."""
+    """The text with a new entry at its end, whose id is marked as used: a removed entry must not leave its id
+    to another."""
     newline, mark = _newline(text), f"<!-- last id: {tip.id} -->"
     lines = text.split("\n")
     marks = [index for index, line in enumerate(_lines(text)) if LAST.match(line)]
@@ -375,11 +376,11 @@ def _appended(text: str, tip: Tip) -> str:
 
 
 def _last(text: str) -> int:
-    """The highest number that the log says it has given."""
+    """The highest number that the log has used."""
     return max((int(found[1]) for line in _lines(text) if (found := LAST.match(line))), default=0)
 
 
 def _write(path: Path, text: str) -> None:
-    for entry in _entries(path, text):  # what cannot be read would stop every prompt
+    for entry in _entries(path, text):  # an unreadable entry would stop every prompt
         assert entry.tip
     write_atomic(path, text)

@@ -1,5 +1,5 @@
-"""What a run's journal teaches: failures that a later attempt or draft of the same run fixed, changes that
-were no faster than what they were made from, and the tips that its author proposed."""
+"""Lessons of a run's journal: failures that a later attempt or draft fixed, changes that were no faster than
+their original, and tips that the author proposed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ UNSEEN = "by its author's word alone"
 
 @dataclass(frozen=True)
 class Failure:
-    """A rejection at ``failed`` (gate/reason) that a later source of the run got past, and how; or that of a
-    change which was no faster, past which what it was made from is."""
+    """A rejection at ``failed`` (gate/reason) that a later source of the run got past, and the fix; or the
+    rejection of a change that was no faster than its original."""
 
     spec: str
     failed: str
@@ -37,13 +37,13 @@ class Failure:
     level: str = VOCABULARY
 
     def teaches(self, lesson: str) -> Lesson:
-        """Raises TipsError where no prompt should read the lesson."""
+        """Raises TipsError for a lesson that no prompt should read."""
         return Lesson(lesson.strip(), self.spec, self.failed, self.fix, self.versions, self.level)
 
 
 @dataclass(frozen=True)
 class Told:
-    """A tip as the run's author put it, and the failure that it is about."""
+    """A tip in the words of the run's author, and its failure."""
 
     lesson: str
     failure: Failure
@@ -51,7 +51,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Learned:
-    """All that a run has to teach; ``told`` may speak of the same failures."""
+    """All lessons of a run; ``told`` may be about the same failures."""
 
     run: str
     failures: tuple[Failure, ...]
@@ -75,7 +75,7 @@ class Learned:
 
 
 def learned(name: str) -> Learned:
-    """What a run teaches, by its journal as it is now. Raises JournalError."""
+    """A run's lessons, by its journal at present. Raises JournalError."""
     directory = folder(name)
     header, events = record.glance(directory / JOURNAL)
     level = CUTEDSL if "optimizes" in header else VOCABULARY
@@ -92,7 +92,7 @@ Report = Accepted | Checked | Rejected
 
 
 def _judged(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
-    """Reports with their sources, in order; with what was measured of an attempt."""
+    """Reports with their sources, in order, including an attempt's measurement."""
     payloads = {event.key: event.payload for event in events}
     for event in events:
         if event.kind in SOURCES:
@@ -103,7 +103,7 @@ def _judged(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
 
 
 def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
-    """The text that a run's edits were made from; None where it edits none."""
+    """The text that a run's edits started from; None where it edits none."""
     found = next((event.payload for event in events if event.kind == "base"), None)
     if found is None:
         return None
@@ -115,8 +115,8 @@ def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
 def _failures(
     spec: str, versions: str, judged: Sequence[tuple[Report, str]], best: str | None
 ) -> Iterator[Failure]:
-    """Of rejections for one reason, the last that was mended: what changed after it is what mended it.
-    ``best``: the text that is to be beaten, until another is accepted."""
+    """For each reason, the last rejection that was fixed: the change after it is the fix. ``best``: the
+    incumbent text, until another is accepted."""
     found: dict[str, Failure] = {}
     for index, (report, source) in enumerate(judged):
         if isinstance(report, Accepted):
@@ -132,14 +132,14 @@ def _failures(
 
 
 def _passed(report: Report, gate: str) -> bool:
-    """Whether a source got past a gate; one that nothing tried it at has not."""
+    """Whether a source got past a gate; one that never reached it did not."""
     if isinstance(report, Rejected) and {gate, report.gate} <= set(GATES):
         return GATES.index(report.gate) > GATES.index(gate)
     return any(passed.gate == gate for passed in report.gates)
 
 
 def changed(before: str, after: str) -> str:
-    """The lines that a fix took out and put in, on one line; indentation, comments and blanks aside."""
+    """The lines that a fix removed and added, on one line, without indentation, comments and blanks."""
     old, new = (
         [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
         for text in (before, after)
@@ -149,8 +149,7 @@ def changed(before: str, after: str) -> str:
 
 
 def _versions(events: Sequence[Event]) -> str:
-    """Packages of the last evidence that is bound to some, whatever was measured of it since; a run that was
-    never compiled has none."""
+    """Packages of the last evidence that names some; a run that was never compiled has none."""
     for event in reversed(events):
         if event.kind in SOURCES:
             report = REPORT.validate_python(event.payload["report"])
@@ -161,7 +160,7 @@ def _versions(events: Sequence[Event]) -> str:
 
 
 def _told(payload: dict[str, Any], spec: str, versions: str, failures: Sequence[Failure], level: str) -> Told:
-    """An author's tip: its failure is the run's own where its words name one."""
+    """An author's tip; its failure is the run's own where its words name one."""
     lesson, said, fix = (str(payload[name]).strip() for name in ("lesson", "failed", "fix"))
     words = set(_words(said))
     known = next((f for f in failures if words.issuperset(_words(f.failed))), None)

@@ -1,7 +1,8 @@
-"""Whether a tip helps: the same specs authored with it and without, at equal limits, with an interval.
+"""Measure whether a tip helps: author the same specs with it and without, at equal limits, and give an
+interval.
 
-A verdict is about first attempts, since a lesson that is known is not to be learned again; it is "undecided"
-unless the 95% interval of the difference leaves out 0.
+A verdict is about first attempts, since a known lesson need not be learned. It is "undecided" unless the 95%
+interval of the difference excludes 0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Author = Callable[[Path, Sequence[Tip]], "int | None"]
 
 @dataclass(frozen=True)
 class Effect:
-    """How many of ``runs`` runs succeeded with the tip, and of as many without."""
+    """The number of ``runs`` that succeeded with the tip, and of as many without."""
 
     with_tip: int
     without: int
@@ -51,7 +52,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Trial:
-    """What measuring a tip found: of first attempts, which is the verdict, and of all within the limit."""
+    """The result of measuring a tip: first attempts, which decide, and all attempts within the limit."""
 
     tip: str
     first: Effect
@@ -66,7 +67,7 @@ class Trial:
 
 
 def part(limits: Limits, runs: int) -> Limits:
-    """One run's equal part of what a whole measurement may cost; also of its seconds, for the runs follow one
+    """One run's equal part of a whole measurement's limits, including its seconds, since the runs follow one
     another. Rounded, so that a multiple of the runs at a multiple of the cost has the same part."""
     shared = limits.shared(runs)
     seconds = None if limits.seconds is None else limits.seconds / runs
@@ -76,12 +77,13 @@ def part(limits: Limits, runs: int) -> Limits:
 
 def measure(tip: Tip, known: Iterable[Tip], specs: Sequence[Path], repeats: int, author: Author) -> Trial:
     """Author each spec ``repeats`` times with the tip and as often without, beside the other accepted tips of
-    ``known``, once ``refuse_without_effect`` has nothing against it."""
+    ``known``, after ``refuse_without_effect``."""
     with_tip, without = _arms(tip, known)
     needed: dict[bool, list[int | None]] = {True: [], False: []}
     for turn in range(repeats):
         for place, spec in enumerate(specs):
-            # In turns, each as often ahead: what changes meanwhile, such as a provider's model, meets both.
+            # Alternate, each arm first equally often, so that changes meanwhile, such as of a provider's
+            # model, meet both.
             for arm in (True, False) if (turn + place) % 2 == 0 else (False, True):
                 needed[arm].append(author(spec, with_tip if arm else without))
     total = repeats * len(specs)
@@ -97,7 +99,7 @@ def _arms(tip: Tip, known: Iterable[Tip]) -> tuple[list[Tip], list[Tip]]:
 
 
 def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path]) -> None:
-    """Raises TipsError for a spec whose prompt would be the same with the tip and without."""
+    """Raise TipsError for a spec whose prompt is the same with and without the tip."""
     with_tip, without = _arms(tip, known)
     if tip.level != VOCABULARY:
         raise TipsError(
@@ -119,8 +121,8 @@ def refuse_without_effect(tip: Tip, known: Iterable[Tip], specs: Sequence[Path])
 
 @dataclass
 class Runs:
-    """An author that starts real runs, or goes on with those that an earlier call of the same measurement
-    left: of the same spec, prompt and ``options``. ``options``: the header's, as of ``generate``."""
+    """An author that starts real runs, or continues those that an earlier call of the same measurement left:
+    with the same spec, prompt and ``options`` (of the header, as for ``generate``)."""
 
     tip: Tip
     known: Sequence[Tip]
@@ -130,7 +132,7 @@ class Runs:
     measure: Measure | None = None
     told: Callable[[str], None] = print
     taken: list[str] = field(default_factory=list)
-    judged: int = 0  # attempts, of all runs
+    judged: int = 0  # attempts of all runs
 
     def __call__(self, path: Path, tips: Sequence[Tip]) -> int | None:
         from coda_agent.agent.setup import provider_of
@@ -175,7 +177,7 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
     """Whether a run was started with this header and has this prompt."""
     try:
         found, events = record.glance(runs.runs_dir() / name / runs.JOURNAL)
-    except JournalError:  # of some other run, damaged or of another version
+    except JournalError:  # another run's, damaged or of another version
         return False
     if any(key not in found or found[key] != value for key, value in header.items()):
         return False
@@ -184,8 +186,8 @@ def _same(name: str, header: dict[str, Any], given: prompt.Prompt) -> bool:
 
 
 def _ended(loop: Loop) -> tuple[int | None, int, str]:
-    """Attempts that a run needed to pass (None: it did not), those that were judged, and in words how it
-    ended. What its budget cut off did not pass, nor what has yet to be measured where that was asked for."""
+    """The attempts that a run needed to pass (None: it did not), the judged attempts, and its end in words. A
+    run that its budget cut off did not pass, nor one that still awaits a requested measurement."""
     try:
         outcome = loop.run()
     except OutOfBudget:

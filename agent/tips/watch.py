@@ -1,4 +1,4 @@
-"""What a person sees of many runs in a row: a line of what one is at now, where there is a terminal."""
+"""A terminal's line on the current one of many runs in a row."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from coda_agent.verifier.report import Accepted, Checked, Rejected
 
 
 class Watch:
-    """A listener of loops that keeps drafts and gates to itself. ``speaks``: the provider's own words are
-    shown all the same, for they say where an answer is awaited."""
+    """A listener of loops that shows neither drafts nor gates. ``speaks``: show the provider's own messages,
+    which say where an answer is awaited."""
 
     def __init__(self, console: Console, speaks: bool):
         self.console, self.speaks = console, speaks
