@@ -46,7 +46,7 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
     accepted = kernel.parent.resolve() in (KERNELS.resolve(), PACKAGE / KERNELS)
     found = [path for path in ((ours, beside) if accepted else (beside, ours)) if path.is_file()]
     if not found:
-        near = get_close_matches(name, [path.stem for path in SPECS.glob("*.yaml")], n=1)
+        near = get_close_matches(name, [path.stem for path in shipped(SPECS).glob("*.yaml")], n=1)
         remedy = f", such as --spec {near[0]}" if near else ""
         raise typer.BadParameter(f"{kernel}: neither {beside} nor {ours} is there; give --spec{remedy}")
     if len(found) > 1 and not found[0].samefile(found[1]):

@@ -116,3 +116,18 @@ def test_a_missing_extra_is_one_line_with_its_remedy(
     assert done.returncode == 3
     (line,) = done.stderr.splitlines()
     assert f"'{package}'" in line and line.endswith(f"pip install 'coda-agent[{extra}]'")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("prompt", "gemm_swiglu"),
+        pytest.param(("verify", "gemm_swiglu", "--no-gpu"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_shipped_name_works_away_from_a_checkout(tmp_path: Path, words: tuple[str, ...]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CODA_AGENT_RUNS": str(tmp_path / "runs")}
+    done = subprocess.run(
+        [*COMMAND, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

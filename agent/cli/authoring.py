@@ -84,7 +84,7 @@ def optimize(
     from coda_agent.verifier.loading import load
 
     name = typed.name_in(typed.SPECS, name)
-    path = typed.SPECS / f"{name}.yaml"
+    path = typed.shipped(typed.SPECS / f"{name}.yaml")
     base(load(path, check=False))  # one that is not there says so first
     header = setup.new_header(name, authoring, budget.limits(), directory, raw=True)
     header |= {"improve": improve, "optimizes": name}

@@ -124,7 +124,7 @@ def _nearby(path: Path) -> str:
     if close:
         return f"did you mean {folder / close[0]}.yaml? {folder} has {', '.join(names)}"
     if not names:
-        return "give the path of a YAML file, or run this in a checkout, whose specs/ has names"
+        return "give the path of a YAML file, or the name of a shipped spec, such as gemm_swiglu"
     return f"{folder} has {', '.join(names)}"
 
 

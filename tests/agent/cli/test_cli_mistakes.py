@@ -103,7 +103,7 @@ def test_a_spec_s_name_outside_a_checkout(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = command(*words, "--provider", "replay") if words[0] != "prompt" else command(*words)
-    wrong(done, "specs/toy.yaml", "path of a YAML file", "checkout")
+    wrong(done, "specs/toy.yaml", "path of a YAML file", "gemm_swiglu")
     assert done.err.count("\n") == 1 and "no specs" not in done.err
 
 
