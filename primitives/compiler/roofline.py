@@ -1,10 +1,10 @@
-"""Roofline: Program x sizes -> FLOPs, compulsory bytes, and the time below which no schedule gets.
+"""Roofline: Program x sizes -> FLOPs, compulsory bytes, and the time that no schedule can beat.
 
-FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is left out: it runs on other pipes, beside the
-tensor cores, so counting it could only lift the floor above what is possible. Bytes are compulsory
-ones: each tensor that a step reads counts once (a vector or tile repeated over heads, too), each that it
-writes once, and what passes between steps is written by one and read by the other; a buffer that is
-updated counts as read and as written. Standard library only.
+FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is left out: it runs on other pipes, beside the tensor
+cores, so counting it could only lift the floor above what is possible. Bytes are the compulsory ones: each
+tensor that a step reads counts once (also a vector or tile repeated over heads), each that it writes once; a
+tensor between steps is written by one and read by the other; a buffer that is updated is read and written.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ITEM_BYTES = {"fp8_e4m3": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64
 PARTIAL_BYTES = 4  # partials are fp32
 # The largest tile each way: the fewest partials a row or a column.
 LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}
-Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # how many, or how many tiles
+Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # a count of values, or of tiles
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What hardware gives at most, in ``unit``, and where the number is from."""
+    """A limit of the hardware, in ``unit``, and its source."""
 
     value: float
     unit: str
@@ -40,7 +40,7 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``tensor_fp8``: the same of
+    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``tensor_fp8``: the same for
     fp8 operands; ``cache``: the L2."""
 
     name: str
@@ -54,7 +54,7 @@ class Machine:
         return asdict(self)
 
 
-# Datasheet peaks, not sustained rates: a floor that a cool chip could beat would be none.
+# Datasheet peaks, not sustained rates: a cool chip could beat those.
 H100 = Machine(
     "H100 SXM",
     Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
@@ -66,8 +66,8 @@ H100 = Machine(
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
-    """What a GEMM step takes from memory, each node once: an operand that the epilogue loads too need not
-    be fetched twice."""
+    """The nodes that a GEMM step reads from memory, each once: an operand that the epilogue also loads need
+    not be fetched twice."""
     nodes = program.nodes
     read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
     read += step.loads
@@ -78,30 +78,31 @@ def gemm_reads(program: Program, step: GemmStep) -> list[int]:
 
 
 def gemm_writes(step: GemmStep) -> list[int]:
-    """What it leaves there: nodes, and ``~node`` for a reduction's partials."""
+    """The nodes that it writes, and ``~node`` for a reduction's partials."""
     return [*step.stores, *(~r for r in step.reductions)]
 
 
 def vector_reads(kernel: FinishWriter) -> list[int]:
-    """What a kernel between steps takes from memory, each once; ``~node`` for a reduction's partials."""
+    """The nodes that a kernel between steps reads from memory, each once; ``~node`` for a reduction's
+    partials."""
     given = [a for a in kernel.arguments if a.role in ("partial", "vector", "pointer")]
     return list(dict.fromkeys(~a.node if a.role == "partial" else a.node for a in given))
 
 
 def vector_writes(kernel: FinishWriter) -> list[int]:
-    """What it leaves there: its vectors, and selections emptied again for the next call."""
+    """The nodes that it writes: its vectors, and selections emptied for the next call."""
     return [*kernel.roots, *(~r for r in kernel.reductions if selects(kernel.program, r))]
 
 
 def selects(program: Program, reduced: int) -> bool:
-    """Whether a reduction picks one element a row: that needs one buffer, and no partial a tile."""
+    """Whether a reduction picks one element a row, which needs one buffer and no partial a tile."""
     how = reduction(program.nodes[reduced])
     return how is not None and how.selects
 
 
 def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
-    """What a reduction's partials are sized by: one a row and tile along N, or one a tile along M and column
-    of the GEMM, twice that for a tile of twice as many columns. A selection has one value a row."""
+    """The extents of a reduction's partials: one a row and tile along N, or one a tile along M and column of
+    the GEMM, twice that for a tile of twice as many columns. A selection has one value a row."""
     step = next(s for s in steps.gemms if reduced in s.reductions)
     rows, columns = steps.types[step.gemm].shape
     how, tile = reduction(program.nodes[reduced]), program.nodes[reduced].args[0]
@@ -112,8 +113,8 @@ def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
 
 
 def value_names(program: Program, steps: Steps) -> dict[int, str]:
-    """Names of all that lies in memory: inputs' and outputs' own; ``t0``, ``v0`` for what passes between
-    steps, ``partials0`` and ``selected0`` (by ``~node``) for reductions."""
+    """Names of everything in memory: inputs and outputs have their own; ``t0``, ``v0`` are values between
+    steps, ``partials0`` and ``selected0`` (by ``~node``) belong to reductions."""
     names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
     for name, index in sorted(program.outputs.items()):
         names.setdefault(index, name)
@@ -170,11 +171,11 @@ class StepFloor:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Every kernel of a program at given sizes, in the order they run; totals are sums over them.
+    """Every kernel of a program at given sizes, in the order they run, and the totals.
 
-    ``seconds`` takes every tensor through memory. The L2 can spare a part of that: what one kernel leaves
-    there the next may read, and the last results may be there still when the clock stops. ``limit`` allows
-    for both, so a measured time below it, from a cold L2, is wrong.
+    ``seconds`` takes every tensor through memory. The L2 can spare part of that: a kernel may read its
+    predecessor's results there, and the last results may still be there when the clock stops. ``limit``
+    allows for both, so a measured time below it, from a cold L2, is wrong.
     """
 
     machine: Machine

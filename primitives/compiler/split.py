@@ -1,9 +1,9 @@
 """A step in two launches, so that no SM is idle.
 
 Clusters of four read less from the L2, but an H100's GPCs hold them on 120 of its 132 SMs. The first launch
-takes these and most of the rows, the second the SMs beside them in clusters of two. They overlap by
-programmatic dependent launch: the first lets the second start as soon as all of its own blocks have, and what
-comes next on the stream waits for the second, which waits for the first before it ends.
+takes these and most of the rows, the second the remaining SMs in clusters of two. They overlap by
+programmatic dependent launch: the first lets the second start as soon as all of its own blocks have, and the
+next kernel on the stream waits for the second, which waits for the first before it ends.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from coda_agent.primitives.lang.schedule import Schedule
 
-ORDER = 1  # of the way that ``ordered`` has launches wait: objects are kept by it
+ORDER = 1  # version of how ``ordered`` makes launches wait, which objects are cached by
 
-_tracing = RLock()  # what ``ordered`` changes for a while is the whole process's
+_tracing = RLock()  # ``ordered`` changes the whole process for a while
 
 
 def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -> int:
-    """The rows of an output of this shape that the first launch of a ``split`` schedule takes, whole tiles of
-    whole clusters; all where there is no share for another. ``first``, ``second``: how many clusters of each
-    launch run at once."""
+    """The rows of an output of this shape that the first launch of a ``split`` schedule takes, in whole tiles
+    of whole clusters; all where no share is left. ``first``, ``second``: the number of clusters of each
+    launch that run at once."""
     rows, columns = ceil(shape[0] / schedule.tile_m), ceil(shape[1] / schedule.tile_n)
     if second < 1:
         return shape[0]
@@ -42,8 +42,8 @@ def share(shape: tuple[int, int], schedule: Schedule, first: int, second: int) -
 
 @contextmanager
 def ordered(schedule: Schedule) -> Iterator[None]:
-    """While a kernel of a ``split`` schedule is traced. QuACK's GEMM waits for what comes before it on the
-    stream ahead of its first load, and lets the next one start when a block has no more tiles. Here the first
+    """Within, a kernel of a ``split`` schedule is traced. QuACK's GEMM waits for its predecessor on the
+    stream before its first load, and lets its successor start when a block has no more tiles. Here the first
     launch lets it start as soon as its own wait is over, and the second waits when it has no more tiles."""
     with _tracing, _waiting(second=schedule == schedule.rest) if schedule.split else nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""Vectors that are final after a step, in one kernel: partials reduced in a fixed order, and arithmetic."""
+"""The text of vector kernels between steps: partials reduced in a fixed order, and arithmetic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
 
 
 class FinishWriter(Writer):
-    """Vectors of one length: a thread group a value finishes its partials, then does the arithmetic."""
+    """Vectors of one length: a group of threads a value finishes its partials, then does the arithmetic."""
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
         super().__init__(program, steps)

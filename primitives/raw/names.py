@@ -10,7 +10,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Whose public names may be used: those that a module defines itself, or that come from these.
+# Modules whose public names are allowed: those that a module defines itself, or imports from these.
 _NUMBERS = ("cutlass.base_dsl.typing", "cutlass.cutlass_dsl", "cutlass.base_dsl.arch")
 _CUTE = tuple(
     f"cutlass.cute.{name}" for name in ("core", "tensor", "tuple", "algorithm", "atom", "math", "typing")
@@ -45,7 +45,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "primitives.device.softplus": (),
     "primitives.device.values": ("quack.activation",),
 }
-# What else these offer compiles, prints, loads libraries, or reaches the compiler's insides.
+# The other names of these modules compile, print, load libraries, or reach the compiler's insides.
 CHOSEN = {
     "cutlass": _names(
         "AddressSpace BFloat16 Boolean Constexpr Float16 Float32 Float64 Float8E4M3FN Float8E5M2 Int16 Int32 "
@@ -66,15 +66,15 @@ BUILTINS = _names(
     "abs all any bool dict enumerate float int isinstance len list max min range reversed round sorted sum "
     "tuple zip slice"
 )
-# Where an object leads to its interpreter, its compiler or another function's insides.
+# Attributes that lead from an object to its interpreter, its compiler or another function's insides.
 BANNED = _names(
     "mro format format_map func launch compile compile_to export_to_c ir_value value owner operation context "
     "location jit_engine"
 )
 BANNED_PREFIXES = ("gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_", "host_")
 
-# Traced within the kernel: found by watching which methods a compile calls from inside it and which from
-# the host's side of the launch.
+# Methods traced within the kernel, found by watching which ones a compile calls inside it and which on the
+# host's side of the launch.
 STEP_METHODS = _names(
     "kernel load_tma mma epilogue epi_begin epi_begin_loop epi_end epi_end_loop epi_get_smem_tensors "
     "epi_load_acc_subtile epi_prepass_end epi_prepass_subtile epi_r2s_pair_xor epi_retile_acc "
@@ -83,7 +83,7 @@ STEP_METHODS = _names(
     "epilog_smem_store_and_partition make_ab_pipeline make_epi_pipeline make_epi_store_pipeline "
     "make_sched_pipeline pingpong_barrier_arrive pingpong_barrier_sync"
 )
-STAGES = "_compute_stages"  # on the host, in arithmetic
+STAGES = "_compute_stages"  # runs on the host, in arithmetic
 RESOURCE_METHODS = _names(
     "begin begin_loop end end_loop_finish end_loop_stage fn_apply fn_prepare fn_prepass_end "
     "fn_prepass_resolve fn_sink_flush get_smem_tensor load_g2s_copy_fn load_s2r needs_async_fence "
@@ -91,12 +91,12 @@ RESOURCE_METHODS = _names(
     "_broadcast_stride _combine_op _coord_idx _end_loop_smem _end_loop_values _finalize _fold _fold_identity "
     "_get_gmem_vec _guard_neg_inf _mask_oob_active _merge _select_packed16"
 )
-GIVEN = frozenset({"_epi_ops", "EpilogueArguments"})  # of a base, what a class gives anew
-SETTINGS = frozenset({"_epi_ops"})  # names with an underscore that a class may give a value
+GIVEN = frozenset({"_epi_ops", "EpilogueArguments"})  # attributes of a base that a class defines again
+SETTINGS = frozenset({"_epi_ops"})  # underscored names that a class may set
 
 
 def permitted(module: ModuleType, name: str) -> bool:
-    """Whether a module of the list may be asked for ``name``."""
+    """Whether a raw module may use ``name`` of a listed module."""
     home = module.__name__
     if name.startswith("_") or name in DENIED or not hasattr(module, name):
         return False

@@ -1,8 +1,8 @@
-"""An object file that a confined child made of a raw module, read as hostile bytes before anything loads it.
+"""Inspect the object file of a raw module, from a confined child, as hostile bytes before anything loads it.
 
-The loader resolves symbols, relocates and runs what is registered to run; so an object has only what the
-compiler's own have. A parser of ELF for just that, as nothing here may trust an offset. What it cannot
-tell is whether the host code that stays does what the launcher asks: hence disposable GPU workers.
+The loader resolves symbols, relocates, and runs registered functions; so an object may contain only what the
+compiler's own objects have. This is a parser of ELF for exactly that, since no offset may be trusted. It
+cannot tell whether the remaining host code does what the launcher asks: hence disposable GPU workers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import NamedTuple, NoReturn
 from coda_agent.primitives.raw.error import RawError
 
 MOST_BYTES = 16 << 20
-MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # honest: 15 sections, some 600 relocations
-MOST_ZEROS = 1 << 16  # bytes of sections that the file does not hold; honest: 16
+MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # an honest object has 15 sections and some 600 relocations
+MOST_ZEROS = 1 << 16  # bytes of sections without content in the file; an honest object has 16
 
-# What the compiler's launch code calls: the CUDA runtime through CuTe's own library, and TVM's FFI.
+# The functions that the compiler's launch code calls: the CUDA runtime through CuTe's own library, and TVM's
+# FFI.
 UNDEFINED = frozenset(
     {
         "CuteDSLRT_TVMFFISetRaisedCudaError", "TVMFFIEnvGetStream", "TVMFFIErrorSetRaisedFromCStr",
@@ -35,7 +36,8 @@ _EXPORTS = re.compile(
     r"(_mlir_ciface_)?cutlass___call___\w+)",
     re.ASCII,
 )
-_END = "__cute_internal_func___dtor_cuda_dialect_unload_library_once"  # the one function run at unloading
+# the one function that runs at unloading
+_END = "__cute_internal_func___dtor_cuda_dialect_unload_library_once"
 _BINARY = "kernels_binary"
 _SECTIONS = re.compile(
     r"|\.(rela)?\.?(l?text|l?data|l?data\.rel\.ro|l?rodata|l?bss|rodata\.cst\d+|fini_array|eh_frame)"
@@ -45,8 +47,8 @@ _SECTIONS = re.compile(
 
 
 class Machine(NamedTuple):
-    """``number`` in an ELF header; relocations by type, with the bytes that each writes; instructions that
-    enter the kernel (an alignment and patterns)."""
+    """An architecture: its ``number`` in an ELF header; relocations by type, with the bytes that each writes;
+    instructions that enter the kernel (an alignment and patterns)."""
 
     number: int
     relocations: Mapping[int, int]
@@ -112,9 +114,10 @@ class _Symbol(NamedTuple):
 
 
 def inspect(data: bytes) -> bytes:
-    """The sm_90a cubin in a relocatable object for this machine, which has nothing that the compiler's lack.
+    """The sm_90a cubin in a relocatable object for this machine, if the object contains nothing that the
+    compiler's own lack.
 
-    Raises RawError with code ``object`` and what was found where.
+    Raises RawError with code ``object`` and the finding's place.
     """
     try:
         return _Object(data).cubin()
@@ -122,31 +125,31 @@ def inspect(data: bytes) -> bytes:
         raise RawError("object", f"the object file is cut short or garbled: {error}") from None
 
 
-MOST_SHARED = 227 << 10  # bytes of shared memory that a launch may ask of Hopper
+MOST_SHARED = 227 << 10  # bytes of shared memory that a launch may request on Hopper
 
 
 def same_host(data: bytes, honest: bytes) -> bool:
-    """Whether an object's launch code is that of ``honest``, compiled where it is trusted: the same kernel,
-    schedule, module's and class's name, from the text before it was edited.
+    """Whether an object's launch code equals that of ``honest``, which is compiled from the unedited text
+    where it is trusted: the same kernel, schedule, module and class names.
 
-    The cubins may differ, and one number in the code, where ``honest`` has it: the bytes of shared memory
-    that its launch asks for. So an edit of device code alone gives the launcher nothing new to run. Raises
+    The cubins may differ, and one number in the code at ``honest``'s place: the bytes of shared memory that
+    its launch requests. So an edit of device code alone gives the launcher no new code to run. Raises
     RawError as ``inspect`` does.
     """
     (code, rest), (known, others) = _Object(data).host(), _Object(honest).host()
     return rest == others and _but_for_shared_memory(code, known) == known
 
 
-# Where x86-64's launch code fills in cudaLaunchConfig_t: a block of 1 in z, and 4 bytes on, by the same
-# register, the bytes of shared memory. One instruction may stand between.
+# The place where x86-64's launch code fills in cudaLaunchConfig_t: a block of 1 in z and, 4 bytes on, through
+# the same register, the bytes of shared memory. One instruction may stand between.
 _LAUNCH = re.compile(
     rb"\xc7([\x80-\x83\x85-\x87])(.{4})\x01\0\0\0.{0,8}?\x48\xc7\1(.{4})(?P<shared>.{4})", re.DOTALL
 )
 
 
 def _but_for_shared_memory(code: bytes, known: bytes) -> bytes:
-    """``code`` with the number that ``known`` has where it asks for shared memory; as it is where that place
-    is not to be told, or where ``code`` has no such number there."""
+    """``code`` with ``known``'s number of bytes of shared memory; unchanged where that place is ambiguous, or
+    ``code`` has no such number there."""
     found = [
         m
         for m in _LAUNCH.finditer(known)
@@ -251,7 +254,7 @@ class _Object:
             if section.flags & _EXECUTES:
                 code = self._bytes(section)
                 for name, pattern in self._machine.traps:
-                    # At any byte, not at decoded instructions: a jump may go into the midst of one.
+                    # At any byte, not at decoded instructions: a jump may lead into the middle of one.
                     for found in pattern.finditer(code):
                         if found.start() % self._machine.alignment == 0:
                             said = f"{found[0].hex(' ')}, the bytes of {name} at {found.start():#x}"
@@ -287,7 +290,8 @@ class _Object:
         self._check_end()
 
     def _check_end(self) -> None:
-        """The entry of .fini_array, filled in by a relocation, is that one function's address."""
+        """Check that the one entry of .fini_array, filled in by a relocation, is that one function's address.
+        """
         known = [(s.section, s.value) for s in self._symbols if s.name == _END and s.kind == _FUNCTION]
         found = []
         for section in self._sections:
@@ -316,7 +320,7 @@ class _Object:
             size = self._sections[symbol.section].size
             if not -8 <= symbol.value + addend <= size + 8:  # an address may be relative to the next one
                 _refuse(f"{place}: it points {symbol.value + addend} bytes into a section of {size}")
-        elif not -8 <= addend <= 16:  # the table of addresses is looked for from within an instruction
+        elif not -8 <= addend <= 16:  # an instruction addresses the table relative to itself
             _refuse(f"{place}: it points {addend} bytes beside {symbol.name!r}")
 
     def cubin(self) -> bytes:
@@ -331,7 +335,8 @@ class _Object:
         return found[0]
 
     def host(self) -> tuple[bytes, tuple[object, ...]]:
-        """Its code, and whatever else loads or runs, in words that do not depend on the cubin's size."""
+        """The object's code, and everything else that loads or runs, in a form that does not depend on the
+        cubin's size."""
         binary, code = self._binary(), b""
         rest: list[object] = []
         end = binary.value + binary.size
@@ -357,7 +362,7 @@ class _Object:
         return code, (*rest, *cuts, *exports, data[: binary.value])
 
     def _target(self, number: int, addend: int) -> tuple[int | str, int]:
-        """A section and the place in it, or a name from elsewhere and what is added to its address."""
+        """A section and the place in it, or an external name and the addend."""
         symbol = self._symbols[number]
         return (symbol.section or symbol.name), symbol.value + addend
 
@@ -366,7 +371,7 @@ _FATBIN, _ELF_ENTRY, _CUDA, _HOPPER, _ACCELERATED = 0xBA55ED50, 2, 190, 90, 0x80
 
 
 def _only_cubin(data: bytes) -> bytes:
-    """The one image of a fat binary: a header of 16 bytes, then entries, each with a header of its own."""
+    """The one image of a fat binary: a header of 16 bytes, then entries with headers of their own."""
     magic, version, header, size = struct.unpack_from("<IHHQ", data)
     kind, _, start, length = struct.unpack_from("<HHIQ", data, 16)
     if (magic, version, header) != (_FATBIN, 1, 16) or 16 + size != len(data):

@@ -1,4 +1,4 @@
-"""What functions of a raw module may hold: expressions and statements whose names are known and whose
+"""The check of functions in a raw module: expressions and statements whose names are known and whose
 attributes lead out of no value."""
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
 
 
 class Reader:
-    """One walk over a module, what is in its functions; ``line`` is that of the last node that has one."""
+    """A walk over a module's functions; ``line`` is that of the last node with one."""
 
     def __init__(self, tree: ast.Module):
         self._tree = tree
         self.line: int | None = None
-        self._modules: dict[str, ModuleType] = {}  # by the name that the module gives it
+        self._modules: dict[str, ModuleType] = {}  # by the module's own name for it
         self._imported: dict[str, Any] = {}
         self._constants: set[str] = set()
         self._classes: dict[str, type | None] = {}  # its nearest imported base
         self._bound = set(_bindings(tree))
-        self._given: set[str] = set()  # to the method that runs on the host
-        self._method = False  # whether the node lies in one, where super() means something
+        self._given: set[str] = set()  # parameters of the method that runs on the host
+        self._method = False  # whether the node lies in one, where super() is defined
         self._visitors: dict[type[ast.AST], Callable[..., None]] = {
             ast.FunctionDef: self._function,
             ast.arguments: self._parameters,
@@ -96,7 +96,8 @@ class Reader:
         return getattr(module, name)
 
     def _simple(self, node: ast.expr) -> None:
-        """A value known when the module is read: it refers to no function, so that none can be renamed."""
+        """Check a value that is known when the module is read: it refers to no function, so that none can be
+        renamed."""
         self._at(node)
         match node:
             case ast.Constant():
@@ -153,7 +154,7 @@ class Reader:
                 self._visit(statement)
 
     def _decorator(self, node: ast.FunctionDef) -> str | None:
-        """The one it may have: ``jit`` or ``kernel``, of cute."""
+        """The decorator it may have: cute's ``jit`` or ``kernel``."""
         match node.decorator_list:
             case []:
                 return None
@@ -223,7 +224,7 @@ class Reader:
                 self._refuse("super() is for methods")
 
     def _value_attribute(self, node: ast.Attribute) -> None:
-        """An attribute of a value, which is read only."""
+        """Check an attribute of a value, which may only be read."""
         self._at(node)
         name = node.attr
         self._identifier(name)
@@ -235,7 +236,7 @@ class Reader:
             self._refuse(f".{name} is private to what it belongs to: use public names, for own methods too")
 
     def _chain(self, node: ast.expr) -> Any:
-        """The object that a dotted name, which begins with a module, stands for; None past a value."""
+        """The object of a dotted name that begins with a module; None past a value."""
         names: list[ast.Attribute] = []
         while isinstance(node, ast.Attribute):
             names.insert(0, node)
@@ -294,7 +295,7 @@ def is_docstring(node: ast.stmt) -> bool:
 
 
 def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Every name the module binds; imports aside."""
+    """Every name the module binds, except imports."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):

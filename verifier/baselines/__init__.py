@@ -1,1 +1,1 @@
-"""What a kernel has to beat: PyTorch, cuBLAS and QuACK."""
+"""Baselines: PyTorch, cuBLAS and QuACK."""

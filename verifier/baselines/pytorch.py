@@ -1,7 +1,7 @@
-"""What a kernel has to beat: the plain PyTorch formulation of its spec, compiled and eager, and cuBLAS.
+"""PyTorch baselines: the plain formulation of a spec, compiled and eager, and cuBLAS's bare matmuls.
 
-A builder takes (spec, sets of inputs, sizes) and gives for each set a call without arguments that launches
-the work on the current stream; ``BASELINES`` names them. QuACK's own kernels have a schedule to sweep and
+A builder takes (spec, sets of inputs, sizes) and returns for each set a call without arguments that launches
+the work on the current stream; ``BASELINES`` names them. QuACK's own kernels have schedules to search and
 live in ``verifier.baselines.quack``.
 """
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# torch.compile's "max-autotune" replays CUDA graphs, which copy every input into the graph's own
-# memory first: a cost that no user pays who keeps inputs in place. Launches are not timed anyway.
+# torch.compile's "max-autotune" replays CUDA graphs, which first copy every input into the graph's own
+# memory: a cost that users who keep inputs in place do not pay. Launches are not timed anyway.
 MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 Step = Callable[..., "dict[str, Tensor]"]
@@ -47,7 +47,7 @@ _steps: dict[tuple[Any, ...], Step] = {}
 
 
 def _compiled(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str = "inductor") -> Step:
-    """The same for the same case: it compiles once in a process, whatever it is bound to."""
+    """The compiled function of a case, compiled once in a process, whatever it is bound to."""
     key = spec.hash, tuple(sorted(sizes.items())), mode, backend
     if key not in _steps:
         _steps[key] = _step(spec, sizes, mode, backend)
@@ -61,12 +61,12 @@ def _step(spec: Spec, sizes: Mapping[str, int], mode: str, backend: str) -> Step
 
 def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor") -> Any:
     """``torch.compile`` of a function, fullgraph and static shapes, with a code object of its own: results
-    are kept by code object, eight at most, and every spec and size of a formulation would share one.
-    Raises ValueError for a mode that is none of ``MODES``."""
+    are cached by code object, eight at most, and all specs and sizes of a formulation would share one. Raises
+    ValueError for a mode outside ``MODES``."""
     import torch
     import torch._inductor.config
 
-    # Its report of every choice would drown ours; refused configurations are part of its search.
+    # Its report of every choice would flood ours; refused configurations are part of its search.
     torch._inductor.config.autotune_num_choices_displayed = 0
     logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     if mode not in MODES:
@@ -79,18 +79,17 @@ def under_compile(step: Callable[..., Any], mode: str, backend: str = "inductor"
 def eager(
     spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> Callable[[], dict[str, Tensor]]:
-    """``formulation`` as PyTorch runs it without a compiler."""
+    """``formulation`` in PyTorch without a compiler."""
     return _bind(formulation(spec, sizes), spec, inputs)
 
 
 def matmul(spec: Spec, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Callable[[], list[Tensor]]:
-    """cuBLAS's bare matmuls of the formulation: ``torch.mm`` on the very operands (values, layouts) and
-    with the very output dtypes, into outputs allocated beforehand. Runs the formulation once to collect
-    them.
+    """cuBLAS's bare matmuls of the formulation: ``torch.mm`` on the same operands (values, layouts) with the
+    same output dtypes, into outputs allocated beforehand. Runs the formulation once to collect them.
 
-    fp8 operands have no ``torch.mm``: there it is ``torch._scaled_mm`` with the formulation's scales,
-    output dtype and accumulation, which cuBLAS applies within the product (a bias is left out).
-    Raises ValueError for a formulation without a matmul.
+    fp8 operands have no ``torch.mm``: there it is ``torch._scaled_mm`` with the formulation's scales, output
+    dtype and accumulation, which cuBLAS applies within the product (a bias is left out). Raises ValueError
+    for a formulation without a matmul.
     """
     return matmuls(spec, [inputs], sizes)[0]
 
@@ -103,9 +102,9 @@ def matmuls(spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> list[Callable[[
 
 
 class Product(NamedTuple):
-    """A matmul that a formulation ran: a [M, K] and b [K, N] of any strides, and what it was to give.
+    """A matmul that a formulation ran: a [M, K] and b [K, N] of any strides, and its output's dtype.
 
-    ``scales`` of a and b: fp8 operands, with the ``fast_accum`` that was asked for.
+    ``scales`` of a and b: fp8 operands, with the requested ``fast_accum``.
     """
 
     a: Tensor
@@ -115,7 +114,7 @@ class Product(NamedTuple):
     fast_accum: bool = False
 
     def out(self) -> Tensor:
-        """Room for it, [M, N]."""
+        """An empty output, [M, N]."""
         return self.a.new_empty(self.a.shape[0], self.b.shape[1], dtype=self.dtype)
 
     def into(self, out: Tensor) -> None:
@@ -167,9 +166,9 @@ def calls(name: str, spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> Sequen
 def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:
     """The spec's ``baseline``, else its ``reference``, as a function of the input tensors in order.
 
-    Nothing is cast but the outputs, to their declared dtypes: inputs (scalars, integers and fp8 too)
-    keep theirs and promote as PyTorch promotes. An output that ``updates`` an input is written into that
-    input's tensor, which is what is returned for it: every call changes the inputs it was given.
+    Only outputs are cast, to their declared dtypes: inputs (scalars, integers and fp8 too) keep theirs and
+    promote as PyTorch promotes. An output that ``updates`` an input is written into that input's tensor,
+    which is returned for it: every call changes its inputs.
     """
     from coda_agent.verifier.numerics.inputs import DTYPES
     from coda_agent.verifier.numerics.reference import function
@@ -233,7 +232,7 @@ def _recorded(call: Callable[[], object]) -> list[Product]:
                 found.append(Product(bound["self"], bound["mat2"], result.dtype, scales, fast))
             return result
 
-    # As in numerics.reference: in inference mode linear would arrive here before it is taken apart.
+    # As in numerics.reference: in inference mode linear would arrive here before it is decomposed.
     with torch.inference_mode(False), torch.no_grad(), Recorder():
         call()
     return found

@@ -1,11 +1,11 @@
-"""QuACK as arms: the outputs of our spec by its epilogues, on a schedule found in one of two ways, and the
-bare matmuls of the formulation.
+"""QuACK as arms: a spec's outputs by its epilogues, on a schedule found in one of two ways, and the
+formulation's bare matmuls.
 
-``QuACK (its own tuner)`` races the schedules that QuACK's autotuner would; ``QuACK (our search)`` those
+``QuACK (its own tuner)`` times the schedules that QuACK's autotuner would; ``QuACK (our search)`` times those
 that our own kernels choose from, which are more: every cluster and rasterisation. ``QuACK matmul`` is the
-first with no epilogue: what its mainloop, which is ours too, takes for the products alone. All are raced by
-our clock, from a cold L2; where an earlier measurement's last race is known, its schedules alone. Importing
-this module imports nothing heavy; ``tuned`` does.
+first without an epilogue: its mainloop, which is also ours, on the products alone. All are timed by our
+clock, from a cold L2; where an earlier measurement's last race is known, its schedules alone. Importing this
+module imports nothing heavy; ``tuned`` does.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ if TYPE_CHECKING:
     from quack.gemm_config import GemmConfig
     from torch import Tensor
 
-FORMAT = 2  # of the file that keeps a tuning; the way it is found has another
+FORMAT = 2  # version of the kept tunings and of the search
 OWN_TUNER, OUR_SEARCH = "QuACK (its own tuner)", "QuACK (our search)"
 MATMUL = "QuACK matmul"
 LIBRARY_ARMS = (OWN_TUNER, OUR_SEARCH)
 ARMS = (*LIBRARY_ARMS, MATMUL)
-PAIR_GRAIN = 32  # SM90: tile_n of an epilogue over pairs of columns is a multiple of this
-SWIZZLE = 8  # what QuACK's own tuner fixes
-SMALL = 256  # a size to compile at, where sizes are symbolic
+PAIR_GRAIN = 32  # SM90: an epilogue over pairs of columns needs tile_n to be a multiple of this
+SWIZZLE = 8  # QuACK's own tuner fixes it
+SMALL = 256  # a size to compile at; sizes are symbolic
 
 Configs = list["GemmConfig"]
 
 
 def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> tuple[str, ...]:
-    """The arms without those of QuACK where it has no epilogue for the spec, or takes no such operands.
+    """The arms without those of QuACK where it has no epilogue for the spec, or cannot take its operands.
 
-    ``beside_kept``: of an edited text that is measured against the kernel before it, which says more than
-    QuACK's bare matmul, whose tuning would take longer than the edit's."""
+    ``beside_kept``: of an edited text, measured against its incumbent, which says more than QuACK's bare
+    matmul, whose tuning would take longer than the edit's.
+    """
     fp8 = any(given.dtype == "fp8_e4m3" for given in spec.inputs.values())
     there = {name: spec.name in LIBRARY for name in LIBRARY_ARMS} | {MATMUL: not fp8 and not beside_kept}
     return tuple(name for name in arms if there.get(name, True))
@@ -62,7 +63,7 @@ def admitted(spec: Spec, arms: Sequence[str], *, beside_kept: bool = False) -> t
 def config(
     tile_m: int, tile_n: int, pingpong: bool, *, cluster: tuple[int, int] = (2, 1), swizzle: int = SWIZZLE
 ) -> GemmConfig:
-    """A Hopper schedule with the static persistent scheduler, the one that QuACK tunes with there."""
+    """A Hopper schedule with the static persistent scheduler, which QuACK also tunes with there."""
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(
@@ -78,8 +79,9 @@ def config(
 
 
 def own_space(stage: QuackEpilogue) -> Configs:
-    """What QuACK's autotuner races on Hopper for this epilogue (``gemm_runtime.autotune``): its tiles and
-    clusters at one rasterisation, and the operands swapped where nothing is paired or reduced."""
+    """The schedules that QuACK's autotuner times on Hopper for this epilogue (``gemm_runtime.autotune``): its
+    tiles and clusters at one rasterisation, with the operands swapped too where nothing is paired or reduced.
+    """
     from quack.gemm_config import get_all_configs
 
     swaps = not (stage.paired or stage.mod.sinks)
@@ -88,7 +90,7 @@ def own_space(stage: QuackEpilogue) -> Configs:
 
 
 def our_space(stage: QuackEpilogue) -> Configs:
-    """The first stage of our own search: tiles that this epilogue admits, on clusters of two, small ones
+    """The first stage of our own search: tiles that this epilogue admits, on clusters of two, and small ones
     where the output is small."""
     return [
         config(s.tile_m, s.tile_n, s.pingpong, cluster=(s.cluster_m, s.cluster_n))
@@ -98,7 +100,7 @@ def our_space(stage: QuackEpilogue) -> Configs:
 
 
 def _as_they_are(ranked: Configs) -> Configs:
-    """The second stage of its own tuner's: nothing to refine."""
+    """The second stage of its own tuner: no refinement."""
     return []
 
 
@@ -117,8 +119,8 @@ SPACES: dict[str, tuple[Callable[[QuackEpilogue], Configs], Refine]] = {
 
 
 class Tuned(NamedTuple):
-    """An arm: a call for each set of inputs, and in JSON's terms the ``finalists`` of its tuning, of which
-    the first of each stage is what the calls run on."""
+    """An arm: a call for each set of inputs, and the ``finalists`` of its tuning in JSON's terms; the calls
+    run on the first of each stage."""
 
     calls: list[Callable[[], dict[str, Tensor]]]
     finalists: list[list[Config]]
@@ -131,11 +133,13 @@ def tuned(
     sizes: Mapping[str, int],
     known: QuackTuned | None = None,
 ) -> Tuned:
-    """For each of several sets of inputs QuACK's GEMMs for ``arm`` (of ``ARMS``), each on its fastest
-    schedule, as one call that gives the spec's outputs, or the bare products by number. Compiles in
-    parallel; the last race is kept on disk. ``known``: what it was tuned to before, to be raced again where
-    it was the same QuACK on such a GPU. ValueError where QuACK has no epilogue for the spec, RuntimeError
-    if no schedule runs."""
+    """For each set of inputs, one call that runs QuACK's GEMMs for ``arm`` (of ``ARMS``), each on its fastest
+    schedule, and returns the spec's outputs, or the bare products by number.
+
+    Compiles in parallel; the last race is kept on disk. ``known``: earlier schedules, timed again where
+    QuACK's version and the GPU are the same. ValueError where QuACK has no epilogue for the spec,
+    RuntimeError if no schedule runs.
+    """
     every = [_stages(spec, inputs, sizes, arm) for inputs in sets]
     first = every[0]
     path = _kept(spec, sizes, arm, first)
@@ -144,15 +148,15 @@ def tuned(
     else:
         ranked = _ranked(spec, sizes, arm, first, _again(arm, known))
         write_atomic(path, json.dumps(_to_json(ranked)))
-    if arm == MATMUL:  # nobody reads its outputs: one room for all sets
+    if arm == MATMUL:  # nobody reads its outputs, so all sets share them
         every = [[replace(s, outs=f.outs) for s, f in zip(own, first, strict=True)] for own in every]
     calls = [chained([s.prepare(c) for s, (c, *_) in zip(own, ranked, strict=True)]) for own in every]
     return Tuned(calls, _to_json(ranked))
 
 
 def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None) -> bool:
-    """Whether ``tuned`` need not search: its choice is on disk, or it was ``known`` before. Takes small
-    inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
+    """Whether ``tuned`` need not search: its choice is on disk or in ``known``. Takes small inputs on the
+    GPU. ValueError where QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     if _again(arm, known):
@@ -163,7 +167,7 @@ def is_tuned(arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned |
 
 
 def parsed(arms: Mapping[str, Finalists]) -> dict[str, list[Configs]]:
-    """By arm and stage. ValueError for an arm that is none of QuACK's, or a field that no schedule has."""
+    """By arm and stage. ValueError for an arm that is not QuACK's, or an unknown field of a schedule."""
     if unknown := sorted(arms.keys() - {*ARMS}):
         raise ValueError(f"{unknown[0]!r} is no arm of QuACK's; known: {', '.join(ARMS)}")
     return {arm: _from_json(stages) for arm, stages in arms.items()}
@@ -182,7 +186,7 @@ def _stages(spec: Spec, inputs: Tensors, sizes: Mapping[str, int], arm: str) -> 
 
 
 def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], dict[str, Tensor]]:
-    """One call after another; all their outputs."""
+    """The calls in order; all their outputs."""
 
     def call() -> dict[str, Tensor]:
         outputs: dict[str, Tensor] = {}
@@ -194,7 +198,7 @@ def chained(calls: Sequence[Callable[[], dict[str, Tensor]]]) -> Callable[[], di
 
 
 def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
-    """What to race again, by stage: nothing of another GPU's or another QuACK's."""
+    """The known schedules by stage, without those of another GPU or another QuACK."""
     if known is None or [known.gpu, known.version] != _here():
         return []
     return parsed(known.arms).get(arm, [])
@@ -203,7 +207,7 @@ def _again(arm: str, known: QuackTuned | None) -> list[Configs]:
 def _ranked(
     spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue], known: list[Configs]
 ) -> list[Configs]:
-    """The last race of each stage, fastest first: among what is ``known`` of it, or of a search."""
+    """The last race of each stage, fastest first: among the ``known`` schedules, or of a search."""
     space, refine = SPACES[arm]
     ranked: list[Configs] = []
     for index, stage in enumerate(stages):
@@ -214,12 +218,12 @@ def _ranked(
             name = stage.mod.fn.__name__
             raise RuntimeError(f"no schedule of QuACK's {name} for {spec.name} runs at {dict(sizes)}")
         ranked.append([each for each, _ in found])
-        stage.prepare(ranked[-1][0])()  # the next stage is raced on what this one leaves to it
+        stage.prepare(ranked[-1][0])()  # the next stage runs on this one's results
     return ranked
 
 
 def _admitted(known: Configs, start: Configs, refine: Refine) -> Configs:
-    """Those of the known schedules that a search from ``start`` could come to, as it has them."""
+    """The known schedules that a search from ``start`` could reach."""
     reached = {c: c for c in (*start, *(finer for each in start for finer in refine([each])))}
     return list(dict.fromkeys(reached[c] for c in known if c in reached))
 
@@ -227,7 +231,7 @@ def _admitted(known: Configs, start: Configs, refine: Refine) -> Configs:
 def _kept(spec: Spec, sizes: Mapping[str, int], arm: str, stages: Sequence[QuackEpilogue]) -> Path:
     epilogues = [stage.mod.semantic_digest for stage in stages]
     what: list[Any] = [spec.hash, dict(sorted(sizes.items()))]
-    if arm == MATMUL:  # of specs with the same products it is the same
+    if arm == MATMUL:  # specs with the same products share it
         what = [_geometry(t) for stage in stages for t in (stage.a, stage.b, stage.outs["D"])]
     key = json.dumps([SEARCHED, FORMAT, *what, arm, epilogues, *_here()])
     return cache_dir() / "tuning" / f"quack-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
@@ -238,7 +242,7 @@ def _geometry(tensor: Tensor) -> list[Any]:
 
 
 def _here() -> list[str]:
-    """What a tuning holds on: the GPU's name, and the version of QuACK."""
+    """The validity of a tuning: the GPU's name, and the version of QuACK."""
     import torch
 
     return [torch.cuda.get_device_name(), version("quack-kernels")]
@@ -249,7 +253,7 @@ def _to_json(ranked: Sequence[Configs]) -> list[list[Config]]:
 
 
 def _from_json(ranked: Sequence[Sequence[Config]]) -> list[Configs]:
-    """ValueError for a field that no schedule has."""
+    """ValueError for an unknown field of a schedule."""
     from quack.gemm_config import GemmConfig
 
     names = [field.name for field in fields(GemmConfig)]
@@ -269,7 +273,7 @@ def _race(
     configs: Configs,
     rounds: int,
 ) -> list[tuple[GemmConfig, float]]:
-    """Fastest first; those that the library or the compiler refuses are left out."""
+    """Schedules by time, fastest first; those that the library or the compiler refuses are left out."""
     prepared = []
     for each in _compiled(spec, sizes, arm, index, stage, configs):
         with contextlib.suppress(*refusals()):
@@ -284,8 +288,8 @@ Task = tuple[Spec, Small, str, int, "GemmConfig"]
 def to_compile(
     arm: str, spec: Spec, sizes: Mapping[str, int], known: QuackTuned | None = None
 ) -> list[workers.Job]:
-    """What would fill QuACK's object cache with all that ``tuned`` races first: its finalists of before, or
-    its first race's. Takes small inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
+    """Jobs that fill QuACK's object cache with everything that ``tuned`` times first: its earlier finalists,
+    or its first race. Takes small inputs on the GPU. ValueError where QuACK has no epilogue for the spec."""
     from coda_agent.verifier.numerics.inputs import draw
 
     small, again = _small(spec, sizes), _again(arm, known)
@@ -302,7 +306,7 @@ def to_compile(
 def _untried(
     spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> tuple[Configs, dict[GemmConfig, Path]]:
-    """Of the objects that configs have, those which nobody has tried to compile; and where all are noted."""
+    """The configs whose objects nobody has tried to compile, and the files that note all results."""
     wanted = dict.fromkeys(map(_launched_alike, configs))
     notes = {c: _note(spec, small, arm, index, stage, c) for c in wanted}
     return [c for c, note in notes.items() if not note.exists()], notes
@@ -311,10 +315,13 @@ def _untried(
 def _compiled(
     spec: Spec, sizes: Mapping[str, int], arm: str, index: int, stage: QuackEpilogue, configs: Configs
 ) -> Configs:
-    """Fill QuACK's object cache, and those of the configs that are not refused: sizes but the static ones are
-    symbolic in it, so small tensors of the same kind do. Rasterisation is an argument of the launch. A note
-    in that cache has what any process found of a config: no worker need be started for it, which takes longer
-    than loading it. Of whom a worker died there is none."""
+    """Fill QuACK's object cache, and return the configs that are not refused.
+
+    Sizes other than the static ones are symbolic in it, so small tensors of the same kind suffice.
+    Rasterisation is an argument of the launch. A note in that cache keeps each config's result for all
+    processes, which saves starting a worker, longer than loading an object. A config that killed its worker
+    has no note.
+    """
     small = _small(spec, sizes)
     new, notes = _untried(spec, small, arm, index, stage, configs)
     workers.run_all(_compile_one, [(spec, small, arm, index, c) for c in new])
@@ -323,12 +330,12 @@ def _compiled(
 
 
 def _launched_alike(config: GemmConfig) -> GemmConfig:
-    """What one object serves has one of these."""
+    """The config that represents all configs of one object."""
     return replace(config, max_swizzle_size=SWIZZLE)
 
 
 def _note(spec: Spec, small: Small, arm: str, index: int, stage: QuackEpilogue, config: GemmConfig) -> Path:
-    """Where it is kept whether the compiler took a config."""
+    """The file that notes whether the compiler accepted a config."""
     key = [spec.hash, small, arm == MATMUL, index, stage.mod.semantic_digest, asdict(config)]
     return objects() / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.tried"
 
@@ -338,13 +345,13 @@ def _small(spec: Spec, sizes: Mapping[str, int]) -> Small:
 
 
 def _compile_one(task: Task) -> bool:
-    """In a worker process, on the GPU: whether the compiler took it."""
+    """In a worker process, on the GPU: whether the compiler accepted it."""
     from coda_agent.verifier.numerics.inputs import draw
 
     spec, small, arm, index, chosen = task
     sizes, fine = dict(small), False
     stage = _stages(spec, draw(spec, sizes, 0, device="cuda"), sizes, arm)[index]
-    with contextlib.suppress(*refusals()):  # one not to race
+    with contextlib.suppress(*refusals()):  # not to be timed
         stage.prepare(chosen)
         fine = True
     write_atomic(_note(spec, small, arm, index, stage, chosen), json.dumps(fine))

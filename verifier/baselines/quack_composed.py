@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # Device code is traced by the DSL, not run: its values have no Python types.
-"""Epilogues written with QuACK's operators, for specs whose outputs none in its own library has.
+"""Epilogues composed from QuACK's operators, for specs whose outputs none of its library has.
 
-Each takes the nearest of ``quack.epilogue.library`` or ``.rotary`` and changes only what its docstring
-says. As there, "col" is a vector of length M, "row" one of length N. Importing this imports QuACK.
+Each takes the nearest of ``quack.epilogue.library`` or ``.rotary`` and changes only what its docstring says.
+As there, "col" is a vector of length M, "row" one of length N. Importing this imports QuACK.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quack.epilogue.ops import (
 )
 from quack.epilogue.rotary import _angle_turns, _sincos_turns, rotary_cos_sin_load
 
-HEAD_EPS = 1e-6  # of qk_rope: QuACK's operator takes it when it is made
+HEAD_EPS = 1e-6  # fixed when QuACK's operator is created
 
 
 @gemm_epilogue(ops={"rstd": ColVecLoad("rstd")})

@@ -1,4 +1,4 @@
-"""One fused GEMM of QuACK's on given tensors, and what the entries of its library are made of.
+"""One fused GEMM of QuACK on given tensors, and the parts of its library's entries.
 
 Importing this module imports nothing heavy.
 """
@@ -18,7 +18,7 @@ Tensors = Mapping[str, "Tensor"]
 
 
 def _nothing() -> None:
-    """Nothing to do before the GEMM."""
+    """Do nothing before the GEMM."""
 
 
 def _no_more(partials: Tensors) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class QuackEpilogue:
 
 
 class Given(NamedTuple):
-    """A case to build for: the spec's inputs, on the GPU, its sizes and its constants."""
+    """A case: the spec's inputs, on the GPU, its sizes and its constants."""
 
     inputs: Tensors
     sizes: Mapping[str, int]
@@ -81,10 +81,10 @@ Build = Callable[[Given], tuple[QuackEpilogue, ...]]
 
 @dataclass(frozen=True)
 class Entry:
-    """How a spec is computed with QuACK: whose epilogues, and one after another what they are given.
+    """How QuACK computes a spec: the epilogues' owner, and the epilogues in order.
 
-    ``inexact``: outputs in fp32 that the library takes from the hardware's approximate tanh, which is
-    less than the error gate asks of a kernel of ours.
+    ``inexact``: fp32 outputs that the library takes from the hardware's approximate tanh, which fails our
+    error gate.
     """
 
     kind: Literal["library", "composed"]
@@ -93,9 +93,8 @@ class Entry:
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` under torch.compile: one kernel where PyTorch alone would run several, and one of its own
-    for each shape of its arguments. Left to itself it would make a dynamic one of the second shape on, which
-    is slower."""
+    """``function`` under torch.compile: one kernel where PyTorch alone would run several, specialised for
+    each shape of its arguments. By default the second shape would make it dynamic, which is slower."""
 
     def call(*given: Any) -> Any:
         return _compiled(function, tuple(getattr(each, "shape", each) for each in given))(*given)
@@ -105,7 +104,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compiled(function: Callable[..., Any], shapes: tuple[Any, ...]) -> Callable[..., Any]:
-    """``shapes``: those of tensors, and other arguments as they are."""
+    """``shapes``: of tensors; other arguments unchanged."""
     from coda_agent.verifier.baselines.pytorch import under_compile
 
     compiled: Callable[..., Any] = under_compile(function, "default")

@@ -1,12 +1,12 @@
-"""What of QuACK computes the outputs of a spec: its library's own epilogues wherever there are such.
+"""QuACK's epilogues for each spec: its library's own wherever it has them.
 
-``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, untouched) or
-``composed`` (ours, with QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for fp8
-operands (the library's epilogues are for 16 bits), nor for the backward of cross-entropy (no operator
-gives a column's index). Reductions are finished inside the call, as a user would who cares for time: by
-QuACK's second kernel for RMSNorm, by a torch sum, or by a few operations under torch.compile. What
-depends on weights alone (rotary frequencies, a head's weight for every head) is prepared outside of it.
-Importing this module imports nothing heavy.
+``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or ``composed``
+(ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for fp8 operands (the
+library's epilogues are for 16 bits), nor for the backward of cross-entropy (no operator gives a column's
+index). Reductions are finished inside the call, as a user who cares about time would: by QuACK's second
+kernel for RMSNorm, by a torch sum, or by a few operations under torch.compile. Values that depend on weights
+alone (rotary frequencies, a head's weight for every head) are prepared outside of it. Importing this module
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _rmsnorm(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _layernorm(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The library takes rstd * mean ready-made: it is computed inside the call."""
+    """The library needs rstd * mean as an input: the call computes it."""
     import torch
     from quack.epilogue.library import ln_affine_epi
 
@@ -82,7 +82,7 @@ def _alpha_residual(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _grad_accumulate(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Into a copy of dw that is the arm's own, made outside of the call: each call adds to it again."""
+    """Add into the arm's own copy of dw, made outside of the call; each call adds to it again."""
     from quack.epilogue.library import identity_epi
 
     dy, x, outs = g.inputs["dy"], g.inputs["x"], {"D": g.inputs["dw"].clone()}
@@ -117,7 +117,7 @@ def _geglu(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _rmsnorm_swiglu(g: Given) -> tuple[QuackEpilogue, ...]:
-    """Not rstd_swiglu_preact_epi: that one stores the pre-activation without its row scale."""
+    """Not rstd_swiglu_preact_epi, which stores the pre-activation without its row scale."""
     from quack.epilogue.library import norm_act_mod
 
     mod = norm_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=True)
@@ -175,7 +175,7 @@ def _gelu_bwd(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _cross_entropy(g: Given, mod: Any, *, stored: bool = True, **operands: Any) -> QuackEpilogue:
-    """QuACK leaves the target's logit of an ignored row as it was: the call starts by zeroing it."""
+    """QuACK leaves the target's logit of an ignored row unchanged, so the call starts by zeroing it."""
     x, w = g.inputs["x"], g.inputs["w"]
     picked = fp32(x, x.shape[0])
 
@@ -238,9 +238,8 @@ LIBRARY: dict[str, Entry] = {
 def quack_library(
     spec_name: str, inputs: Tensors, sizes: Mapping[str, int], constants: Mapping[str, float]
 ) -> tuple[QuackEpilogue, ...]:
-    """QuACK's epilogues for a spec of ours, one after another, on CUDA tensors; sizes and constants are
-    the spec's. Raises ValueError where QuACK has none that computes the same outputs.
-    """
+    """QuACK's epilogues for one of our specs, in order, on CUDA tensors; sizes and constants are the spec's.
+    Raises ValueError where QuACK has none with these outputs."""
     if spec_name not in LIBRARY:
         raise ValueError(f"QuACK has no epilogue for spec {spec_name!r}; there are {', '.join(LIBRARY)}")
     return LIBRARY[spec_name].build(Given(inputs, sizes, constants))

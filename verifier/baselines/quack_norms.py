@@ -38,7 +38,7 @@ def _finish_rms(partials: Tensors, *, columns: int, eps: float, rstd: Tensor) ->
 
 
 def _residual_rms(g: Given, w: Tensor, *, hg: str | None) -> tuple[QuackEpilogue, Tensor]:
-    """The GEMM before an RMSNorm, and the vector that its rstd is left in."""
+    """The GEMM before an RMSNorm, and the vector that will hold its rstd."""
     from quack.epilogue.library import rms_partial_epi
 
     x, rstd = g.inputs["x"], fp32(w, g.inputs["x"].shape[0])
@@ -112,7 +112,7 @@ def _rotated(g: Given, mod: Any, **operands: Any) -> QuackEpilogue:
 
 
 def _frequencies(g: Given) -> Tensor:
-    """QuACK's table of frequencies, for all columns of q; made from the weights' side alone."""
+    """QuACK's table of frequencies, for all columns of q, made from constants alone."""
     from quack.epilogue.rotary import make_interleaved_inv_freq
 
     return make_interleaved_inv_freq(g.inputs["inv_freq"], g.inputs["w"].shape[0])
@@ -139,8 +139,8 @@ def _rope_positions(g: Given) -> tuple[QuackEpilogue, ...]:
 
 
 def _qk_norm_rope(g: Given) -> tuple[QuackEpilogue, ...]:
-    """The library's own takes a table of [M, head width] that would have to be filled within the call;
-    QuACK's in-kernel angles spare it."""
+    """The library's own epilogue takes a table of [M, head width] that the call would have to fill; QuACK's
+    in-kernel angles avoid it."""
     from coda_agent.verifier.baselines.quack_composed import HEAD_EPS, qk_rope_posfreq
 
     if g.constants["eps"] != HEAD_EPS:

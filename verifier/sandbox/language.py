@@ -25,7 +25,7 @@ MAX_INTEGER = 10**15
 MAX_EXPONENT = 64
 
 _BEYOND = re.compile(r"[^\x00-\x7f]")
-_UNLIKE = "zq7"  # NFKC makes this of no letter
+_UNLIKE = "zq7"  # NFKC maps no letter to this
 
 _PLAIN = (
     ast.Return, ast.Pass, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Load,
@@ -71,10 +71,10 @@ _REMEDIES: dict[type[ast.AST], tuple[str, str]] = {
 
 
 def check(source: str, allowed: Collection[str]) -> ast.Module:
-    """The syntax tree of a kernel file written in the language; ``allowed`` is ``primitives.__all__``.
+    """The syntax tree of a kernel file in the language; ``allowed`` is ``primitives.__all__``.
 
     Raises ProgramError with code ``too_large``, ``syntax``, ``language``, ``vocabulary`` or ``kernel``, the
-    line, and words that say what would work.
+    line, and a message with the remedy.
     """
     tree = _parse(source)
     _refuse_letters(source, tree)
@@ -100,8 +100,8 @@ def _parse(source: str) -> ast.Module:
 
 
 def _refuse_letters(source: str, tree: ast.Module) -> None:
-    """Names are ASCII as they are written: the tree has what NFKC makes of them, where fullwidth letters are
-    plain ones. So the file is read once more with other letters there: no name may have become another."""
+    """Check that names are ASCII as written. The tree has them normalised by NFKC, where fullwidth letters
+    become plain ones, so the file is parsed again with those letters replaced: no name may change."""
     if source.isascii():
         return
     other = _parse(_BEYOND.sub(_UNLIKE, source))
@@ -113,7 +113,7 @@ def _refuse_letters(source: str, tree: ast.Module) -> None:
 
 
 def _names(node: ast.AST) -> list[str]:
-    """All names in a node itself; a constant's text is none."""
+    """All names in a node itself, without those in its constants."""
     if isinstance(node, ast.Constant):
         return []
     fields = [value for _, value in ast.iter_fields(node)]
@@ -126,7 +126,7 @@ def _too_deep(line: int | None = None) -> ProgramError:
 
 
 class _Checker:
-    """One walk over a file; ``line`` is that of the last node that has one."""
+    """A walk over a file; ``line`` is that of the last node with one."""
 
     def __init__(self, tree: ast.Module, allowed: frozenset[str]):
         self._tree = tree
@@ -345,7 +345,7 @@ class _Checker:
             )
 
     def _length(self, node: ast.expr) -> int:
-        """How often a loop over ``node`` runs, known without running anything."""
+        """The number of iterations of a loop over ``node``, known without running anything."""
         match node:
             case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Dict(values=parts):
                 return len(parts)
@@ -434,7 +434,7 @@ class _Checker:
 
 
 def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Every name the file binds, once for each place; imports aside."""
+    """Every name the file binds, once for each place, except imports."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name):
