@@ -1,4 +1,4 @@
-"""What a person types: specs and kernels, by name or file, files to read or write, answers."""
+"""Command-line arguments: specs and kernels, by name or file, files to read or write, answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import typer
 from coda_agent.agent.reporting.safe_text import echo
 
 SPECS, KERNELS = Path("specs"), Path("generated_kernels")
-PACKAGE = Path(__file__).resolve().parents[1]  # a checkout, or the installed package: both hold the two
-NO_SOURCE = {  # by how its name ends, what of a kernel's files is no source of one
+PACKAGE = Path(__file__).resolve().parents[1]  # a checkout, or the installed package: both contain the two
+NO_SOURCE = {  # by the end of its name, a kernel's file that is no source
     ".raw.py": "an edited text: coda-agent optimize {name} verifies those, and show shows them",
     ".cutedsl.py": "the lowered text of a kernel",
     ".program.json": "the program of a kernel: coda-agent show {path}",
@@ -23,13 +23,13 @@ NO_SOURCE = {  # by how its name ends, what of a kernel's files is no source of 
 
 
 def shipped(path: Path) -> Path:
-    """A path below the current folder, or below the package where only that one exists."""
+    """A path below the current folder, or below the package if it only exists there."""
     ours = PACKAGE / path
     return ours if ours.exists() and not path.exists() else path
 
 
 def spec_file(given: Path) -> Path:
-    """The file of a spec that is named by its stem; any other path as it is."""
+    """The file of a spec named by its stem; any other path unchanged."""
     bare = given.name == str(given) and not given.suffix and not given.is_file()
     return shipped(SPECS / f"{given}.yaml") if bare else given
 
@@ -37,8 +37,9 @@ def spec_file(given: Path) -> Path:
 def spec_for(kernel: Path, given: Path | None) -> Path:
     """The spec of a kernel's file: the given one, else NAME.yaml beside the file, else the one in specs/.
 
-    An accepted kernel takes the one in specs/ first: that one is what it was accepted for. Raises
-    BadParameter where there is none."""
+    An accepted kernel takes the one in specs/ first, which it was accepted for. Raises BadParameter where
+    there is none.
+    """
     if given:
         return spec_file(given)
     name = kernel.name.partition(".")[0]
@@ -55,7 +56,7 @@ def spec_for(kernel: Path, given: Path | None) -> Path:
 
 
 def name_in(folder: Path, given: str) -> str:
-    """The NAME that is given as such, or as folder/NAME.yaml. Raises BadParameter for a path elsewhere."""
+    """The NAME, given as such or as folder/NAME.yaml. Raises BadParameter for a path elsewhere."""
     path = Path(given)
     if given == path.name and path.suffix != ".yaml":
         return given
@@ -65,14 +66,14 @@ def name_in(folder: Path, given: str) -> str:
 
 
 def accepted(kernel: Path, suffix: str) -> Path:
-    """The file of an accepted kernel that is named by its stem; any other path as it is."""
+    """The file of an accepted kernel named by its stem; any other path unchanged."""
     known = shipped(KERNELS / f"{kernel}.{suffix}")
     return known if not kernel.suffix and not kernel.exists() and known.exists() else kernel
 
 
 def refuse_unused(why: str, *names: str, **options: object) -> None:
-    """Raises BadParameter for options that were given and would do nothing: ``why``, and what to do instead.
-    ``names`` as they are typed; ``options`` by name, of which the given ones have a value."""
+    """Raise BadParameter for given options without effect: ``why``, with the remedy. ``names`` as typed;
+    ``options`` by name, given where they have a value."""
     given = [*names, *(f"--{name.replace('_', '-')}" for name, value in options.items() if value)]
     if given:
         raise typer.BadParameter(f"{' and '.join(given)} would do nothing: {why}")
@@ -80,8 +81,8 @@ def refuse_unused(why: str, *names: str, **options: object) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Within: a file that was named on the command line is read or written. Raises BadParameter where it
-    cannot be; a draft beside it, which has a name of its own, is not what the user knows."""
+    """Within, a file named on the command line is read or written. Raises BadParameter where it cannot be;
+    the message names that file, not a draft beside it."""
     try:
         yield
     except FileNotFoundError:
@@ -94,8 +95,8 @@ def named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Within: a prompt. Raises KeyboardInterrupt for Ctrl-C, and EOFError where nobody answers: typer has one
-    exception for both."""
+    """Within, a person is asked. Raises KeyboardInterrupt for Ctrl-C, and EOFError where nobody answers:
+    typer has one exception for both."""
     try:
         yield
     except typer.Abort as ended:
@@ -104,13 +105,13 @@ def asking() -> Iterator[None]:
 
 
 def source(path: Path) -> str:
-    """The text of a file that was named on the command line."""
+    """The text of a file named on the command line."""
     with named(path):
         return path.read_text(encoding="utf-8")
 
 
 def kernel_source(kernel: Path) -> str:
-    """``source`` of a kernel's file, once an acceptance of that kernel that was cut off is ended."""
+    """``source`` of a kernel's file, after completing an interrupted acceptance of that kernel."""
     from coda_agent.agent.artifacts.accept import settled
 
     name, raw = kernel.name.partition(".")[0], ".raw." in kernel.name

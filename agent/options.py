@@ -1,5 +1,5 @@
-"""Options that several commands share, each stated once: ``grouped`` makes a dataclass's fields options of
-the command that takes one."""
+"""Options that several commands share: ``grouped`` turns a dataclass's fields into options of the command
+that takes it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may cost."""
+    """A run's limits."""
 
     budget_tokens: Annotated[
         int | None,
@@ -112,7 +112,7 @@ TIME_LIMIT = typer.Option(
 
 @dataclass(frozen=True)
 class Authoring:
-    """Who writes, and how often."""
+    """The author, and the number of attempts."""
 
     provider: Annotated[
         ProviderName,
@@ -127,13 +127,13 @@ class Authoring:
     time_limit: Annotated[float, TIME_LIMIT] = 3600.0
 
     def header(self) -> dict[str, Any]:
-        """Of the run's journal."""
+        """These options in the run's journal header."""
         return asdict(self) | {"directory": None}
 
 
 @dataclass(frozen=True)
 class Further:
-    """What a run that goes on has in place of what it began with; None: that."""
+    """Options that replace a resumed run's own; None keeps them."""
 
     attempts: Annotated[int | None, ATTEMPTS] = None
     improve: Annotated[int | None, IMPROVE] = None
@@ -141,12 +141,12 @@ class Further:
     time_limit: Annotated[float | None, TIME_LIMIT] = None
 
     def header(self) -> dict[str, Any]:
-        """What it changes of the journal's."""
+        """The changes to the journal's header."""
         return _given(self)
 
 
 def flags(gpu: bool | None, *groups: Any) -> list[str]:
-    """The command line that says the same."""
+    """The command line of these options."""
     words = [] if gpu is None else ["--gpu" if gpu else "--no-gpu"]
     for group in groups:
         for name, value in _given(group).items():
@@ -155,23 +155,23 @@ def flags(gpu: bool | None, *groups: Any) -> list[str]:
 
 
 def spelled(*groups: Any) -> list[str]:
-    """The options of groups that differ from their defaults, as they are typed."""
+    """The options of groups that differ from their defaults, as typed."""
     return [_typed(group, name) for group in groups for name in _given(group)]
 
 
 def _typed(group: Any, field: str) -> str:
     (option,) = get_type_hints(type(group), include_extras=True)[field].__metadata__
-    # In Annotated, where an option's default is the field's, its first name stands in the default's place.
+    # In Annotated, where the field holds the option's default, its first name stands in the default's place.
     return option.default if isinstance(option.default, str) else f"--{field.replace('_', '-')}"
 
 
 def _given(group: Any) -> dict[str, Any]:
-    """What differs from the defaults."""
+    """The fields that differ from their defaults."""
     return {f.name: value for f in fields(group) if (value := getattr(group, f.name)) != f.default}
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``command``, with the fields of its parameters that are dataclasses as options, for typer to read."""
+    """``command`` with its dataclass parameters' fields as options, for typer."""
     parameters = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {
         name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)

@@ -1,4 +1,4 @@
-"""Pieces of a measurement as files, so that one which was cut off goes on."""
+"""A measurement's finished pieces as files, so that an interrupted one goes on."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class FilePieces:
-    """Finished pieces of one measurement, each a file that is seen whole or not at all."""
+    """Finished pieces of one measurement, each a file written atomically."""
 
     directory: Path
 
     @classmethod
     def of(cls, parent: Path, identity: Identity, options: Options, *more: str) -> FilePieces:
-        """Those of this kernel, this spec's sizes, these options and whatever ``more`` they depend on: of no
+        """The pieces of this kernel, this spec's sizes, these options and ``more`` dependencies, and of no
         other measurement."""
         made = [identity.program_hash, identity.lowered_hash, identity.spec_hash]
         what = json.dumps([*made, asdict(options), *more])
         return cls(parent / f"{identity.spec}-{hashlib.sha256(what.encode()).hexdigest()[:16]}")
 
     def load(self, piece: str) -> dict[str, Any] | None:
-        """None, too, for what cannot be read as a piece: it is measured again."""
+        """A piece; None also where it is unreadable: it is measured again."""
         try:
             found = json.loads(self._path(piece).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -47,7 +47,7 @@ class FilePieces:
         write_atomic(self._path(piece), json.dumps(found))
 
     def written(self) -> list[datetime]:
-        """When each of them was, the first one first."""
+        """The times of all pieces, earliest first."""
         files = self.directory.glob("*.json")
         return sorted(datetime.fromtimestamp(path.stat().st_mtime) for path in files)
 
@@ -62,9 +62,9 @@ class FilePieces:
 def resumed(
     options: Options, again: bool, say: Callable[[str], object]
 ) -> Iterator[Callable[[Identity], Keep]]:
-    """Within: where a kernel's measurement on this card keeps its pieces, and with them the GPU, on which no
-    other command measures meanwhile. What is there of one that was cut off counts, unless ``again`` is to
-    start anew. After it, whatever it came to, nothing is left: the next one draws its own inputs."""
+    """Within, a kernel's measurement on this card has a folder for its pieces, and the GPU to itself among
+    our commands. Pieces of an interrupted measurement count, unless ``again`` starts anew. Afterwards no
+    piece is left, whatever the result: the next measurement draws its own inputs."""
     from coda_agent.verifier.gpu.telemetry import card
     from coda_agent.verifier.report import PROTOCOL
 

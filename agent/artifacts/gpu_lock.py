@@ -1,4 +1,4 @@
-"""This machine's GPU, which one command measures on at a time: two at once would time each other."""
+"""The lock of this machine's GPU: one command measures at a time, since two would time each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coda_agent.primitives.system.files import cache_dir
 
 @contextmanager
 def gpu_alone(say: Callable[[str], object], deadline: float | None = None) -> Iterator[None]:
-    """Within: no other command of this user measures. ``say`` hears that one does, and is waited for. Raises
+    """Within, no other command of this user measures. ``say`` hears when one does, and is waited for. Raises
     filelock's Timeout where it still does at ``deadline``, a moment of ``time.monotonic``."""
     lock = FileLock(cache_dir() / "gpu.lock")
     try:

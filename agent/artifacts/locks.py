@@ -1,5 +1,5 @@
-"""Directories that processes take turns at. The kernel drops a lock when its holder dies, and none is left
-beside people's files."""
+"""Locks on directories. The kernel drops a lock when its holder dies, and no lock file appears among people's
+files."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from pathlib import Path
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Within: no other process of ours is ``alone`` or ``together`` with others there. Raises OSError."""
+    """Within, no other process of ours is ``alone`` or ``together`` with others there. Raises OSError."""
     with _locked(directory, fcntl.LOCK_EX):
         yield
 
 
 @contextmanager
 def together(directory: Path) -> Iterator[None]:
-    """Within: no process of ours is ``alone`` there; others that only read may be. Raises OSError."""
+    """Within, no process of ours is ``alone`` there; other readers may be. Raises OSError."""
     with _locked(directory, fcntl.LOCK_SH):
         yield
 
 
 @contextmanager
 def _locked(directory: Path, how: int) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY)  # itself: files in it are replaced, and a lock with them
+    # the directory itself: files in it are replaced, and a lock on one with them
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)
         yield

@@ -1,4 +1,4 @@
-"""What is known of a spec's rivals before it is measured again."""
+"""Known schedules of a spec's rivals, from earlier reports."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from coda_agent.verifier.spec.model import Spec
 
 
 def quack(spec: Spec) -> dict[str, QuackTuned]:
-    """By case, what the arms of the QuACK that is installed were tuned to when a kernel of this very spec was
-    measured, or an edited text of it: nothing where no report in generated_kernels/ says so."""
+    """By case, the schedules that the installed QuACK's arms were tuned to when a kernel of this spec, or an
+    edited text of it, was measured; empty without such a report in generated_kernels/."""
     for raw in (False, True):
-        with suppress(accept.KernelError):  # of another version
+        with suppress(accept.KernelError):  # another version's
             found = accept.read(spec, raw=raw)
             told = found.report.quack() if found and found.report.identity.spec_hash == spec.hash else {}
             if told and {each.version for each in told.values()} == {version("quack-kernels")}:

@@ -1,4 +1,4 @@
-"""The commands that author: runs begun, gone on with, and brought to their end."""
+"""The authoring commands: start runs, continue them, and report their results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def generate(
     from coda_agent.verifier.loading import load
 
     spec = typed.spec_file(spec)
-    name = load(spec, check=False).name  # a spec that cannot be read says so first
+    name = load(spec, check=False).name  # an unreadable spec is reported first
     limits = budget.limits().shared(candidates)
     header = setup.new_header(name, authoring, limits, directory)
     header |= {"improve": improve, "weak_jail": weak_jail}
@@ -85,7 +85,7 @@ def optimize(
 
     name = typed.name_in(typed.SPECS, name)
     path = typed.shipped(typed.SPECS / f"{name}.yaml")
-    base(load(path, check=False))  # one that is not there says so first
+    base(load(path, check=False))  # a missing kernel is reported first
     header = setup.new_header(name, authoring, budget.limits(), directory, raw=True)
     header |= {"improve": improve, "optimizes": name}
     setup.need_gpu(gpu, *spelled(measuring))
@@ -166,14 +166,14 @@ def resume(
 
 
 def begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
-    """So many runs that nobody works at yet."""
+    """Create ``number`` runs without starting them; return their names."""
     from coda_agent.agent.run import runs
 
     names: list[str] = []
     directory = header["directory"]
     for place in range(1, number + 1):
         own: dict[str, Any] = {"candidate": place, "candidates": number}
-        own |= {"group": names[0]} if names else {}  # of a run that says none, its own name
+        own |= {"group": names[0]} if names else {}  # a run without a group is named by itself
         own |= {"directory": str(Path(directory) / str(place))} if directory else {}
         run = runs.start(spec, header | own)
         run.journal.close()
@@ -182,7 +182,7 @@ def begun(spec: Path, header: dict[str, Any], number: int) -> list[str]:
 
 
 def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
-    """Go on with several runs at once, and say how each ended, the best in full."""
+    """Continue several runs at once, and report each result, the best one in full."""
     from coda_agent.agent.run import candidates
     from coda_agent.agent.run.history import UNDECIDED
 
@@ -205,7 +205,7 @@ def _attend(names: list[str], flags: list[str], as_json: bool) -> None:
 
 
 def _told(past: Past) -> str:
-    """How a run stands that is not the best."""
+    """The result of a run that is not the best."""
     words = f"{past.run}: {past.status} {past.why}".rstrip()
     return f"{words}, stopped: {past.stopped}" if past.stopped else words
 
@@ -217,7 +217,7 @@ def _go(
     as_json: bool,
     given: Mapping[str, Any] | None = None,
 ) -> None:
-    """Author until the end, and say how it ended."""
+    """Author until the end, and report the result."""
     from coda_agent.agent.reporting import progress, render
     from coda_agent.primitives.lang.ir import OPERATIONS
 

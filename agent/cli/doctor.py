@@ -1,7 +1,7 @@
-"""What ``coda-agent doctor`` checks: is all here that tracing, compiling, measuring and authoring need?
+"""The checks of ``coda-agent doctor``: everything that tracing, compiling, measuring and authoring need.
 
-``missing`` is what this machine does without (a GPU, a key): some commands then cannot run.
-``broken`` is what is here and does not work. Each comes with a remedy. Nothing secret is printed.
+``missing`` is something that this machine does without (a GPU, a key), so that some commands cannot run.
+``broken`` is something that is here and does not work. Each has a remedy. Nothing secret is printed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def check() -> list[Finding]:
-    """Look at everything, in a few seconds: PyTorch's import takes most of them."""
+    """Run all checks, in a few seconds, most of them PyTorch's import."""
     return [
         python(),
         *packages(),
@@ -53,7 +53,7 @@ def check() -> list[Finding]:
 
 
 def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
-    """For ``--json``: ``healthy`` says that nothing is broken."""
+    """For ``--json``: ``healthy`` means that nothing is broken."""
     return {"healthy": healthy(findings), "findings": [asdict(f) for f in findings]}
 
 
@@ -63,7 +63,7 @@ def healthy(findings: Sequence[Finding]) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """A row a finding, its remedy below its detail."""
+    """One row a finding, its remedy below its detail."""
     from rich.table import Table
     from rich.text import Text
 
@@ -119,7 +119,8 @@ def parse_requirement(text: str) -> Requirement | None:
 
 
 def requirements() -> list[Requirement]:
-    """What the project declares: in the checkout's pyproject.toml, else in the installed metadata."""
+    """The project's declared packages: from the checkout's pyproject.toml, else from the installed metadata.
+    """
     if PYPROJECT.exists():
         declared = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
@@ -173,7 +174,7 @@ def optional() -> list[Finding]:
 
 
 def torch_build() -> Finding:
-    """Whether PyTorch imports, and what it is built for."""
+    """Whether PyTorch imports, and its build."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -187,7 +188,7 @@ def torch_build() -> Finding:
 
 
 def device() -> Finding:
-    """The GPU that kernels would run on."""
+    """The GPU for kernels."""
     name = "CUDA device"
     driver, seen = _driver()
     try:
@@ -207,7 +208,7 @@ def device() -> Finding:
 
 
 def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding:
-    """A GPU that PyTorch can use: only Hopper runs what is compiled for sm_90a."""
+    """Judge a GPU that PyTorch can use: only Hopper runs sm_90a code."""
     detail = f"{gpu}, driver {driver}, capability {capability[0]}.{capability[1]}"
     if capability == HOPPER:
         return Finding("CUDA device", "ok", detail)
@@ -215,7 +216,7 @@ def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding
 
 
 def _driver() -> tuple[str, str]:
-    """The driver's version and its first GPU's name, whatever PyTorch makes of them; "unknown" and ""."""
+    """The driver's version and its first GPU's name, regardless of PyTorch; "unknown" and ""."""
     try:
         import pynvml
     except ImportError:
@@ -235,10 +236,10 @@ def _driver() -> tuple[str, str]:
 
 
 def tools() -> list[Finding]:
-    """The CUDA binary tools that the resource report reads cubins with."""
+    """The CUDA binary tools that the resource report needs."""
     from importlib.util import find_spec
 
-    spec = find_spec("triton")  # where it is, without its import
+    spec = find_spec("triton")  # find it without importing it
     if spec is None or spec.origin is None:
         detail = "the triton package carries it and is not installed"
         return [Finding(t, "missing", detail, "pip install triton") for t in TOOLS]
@@ -300,7 +301,7 @@ def _tiny_signature() -> Signature:
 
 
 def cache() -> Finding:
-    """The cache directory: made, written to, and with room left."""
+    """The cache directory: created, written to, and with space left."""
     from coda_agent.primitives.system.files import cache_dir
 
     path = cache_dir()
@@ -328,6 +329,6 @@ def cache() -> Finding:
 
 
 def git() -> Finding:
-    """git, which accepting a kernel commits with."""
+    """git, for committing accepted kernels."""
     without = "accepted kernels cannot be committed"
     return program("git", "git", without, "install git", "reinstall git")

@@ -1,4 +1,4 @@
-"""``coda-agent show``: what a kernel does, from its file."""
+"""``coda-agent show``: describe a kernel from its file."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def show(
 
 
 def _refuse_idle(sass: bool, counters: bool, full: bool, case: str | None) -> None:
-    """Raises BadParameter for an option of what is not shown."""
+    """Raise BadParameter for an option without effect."""
     if not sass:
         arguments.refuse_unused("it is of the machine code; give --sass too", full=full)
     if not (sass or counters):
@@ -95,12 +95,12 @@ def _refuse_idle(sass: bool, counters: bool, full: bool, case: str | None) -> No
 
 
 def _read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Program, str]:
-    """A kernel's spec, its program, and its edited text if it is one."""
+    """A kernel's spec, program and, if it is edited, text."""
     from coda_agent.agent.show import beside, edited
     from coda_agent.verifier.loading import load
 
     arguments.refuse_no_source(kernel, "show", ".raw.py", ".program.json", ".json")
-    source = arguments.kernel_source(kernel)  # one that is not there says so before its spec
+    source = arguments.kernel_source(kernel)  # a missing kernel is reported before its spec
     spec = load(arguments.spec_for(kernel, given), check=False)
     if raw := edited(kernel):
         kernel = beside(kernel, "raw.program.json")
@@ -119,7 +119,7 @@ def _resources(kernel: Path, program: Program, spec: Spec, raw: str) -> tuple[Re
 
 
 def _program(kernel: Path, text: str, spec: Spec, weak_jail: bool) -> Program:
-    """The program of a kernel file's text, traced in the jail, or of a program.json's."""
+    """The program of a kernel file's text, traced in the jail, or of a program.json."""
     from coda_agent.primitives.lang.errors import ProgramError
     from coda_agent.primitives.lang.ir import Program
     from coda_agent.verifier.report import Rejected

@@ -31,7 +31,7 @@ Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Tips, such as t
 
 @dataclass(frozen=True)
 class Total(Budget):
-    """What a whole measurement may cost. Its runs, with a tip and without, get equal parts: a run that spends
+    """The limits of a whole measurement. Its runs, with a tip and without, get equal parts: a run that spends
     less leaves the rest unspent."""
 
     budget_tokens: Annotated[
@@ -86,7 +86,7 @@ def propose(
     from coda_agent.agent.tips.lessons import learned
 
     found = learned(run)
-    # Refused, or left without an answer, before any is written.
+    # Raise, or ask a person, before any is written.
     given = _asked(found, failed) if lesson is None else [found.named(failed).teaches(lesson)]
     refused = 0
     for told in found.told:
@@ -156,14 +156,14 @@ def measure(
         if not author.judged:
             remedy = "give more, or fewer --runs"
             raise TipsError(f"{tip.id}: no run's part of the budget was enough for an answer; {remedy}")
-        echo(f"{tip.id} {trial}")  # said before it is kept: a log that refuses it loses nothing
+        echo(f"{tip.id} {trial}")  # reported before it is kept: nothing is lost if the log refuses it
         on = ", ".join(dict.fromkeys(path.stem for path in specs))
         log.change(tip.id, log.TIPS, measured=f"{trial}; on {on}, by {_writer(authoring, provider)}")
 
 
 @contextmanager
 def _told_how_to_go_on() -> Iterator[None]:
-    """Words after whatever ends a measurement before its time; the error follows."""
+    """A remark after whatever ends a measurement early; the error follows."""
     try:
         yield
     except BaseException:
@@ -186,7 +186,7 @@ def _tried(ids: Sequence[str], specs: Sequence[Path]) -> list[Tip]:
 
 
 def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: Limits) -> str:
-    """What is going to be done, and what each run may cost."""
+    """The plan, and each run's limits."""
     times = [f"{len(tried)} tips"] * (len(tried) > 1) + [f"{len(specs)} specs"] * (len(specs) > 1)
     count = 2 * runs * len(specs) * len(tried)
     words = f"{count} runs: {' x '.join([*times, f'{runs} with the tip and {runs} without'])}"
@@ -196,7 +196,7 @@ def _plan(tried: Sequence[Tip], specs: Sequence[Path], runs: int, part: Limits) 
 
 
 def _writer(authoring: Authoring, provider: str) -> str:
-    """Who wrote, as the log has it: another author may need other tips."""
+    """The author's name for the log: another author may need other tips."""
     known = authoring.author if providers.named(provider).by_hand else authoring.model
     return log.one_line(f"{provider} ({known})" if known else provider, 100)
 
@@ -216,7 +216,7 @@ def _provider(name: str, specs: list[Path]) -> str:
 
 
 def _asked(found: Learned, failed: str | None) -> list[Lesson]:
-    """The person's lessons of the failures that the run's author proposed no tip for. Raises TipsError where
+    """The person's lessons from failures that the run's author proposed no tip for. Raises TipsError where
     nobody answers."""
     untold = [failure for failure in found.untold() if failed in (None, failure.failed)]
     try:
@@ -228,7 +228,7 @@ def _asked(found: Learned, failed: str | None) -> list[Lesson]:
 
 
 def _ask(failure: Failure) -> Lesson | None:
-    """The person's lesson of a failure; None where there is none, or the log has one of it."""
+    """The person's lesson from a failure; None without one, or where the log has it."""
     for tip in log.read_tips(log.TIPS):
         if log.of_failure(tip, failure.spec, failure.failed, failure.fix):
             echo(
@@ -260,7 +260,7 @@ def _say(added: Added) -> None:
 
 def _set(ids: list[str], state: str) -> None:
     for id in ids:
-        log.find(id, log.TIPS)  # none is changed where one is wrong
+        log.find(id, log.TIPS)  # change none where one is wrong
     for id in ids:
         before = log.change(id, log.TIPS, state=state)
         echo(f"{id} {state}, was {before.state}: {before.lesson}")

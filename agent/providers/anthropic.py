@@ -1,11 +1,10 @@
 """The provider that asks Claude through Anthropic's SDK, streaming.
 
-What can go wrong on the way is decided here, once, for all faults alike: the SDK's own retries are off, since
-they obey a Retry-After of an hour and stop where the stream begins. A fault of the line (no connection, 408,
-409, 429, 5xx, an overload inside the stream, a cut, stalled, endless or early-ended stream) is tried again
-for as long as patience lasts, but a few times only where it may have cost something, or the answer is empty;
-what trying again cannot mend (a wrong key or model, an answer cut at max_tokens, a refusal) is raised at once
-with its remedy.
+All faults are handled here, in one place. The SDK's own retries are off: they obey a Retry-After of an hour
+and stop where the stream begins. A fault of the line (no connection, 408, 409, 429, 5xx, an overload inside
+the stream, a cut, stalled, endless or early-ended stream) is tried again for as long as patience lasts, but
+only a few times where it may have cost something or the answer is empty. Faults that no retry mends (a wrong
+key or model, an answer cut at max_tokens, a refusal) are raised at once with their remedy.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ if TYPE_CHECKING:
 
 KEY = "ANTHROPIC_API_KEY"
 DEFAULT_MODEL = "claude-opus-5-5"
-DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
-ANSWER_TIME = 1800.0  # seconds for an answer of at most so many tokens; for more, in proportion
+DEFAULT_MAX_TOKENS = 32_000  # includes thinking
+ANSWER_TIME = 1800.0  # seconds for an answer of at most this many tokens; in proportion for more
 
 CACHED = {"type": "ephemeral"}
-ASIDE = 15.0  # seconds for what can be done without: counting, and describing the model
+ASIDE = 15.0  # seconds for optional requests: counting tokens, and describing the model
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
-# what the SDK's parser raises on a stream that is no Messages stream: there is no common type
+# The SDK's parser raises these on a stream that is no Messages stream; they have no common base.
 _MALFORMED = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 
 
@@ -56,8 +55,8 @@ class Anthropic:
 
     `model`: or CODA_AGENT_MODEL, or the default. `max_tokens` bounds one answer, thinking included. `effort`
     and `thinking=False` are for models that take them. `api_key`: or ANTHROPIC_API_KEY. `timeout`: seconds of
-    silence that count as a stall. `answer_time`: seconds within which an answer has to be whole. `patience`:
-    how long a fault of the line is tried again. Raises ProviderError without a key.
+    silence that count as a stall. `answer_time`: seconds for a whole answer. `patience`: how long a fault of
+    the line is tried again. Raises ProviderError without a key.
     """
 
     name = "anthropic"
@@ -92,8 +91,8 @@ class Anthropic:
         self._client = anthropic.Anthropic(api_key=key, base_url=base_url, max_retries=0)
 
     def next_turn(self, question: Question) -> Turn:
-        """One whole answer. Raises ProviderError as the module says and at the question's deadline, and
-        OutOfBudget where the meter has too little for a whole one."""
+        """One whole answer. Raises ProviderError for the module's faults and at the question's deadline, and
+        OutOfBudget where the meter has too little for a whole answer."""
         self._learn()
         request = self._request(question)
         read = self._count(request)
@@ -110,8 +109,8 @@ class Anthropic:
         return turn
 
     def _request(self, question: Question) -> dict[str, Any]:
-        """Everything but the answer's length. Two marks for the cache: the prefix that all runs share, and
-        the conversation, which the next request repeats."""
+        """The request without its answer's length. Two cache marks: after the prefix that all runs share, and
+        after the conversation, which the next request repeats."""
         conversation = [(m.role, _blocks(m)) for m in question.messages]
         conversation[-1][1][-1]["cache_control"] = CACHED
         request: dict[str, Any] = {
@@ -128,8 +127,8 @@ class Anthropic:
         return request
 
     def _learn(self) -> None:
-        """What the model can do, asked once: thinking that it lacks would be refused. One that the API does
-        not describe is taken to have what today's models have."""
+        """Ask once for the model's capabilities: thinking that it lacks would be refused. A model that the
+        API does not describe counts as having those of today's models."""
         if self._learned:
             return
         import anthropic
@@ -143,7 +142,7 @@ class Anthropic:
             self._max_tokens = min(self._max_tokens, model.max_tokens or self._max_tokens)
 
     def _count(self, request: dict[str, Any]) -> int:
-        """Tokens of a request, as the API counts them; where it does not, more than they can be."""
+        """A request's tokens, as the API counts them; where it does not, an upper bound."""
         import anthropic
         import httpx2
 
@@ -155,7 +154,8 @@ class Anthropic:
     def _attempt(
         self, request: dict[str, Any], charge: Charge, say: OnText, seconds: float
     ) -> Turn | Fault | OutOfBudget:
-        """One request, cut off after so long. Settled where its cost is known, else it stays charged."""
+        """One request, cut off after this many seconds. Settled where its cost is known, else it stays
+        charged."""
         import anthropic
         import httpx2
 
@@ -169,7 +169,7 @@ class Anthropic:
                     return _broken("the response holds no message")
                 message = stream.get_final_message()
                 result = self._judge(message, charge.max_tokens)
-                if not isinstance(result, Turn) and message.stop_reason:  # whole, and of no use
+                if not isinstance(result, Turn) and message.stop_reason:  # complete and useless
                     charge.settle(_usage(message))
                 return result
         except anthropic.APIStatusError as error:
@@ -190,7 +190,7 @@ class Anthropic:
             return _broken(f"the stream is malformed: {error}")
 
     def _judge(self, message: anthropic.types.Message, max_tokens: int) -> Turn | Fault | OutOfBudget:
-        """What to make of a stream that came to its end."""
+        """Judge a stream that came to its end."""
         usage = _usage(message)
         text = "".join(block.text for block in message.content if block.type == "text")
         calls = tuple(Call(b.id, b.name, dict(b.input)) for b in message.content if b.type == "tool_use")
@@ -228,8 +228,8 @@ class Anthropic:
         return Turn.from_json(self._scrub.data(turn.to_json()))
 
     def _kept(self, message: anthropic.types.Message) -> tuple[dict[str, Any], ...]:
-        """An answer's blocks as the next request has to repeat them. Thinking that led to a call is signed,
-        so where it holds the key it can only be left out."""
+        """An answer's blocks, as the next request has to repeat them. Thinking that led to a call is signed,
+        so one that contains the key can only be left out."""
         return tuple(
             {field: getattr(block, field) for field in ("type", *_REPEATED[block.type])}
             for block in message.content
@@ -239,7 +239,8 @@ class Anthropic:
         )
 
     def _remark(self, turn: Turn, question: Question) -> None:
-        """Say, once, that the marks for the cache do nothing: no error tells. The first answer fills it."""
+        """Say, once, when the cache marks have no effect, which no error tells. The first answer fills the
+        cache."""
         cached = turn.usage.cache_read_tokens or turn.usage.cache_write_tokens
         if question.number > 1 and not cached and not self._remarked:
             self._remarked = True
@@ -251,7 +252,8 @@ def _check_key(key: str) -> str:
     remedy = "set ANTHROPIC_API_KEY, or use --provider handoff, which needs none"
     if not key:
         raise ProviderError("provider 'anthropic' has no API key", remedy)
-    if not all("!" <= character <= "~" for character in key):  # else the HTTP client quotes it in an error
+    # otherwise the HTTP client quotes it in an error
+    if not all("!" <= character <= "~" for character in key):
         raise ProviderError("the API key holds characters that no key has", remedy)
     return key
 
@@ -262,7 +264,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _blank(text: str) -> bool:
-    """Whether the API, which may put such a text before a call, refuses to be sent it."""
+    """Whether the API refuses this text, which it may itself put before a call."""
     return not text.strip()
 
 
@@ -275,11 +277,11 @@ _REPEATED = {
 
 
 class _MalformedStream(Exception):
-    """The server's events make no message."""
+    """The server's events form no message."""
 
 
 def _drain(stream: MessageStream[None], heard: Stream) -> bool:
-    """Read the stream to its end; whether a message began in it."""
+    """Read the stream to its end; return whether a message began in it."""
     started = False
     for event in _events(stream):
         started = started or event.type == "message_start"
@@ -290,7 +292,7 @@ def _drain(stream: MessageStream[None], heard: Stream) -> bool:
 
 
 def _events(stream: MessageStream[None]) -> Iterator[Any]:
-    # a generator, so that only the SDK's errors are caught, not those of whoever reads the text
+    # a generator, so that only the SDK's errors are caught, not its reader's
     try:
         yield from stream
     except _MALFORMED as error:
@@ -312,7 +314,7 @@ def _broken(message: str) -> Fault:
 
 
 def _status_fault(error: anthropic.APIStatusError) -> Fault:
-    """An error the server reported, before the stream or (with status 200) inside it."""
+    """The fault in an error that the server reported, before the stream or (with status 200) inside it."""
     status = error.status_code
     kind = error.type or "error"
     message = f"the API answered {status} {kind}: {error.api_message or error.message}"

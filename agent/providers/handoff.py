@@ -1,12 +1,11 @@
-"""The provider that hands each prompt to whoever is there: any agent or person can be the author.
+"""The provider that hands prompts over as files: any agent or person can be the author.
 
 Turn N writes `prompt-N.md` into a directory and waits for `answer-N.md` beside it. An answer that ends in the
-line END is whole. One that does not may be its writer's pause: it counts once it has stood still for a while,
-for a long while where it holds no block of code or its last one is open. A file named `stop` in the directory
-ends the wait.
+line END is whole. One without it may be its writer's pause: it counts after a while without changes, a long
+while if it has no block of code or its last one is open. A file named `stop` in the directory ends the wait.
 
-Whoever answers need not be trusted with more than this directory: an answer is a file of its own there, never
-a link to another, whose text would go into the next prompt, and it has a largest size.
+The author need not be trusted with more than this directory: an answer must be a regular file there, never a
+link to another, whose text would go into the next prompt, and its size is limited.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ END = "<!-- end -->"
 HOW = "<!-- how to answer -->"
 LARGEST = 1 << 20  # bytes of an answer
 LARGEST_PROMPT = 1 << 26
-FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # Markdown's, as it opens or closes a block of code
+FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")  # Markdown's opening or closing line of a block of code
 
 
 class Handoff:
-    """Prompts and answers as files in `directory`, which is made where it is missing.
+    """Prompts and answers as files in `directory`, which is created if missing.
 
-    `author` names whoever answers, for the reports. `time_limit` bounds the wait for one answer. `settle` is
-    how long one without END must have stood still, `patience` how long one that looks unfinished, which is
-    then taken as it is; `poll` how often to look; all in seconds.
+    `author` names the author in reports. `time_limit` bounds the wait for one answer. `settle`: how long an
+    answer without END must stay unchanged; `patience`: the same for one that looks unfinished; `poll`: how
+    often to look. All in seconds.
     """
 
     name = "handoff"
@@ -91,7 +90,7 @@ class Handoff:
         elif prompt.exists() and _asked(_read(prompt, LARGEST_PROMPT).decode("utf-8", "replace")) != _asked(
             text
         ):
-            raise ProviderError(  # else an old run's answer would pass for this one's
+            raise ProviderError(  # otherwise an old run's answer would pass for this one's
                 f"{answer} answers another prompt than the present one ({prompt} differs)",
                 "use a fresh directory, or remove both files",
             )
@@ -112,7 +111,7 @@ class Handoff:
             time.sleep(self._poll)
 
     def _whole(self, answer: Path, still: float) -> str:
-        """The answer, if it is whole; ``still``: for how long it has not changed, in seconds."""
+        """The answer, if it is whole; ``still``: seconds since its last change."""
         content = _read(answer, LARGEST)
         ended = _ended(content)
         if not ended and still < self._settle:
@@ -145,8 +144,8 @@ class Handoff:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """What changes when the file does; None where it is missing or empty. Raises ProviderError for what is no
-    file."""
+    """A value that changes with the file; None where it is missing or empty. Raises ProviderError for
+    anything but a file."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -156,10 +155,10 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _read(path: Path, largest: int) -> bytes:
-    """A file's bytes. Raises ProviderError for what is no regular file, and for one that is too large."""
+    """A file's bytes. Raises ProviderError unless it is a regular file within the size limit."""
     if path.is_symlink():
         _refuse_other(path, stat.S_IFLNK)
-    # Opened without following a link that took its place since, and without waiting for a pipe's other end.
+    # O_NOFOLLOW: a link may have replaced it meanwhile; O_NONBLOCK: a pipe's other end may be missing.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _refuse_other(path, os.fstat(file.fileno()).st_mode)
         content = file.read(largest + 1)
@@ -180,7 +179,7 @@ def _ended(content: bytes) -> bool:
 
 
 def _before_end(text: str) -> str:
-    """An answer without the line END; "" where nothing comes before it."""
+    """An answer without the line END; "" where nothing precedes it."""
     said = text.rstrip().removesuffix(END)
     return said if said.strip() else ""
 
@@ -196,7 +195,7 @@ def _text(answer: Path, content: bytes) -> str:
 
 
 def _lacks(text: str) -> str:
-    """What makes an answer look unfinished; empty where nothing does."""
+    """Why an answer looks unfinished; "" where it does not."""
     blocks, closed = _blocks(text)
     if not closed:
         return "its last block of code is open"
@@ -204,14 +203,14 @@ def _lacks(text: str) -> str:
 
 
 def _blocks(text: str) -> tuple[int, bool]:
-    """How many blocks of code there are, and whether the last is closed."""
+    """The number of blocks of code, and whether the last is closed."""
     fence, blocks = "", 0
     for found in map(FENCE.fullmatch, text.splitlines()):
         if found is None:
             continue
         marks, words = found.groups()
         if not fence:
-            fence = "" if "`" in marks and "`" in words else marks  # else it is code within a line
+            fence = "" if "`" in marks and "`" in words else marks  # otherwise it is code within a line
             blocks += bool(fence)
         elif marks.startswith(fence) and not words.strip():
             fence = ""
@@ -219,12 +218,12 @@ def _blocks(text: str) -> tuple[int, bool]:
 
 
 def _asked(prompt: str) -> str:
-    """A prompt but for how to answer it, which another version may say in other words."""
+    """A prompt without the instructions for answering it, whose words may differ between versions."""
     return prompt.partition(HOW)[0]
 
 
 def _render(number: int, system: str, messages: Sequence[Message], run: str) -> str:
-    # The run tells its prompts from those of another run of the same spec, and so their answers.
+    # The run's name tells its prompts, and so its answers, from those of another run of the same spec.
     parts = [f"<!-- run {run} -->"] if run else []
     parts.append(f"<!-- system -->\n\n{system}")
     parts += [f"<!-- message {i}: {m.role} -->\n\n{m.text}" for i, m in enumerate(messages, 1)]

@@ -1,8 +1,8 @@
-"""How long a provider that asks over a network goes on: from one request to the next, and within one answer.
+"""Patience of a provider that asks over a network: from one request to the next, and within one answer.
 
-Outages last from seconds to hours, and runs are left alone overnight. So time bounds how long a fault of the
-line is tried again, not a number of attempts; what no waiting mends never gets here. A stream is bounded too:
-the API's pings keep one that brings nothing from ever falling silent.
+Outages last from seconds to hours, and runs are left alone overnight, so time bounds the retries of a fault
+of the line, not a number of attempts. Faults that no waiting mends never get here. A stream is bounded too:
+the API's pings keep an empty one from falling silent.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from coda_agent.agent.run.budget import OutOfBudget
 if TYPE_CHECKING:
     import httpx2
 
-EMPTY = 3  # answers to one question that may hold nothing, before it is given up
-UNKNOWN = 12  # requests for one that may break off when they may have cost something: a night of them is dear
+EMPTY = 3  # empty answers to one question, before it is given up
+# requests that break off at unknown cost, before their question is given up: a night of them is dear
+UNKNOWN = 12
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a request gave no answer. `most`: how many requests for one answer may end so before it is given
-    up; `retry_after`: the server's wish in seconds, 0 where it has none; `unknown`: nobody knows its cost."""
+    """The reason that a request gave no answer. `most`: requests for one answer that may end like this before
+    it is given up; `retry_after`: the server's wish in seconds, or 0; `unknown`: its cost is unknown."""
 
     message: str
     remedy: str
@@ -44,7 +45,7 @@ class Fault:
 @dataclass(frozen=True)
 class Patience:
     """In seconds: how long one question is asked again, the first wait, which doubles each time, and the
-    longest, which a Retry-After is held to as well."""
+    longest, which also bounds a Retry-After."""
 
     total: float = 2 * 3600.0
     backoff: float = 1.0
@@ -54,9 +55,9 @@ class Patience:
 
 
 class Asking:
-    """One question's requests: how many there were, and how long there will be more.
+    """One question's requests: how many there were, and how long more may follow.
 
-    `deadline`: the moment of the clock from which no answer is of use, or None.
+    `deadline`: the moment of the clock from which an answer is useless, or None.
     """
 
     def __init__(self, patience: Patience, deadline: float | None):
@@ -70,12 +71,12 @@ class Asking:
         return self._deadline - self._patience.clock()
 
     def over(self) -> bool:
-        """Whether patience is. The last wait ends with it, so that one more request is made just then."""
+        """Whether patience has ended. The last wait ends with it, so that one more request is made then."""
         return self._taken() >= self._patience.total
 
     def wait(self, why: str, retry_after: float, say: Callable[[str], None]) -> None:
-        """Sleep before the next request, for as long as the server asks or backoff has it, within patience
-        and deadline; `say` hears why and how long."""
+        """Sleep before the next request, as long as the server asks or backoff demands, within patience and
+        deadline; `say` hears the reason and the time."""
         patience = self._patience
         doubled = patience.backoff * 2 ** min(self.requests - 1, 30)
         # the jitter keeps parallel runs from returning in step
@@ -98,15 +99,15 @@ class Asking:
 def persist(
     attempt: Callable[[float], Turn | Fault | OutOfBudget], question: Question, patience: Patience
 ) -> Turn:
-    """The turn of the first attempt that gives one; each gets the seconds to the deadline. Raises
-    ProviderError for a fault that stays, or at the question's deadline, and OutOfBudget."""
+    """The turn of the first attempt that gives one; each attempt gets the seconds to the deadline. Raises
+    ProviderError for a lasting fault, or at the question's deadline, and OutOfBudget."""
     asking, ended, why = Asking(patience, question.deadline), Counter[Fault](), ""
     while (left := asking.time_left()) > 0:
         result = attempt(left)
         asking.requests += 1
         if isinstance(result, Turn):
             return result
-        # raised here, with no SDK exception as its context: one may hold the key in a header
+        # raised here, without an SDK exception as its context, which may hold the key in a header
         if isinstance(result, OutOfBudget):
             raise result
         ended[result] += 1
@@ -121,15 +122,16 @@ def persist(
 
 
 class TookTooLong(Exception):
-    """A response was not whole in its time."""
+    """A response was incomplete at the end of its time."""
 
 
 @contextmanager
 def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
-    """Shut the connection of a response that is being read when its time is over. Raises TookTooLong then.
+    """Shut the connection of a response that is still being read at the end of its time; then raise
+    TookTooLong.
 
-    The reader may be waiting for bytes, or be given pings without end that the SDK swallows: only what ends
-    the connection reaches it in both cases.
+    The reader may be waiting for bytes, or receive endless pings that the SDK swallows: only the connection's
+    end reaches it in both cases.
     """
     import httpx2
 
@@ -155,11 +157,11 @@ def whole_within(response: httpx2.Response, seconds: float) -> Iterator[None]:
 
 
 def retry_after(headers: httpx2.Headers) -> float:
-    """Seconds the server asks to wait: Retry-After as a number or a date, or its variant in milliseconds; 0
-    where it has no wish."""
+    """The seconds that the server asks to wait: Retry-After as a number or a date, or its variant in
+    milliseconds; 0 without one."""
     for value, scale in ((headers.get("retry-after-ms"), 1e-3), (headers.get("retry-after"), 1.0)):
         try:
-            return max(0.0, float(value or "") * scale)  # NaN is no wish: 0
+            return max(0.0, float(value or "") * scale)  # NaN counts as 0
         except ValueError:
             continue
     date = email.utils.parsedate_tz(headers.get("retry-after") or "")

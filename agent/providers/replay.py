@@ -13,8 +13,8 @@ from coda_agent.agent.run.journal import JournalError
 class Replay:
     """Answers turn n of a conversation with the n-th "answer" event of a journal's export.
 
-    n is the number of user messages, so a resumed run goes on where it was. Author and usage are those of the
-    recording. Raises ProviderError for a file that is missing, damaged or without answers.
+    n is the number of user messages, so a resumed run goes on where it was. Author and usage are the
+    recording's. Raises ProviderError for a file that is missing, damaged or without answers.
     """
 
     name = "replay"
@@ -32,7 +32,7 @@ class Replay:
             raise ProviderError(f"{self._path} records no answer", "give the export of a run that got one")
 
     def next_turn(self, question: Question) -> Turn:
-        """The recorded turn. Raises ProviderError when the run asks for more than was recorded."""
+        """The recorded turn. Raises ProviderError where the run asks for more turns than were recorded."""
         number = question.number
         if not 1 <= number <= len(self._turns):
             raise ProviderError(

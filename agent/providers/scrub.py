@@ -1,4 +1,4 @@
-"""A key in nothing that is kept or shown, for servers and proxies may repeat what they are sent."""
+"""Keep a key out of everything that is kept or shown, since servers and proxies may repeat it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Scrub:
-    """Takes `secret` out of strings, and out of JSON data wherever strings stand in it."""
+    """Removes `secret` from strings, and from JSON data wherever strings occur in it."""
 
     secret: str
 
@@ -17,7 +17,7 @@ class Scrub:
         return text.replace(self.secret, "[key]")
 
     def data(self, data: Any) -> Any:
-        """A copy of JSON data, tuples becoming lists."""
+        """A copy of JSON data; tuples become lists."""
         if isinstance(data, str):
             return self.text(data)
         if isinstance(data, Mapping):
@@ -28,7 +28,8 @@ class Scrub:
 
 
 class Stream:
-    """Text on its way to a listener, piece by piece: an end that may begin the secret waits for the next."""
+    """Text on its way to a listener, piece by piece: an end that may begin the secret waits for the next
+    piece."""
 
     def __init__(self, scrub: Scrub, say: Callable[[str], None]):
         self._scrub = scrub
@@ -36,7 +37,7 @@ class Stream:
         self._held = ""
 
     def piece(self, text: str) -> None:
-        """Say what can be said."""
+        """Pass on what is safe."""
         known, secret = self._scrub.text(self._held + text), self._scrub.secret
         ends = (known[at:] for at in range(max(0, len(known) - len(secret) + 1), len(known)))
         self._held = next((end for end in ends if secret.startswith(end)), "")
@@ -44,6 +45,6 @@ class Stream:
             self._say(sure)
 
     def end(self) -> None:
-        """Say the rest."""
+        """Pass on the rest."""
         if self._held:
             self._say(self._held)
