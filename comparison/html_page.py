@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import median
 
+from markupsafe import Markup
+
 from coda_agent.agent.reporting.charts import number
-from coda_agent.agent.reporting.markup import Html, details, document, element, facts, table
+from coda_agent.agent.reporting.pages import macro
+from coda_agent.agent.reporting.pages import page as render
 from coda_agent.comparison import charts
 from coda_agent.comparison.cells import NAMES, Empty, Line, lines
 from coda_agent.comparison.competitors import COLUMNS, LLM
@@ -18,9 +21,6 @@ from coda_agent.comparison.markdown import (
     MIB,
     SUMMARY,
     VERDICT,
-    Entry,
-    Notes,
-    Sheet,
     claimed,
     columns_of,
     legend,
@@ -33,6 +33,29 @@ from coda_agent.comparison.results import Loss, Results
 from coda_agent.comparison.summary import NOTHING, Row, Summary, against, findings, measured, ordered, shown
 
 TITLE = "CODA's operators: kernels by an LLM, by people, and what is used today"
+COLUMN_HEADINGS = (
+    "column",
+    "arm",
+    "ms",
+    f"over {LLM}",
+    "error: relative, in yardsticks",
+    "MiB",
+    "processes",
+    "notes",
+)
+SITTING_HEADINGS = (
+    "sitting",
+    "process",
+    "date",
+    "arm",
+    "median ms",
+    "least",
+    "most",
+    "rounds",
+    "s to prepare",
+    "what it was",
+    "",
+)
 _ROOT = re.compile(r"<svg\b.*</svg>", re.DOTALL)  # without the XML header and its DTD
 _NAME = re.compile(r'(\bid="|href="#|url\(#)')
 
@@ -41,106 +64,51 @@ def page(results: Results, drawn: Mapping[str, bytes], columns: Collection[str] 
     """The page's text. ``drawn``: the charts' files by name; the page takes the .svg ones."""
     found = ordered(lines(results, columns))
     if not found:
-        return document(TITLE, element("h1", TITLE), element("p", NOTHING))
+        return render("comparison.html", title=TITLE, measured=NOTHING, columns=())
     tables, notes = sheets(found)
-    return document(
-        TITLE,
-        element("header", element("h1", TITLE), element("p", measured(results))),
-        _legend(results, columns_of(found)),
-        *(_summary(against(found, column)) for column in rivals(found)),
-        _claims(found),
-        _charts(drawn),
-        *(_sheet(sheet, notes) for sheet in tables),
-        _notes(notes),
-        element("section", element("h2", "Rows"), *(_row(line, results) for line in found)),
+    vectors = {Path(name).stem: file.decode() for name, file in drawn.items() if name.endswith(".svg")}
+    return render(
+        "comparison.html",
+        title=TITLE,
+        measured=measured(results),
+        columns=legend(results, columns_of(found)),
+        summaries=[_summary(against(found, column)) for column in rivals(found)],
+        summary_headings=SUMMARY,
+        verdict=VERDICT,
+        claim_headings=CLAIMED,
+        claims=[claimed(finding) for finding in findings(found)],
+        charts=[(_inline(name, svg), charts.TITLES[name]) for name, svg in vectors.items()],
+        sheets=tables,
+        notes=dict(notes),
+        column_headings=COLUMN_HEADINGS,
+        sitting_headings=SITTING_HEADINGS,
+        rows=[_row(line, results) for line in found],
     )
 
 
-def _legend(results: Results, names: Sequence[str]) -> Html:
-    return element("section", element("h2", "Columns"), facts(legend(results, names)))
+def _summary(found: Summary) -> tuple[str, str, list[tuple[str, ...]]]:
+    return f"{LLM} against {found.column}", str(found), summed(found)
 
 
-def _summary(found: Summary) -> Html:
-    told = element("p", str(found))
-    rows = summed(found)
-    shown_rows = [table("Geometric means over an operator's rows", SUMMARY, rows)] if rows else []
-    return element("section", element("h2", f"{LLM} against {found.column}"), told, *shown_rows)
-
-
-def _claims(found: Sequence[Line]) -> Html:
-    rows = [claimed(finding) for finding in findings(found)]
-    return element("section", element("h2", "The paper's claims"), table(VERDICT, CLAIMED, rows), id="claims")
-
-
-def _charts(drawn: Mapping[str, bytes]) -> Html:
-    vectors = {Path(name).stem: file.decode() for name, file in drawn.items() if name.endswith(".svg")}
-    shown_charts = [
-        element("figure", _inline(name, svg), element("figcaption", charts.TITLES[name]), style="margin: 0")
-        for name, svg in vectors.items()
-    ]
-    return element("section", element("h2", "Charts"), *shown_charts)
-
-
-def _inline(name: str, svg: str) -> Html:
+def _inline(name: str, svg: str) -> Markup:
     """A chart as an element whose ids no other chart of the page has."""
     root = _ROOT.search(svg)
     assert root is not None
-    return Html(
+    return Markup(
         _NAME.sub(rf"\g<1>{name}-", root[0]).replace(
             "<svg ", f'<svg role="img" aria-label="{charts.TITLES[name]}" ', 1
         )
     )
 
 
-def _sheet(sheet: Sheet, notes: Notes) -> Html:
-    texts = dict(notes)
-    rows, last = [], ""
-    for operator, case, entries in sheet.rows:
-        named = operator if operator != last else ""
-        rows.append((named, element("span", case), *(_entry(entry, texts) for entry in entries)))
-        last = operator
-    headings = ("operator", "case", *sheet.columns)
-    shown_rows = table("By operator and case", headings, rows)
-    return element("section", element("h2", sheet.title), element("p", sheet.says), shown_rows)
-
-
-def _entry(entry: Entry, texts: dict[int, str]) -> Html:
-    text = element("strong", entry.text) if entry.best else element("span", entry.text)
-    links = [
-        element("a", str(place), href=f"#note-{place}", title=texts[place], style="color: inherit")
-        for place in entry.notes
-    ]
-    numbers = element("sup", Html(", ".join(links)), class_="dim", style="line-height: 0")
-    return Html(text + numbers) if links else text
-
-
-def _notes(notes: Notes) -> Html:
-    listed = [element("li", text, id=f"note-{place}", class_="words") for place, text in notes]
-    return element("section", element("h2", "Notes"), element("ol", *listed)) if listed else Html()
-
-
-def _row(line: Line, results: Results) -> Html:
+def _row(line: Line, results: Results) -> tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]:
     sizes = ", ".join(f"{dim} {size}" for dim, size in line.sizes.items())
-    headings = (
-        "column",
-        "arm",
-        "ms",
-        f"over {LLM}",
-        "error: relative, in yardsticks",
-        "MiB",
-        "processes",
-        "notes",
-    )
-    return details(
-        f"{line.operator} {line.case}: {sizes}; roofline {number(line.roofline)} ms",
-        table("Columns", headings, [_column(line, name) for name in line.cells]),
-        details("Samples", _sittings(line, results)),
-    )
+    title = f"{line.operator} {line.case}: {sizes}; roofline {number(line.roofline)} ms"
+    return title, [_column(line, name) for name in line.cells], _sittings(line, results)
 
 
 def _column(line: Line, name: str) -> tuple[str, ...]:
-    """A column's cells; ``processes`` counts those behind the ratio, or behind the time where there is none.
-    """
+    """A column's cells; ``processes`` counts those behind the ratio, or behind the time without one."""
     cell = line.cells[name]
     if isinstance(cell, Empty):
         return (name, ABSENT, *[""] * 5, cell.reason)
@@ -161,14 +129,14 @@ def _loss(loss: Loss) -> str:
     return f"{loss.relative:.2e}, {loss.yardsticks:.2f}"
 
 
-def _sittings(line: Line, results: Results) -> Html:
+def _sittings(line: Line, results: Results) -> list[tuple[str, ...]]:
     """Every arm of the line's columns in every session; arms that have changed since are marked."""
     sittings = results.of(line.operator, line.case)
     arms = {arm for column in COLUMNS if column.name in line.cells for arm in column.arms}
     last = {name: arm.key for sitting in sittings for name, arm in sitting.arms.items()}
     rows: list[tuple[str, ...]] = []
     for place, sitting in enumerate(sittings, 1):
-        seat = (f"{place}", f"{sitting.process}", element("span", sitting.date[:19].replace("T", " ")))
+        seat = (f"{place}", f"{sitting.process}", macro("span", sitting.date[:19].replace("T", " "), ""))
         for name, arm in ((n, a) for n, a in sitting.arms.items() if n in arms):
             times = arm.milliseconds
             figures = [number(figure) for figure in (median(times), min(times), max(times))]
@@ -181,17 +149,4 @@ def _sittings(line: Line, results: Results) -> Html:
         ]
         if sitting.seconds:
             rows.append((*seat, "all of them", "", "", "", "", f"{sitting.seconds:g}", "", ""))
-    headings = (
-        "sitting",
-        "process",
-        "date",
-        "arm",
-        "median ms",
-        "least",
-        "most",
-        "rounds",
-        "s to prepare",
-        "what it was",
-        "",
-    )
-    return table("Of every arm in every sitting, oldest first", headings, rows)
+    return rows

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from coda_agent.agent.reporting import html_report
+from coda_agent.agent.reporting import html_report, pages
 from coda_agent.agent.reporting.charts import number
-from coda_agent.agent.reporting.markup import Html, document, element, table
 from coda_agent.agent.reporting.render import interval
 from coda_agent.agent.reporting.rounds import HEADINGS, cells, rounds
 from coda_agent.agent.run import record, run_summary
-from coda_agent.agent.run.history import Past, dollars
+from coda_agent.agent.run.history import dollars
 from coda_agent.agent.run.journal import JournalError
 from coda_agent.agent.run.run_summary import Account, Attempt
 from coda_agent.agent.run.runs import JOURNAL, folder, names
@@ -111,33 +110,31 @@ def _told(run: Account) -> dict[str, Any]:
 
 
 def _page(runs: Sequence[Account], links: Mapping[str, str]) -> str:
-    title = f"{len(runs)} runs of {', '.join(dict.fromkeys(run.past.spec for run in runs))}"
-    return document(
-        title,
-        element("header", element("h1", title)),
-        element("section", element("h2", "Runs"), _strategies(runs, links)),
-        element("section", element("h2", "Best kernels"), _times(runs)),
-        element("section", element("h2", "Rounds"), _rounds(runs)),
+    return pages.page(
+        "compared.html",
+        title=f"{len(runs)} runs of {', '.join(dict.fromkeys(run.past.spec for run in runs))}",
+        runs=[_run(run, quote(links[run.past.run])) for run in runs],
+        baseline=BASELINE,
+        times=_times(runs),
+        round_headings=("run", *HEADINGS),
+        rounds=[(run.past.run, *cells(round)) for run in runs for round in rounds(run)],
     )
 
 
-def _strategies(runs: Sequence[Account], links: Mapping[str, str]) -> Html:
-    headings = ("run", "strategy", "author", "budget", "outcome", "attempts", "tokens", "dollars", "GPU s")
-    rows = [
-        (
-            element("a", run.past.run, href=quote(links[run.past.run])),
-            _strategy(run.header),
-            run.past.author,
-            html_report.budget(run.header),
-            _outcome(run.past),
-            str(run.past.attempts),
-            f"{run.past.spent.tokens:,}" if run.past.spent.tokens else "not counted",
-            dollars(run.past.spent),
-            f"{run.past.spent.gpu_seconds:.0f}" if run.past.spent.gpu_seconds else "–",
-        )
-        for run in runs
-    ]
-    return table("What each was, came to and cost", headings, rows)
+def _run(run: Account, link: str) -> tuple[str, ...]:
+    past = run.past
+    stopped = f", stopped: {past.stopped}" if past.stopped else ""
+    return (
+        pages.macro("link", past.run, link),
+        _strategy(run.header),
+        past.author,
+        html_report.budget(run.header),
+        pages.macro("status", past.status, f"{past.why}{stopped}"),
+        str(past.attempts),
+        f"{past.spent.tokens:,}" if past.spent.tokens else "not counted",
+        dollars(past.spent),
+        f"{past.spent.gpu_seconds:.0f}" if past.spent.gpu_seconds else "–",
+    )
 
 
 def _strategy(header: Mapping[str, Any]) -> str:
@@ -146,15 +143,8 @@ def _strategy(header: Mapping[str, Any]) -> str:
     return f"{place}{header.get('attempts', 1)} attempts, {header.get('improve', 0)} improvement rounds"
 
 
-def _outcome(past: Past) -> Html:
-    stopped = f", stopped: {past.stopped}" if past.stopped else ""
-    return Html(
-        element("strong", past.status, class_=past.status) + element("span", f" {past.why}{stopped}".rstrip())
-    )
-
-
-def _times(runs: Sequence[Account]) -> Html:
-    rows = []
+def _times(runs: Sequence[Account]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
     for run in runs:
         best = _best(run)
         aside = "" if run.past.status == "accepted" else " (not accepted)"
@@ -162,14 +152,7 @@ def _times(runs: Sequence[Account]) -> Html:
             own, ratio = t.milliseconds[CANDIDATE], t.ratios[BASELINE]
             share = f"{t.roofline_milliseconds / own:.0%}"
             rows.append((f"{run.past.run}{aside}", t.case, number(own), interval(ratio), share))
-    if not rows:
-        return element("p", "None was measured.")
-    return table("Times, each by its own measurement", ("run", "case", "ms", BASELINE, "roofline"), rows)
-
-
-def _rounds(runs: Sequence[Account]) -> Html:
-    rows = [(run.past.run, *cells(round)) for run in runs for round in rounds(run)]
-    return table("Cost and outcome of each", ("run", *HEADINGS), rows)
+    return rows
 
 
 def _best(run: Account) -> Attempt | None:

@@ -1,30 +1,27 @@
 """``coda-agent report``: a run as one HTML page that needs no network, no script and no other file.
 
-What a journal holds others wrote, a model above all: it reaches the page through `markup.element` alone,
-which escapes it.
+A journal holds what others wrote, a model above all: `pages` escapes it.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.prompts.markdown_fences import PYTHON, blocks
 from coda_agent.agent.providers import Turn, Usage
+from coda_agent.agent.reporting import pages
 from coda_agent.agent.reporting.charts import Mark, bars, duration, number, timeline
-from coda_agent.agent.reporting.markup import Html, code, details, document, element, facts, table
 from coda_agent.agent.reporting.render import figures, interval, rivals
 from coda_agent.agent.reporting.rounds import HEADINGS, cells, rounds
 from coda_agent.agent.run.run_summary import KINDS, Account, Attempt, Draft, Step, Verdict, read
 from coda_agent.agent.run.runs import folder
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.report import GATES, Accepted, Checked, Rejected, Timing
-
-_CONTROLS = "Controls: the ratio of a kernel to itself, and of one with a planted delay to the same without"
 
 
 def write(name: str, out: Path | None = None) -> Path:
@@ -45,24 +42,37 @@ def beside(directory: Path) -> Path:
 
 def page(run: Account) -> str:
     """The page, as text."""
-    title = f"{run.past.run}: {run.past.status}"
-    shown: list[Html] = []
+    shown: list[dict[str, Any]] = []
     before: Attempt | None = None
     for attempt in run.attempts:
-        shown.append(_section(attempt, before))
+        shown.append(_attempt(attempt, before))
         before = attempt if attempt.source else before
-    return document(title, _head(run), _timeline(run), _rounds(run), *shown, _spec(run))
+    marks = [_mark(step) for step in run.steps]
+    events = [(s.event.key, s.event.kind, _moment(s.event.time), duration(s.seconds)) for s in run.steps]
+    return pages.page(
+        "run.html",
+        title=f"{run.past.run}: {run.past.status}",
+        run=run.past.run,
+        head=_head(run).items(),
+        events=events,
+        timeline=timeline(f"Timeline of {len(marks)} events in {_total(run)}", marks),
+        legend=_legend(run),
+        round_headings=HEADINGS,
+        rounds=[cells(round) for round in rounds(run)],
+        attempts=shown,
+        edited=run.edited,
+        spec=run.spec,
+    )
 
 
-def _head(run: Account) -> Html:
+def _head(run: Account) -> dict[str, str]:
     past, header = run.past, run.header
     replayed = f", of run {header['replays']}" if header.get("replays") else ""
     limit = f" of at most {header['attempts']}" if header.get("attempts") else ""
     limit += f" and {header['improve']} to improve it" if header.get("improve") else ""
-    status = [element("strong", past.status, class_=past.status), element("span", f" {past.why}")]
     pairs = {
         "spec": past.spec,
-        "status": Html("".join(status)),
+        "status": pages.macro("status", past.status, past.why),
         "provider": f"{header.get('provider', 'unknown')}{replayed}",
         "author": past.author,
         "attempts": f"{len(run.attempts)}{limit}",
@@ -77,7 +87,7 @@ def _head(run: Account) -> Html:
         pairs["stopped"] = past.stopped
     if "candidates" in header:
         pairs["candidate"] = f"{header['candidate']} of {header['candidates']}"
-    return element("header", element("h1", past.run), facts(pairs.items()))
+    return pairs
 
 
 def budget(header: Mapping[str, Any]) -> str:
@@ -99,23 +109,12 @@ def _moment(time: str) -> str:
     return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M:%S} UTC" if time else "nothing yet"
 
 
-def _timeline(run: Account) -> Html:
-    if not run.steps:
-        return element("section", element("h2", "Timeline"), element("p", "No event yet."))
-    marks = [_mark(step) for step in run.steps]
-    seen = {mark.kind for mark in marks}
-    others = sorted({step.event.kind for step in run.steps} - set(KINDS))
-    legend = [_swatch(kind, kind) for kind in KINDS if kind in seen]
-    legend += [_swatch("other", ", ".join(others))] if others else []
-    rows = [(s.event.key, s.event.kind, _moment(s.event.time), duration(s.seconds)) for s in run.steps]
-    return element(
-        "section",
-        element("h2", "Timeline"),
-        element("p", "A bar ends when its event was written down and begins at the event before it."),
-        timeline(f"Timeline of {len(rows)} events in {_total(run)}", marks),
-        element("ul", *legend, class_="legend"),
-        details("Events", table("Events of the journal", ("key", "kind", "written", "after"), rows)),
-    )
+def _legend(run: Account) -> list[tuple[str, str]]:
+    """The colours of the timeline (a class of the page's), and the kinds of events that they stand for."""
+    seen = {step.event.kind for step in run.steps}
+    others = sorted(seen - set(KINDS))
+    legend = [(kind, kind) for kind in KINDS if kind in seen]
+    return [*legend, ("other", ", ".join(others))] if others else legend
 
 
 def _mark(step: Step) -> Mark:
@@ -128,158 +127,126 @@ def _total(run: Account) -> str:
     return duration(sum(step.seconds for step in run.steps))
 
 
-def _rounds(run: Account) -> Html:
-    """The cost and outcome of each attempt, where there are several."""
-    found = rounds(run)
-    if len(found) < 2:
-        return Html()
-    rows = map(cells, found)
-    return element("section", element("h2", "Rounds"), table("Cost and outcome of each", HEADINGS, rows))
+def _attempt(attempt: Attempt, before: Attempt | None) -> dict[str, Any]:
+    report = attempt.report
+    return {
+        "number": attempt.number,
+        "status": attempt.status,
+        "tokens": _tokens(sum((turn.usage for turn in attempt.turns), Usage())),
+        "drafts": [_draft(draft) for draft in attempt.drafts],
+        "source": attempt.source,
+        "before": before.number if before else None,
+        "diff": _diff(before, attempt) if before else [],
+        "turns": [(turn.author, _words(turn)) for turn in attempt.turns],
+        "verdict": _verdict(report, attempt.source) if report else None,
+        "voids": attempt.voids,
+        "measured": _measured(attempt.timings) if attempt.timings else None,
+        "conditions": _conditions(report) if isinstance(report, Accepted) else None,
+    }
 
 
-def _swatch(css: str, kind: str) -> Html:
-    return element("li", element("span", class_=css), kind)
-
-
-def _section(attempt: Attempt, before: Attempt | None) -> Html:
-    report, name = attempt.report, f"Attempt {attempt.number}"
-    spent = sum((turn.usage for turn in attempt.turns), Usage())
-    return element(
-        "section",
-        element("h2", f"{name}: ", element("span", attempt.status, class_=attempt.status)),
-        element("p", f"Tokens: {_tokens(spent)}.", class_="dim") if attempt.turns else Html(),
-        *(_draft(number, draft) for number, draft in enumerate(attempt.drafts, 1)),
-        *_source(attempt, before),
-        *(_said(turn) for turn in attempt.turns),
-        *(_verdict(report, attempt.source) if report else ()),
-        *(element("p", f"A measurement was void: {reason}", class_="unmeasured") for reason in attempt.voids),
-        *(_measured(attempt) if attempt.timings else ()),
-        *(_conditions(report) if isinstance(report, Accepted) else ()),
-        id=f"attempt-{attempt.number}",
-    )
-
-
-def _draft(number: int, draft: Draft) -> Html:
+def _draft(draft: Draft) -> dict[str, Any]:
     report = draft.report
     why = f" at {report.gate}: {report.code}" if isinstance(report, Rejected) else ""
-    return details(
-        f"Draft {number}: {report.status}{why}", code(draft.source), *_verdict(report, draft.source)
-    )
+    return {
+        "outcome": f"{report.status}{why}",
+        "source": draft.source,
+        "verdict": _verdict(report, draft.source),
+    }
 
 
-def _source(attempt: Attempt, before: Attempt | None) -> list[Html]:
-    if not attempt.source:
-        return [element("p", "No source." if attempt.report else "No source yet.")]
-    if before is None:
-        return [element("h3", "Source"), code(attempt.source)]
-    lines = _diff(before, attempt)
-    changed = code(*lines) if lines else element("p", "The same source again.")
-    whole = details("The whole source", code(attempt.source))
-    return [element("h3", f"Source, as changed since attempt {before.number}"), changed, whole]
-
-
-def _diff(before: Attempt, after: Attempt) -> list[Html]:
+def _diff(before: Attempt, after: Attempt) -> list[tuple[str, str]]:
+    """Changed lines with their context, each after its class."""
     old, new = (a.source.rstrip("\n").split("\n") for a in (before, after))
     lines = list(difflib.unified_diff(old, new, lineterm=""))[2:]  # without the names of two files
     css = {"+": "add", "-": "del", "@": "hunk", " ": "same"}
-    return [element("span", f"{line}\n", class_=css[line[0]]) for line in lines]
+    return [(css[line[0]], line) for line in lines]
 
 
-def _said(turn: Turn) -> Html:
+def _words(turn: Turn) -> str:
     """The author's words around its code."""
     *_, block = [None, *blocks(turn.text, *PYTHON)]
     words = turn.text
     if block:
         words = f"{words[: block.start()]}[the source]\n{words[block.end() :]}"
-    return details(f"The answer's words, by {turn.author}", element("p", words.strip(), class_="words"))
+    return words.strip()
 
 
-def _verdict(report: Verdict, source: str) -> list[Html]:
-    shown = [element("h3", "Gates"), _gates(report)]
+def _verdict(report: Verdict, source: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"gates": _gates(report), "unmeasured": None, "message": None, "evidence": None}
     if isinstance(report, Checked):
-        shown.append(element("p", report.unmeasured))
+        found["unmeasured"] = report.unmeasured
     if isinstance(report, Rejected):
-        shown.append(element("p", *_place(report, source), report.message, class_="words rejected"))
+        lines = dict(enumerate(source.split("\n"), 1))
+        found |= {"message": report.message, "line": report.line}
+        found["text"] = lines.get(report.line, "").strip() if report.line is not None else ""
         evidence = {key: value for key, value in report.evidence.items() if key != "timings"}
-        if evidence:
-            shown.append(details("Evidence", code(json.dumps(evidence, indent=1))))
-    return shown
+        found["evidence"] = json.dumps(evidence, indent=1) if evidence else None
+    return found
 
 
-def _place(report: Rejected, source: str) -> list[Html]:
-    if report.line is None:
-        return []
-    lines = dict(enumerate(source.split("\n"), 1))
-    text = lines.get(report.line, "").strip()
-    return [element("strong", f"line {report.line}: "), element("code", text), Html("\n")]
-
-
-def _gates(report: Verdict) -> Html:
-    passed = element("span", "passed", class_="passed")
-    rows = [(g.gate, passed, f"{g.seconds:.2f}", "\n".join([figures(g), *g.findings])) for g in report.gates]
+def _gates(report: Verdict) -> list[tuple[str, str, str, str]]:
+    passed = pages.macro("span", "passed", "passed")
+    rows: list[tuple[str, str, str, str]] = [
+        (g.gate, passed, f"{g.seconds:.2f}", "\n".join([figures(g), *g.findings])) for g in report.gates
+    ]
     if isinstance(report, Rejected):
-        rows.append((report.gate, element("span", "rejected", class_="rejected"), "", report.code))
+        rows.append((report.gate, pages.macro("span", "rejected", "rejected"), "", report.code))
     if isinstance(report, Checked):
         done = {gate.gate for gate in report.gates}
-        rows += [
-            (name, element("span", "not run", class_="dim"), "", "") for name in GATES if name not in done
-        ]
-    return table("In the order they run", ("gate", "result", "seconds", "figures"), rows)
+        rows += [(name, pages.macro("span", "not run", "dim"), "", "") for name in GATES if name not in done]
+    return rows
 
 
-def _measured(attempt: Attempt) -> list[Html]:
-    shown = [element("h3", "Times")]
-    for t in attempt.timings:
+def _measured(timings: Sequence[Timing]) -> dict[str, Any]:
+    charts = []
+    for t in timings:
         sizes = ", ".join(f"{dim} {size}" for dim, size in t.sizes.items())
         title = f"Case {t.case}: milliseconds of each arm ({sizes})"
-        shown += [element("p", title), bars(title, t.milliseconds, t.roofline_milliseconds)]
-    arms = list(dict.fromkeys(arm for t in attempt.timings for arm in t.ratios))
-    rows = [(t.case, *(interval(t.ratios.get(arm)) for arm in arms)) for t in attempt.timings]
-    caption = "Ratios, arm / candidate, with their intervals: above 1 the candidate is faster"
-    chosen = [element("p", line) for line in rivals(attempt.timings)]
-    return [*shown, table(caption, ("case", *arms), rows), _costs(attempt.timings), *chosen]
+        charts.append((title, bars(title, t.milliseconds, t.roofline_milliseconds)))
+    arms = list(dict.fromkeys(arm for t in timings for arm in t.ratios))
+    return {
+        "charts": charts,
+        "arms": ["case", *arms],
+        "ratios": [(t.case, *(interval(t.ratios.get(arm)) for arm in arms)) for t in timings],
+        "costs": list(map(_cost, timings)),
+        "rivals": rivals(tuple(timings)),
+    }
 
 
-def _costs(timings: Iterable[Timing]) -> Html:
-    headings = ("case", "candidate ms", "in a graph", "roofline ms", "host µs", "tuning s", "schedules")
-    rows = [
-        (
-            t.case,
-            number(t.milliseconds["candidate"]),
-            number(t.graph_milliseconds) if t.graph_milliseconds else "",
-            number(t.roofline_milliseconds),
-            number(t.host_microseconds["candidate"]),
-            f"{t.tuning_seconds:.1f}",
-            "\n".join(f"step {step}: {_cell(schedule)}" for step, schedule in t.schedules.items()),
-        )
-        for t in timings
-    ]
-    return table("The candidate", headings, rows)
+def _cost(t: Timing) -> tuple[str, ...]:
+    return (
+        t.case,
+        number(t.milliseconds["candidate"]),
+        number(t.graph_milliseconds) if t.graph_milliseconds else "",
+        number(t.roofline_milliseconds),
+        number(t.host_microseconds["candidate"]),
+        f"{t.tuning_seconds:.1f}",
+        "\n".join(f"step {step}: {_cell(schedule)}" for step, schedule in t.schedules.items()),
+    )
 
 
-def _conditions(report: Accepted) -> list[Html]:
+def _conditions(report: Accepted) -> dict[str, Any]:
     plain = {name: value for name, value in report.conditions.items() if not isinstance(value, Mapping)}
-    shown = [
-        element("h3", "Conditions"),
-        facts((name, _cell(value)) for name, value in ({"measured": report.date} | plain).items()),
-        element("h3", "Versions"),
-        facts(report.identity.versions.items()),
-    ]
+    records = []
     for name in sorted(report.conditions.keys() - plain.keys()):
         found = report.conditions[name].items()
         rows = {key: row if isinstance(row, Mapping) else {"": row} for key, row in found}
-        shown.append(details(f"Conditions: {name}", _records(name, rows)))
+        records.append((name, *_records(rows)))
     controls = {str(number): row for number, row in enumerate(report.controls, 1)}
-    if controls:
-        shown += [element("h3", "Controls"), _records(_CONTROLS, controls)]
-    return shown
+    return {
+        "facts": [(name, _cell(value)) for name, value in ({"measured": report.date} | plain).items()],
+        "versions": list(report.identity.versions.items()),
+        "records": records,
+        "controls": _records(controls) if controls else None,
+    }
 
 
-def _records(caption: str, records: Mapping[str, Mapping[str, Any]]) -> Html:
-    """Rows of whatever fields they have."""
+def _records(records: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of records that may have any fields."""
     fields = list(dict.fromkeys(field for row in records.values() for field in row))
-    rows = [(name, *(_cell(row.get(field, "")) for field in fields)) for name, row in records.items()]
-    return table(caption, ("", *fields), rows)
+    rows = [[name, *(_cell(row.get(field, "")) for field in fields)] for name, row in records.items()]
+    return ["", *fields], rows
 
 
 def _cell(value: object) -> str:
@@ -293,8 +260,3 @@ def _cell(value: object) -> str:
         case float():
             return f"{value:.4g}"
     return str(value)
-
-
-def _spec(run: Account) -> Html:
-    note = element("p", "Edited since the run started.", class_="rejected") if run.edited else Html()
-    return element("section", element("h2", "Spec"), note, details("spec.yaml", code(run.spec)))

@@ -297,7 +297,7 @@ def test_bold_is_said_to_be_the_fastest_of_the_columns_shown() -> None:
     text = markdown(results, (HUMAN, MATMUL))
     assert column(rows(text, "Milliseconds"), HUMAN) == ["**2.000**"]
     for told in (text, page(results, {}, (HUMAN, MATMUL))):
-        assert re.search("Bold: of the columns shown, a row(&#x27;|')s fastest", told)
+        assert re.search("Bold: of the columns shown, a row(&#39;|')s fastest", told)
 
 
 @pytest.mark.parametrize("show", [markdown, lambda found: page(found, {}), printed])

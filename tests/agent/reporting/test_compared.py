@@ -106,7 +106,7 @@ def test_candidates_are_set_side_by_side_by_the_name_of_any(toy: Path, tmp_path:
     assert all((path.parent / link).is_file() for link in links)
     budget = "4,500 tokens, 1.5 dollars"
     strategy = "of 3 candidates, 6 attempts, 1 improvement rounds"
-    assert cells(root, "What each was")[1:] == [
+    assert cells(root, "Strategy, outcome")[1:] == [
         [names[0], f"1 {strategy}", "Ada via handoff", budget, "accepted", "3", "3,333", "0.75", "80"],
         [names[1], f"2 {strategy}", "Ada via handoff", budget, f"rejected {SLOW}", "1", "1,111", "–", "–"],
         [names[2], f"3 {strategy}", "Ada via handoff", budget, "checked", "1", "1,111", "–", "–"],

@@ -33,7 +33,7 @@ from coda_agent.agent.cli.main import app
 from coda_agent.agent.providers import Turn, Usage
 from coda_agent.agent.reporting import html_report
 from coda_agent.agent.reporting.charts import LEFT, LONG, Mark, duration, number, timeline
-from coda_agent.agent.reporting.markup import Html, element
+from coda_agent.agent.reporting.pages import macro
 from coda_agent.agent.reporting.render import rivals
 from coda_agent.agent.reporting.safe_text import visible
 from coda_agent.agent.run import runs
@@ -497,10 +497,9 @@ def test_what_cannot_be_shown_is_an_error_and_writes_nothing(toy: Path, runs_hom
 
 
 def test_markup_escapes_all_but_itself() -> None:
-    assert (
-        element("p", "<b>&", Html("<i></i>"), class_='"x"')
-        == '<p class="&quot;x&quot;">&lt;b&gt;&amp;<i></i></p>'
-    )
+    assert macro("span", "<b>&", '"x"') == '<span class="&#34;x&#34;">&lt;b&gt;&amp;</span>'
+    assert macro("link", macro("span", ODD, ""), "\x00") == f'<a href="\\u0000">{macro("span", ODD, "")}</a>'
+    assert visible(ODD).replace("&", "&amp;").replace(">", "&gt;").replace("<", "&lt;") in macro("code", ODD)
     assert visible(ODD).startswith("\\u0000red \\u202egnp.exe \\ud800 \\u000d é λ 𝛾 &")
 
 

@@ -1,0 +1,38 @@
+"""HTML pages by the templates beside this module. Whatever is not markup is escaped, and made ``visible``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from coda_agent.agent.reporting.safe_text import visible
+
+__all__ = ["macro", "page"]
+
+
+def page(template: str, **values: object) -> str:
+    """A whole page, of one file that needs no other."""
+    return _ENVIRONMENT.get_template(template).render(values)
+
+
+def macro(name: str, *values: object) -> Markup:
+    """An element by a macro of ``macros.html``."""
+    module: Any = _ENVIRONMENT.get_template("macros.html").module
+    return getattr(module, name)(*values)
+
+
+def _shown(value: object) -> object:
+    return value if isinstance(value, Markup) else visible(str(value))
+
+
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    finalize=_shown,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
