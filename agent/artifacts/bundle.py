@@ -1,8 +1,8 @@
-"""Two machines: pack checked kernels for an H100 elsewhere, measure there, carry the runs on here.
+"""Two machines: pack checked kernels for an H100 elsewhere, measure there, continue the runs here.
 
-A bundle is one JSON file of programs, specs, expected hashes and known tunings; a result is another.
-An author's Python does not travel: the measuring machine sees programs, and edited texts, which it compiles
-in confinement.
+A bundle is one JSON file of programs, specs, expected hashes and known tunings; a result is another. An
+author's Python does not travel: the measuring machine sees programs, and edited texts, which it compiles in
+confinement.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from coda_agent.verifier.measure import Options
 
 FORMAT = 1
-WHOLE = "whole"  # the piece that a finished entry leaves
+WHOLE = "whole"  # the piece of a finished entry
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -62,7 +62,7 @@ Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
 
 
 class Rival(_File):
-    """An accepted kernel (``verifier.measure.Kept``) in JSON's terms."""
+    """An incumbent (``verifier.incumbent.Kept``) in JSON's terms."""
 
     program: str
     schedules: dict[str, dict[str, dict[str, Any]]]
@@ -87,8 +87,8 @@ class Rival(_File):
 
 class Entry(_File):
     """A checked kernel that awaits measurement. ``known``: by case, schedules that won before; ``quack``: the
-    same of QuACK's arms. ``kept``: the accepted kernel that this one is to beat. ``raw``: its edited text,
-    ``objects`` what that was compiled to here: the machine there need not run it."""
+    same for QuACK's arms. ``kept``: the incumbent. ``raw``: its edited text, with its compiled ``objects``,
+    so that the other machine need not run it."""
 
     run: str
     attempt: int
@@ -122,8 +122,9 @@ class Results(_File):
 
 
 def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
-    """Write the runs' last checked kernels to ``path``. BundleError if one awaits no measurement. An edited
-    text is compiled, which takes minutes where a search would look far: ``progress`` hears of each case."""
+    """Write the runs' last checked kernels to ``path``. BundleError for a run that awaits no measurement. An
+    edited text is compiled, which takes minutes where tuning searches widely: ``progress`` hears of each
+    case."""
     bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
     _write(path, bundle)
     return bundle
@@ -165,8 +166,8 @@ def _entry(name: str, progress: Progress) -> Entry:
 def _objects(
     spec: Spec, text: str, raw: str, kept: Kept | None, progress: Progress = silent
 ) -> dict[str, str]:
-    """An edited text compiled here on all that a measurement asks for: the compile gate's schedules, and
-    those that the kernel before may be tuned to, which are raced."""
+    """An edited text's objects on all schedules that a measurement needs: the compile gate's, and those that
+    the incumbent may be tuned to."""
     from coda_agent.primitives.compiler.probe_schedules import fits, probes
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
@@ -204,11 +205,11 @@ def _kept(run: runs.Run, events: Mapping[str, Any]) -> Kept | None:
 
 
 def _known(spec: Spec, identity: Identity) -> dict[str, Schedules]:
-    """What the accepted kernel of this spec was tuned to, if it is the same program on the same text: tuning
-    again only has to race these."""
+    """The tuning of the spec's accepted kernel, if it has the same program and text: tuning need only time
+    these again."""
     try:
         before = accept.read(spec)
-    except accept.KernelError:  # of another version
+    except accept.KernelError:  # another version's
         return {}
     if before is None or before.report.identity.lowered_hash != identity.lowered_hash:
         return {}
@@ -216,34 +217,34 @@ def _known(spec: Spec, identity: Identity) -> dict[str, Schedules]:
 
 
 def _partial(out: Path) -> Path:
-    """Where the cases finished so far are kept, until ``out`` is whole."""
+    """The folder of finished cases, until ``out`` is complete."""
     return out.with_name(out.name + ".partial")
 
 
 def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
-    """Where one entry's measurement is kept until ``out`` is whole."""
+    """The folder of one entry's measurement, until ``out`` is complete."""
     rival = entry.kept.model_dump_json() if entry.kept else ""
     return FilePieces.of(_partial(out), entry.identity, options, rival)
 
 
 def read(path: Path) -> Bundle:
-    """Raises BundleError for a file that is no bundle, or one of another format."""
+    """Read a bundle. Raises BundleError for another file, or one of another format."""
     return _read(path, Bundle)
 
 
 def measure(
     path: Path, bundle: Bundle, out: Path, options: Options, *, progress: Callable[[str], Progress]
 ) -> Results:
-    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Pieces finished
-    before, in ``out``.partial, are not measured again. BundleError, which names ``path``, for one of other
-    versions."""
+    """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Finished pieces in
+    ``out``.partial are not measured again. BundleError, which names ``path``, for another version's bundle.
+    """
     from coda_agent.verifier.measure import started
 
     done, here, waiting = Results(results=()), [], started()
     try:
         checked = [_verified(path, entry) for entry in bundle.entries]
         for place, (entry, (spec, program)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
-            # The next entry's workers do their imports meanwhile.
+            # The next entry's workers import meanwhile.
             here, waiting = waiting, started() if place < len(checked) else []
             keep, said = _pieces(out, entry, options), progress(entry.run)
             found = _whole(keep, partial(_measured, path, entry, spec, program, options, keep, said, here))
@@ -251,7 +252,7 @@ def measure(
             result = Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = Results(results=(*done.results, result))
             _write(out, done)
-            _close(here)  # an entry that was whole took none
+            _close(here)  # a finished entry took none
     finally:
         _close([*here, *waiting])
     shutil.rmtree(_partial(out), ignore_errors=True)

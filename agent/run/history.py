@@ -1,4 +1,4 @@
-"""Past runs, as their journals tell: looked at without taking them from whoever has them open."""
+"""Past runs, read from their journals while other processes may have these open."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-UNDECIDED = "authoring"  # no attempt has been verified yet
-NONE = "–"  # of a figure
+UNDECIDED = "authoring"  # status before any attempt has been verified
+NONE = "–"  # a missing figure
 
 
 @dataclass(frozen=True)
 class Past:
-    """A run: what of, who wrote, and how it stands. ``status``: accepted, checked, rejected, authoring
-    (nothing verified yet) or unreadable, and then ``why``; ``why`` of a rejected one is gate and code.
-    ``running``: a process has it open; else ``stopped``: why it ended before its time, if it did."""
+    """A run: spec, author and status. ``status``: accepted, checked, rejected, authoring (nothing verified
+    yet) or unreadable; ``why``: a rejected run's gate and code, or why it is unreadable. ``running``: a
+    process has it open; else ``stopped``: why it ended early, if it did."""
 
     run: str
     status: str
@@ -42,16 +42,16 @@ class Past:
     ended: str = ""
     usage: Usage = Usage()
     spent: Spent = Spent()
-    # Of the accepted kernel, else the fastest that was measured and rejected: geometric means over the cases.
+    # Of the accepted kernel, else of the fastest measured and rejected one: geometric means over the cases.
     milliseconds: float | None = None
     speedup: float | None = None  # over torch.compile
-    roofline: float | None = None  # the share of it that the kernel reaches
+    roofline: float | None = None  # the kernel's share of it
     running: bool = False
     stopped: str = ""
 
 
 def past() -> list[Past]:
-    """All runs, oldest first; one whose journal cannot be read among them."""
+    """All runs, oldest first, unreadable ones included."""
     return [of(name) for name in names()]
 
 
@@ -66,12 +66,12 @@ def as_table(found: list[Past]) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("run", no_wrap=True, overflow="fold")  # to be copied whole
+    table.add_column("run", no_wrap=True, overflow="fold")  # it must be copied whole
     table.add_column("status", min_width=12, overflow="fold")
     table.add_column("author", overflow="fold")
     attempts, whole = _total(found)
     total = _figures(attempts, whole)
-    told = [n for n, figure in enumerate(total) if figure != NONE]  # what no run has takes no room
+    told = [n for n, figure in enumerate(total) if figure != NONE]  # a column without any figure is left out
     for place in told:
         table.add_column(("attempts", "tokens", "dollars", "GPU s")[place], justify="right")
     for run in found:
@@ -86,7 +86,7 @@ def as_table(found: list[Past]) -> Table:
 
 
 def _state(run: Past) -> Text:
-    """How it stands, and whether somebody is at it."""
+    """The status, and whether a process is at work."""
     from rich.text import Text
 
     from coda_agent.agent.reporting.render import STYLE
@@ -97,7 +97,7 @@ def _state(run: Past) -> Text:
     elif run.stopped:
         state = f"stopped: {run.stopped.partition('; ')[0].removeprefix('stopped ')}"
     elif run.status == UNDECIDED:
-        state = "cut off: resume it"  # whoever was at it said nothing more
+        state = "cut off: resume it"  # its process ended without a word
     if state and run.status == UNDECIDED:
         return Text(state, style="dim")
     standing = Text(run.status, style=STYLE.get(run.status, "dim"))
@@ -118,7 +118,7 @@ def _figures(attempts: int, spent: Spent) -> tuple[str, ...]:
 
 
 def dollars(spent: Spent) -> str:
-    """What was spent; ~ where part of it is uncertain."""
+    """The dollars spent; ~ marks an uncertain part."""
     return f"{'~' if spent.uncertain_tokens else ''}{spent.dollars:.2f}" if spent.dollars else NONE
 
 
@@ -131,7 +131,7 @@ class Reading:
     _past: Past | None = None
 
     def past(self) -> Past:
-        """How the run stands now; never an error."""
+        """The run at present; never an error."""
         path = runs_dir() / self.run / JOURNAL
         try:
             header, events = record.glance(path, self._events)
@@ -148,12 +148,12 @@ def of(name: str) -> Past:
 
 
 def attended(run: Past, journal: Path) -> Past:
-    """A run with whether some process is at it now: then it goes on from where it had stopped."""
+    """A run with whether a process is at work, in which case it is no longer stopped."""
     return replace(run, running=True, stopped="") if held(journal) else run
 
 
 def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
-    """A run by its journal."""
+    """A run from its journal."""
     payloads = {event.key: event.payload for event in events}
     turns = answers(payloads)
     status, why = UNDECIDED, ""

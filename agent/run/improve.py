@@ -1,4 +1,4 @@
-"""Improvement rounds: what the author of an accepted kernel is shown, and what schedules it may set."""
+"""Improvement rounds: the message to an accepted kernel's author, and the schedules in its answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ beat), not of the time measured."""
 
 
 def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
-    """The message after an acceptance: measured times, what bounds each step, compiler's resources."""
+    """The message after an acceptance: measured times, each step's bound, the compiler's resources."""
     parts = [
         f"Accepted: it is right, and faster than {BASELINE}. {rounds} round(s) are left to make it faster.",
         *account(spec, report, program),
@@ -47,7 +47,7 @@ def words(spec: Spec, report: Accepted, program: Program, rounds: int) -> str:
 
 
 def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
-    """What is known of an accepted kernel's speed, in paragraphs."""
+    """The facts about an accepted kernel's speed, in paragraphs."""
     kernels = next(gate.figures["kernels"] for gate in report.gates if gate.gate == "compile")
     return [
         "\n".join(case_words(timing) for timing in report.timings),
@@ -58,7 +58,7 @@ def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
 
 
 def schedules(text: str) -> dict[int, Schedule]:
-    """What an answer's last ```json block sets, by step; nothing without one. Raises ProgramError."""
+    """The schedules in an answer's last ```json block, by step; empty without one. Raises ProgramError."""
     block = last(text, "json")
     if block is None:
         return {}
@@ -78,7 +78,7 @@ def _objects(found: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def case_words(t: Timing) -> str:
-    """What was measured of one case, in a line."""
+    """One case's measurements, in a line."""
     own = t.milliseconds[CANDIDATE]
     rivals = ", ".join(f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items())
     chosen = "; ".join(f"step {step}: {_fields(schedule)}" for step, schedule in t.schedules.items())
@@ -89,7 +89,7 @@ def case_words(t: Timing) -> str:
 
 
 def _parts(t: Timing) -> str:
-    """What each part took by itself; nothing where the kernel is one, or they were not timed."""
+    """Each part's time by itself; "" for a single part, or without these times."""
     whole = sum(t.parts.values())
     told = [f"{name} {taken:.4f} ms ({taken / whole:.0%})" for name, taken in t.parts.items()]
     return f"its parts, each by itself: {', '.join(told)}; " if told else ""

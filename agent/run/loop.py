@@ -1,7 +1,7 @@
 """The loop: draft -> verify -> feed back, until accepted, out of attempts or out of budget.
 
-Every step goes through the journal, so a run that was killed at any moment and is started again takes
-up where it was: an answer that was received is never asked for again.
+Every step goes through the journal, so a run that was killed at any moment continues where it was: it never
+asks again for an answer it received.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Kept
 
-PIECE = "piece"  # the kind of event that holds a part of a measurement
-STOPPED = "stopped"  # the kind of event that says why a run ended before its time
-CALLS = 12  # turns that only use tools, before an attempt without an answer is over
+PIECE = "piece"  # the kind of event that holds a piece of a measurement
+STOPPED = "stopped"  # the kind of event that says why a run ended early
+CALLS = 12  # turns that only use tools, after which an attempt without an answer ends
 
 
 class Listener(Protocol):
-    """Who watches a run: a live table, or plain lines."""
+    """A run's watcher: a live table, or plain lines."""
 
     def attempt(self, number: int, limit: int) -> None: ...
     def text(self, words: str) -> None: ...
@@ -63,8 +63,8 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run stands: the last report, the source it is about, and what was spent. ``raw``: the source,
-    where it is an edited text of ``program``'s. ``stopped``: why it ended before its time."""
+    """A run's result so far: the last report, its source, and the money spent. ``raw``: the source, if it is
+    an edited text of ``program``. ``stopped``: why it ended early."""
 
     report: Accepted | Checked | Rejected
     source: str
@@ -82,9 +82,9 @@ def extract(answer: str) -> str | None:
 
 @dataclass
 class Loop:
-    """One run: who writes, what judges, and where it is written down.
+    """One run: its author, its judge, and its journal.
 
-    ``measure`` runs the GPU gates here; None leaves a checked kernel awaiting measurement elsewhere.
+    ``measure`` runs the GPU gates here; None leaves a checked kernel to be measured elsewhere.
     """
 
     journal: Journal
@@ -102,10 +102,10 @@ class Loop:
         self.desk = tools.Desk(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
-        """Go on until a kernel is accepted and improved, checked with nothing here to measure it, or attempts
-        or budget are used up, or there is no answer to be had; never less far than the run has come. A change
-        is kept that beats the kernel before. Raises ProviderError where no kernel was accepted before it,
-        OutOfBudget when it ends before the first report, and JournalError."""
+        """Continue until a kernel is accepted and improved, or checked without a GPU here, or attempts or
+        budget are used up, or no answer comes. A change is kept if it beats the incumbent. Raises
+        ProviderError where no kernel was accepted before it, OutOfBudget when it ends before the first
+        report, and JournalError."""
         first = self.opening()
         made = last_verified({e.key: e.payload for e in self.journal.events()}) or 0
         messages, limit = [Message("user", first.task)], max(self.attempts, made)
@@ -130,14 +130,14 @@ class Loop:
                 raise
             return _ended(outcome, kept, str(ended))
         except KeyboardInterrupt:
-            with suppress(JournalError):  # for which a disk may have no room
+            with suppress(JournalError):  # a full disk may have no room for it
                 self._stopped("interrupted")
             raise
         raise AssertionError("the attempts have a limit")
 
     def _stopped(self, reason: str, charge: Mapping[str, float] | None = None) -> None:
-        """Write down why the run ends before its time, with the charge of what was cut off; one that is
-        resumed goes on all the same."""
+        """Record why the run ends early, with the charge of interrupted work; a resumed run goes on all the
+        same."""
         number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
         self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason, **(charge or {})})
 
@@ -148,13 +148,13 @@ class Loop:
         return self.work.accepted(outcome.report, outcome.program, left)
 
     def opening(self) -> prompt.Prompt:
-        """The prompt as the run began with it: what is learned meanwhile is for later runs."""
+        """The prompt from the run's start: lessons learned meanwhile are for later runs."""
         made = self.journal.once("prompt", "prompt", lambda: asdict(self.work.opening()))
         return prompt.Prompt(made["system"], made["task"])
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
-        """The next turn that submits something, and what its other calls gave; ``messages`` gains the turns
-        that only use tools, with what these said."""
+        """The next turn that submits a source, and the results of its other calls; ``messages`` gains the
+        turns that only use tools, with their results."""
         for used in range(1 + CALLS):
             say, deadline = self.listener.text, self.ledger.deadline
             question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline)
@@ -174,7 +174,7 @@ class Loop:
             try:
                 turn = self.provider.next_turn(question)
             except ProviderError:
-                self.ledger.timely()  # it may have waited as long as it could
+                self.ledger.timely()  # the tools may have taken the rest of the time
                 raise
             return turn.to_json() | self.ledger.answered(turn)
 
@@ -183,7 +183,7 @@ class Loop:
         return turn
 
     def _used(self, number: int, turn: Turn) -> dict[str, str]:
-        """What the tools of a turn gave, by the calls' ids."""
+        """The results of a turn's tool calls, by their ids."""
         words = {}
         for position, call in enumerate(turn.calls, 1):
             if call.name != tools.SUBMIT.name:
@@ -192,10 +192,11 @@ class Loop:
         return words
 
     def _judged(self, number: int, turn: Turn, kept: Outcome | None) -> Outcome:
-        """Check on this machine, then measure here, or take a measurement that was imported."""
+        """Check on this machine, then measure here, or take an imported measurement."""
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
-        text = turn.text if kept or self.work.raw else ""  # schedules are for what is known to be right
+        # only a kernel that is known to be right may set schedules
+        text = turn.text if kept or self.work.raw else ""
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
         report, program = _read(payload, self.spec)
         found = None
@@ -227,7 +228,8 @@ class Loop:
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
-        """Within: gates are cut off when the time is up. Raises OutOfBudget then; they have no verdict."""
+        """Within, gates are interrupted at the end of the time, without a verdict. Raises OutOfBudget then.
+        """
         try:
             with until(self.ledger.deadline):
                 yield
@@ -236,7 +238,8 @@ class Loop:
 
     @contextmanager
     def _gpu(self) -> Iterator[None]:
-        """Within: the GPU is ours alone. Raises OutOfBudget where the time is up before it is free."""
+        """Within, the GPU is this process's alone. Raises OutOfBudget where the time ends before it is free.
+        """
         self.ledger.afford_gpu()
         with ExitStack() as stack:
             try:
@@ -264,7 +267,7 @@ class Loop:
                 with self._timely():
                     found = self.measure(self.spec, program, pieces, rival, raw)
                 payload = found.model_dump(mode="json") | pieces.charge()
-        except OutOfBudget as ended:  # the kernel is checked: it can be measured elsewhere, or go on later
+        except OutOfBudget as ended:  # the kernel is checked: it can be measured elsewhere, or later
             self.listener.text(f"not measured: {ended}\n")
             self._stopped(f"not measured: {ended}", pieces.charge() if pieces else {})
             return None
@@ -276,13 +279,13 @@ class Loop:
 
 
 def _rejected_before(payloads: Mapping[str, Any], number: int) -> dict[str, Any] | None:
-    """What rejected the same kernel in an earlier attempt, with the same to beat: measured as often as it
-    takes, a slow one is lucky once. None where this attempt was measured itself."""
+    """The rejection of the same kernel against the same incumbent in an earlier attempt: measured often
+    enough, a slow kernel wins once by luck. None where this attempt was measured itself."""
     if f"measurement/{number}" in payloads:
         return None
     for earlier in range(number - 1, 0, -1):
         found = uncharged(payloads.get(f"measurement/{earlier}", {}))
-        if found.get("status") == "measured":  # since then that is what there is to beat
+        if found.get("status") == "measured":  # it has been the incumbent since
             return None
         mine, other = (payloads.get(f"report/{each}", {}) for each in (number, earlier))
         if found and mine.get("program") == other.get("program") and _same(mine.get("raw"), other.get("raw")):
@@ -291,25 +294,25 @@ def _rejected_before(payloads: Mapping[str, Any], number: int) -> dict[str, Any]
 
 
 def _same(text: str | None, other: str | None) -> bool:
-    """Whether two edited texts that were checked are one but for comments and space."""
+    """Whether two checked edited texts are equal but for comments and space."""
     return text == other or bool(text and other and _tokens(text) == _tokens(other))
 
 
 def _tokens(text: str) -> list[str]:
-    """Read, not compiled: a model wrote it."""
+    """A text's tokens, read and not compiled: a model wrote it."""
     passed = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT)
     return [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in passed]
 
 
 def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
-    """The kernel that is kept, if any; what came after it was paid for all the same."""
+    """The kept kernel, if any; later attempts were paid for all the same."""
     return replace(kept or outcome, usage=outcome.usage, stopped=stopped)
 
 
 @dataclass
 class JournalPieces:
-    """Finished pieces of a measurement, in the journal: one that was cut off goes on. Each is charged with
-    the GPU's time ``since`` the one before, so that a kill loses the charge of one."""
+    """Finished pieces of a measurement in the journal, so that an interrupted one goes on. Each is charged
+    with the GPU's time ``since`` the one before, so that a kill loses one charge."""
 
     journal: Journal
     prefix: str
@@ -318,7 +321,7 @@ class JournalPieces:
 
     @classmethod
     def of(cls, journal: Journal, number: int) -> JournalPieces:
-        """Those of attempt ``number``, since its last measurement that was void."""
+        """The pieces of attempt ``number`` since its last void measurement."""
         voids = sum(e.key.startswith(f"void/{number}/") for e in journal.events())
         return cls(journal, f"piece/{number}.{voids}/", f"void/{number}/{voids}", time.monotonic())
 
@@ -331,13 +334,13 @@ class JournalPieces:
         self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
 
     def charge(self) -> dict[str, float]:
-        """What an event is charged with: the seconds that no event has yet."""
+        """An event's charge: the seconds that no event has yet."""
         before, self.since = self.since, time.monotonic()
         return {GPU_SECONDS: round(self.since - before, 3)}
 
 
 def standing(journal: Record, spec: Spec) -> Outcome | None:
-    """How a run stands by its journal: its accepted kernel, or its last verified attempt, if there is one."""
+    """A run's result by its journal: its accepted kernel, or its last verified attempt, if there is one."""
     events = {e.key: e.payload for e in journal.events()}
     number = stands_at(events)
     if number is None:
@@ -357,7 +360,7 @@ def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rej
 
 
 def answers(events: Mapping[str, Any]) -> list[Turn]:
-    """Every turn that was received, by a run's payloads in their order."""
+    """Every received turn, from a run's payloads in order."""
     return [Turn.from_json(payload) for key, payload in events.items() if key.startswith("answer/")]
 
 
@@ -366,7 +369,7 @@ def used(turns: Iterable[Turn]) -> Usage:
 
 
 def as_kept(outcome: Outcome) -> Kept:
-    """An accepted kernel, as it was tuned, for a change to beat."""
+    """An accepted kernel with its schedules, as the incumbent."""
     from coda_agent.verifier.incumbent import Kept
 
     assert isinstance(outcome.report, Accepted) and outcome.program is not None
@@ -374,8 +377,8 @@ def as_kept(outcome: Outcome) -> Kept:
 
 
 def stands_at(events: Mapping[str, Any]) -> int | None:
-    """The number of the attempt that a run stands at, by its payloads: the last accepted, as a change
-    that beats nothing is not, else the last verified."""
+    """The number of the attempt that stands, by a run's payloads: the last accepted one, since a change that
+    beats nothing is not accepted, else the last verified one."""
     accepted = [
         k for k, payload in events.items() if k.startswith("measurement/") and payload["status"] == "measured"
     ]
@@ -388,12 +391,12 @@ def last_verified(events: Mapping[str, Any]) -> int | None:
 
 
 def measurement(events: Mapping[str, Any], number: int) -> Measurement | None:
-    """What was measured of an attempt, by a run's payloads."""
+    """An attempt's measurement, by a run's payloads."""
     found = uncharged(events.get(f"measurement/{number}", {}))
     return MEASUREMENT.validate_python(found) if found else None
 
 
 def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:
-    """Who wrote what a run stands at; a replay's author is that of the run it replays."""
+    """The author of the attempt that stands; a replay's author is the recorded run's."""
     run = journal.header.get("replays") or journal.header["run"]
     return Authorship(author=turn.author, attempts=number, run=str(run))

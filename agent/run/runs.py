@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 
 
 def runs_dir() -> Path:
-    """Where runs live: CODA_AGENT_RUNS or ./runs."""
+    """The folder of runs: CODA_AGENT_RUNS or ./runs."""
     return Path(os.environ.get("CODA_AGENT_RUNS") or "runs")
 
 
@@ -49,13 +49,13 @@ def start(path: Path, options: dict[str, Any]) -> Run:
         name = f"{spec.name}-{stamp}{suffix}"
         if _claim(runs_dir() / name, text):
             break
-    # The journal last: without one a folder is no run, so a start that was cut off leaves none.
+    # The journal last: a folder without one is no run, so an interrupted start leaves none.
     header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
     return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
 
 
 def _claim(directory: Path, spec: str) -> bool:
-    """Make a run's folder, with its spec; whether no other run had it. Raises JournalError."""
+    """Create a run's folder with its spec; False where another run has it. Raises JournalError."""
     try:
         directory.mkdir(parents=True)
         write_atomic(directory / "spec.yaml", spec)
@@ -82,8 +82,8 @@ def folder(name: str) -> Path:
 
 
 def reopen(name: str) -> Run:
-    """An existing run, with the spec as it was then. Raises JournalError for one that is not there, or
-    whose spec was edited since."""
+    """An existing run with its original spec. Raises JournalError for a missing run, or one whose spec was
+    edited since."""
     directory = folder(name)
     path = directory / JOURNAL
     journal = record.opened(path)
@@ -97,7 +97,8 @@ def reopen(name: str) -> Run:
 
 
 def look(name: str) -> tuple[Snapshot, Spec]:
-    """A run at this moment, whoever has it open, and its spec. Raises JournalError as ``reopen``."""
+    """A run at this moment, even if another process has it open, and its spec. Raises JournalError as
+    ``reopen`` does."""
     path = folder(name) / JOURNAL
     taken = Snapshot(*record.glance(path))
     spec, _ = _spec(path.parent, taken.header)
@@ -107,14 +108,14 @@ def look(name: str) -> tuple[Snapshot, Spec]:
 
 def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:
     path = directory / "spec.yaml"
-    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # checked when it started
+    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # it was checked at the start
     if spec.hash != header["spec_hash"]:
         raise JournalError(f"{path}: not the spec that the run started with; undo the change")
     return spec, text
 
 
 def names() -> list[str]:
-    """All runs, oldest first; none where there is no folder of them yet. OSError where it cannot be read."""
+    """All runs, oldest first; empty without a folder of them. OSError where it cannot be read."""
     try:
         found = [*runs_dir().iterdir()]
     except FileNotFoundError:
@@ -123,6 +124,6 @@ def names() -> list[str]:
 
 
 def _age(name: str) -> tuple[str, int, str]:
-    """A run's start, and its place among those of that second: both are in its name."""
+    """A run's start, and its place among those of that second, both from its name."""
     stamp = STAMP.search(name)
     return (stamp[1], int(stamp[2] or 1), name) if stamp else ("", 0, name)

@@ -1,4 +1,4 @@
-"""What a run's author is asked to write, and how it is judged without a GPU."""
+"""The task of a run's author, and its judgement without a GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 class Measure(Protocol):
-    """Runs the GPU gates; ``kept``: an accepted kernel that this one has to beat; ``raw``: the edited text
-    that is to run."""
+    """Runs the GPU gates; ``kept``: the incumbent; ``raw``: the edited text to run."""
 
     def __call__(
         self, spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str
@@ -31,24 +30,24 @@ class Measure(Protocol):
 
 
 class Work(Protocol):
-    """``raw``: an edited CuTeDSL text is asked for, not a kernel in the vocabulary."""
+    """A task; ``raw``: its answer is an edited CuTeDSL text, not a kernel in the vocabulary."""
 
     raw: bool
 
     def opening(self) -> prompt.Prompt:
-        """What the author is given first."""
+        """The author's first message."""
 
     def rival(self) -> Kept | None:
-        """What even the first answer has to beat, besides the baseline."""
+        """The incumbent of the first answer, besides the baseline."""
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
-        """The gates of any machine; ``schedules`` are the author's, by step."""
+        """Run the gates of any machine; ``schedules`` are the author's, by step."""
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
-        """What measures it on a GPU, where ``usual`` measures kernels."""
+        """The function that measures it on a GPU; ``usual`` measures kernels."""
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
-        """The message after an acceptance, with so many rounds left to make it faster."""
+        """The message after an acceptance, with the number of rounds left to make it faster."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What an author may do before it answers: check a draft, read a page, propose a tip. A person sees them all.
+"""An author's tools before it answers: check a draft, read a page, propose a tip. A person can see every use.
 
-Drafts go through the gates of this machine in the same jail as answers do, and stay in the journal: what an
-author was told on its way is part of what its kernel cost.
+Drafts go through the gates of this machine in the same jail as answers do, and stay in the journal: they are
+part of the kernel's cost.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ Judge = Callable[[str], dict[str, Any]]  # a source's report, with its program
 
 @dataclass(frozen=True)
 class Desk:
-    """Where a run's tools are used: each use once, its answer in the journal."""
+    """The place where a run's tools are used: each use once, its result in the journal."""
 
     journal: Journal
     spec: Spec
     judge: Judge
 
     def answer(self, place: str, call: Call) -> str:
-        """What a use of ``check``, ``read`` or ``propose_tip`` gives; ``place`` names it in the journal."""
+        """The result of a use of ``check``, ``read`` or ``propose_tip``; ``place`` names it in the journal.
+        """
         arguments = _arguments(call)
         if isinstance(arguments, str):
             return arguments
@@ -91,7 +92,7 @@ class Desk:
 
 
 def submission(turn: Turn) -> str | None:
-    """The source that a turn submits by its tool; None where it does not."""
+    """The source that a turn submits by its tool; None without one."""
     for call in reversed(turn.calls):
         if call.name == SUBMIT.name:
             source = call.input.get("source")
@@ -100,7 +101,8 @@ def submission(turn: Turn) -> str | None:
 
 
 def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
-    """The message that answers a turn's calls, ``words`` by their ids; ``text`` alone where it has none."""
+    """The message that answers a turn's calls, with results by their ids; ``text`` alone for a turn without
+    calls."""
     if not turn.calls:
         return Message("user", text)
     blocks = [
@@ -121,7 +123,7 @@ def checked(report: Mapping[str, Any]) -> str:
 
 
 def _arguments(call: Call) -> dict[str, str] | str:
-    """A call's input, or what is wrong with it."""
+    """A call's input, or its fault in words."""
     tool = next((t for t in TOOLS if t.name == call.name), None)
     if tool is None:
         return f"there is no tool {call.name!r}; there are {', '.join(t.name for t in TOOLS)}"
@@ -132,7 +134,7 @@ def _arguments(call: Call) -> dict[str, str] | str:
 
 
 def _tip(given: dict[str, str]) -> dict[str, str] | str:
-    """What the log would refuse later is refused now, while its author can still mend it."""
+    """A tip, or the log's later objection, while its author can still correct it."""
     longest = max(map(len, given.values()))
     if longest > LONGEST:
         return f"a tip's field has {longest} characters; {LONGEST} at most"
