@@ -11,14 +11,14 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
 from coda_agent.primitives.compiler.gemm_codegen import StepWriter
 from coda_agent.primitives.compiler.lowered import Argument, GemmKernel, Lowered, VectorKernel
 from coda_agent.primitives.compiler.vector_codegen import finish_writers
-from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.ir import OPERATIONS, Operation, Program
 from coda_agent.primitives.lang.partition import cut
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
@@ -42,20 +42,30 @@ def editable(program: Program) -> str:
 
 
 def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
-    steps = cut(program)
-    writers = [StepWriter(program, steps, step) for step in steps.gemms]
-    finishes = finish_writers(program, steps)
-    body = "\n\n".join([w.text() for w in writers] + [w.text() for w in finishes])
-    header = _header(body)
+    operations = tuple(OPERATIONS.get(node.op) for node in program.nodes)
+    header, body, gemms, vectors = _written(program, program.hash, operations)
     digest = _digest([header, body, *_device_sources(_imported(header)), *map(version, PACKAGES)])
     suffix = f"_{digest[:12]}" if hashed else ""
     text = header + "\n\n" + re.sub(r"@@(\w+)", lambda m: m[1] + suffix, body)
     return Lowered(
         text,
         digest,
-        tuple(replace(w.kernel(), name=w.kernel().name + suffix) for w in writers),
-        tuple(replace(w.kernel(), name=w.kernel().name + suffix) for w in finishes),
+        tuple(replace(kernel, name=kernel.name + suffix) for kernel in gemms),
+        tuple(replace(kernel, name=kernel.name + suffix) for kernel in vectors),
     )
+
+
+@lru_cache(maxsize=64)
+def _written(
+    program: Program, program_hash: str, operations: tuple[Operation | None, ...]
+) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
+    """The module's header and body, and its kernels, before names get a hash. ``program_hash`` and
+    ``operations`` are for the memo: 0.0 equals -0.0, and a proposed primitive changes what a name means."""
+    steps = cut(program)
+    writers = [StepWriter(program, steps, step) for step in steps.gemms]
+    finishes = finish_writers(program, steps)
+    body = "\n\n".join([w.text() for w in writers] + [w.text() for w in finishes])
+    return _header(body), body, tuple(w.kernel() for w in writers), tuple(w.kernel() for w in finishes)
 
 
 def _digest(meant: Iterable[str]) -> str:

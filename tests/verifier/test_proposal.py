@@ -323,6 +323,14 @@ def test_a_device_module_that_an_edit_does_not_name_is_no_part_of_it(
             cache.cache_clear()
 
 
+def test_the_frame_calls_the_fast_function_where_there_is_one(tmp_path: Path) -> None:
+    """One program both times, so the memo of lowering must tell the two apart."""
+    made, spec = proposed(tmp_path)
+    fast, exact = (made.framed(spec, GOOD, fast) for fast in (True, False))
+    called = [f"{made.name}_fast(" in text.partition("\nclass ")[2] for text in (fast, exact)]
+    assert called == [True, False]
+
+
 def test_the_frame_compiles_and_refuses_what_is_no_arithmetic(tmp_path: Path) -> None:
     """With the real compiler, in confinement."""
     made, spec = proposed(tmp_path)

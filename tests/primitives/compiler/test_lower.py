@@ -474,6 +474,18 @@ def test_constants_survive(value: float) -> None:
             pytest.fail(ast.dump(other))
 
 
+def test_lowering_remembers_the_sign_of_zero() -> None:
+    """Programs with 0.0 and -0.0 are equal, and their texts are not."""
+    program = trace(TILE, H, "return {'o': h - 77.0}")
+
+    def with_constant(value: float) -> Program:
+        nodes = tuple(n._replace(attribute=value) if n.op == "constant" else n for n in program.nodes)
+        return Program(TILE, nodes, program.outputs).check()
+
+    assert with_constant(0.0) == with_constant(-0.0)
+    assert lower(with_constant(0.0)).text != lower(with_constant(-0.0)).text
+
+
 MASKS: list[tuple[str, bool]] = [
     ("h", False),
     ("h * h", False),
