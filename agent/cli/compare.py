@@ -19,8 +19,8 @@ from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.comparison.options import Choice, Drawing, Effort
 
 if TYPE_CHECKING:
-    from coda_agent.comparison.cells import Line
     from coda_agent.comparison.competitors import Column
+    from coda_agent.comparison.drawing.cells import Line
     from coda_agent.comparison.measuring import Asked
     from coda_agent.comparison.results import Results
     from coda_agent.verifier.gates import Progress
@@ -70,7 +70,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
     """Measure what is missing, and draw all that there is then."""
     from coda_agent.agent.artifacts.gpu_lock import gpu_alone
     from coda_agent.comparison import measuring, results
-    from coda_agent.comparison.cells import NAMES
+    from coda_agent.comparison.drawing.cells import NAMES
 
     asked = _asked(choice, effort)
     _check(drawing)
@@ -118,7 +118,7 @@ class View:
 
     @cached_property
     def lines(self) -> list[Line]:
-        from coda_agent.comparison.cells import lines
+        from coda_agent.comparison.drawing.cells import lines
 
         return lines(self.results, self.columns)
 
@@ -180,7 +180,7 @@ def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
     """Where progress goes, and new results: a table on a terminal, else a line for each arm."""
     from rich.live import Live
 
-    from coda_agent.comparison.terminal import table
+    from coda_agent.comparison.drawing.terminal import table
 
     console, shown = setup.console(True), found
 
@@ -202,8 +202,8 @@ def _watched(found: Results, quiet: bool) -> Iterator[tuple[Progress, Any]]:
 
 def _drawn(view: View, out: Path) -> None:
     """Every file of a comparison but its results."""
-    from coda_agent.comparison import charts, html_page, markdown
-    from coda_agent.comparison.summary import measured
+    from coda_agent.comparison.drawing import charts, html_page, markdown
+    from coda_agent.comparison.drawing.summary import measured
     from coda_agent.primitives.system.files import write_atomic
 
     write_atomic(out / TABLE, markdown.markdown(view.results, view.columns))
@@ -221,7 +221,7 @@ def _drawn(view: View, out: Path) -> None:
 
 def _check(drawing: Drawing) -> None:
     """That results can be written where they are to be, while nothing is measured or drawn yet."""
-    from coda_agent.comparison import markdown
+    from coda_agent.comparison.drawing import markdown
 
     if drawing.write:
         with arguments.named(drawing.write):
@@ -229,9 +229,9 @@ def _check(drawing: Drawing) -> None:
 
 
 def _shown(view: View, drawing: Drawing) -> None:
-    from coda_agent.comparison import markdown
-    from coda_agent.comparison.summary import against
-    from coda_agent.comparison.terminal import table
+    from coda_agent.comparison.drawing import markdown
+    from coda_agent.comparison.drawing.summary import against
+    from coda_agent.comparison.drawing.terminal import table
 
     _drawn(view, drawing.out)
     if drawing.write:

@@ -76,7 +76,7 @@ SQUARE_WEIGHTS = ("1B square", "7B square")  # cases of RMSNorm's backward, of (
 TRIES = (1, 3)
 JUDGED = (DRAFT, "report", "measurement")  # kinds of events
 HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
-ELSEWHERE = ("comparison", "headline")  # the places of ``comparison.markdown``
+ELSEWHERE = ("comparison", "headline")  # the places of ``comparison.drawing.markdown``
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 

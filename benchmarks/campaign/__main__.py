@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from benchmarks.campaign import mutate, rewrite
 from benchmarks.campaign.graph import accepted
 from benchmarks.campaign.judge import Result, Task, applies
+from benchmarks.campaign.mutations import mutate
 from benchmarks.campaign.pool import run
+from benchmarks.campaign.rewrites import rewrite
 from benchmarks.campaign.tables import show
 
 

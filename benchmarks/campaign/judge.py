@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.campaign.differs import Judge
 from benchmarks.campaign.graph import program_of, spec_of
-from benchmarks.campaign.mutate import Mutant, mutant
-from benchmarks.campaign.rewrite import Rewritten, rewritten
+from benchmarks.campaign.mutations.mutate import Mutant, mutant
+from benchmarks.campaign.rewrites.rewrite import Rewritten, rewritten
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.numerics.reference import MISTAKES

@@ -8,11 +8,13 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.campaign import fp64, mutate, rewrite
+from benchmarks.campaign import fp64
 from benchmarks.campaign.differs import Sample
 from benchmarks.campaign.draws import draws
 from benchmarks.campaign.graph import Graph, accepted, program_of, spec_of
 from benchmarks.campaign.judge import Task, judge_of, judged, made_mutant, verdict
+from benchmarks.campaign.mutations import mutate
+from benchmarks.campaign.rewrites import rewrite
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.spec.domain import LARGEST
 

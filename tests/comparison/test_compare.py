@@ -16,7 +16,6 @@ from comparison_machine import ARMS, H100, SPEEDS, Machine, asked, cells, kept_n
 
 from coda_agent.agent.artifacts import quack_tunings
 from coda_agent.comparison import environment, kernels, keys, rows, workers
-from coda_agent.comparison.cells import CHANGED, Cell, Empty, lines, standing
 from coda_agent.comparison.competitors import (
     ANCHOR,
     COMPILE,
@@ -30,6 +29,7 @@ from coda_agent.comparison.competitors import (
     PROGRAM,
     UPSTREAM,
 )
+from coda_agent.comparison.drawing.cells import CHANGED, Cell, Empty, lines, standing
 from coda_agent.comparison.measuring import OutOfTime, measure
 from coda_agent.comparison.results import (
     LAYER_BOTH,

@@ -13,9 +13,6 @@ from xml.etree import ElementTree
 import pytest
 
 import comparison
-from coda_agent.comparison import charts
-from coda_agent.comparison.cells import Line, lines
-from coda_agent.comparison.charts import draw
 from coda_agent.comparison.competitors import (
     COLUMNS,
     COMPILE,
@@ -26,6 +23,9 @@ from coda_agent.comparison.competitors import (
     MATMUL,
     UPSTREAM,
 )
+from coda_agent.comparison.drawing import charts
+from coda_agent.comparison.drawing.cells import Line, lines
+from coda_agent.comparison.drawing.charts import draw
 from comparison import line
 
 
@@ -83,7 +83,7 @@ def test_every_column_has_its_own_colour_and_shape() -> None:
 
 
 def test_matplotlib_is_imported_only_to_draw() -> None:
-    imports = "import coda_agent.comparison.html_page, coda_agent.comparison.terminal, sys"
+    imports = "import coda_agent.comparison.drawing.html_page, coda_agent.comparison.drawing.terminal, sys"
     code = f"{imports}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -18,7 +18,6 @@ from coda_agent.agent.artifacts.accept import ROOT
 from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, UNFINISHED, USAGE
 from coda_agent.comparison import rows
-from coda_agent.comparison.cells import lines
 from coda_agent.comparison.competitors import (
     ANCHOR,
     AUTOTUNED,
@@ -31,9 +30,10 @@ from coda_agent.comparison.competitors import (
     PROGRAM,
     UPSTREAM,
 )
+from coda_agent.comparison.drawing.cells import lines
+from coda_agent.comparison.drawing.summary import against
 from coda_agent.comparison.options import QUICK_ROUNDS, Choice
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, read, write
-from coda_agent.comparison.summary import against
 from coda_agent.verifier.baselines.quack import OWN_TUNER
 from coda_agent.verifier.gpu.worker import Lost
 from comparison import results as made_up

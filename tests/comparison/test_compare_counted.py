@@ -10,9 +10,7 @@ from dataclasses import replace
 import pytest
 
 import comparison
-from coda_agent.comparison import charts, rows
-from coda_agent.comparison.cells import Cell, Empty, Line, lines
-from coda_agent.comparison.charts import draw
+from coda_agent.comparison import rows
 from coda_agent.comparison.competitors import (
     ANCHOR,
     COMPILE,
@@ -28,11 +26,14 @@ from coda_agent.comparison.competitors import (
     helped,
     note,
 )
-from coda_agent.comparison.html_page import page
-from coda_agent.comparison.markdown import brief, markdown, sheets, summed
+from coda_agent.comparison.drawing import charts
+from coda_agent.comparison.drawing.cells import Cell, Empty, Line, lines
+from coda_agent.comparison.drawing.charts import draw
+from coda_agent.comparison.drawing.html_page import page
+from coda_agent.comparison.drawing.markdown import brief, markdown, sheets, summed
+from coda_agent.comparison.drawing.summary import CLAIMS, Row, against, findings, measured, shown
+from coda_agent.comparison.drawing.terminal import NAME
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Arm, Failure, Loss, Results, Sitting
-from coda_agent.comparison.summary import CLAIMS, Row, against, findings, measured, shown
-from coda_agent.comparison.terminal import NAME
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, OWN_TUNER
 from coda_agent.verifier.loading import load

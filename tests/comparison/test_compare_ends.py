@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from comparison_machine import ARMS, Machine, asked, cells, kept_nowhere, never, stood_in
 
-from coda_agent.comparison.cells import Cell, Empty, lines
 from coda_agent.comparison.competitors import (
     ANCHOR,
     COMPILE,
@@ -26,6 +25,7 @@ from coda_agent.comparison.competitors import (
     TORCH,
     UPSTREAM,
 )
+from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, tuned
 from coda_agent.comparison.interleaved import gpu as gpu_task
 from coda_agent.comparison.measuring import OutOfTime, measure

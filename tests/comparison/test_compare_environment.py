@@ -15,8 +15,8 @@ from checkout import SUPPORT
 from comparison_machine import stood_in
 
 from coda_agent.comparison import environment, rows
-from coda_agent.comparison.cells import Cell, Empty, lines
 from coda_agent.comparison.competitors import EAGER, TORCH, UPSTREAM
+from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.measuring import Asked, measure
 from coda_agent.comparison.results import Results, ResultsError
 from coda_agent.verifier.gpu.worker import Worker

@@ -11,8 +11,8 @@ import pytest
 from comparison_machine import Machine, stood_in
 
 from coda_agent.comparison import kernels, rows
-from coda_agent.comparison.cells import Cell, Empty, lines
 from coda_agent.comparison.competitors import EAGER, EDITED, LLM, PROGRAM, TORCH
+from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.measuring import Asked, measure
 from coda_agent.comparison.results import LAYER_FORWARD, Results
 from coda_agent.primitives.compiler import lower as lowering

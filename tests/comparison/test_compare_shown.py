@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 
 import comparison
-from coda_agent.comparison import summary
-from coda_agent.comparison.cells import Line, lines
-from coda_agent.comparison.charts import draw
 from coda_agent.comparison.competitors import (
     ANCHOR,
     APART,
@@ -30,10 +27,21 @@ from coda_agent.comparison.competitors import (
     PROGRAM,
     UPSTREAM,
 )
-from coda_agent.comparison.html_page import page
-from coda_agent.comparison.markdown import markdown, plain, sheets
+from coda_agent.comparison.drawing import summary
+from coda_agent.comparison.drawing.cells import Line, lines
+from coda_agent.comparison.drawing.charts import draw
+from coda_agent.comparison.drawing.html_page import page
+from coda_agent.comparison.drawing.markdown import markdown, plain, sheets
+from coda_agent.comparison.drawing.summary import (
+    CLAIMS,
+    NOTHING,
+    against,
+    findings,
+    measured,
+    ordered,
+    together,
+)
 from coda_agent.comparison.results import Failure, Loss, Present, Results
-from coda_agent.comparison.summary import CLAIMS, NOTHING, against, findings, measured, ordered, together
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
 from comparison import WIDE, arm, interval, line, printed, sitting

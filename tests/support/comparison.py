@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 
 from coda_agent.agent.reporting.table import GROUPS
-from coda_agent.comparison.cells import Cell, Empty, Line
 from coda_agent.comparison.competitors import (
     ANCHOR,
     COLUMNS,
@@ -20,8 +19,9 @@ from coda_agent.comparison.competitors import (
     PROGRAM,
     UPSTREAM,
 )
+from coda_agent.comparison.drawing.cells import Cell, Empty, Line
+from coda_agent.comparison.drawing.terminal import table
 from coda_agent.comparison.results import Arm, Failure, Loss, Results, Sitting
-from coda_agent.comparison.terminal import table
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
 from coda_agent.verifier.statistics import Interval

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from coda_agent.comparison import environment, keys, measuring, rows, workers
-from coda_agent.comparison.cells import Cell, Empty, lines
 from coda_agent.comparison.competitors import ANCHOR, COMPILE, EAGER, LIGER, PROGRAM, UPSTREAM
+from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.interleaved import compiled, machine, tuned
 from coda_agent.comparison.interleaved import gpu as gpu_task
 from coda_agent.comparison.measuring import Asked

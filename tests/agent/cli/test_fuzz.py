@@ -54,9 +54,10 @@ from coda_agent.agent.reporting import render, table
 from coda_agent.agent.reporting.terminal import Console
 from coda_agent.agent.run import history, improve, record, run_summary, runs
 from coda_agent.agent.run.loop import extract
-from coda_agent.comparison import html_page as compared
-from coda_agent.comparison import markdown, results, terminal
-from coda_agent.comparison.cells import NAMES, lines
+from coda_agent.comparison import results
+from coda_agent.comparison.drawing import html_page as compared
+from coda_agent.comparison.drawing import markdown, terminal
+from coda_agent.comparison.drawing.cells import NAMES, lines
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.campaign.graph import Skip
-from benchmarks.campaign.site import Edit, Site
+from benchmarks.campaign.mutations.site import Edit, Site
 
 
 def clamp(site: Site) -> str:

@@ -6,7 +6,7 @@ import math
 from random import Random
 
 from benchmarks.campaign.graph import Graph, Skip
-from benchmarks.campaign.rules import Rule, known, rule
+from benchmarks.campaign.rewrites.rules import Rule, known, rule
 from coda_agent.primitives.lang.ir import Node
 
 ROOT_2_OVER_PI = math.sqrt(2 / math.pi)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from benchmarks.campaign import rewrite_arithmetic, rewrite_functions, rewrite_tiles
 from benchmarks.campaign.graph import Graph, Skip, honest
-from benchmarks.campaign.rules import Rule
+from benchmarks.campaign.rewrites import arithmetic, functions, tiles
+from benchmarks.campaign.rewrites.rules import Rule
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 
-RULES: dict[str, Rule] = rewrite_arithmetic.RULES | rewrite_functions.RULES | rewrite_tiles.RULES
+RULES: dict[str, Rule] = arithmetic.RULES | functions.RULES | tiles.RULES
 COMBINED = "several"
 KINDS = (*RULES, COMBINED)
 TRIES = 30  # before a kind does not apply to a spec's programs

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.safe_text import visible
-from coda_agent.comparison import summary
-from coda_agent.comparison.cells import NAMES, Cell, Empty, Line, lines, timed
 from coda_agent.comparison.competitors import (
     ANCHOR,
     COLUMNS,
@@ -29,8 +27,9 @@ from coda_agent.comparison.competitors import (
     Column,
     composed,
 )
-from coda_agent.comparison.results import Results, ResultsError
-from coda_agent.comparison.summary import (
+from coda_agent.comparison.drawing import summary
+from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, Line, lines, timed
+from coda_agent.comparison.drawing.summary import (
     ALONE,
     BELOW,
     DOUBTED,
@@ -49,6 +48,7 @@ from coda_agent.comparison.summary import (
     measured,
     shown,
 )
+from coda_agent.comparison.results import Results, ResultsError
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 

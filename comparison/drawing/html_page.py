@@ -12,10 +12,10 @@ from markupsafe import Markup
 from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.pages import macro
 from coda_agent.agent.reporting.pages import page as render
-from coda_agent.comparison import charts
-from coda_agent.comparison.cells import NAMES, Empty, Line, lines
 from coda_agent.comparison.competitors import COLUMNS, LLM
-from coda_agent.comparison.markdown import (
+from coda_agent.comparison.drawing import charts
+from coda_agent.comparison.drawing.cells import NAMES, Empty, Line, lines
+from coda_agent.comparison.drawing.markdown import (
     ABSENT,
     CLAIMED,
     MIB,
@@ -29,8 +29,17 @@ from coda_agent.comparison.markdown import (
     sheets,
     summed,
 )
+from coda_agent.comparison.drawing.summary import (
+    NOTHING,
+    Row,
+    Summary,
+    against,
+    findings,
+    measured,
+    ordered,
+    shown,
+)
 from coda_agent.comparison.results import Loss, Results
-from coda_agent.comparison.summary import NOTHING, Row, Summary, against, findings, measured, ordered, shown
 
 TITLE = "CODA's operators: kernels by an LLM, by people, and what is used today"
 COLUMN_HEADINGS = (

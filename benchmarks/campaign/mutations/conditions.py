@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.campaign.site import COMPARISONS, Edit, Site
+from benchmarks.campaign.mutations.site import COMPARISONS, Edit, Site
 
 
 def on_value(site: Site) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from benchmarks.campaign.graph import Graph, Skip
-from benchmarks.campaign.rules import Rule, known, rule
+from benchmarks.campaign.rewrites.rules import Rule, known, rule
 from coda_agent.primitives.lang.ir import Node, Type
 
 

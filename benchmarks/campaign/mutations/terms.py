@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.campaign.graph import Skip, same_type
-from benchmarks.campaign.site import Edit, Site
+from benchmarks.campaign.mutations.site import Edit, Site
 from coda_agent.primitives.lang.ir import Node
 
 UNARY = ("exp", "log", "sqrt", "rsqrt", "tanh", "sin", "cos", "sigmoid", "silu", "gelu", "abs", "negative")

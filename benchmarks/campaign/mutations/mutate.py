@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.campaign import clamps, conditions, sizes, terms
 from benchmarks.campaign.graph import Graph, Skip
-from benchmarks.campaign.site import Edit, Site
+from benchmarks.campaign.mutations import clamps, conditions, sizes, terms
+from benchmarks.campaign.mutations.site import Edit, Site
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.spec.model import Spec

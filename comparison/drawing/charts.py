@@ -12,7 +12,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.reporting.safe_text import visible
-from coda_agent.comparison.cells import Cell, Line
 from coda_agent.comparison.competitors import (
     COLUMNS,
     COMPILE,
@@ -24,8 +23,9 @@ from coda_agent.comparison.competitors import (
     TORCH,
     UPSTREAM,
 )
-from coda_agent.comparison.markdown import ABSENT, mark, marks
-from coda_agent.comparison.summary import SHARED, Row, against, ordered
+from coda_agent.comparison.drawing.cells import Cell, Line
+from coda_agent.comparison.drawing.markdown import ABSENT, mark, marks
+from coda_agent.comparison.drawing.summary import SHARED, Row, against, ordered
 from coda_agent.verifier.statistics import Interval
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from coda_agent.agent.reporting.table import GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
-from coda_agent.comparison.cells import Cell, Line, standing
 from coda_agent.comparison.competitors import COMPILE, HUMAN, UPSTREAM, composed, helped
+from coda_agent.comparison.drawing.cells import Cell, Line, standing
 from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Results
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.statistics import Interval

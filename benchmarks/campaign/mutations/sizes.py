@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from benchmarks.campaign.site import Edit, Site
+from benchmarks.campaign.mutations.site import Edit, Site
 from coda_agent.primitives.lang.dims import Dim
 
 Sizes = Mapping[str, int]

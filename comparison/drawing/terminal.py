@@ -13,11 +13,11 @@ from rich.text import Text
 
 from coda_agent.agent.reporting.charts import number
 from coda_agent.agent.reporting.safe_text import visible
-from coda_agent.comparison.cells import NAMES, Cell, Empty, Line, lines
 from coda_agent.comparison.competitors import LLM
-from coda_agent.comparison.markdown import ABSENT, Notes, clocks, columns_of, fastest, mark, marks
+from coda_agent.comparison.drawing.cells import NAMES, Cell, Empty, Line, lines
+from coda_agent.comparison.drawing.markdown import ABSENT, Notes, clocks, columns_of, fastest, mark, marks
+from coda_agent.comparison.drawing.summary import NOTHING, Row, ordered
 from coda_agent.comparison.results import Results
-from coda_agent.comparison.summary import NOTHING, Row, ordered
 
 NAME, CASE = 15, 11  # characters of a line of an operator's name, and of a case
 STYLES = {"win": "green", "tie": "dim", "loss": "red", "undecided": "yellow"}

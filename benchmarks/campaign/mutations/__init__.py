@@ -1,0 +1,1 @@
+"""Mutants of a program: each is wrong by one mistake."""

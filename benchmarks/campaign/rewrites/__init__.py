@@ -1,0 +1,1 @@
+"""Honest rewrites of a program: each computes the same."""
