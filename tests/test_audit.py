@@ -18,6 +18,8 @@ from coda_agent.primitives.lang.ir import Signature, TensorType
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier.sandbox import jail
 
+pytestmark = pytest.mark.slow
+
 KERNEL = '''from primitives import gemm, kernel
 
 @kernel

@@ -18,6 +18,8 @@ from checkout import ROOT
 
 from coda_agent.agent.extras import EXTRAS, remedy
 
+pytestmark = pytest.mark.slow
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = ("agent", "comparison", "primitives", "verifier")
 PARTS = (*PACKAGES, "generated_kernels", "specs")

@@ -18,6 +18,8 @@ from benchmarks.campaign.rewrites import rewrite
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.spec.domain import LARGEST
 
+pytestmark = pytest.mark.slow
+
 # Kinds that need something which not all programs have: a constant, a comparison, inputs of one type.
 PARTIAL = {
     "clamp: by a value",

@@ -37,6 +37,8 @@ from coda_agent.verifier.numerics import reference
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.spec.model import Spec
 
+pytestmark = pytest.mark.slow
+
 SPECS = ROOT / "specs"
 TEN = {
     "gemm_rope",

@@ -21,6 +21,8 @@ from coda_agent.comparison.measuring import Asked, measure
 from coda_agent.comparison.results import Results, ResultsError
 from coda_agent.verifier.gpu.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 NAME, VERSION = "typer", "0.0.1"  # one that this project has too, in another version
 versions = environment.versions
 

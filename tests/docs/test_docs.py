@@ -16,6 +16,8 @@ from checkout import ROOT
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.verifier import loading, proposal
 
+pytestmark = pytest.mark.slow
+
 GENERATED = {"layer_backward.md"}  # by ``benchmarks.layer_profile``: its blocks are names of kernels
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)

@@ -14,6 +14,8 @@ from coda_agent.verifier.report import Checked, Rejected
 from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.verify import Verdict, check
 
+pytestmark = pytest.mark.slow
+
 CHEATS = {f"{theme}: {cheat.name}": cheat for theme, cheats in THEMES.items() for cheat in cheats}
 TWINS = {
     cheat.twin.name + (", sent" if cheat.taken_over else ""): (cheat.twin, cheat.taken_over)

@@ -31,6 +31,8 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.provenance import UNTOLD, problems
 from coda_agent.verifier.report import Accepted, Checked
 
+pytestmark = pytest.mark.slow
+
 COMMITTED = sorted(
     p.name.removesuffix(".report.json") for p in KERNELS.glob("*.report.json") if not edited(p)
 )

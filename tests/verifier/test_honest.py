@@ -13,6 +13,8 @@ from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run
 from coda_agent.verifier.report import Checked
 from coda_agent.verifier.verify import check
 
+pytestmark = pytest.mark.slow
+
 KERNELS = {f"{path.parent.name}: {path.stem}": path for path in sorted((TESTS / "honest").glob("*/*.py"))}
 
 

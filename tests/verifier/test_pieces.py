@@ -24,6 +24,8 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import Options
 from coda_agent.verifier.report import PROTOCOL, REPORT, Accepted, Identity, QuackTuned
 
+pytestmark = pytest.mark.slow
+
 USUAL = Options()
 Verify = Callable[..., tuple[int, str, str]]
 

@@ -32,6 +32,8 @@ from coda_agent.verifier.proposal_gates import Proof
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.file import SpecError
 
+pytestmark = pytest.mark.slow
+
 # what an owner may say
 
 

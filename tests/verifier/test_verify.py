@@ -35,7 +35,7 @@ from coda_agent.verifier.sandbox.jail import JailUnavailable
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check, line_behind, verify
 
-pytestmark = pytest.mark.usefixtures("no_compiler")
+pytestmark = [pytest.mark.usefixtures("no_compiler"), pytest.mark.slow]
 
 
 @pytest.fixture

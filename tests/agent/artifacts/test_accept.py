@@ -37,7 +37,7 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Accepted
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = pytest.mark.usefixtures("runs_home")
+pytestmark = [pytest.mark.usefixtures("runs_home"), pytest.mark.slow]
 NAMES = ["toy.py", "toy.program.json", "toy.cutedsl.py", "toy.report.json", "toy.jsonl"]
 
 

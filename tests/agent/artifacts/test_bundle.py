@@ -47,7 +47,7 @@ from coda_agent.verifier.measure import DEFAULT_ARMS, Keep, Options
 from coda_agent.verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = pytest.mark.usefixtures("runs_home")
+pytestmark = [pytest.mark.usefixtures("runs_home"), pytest.mark.slow]
 
 
 class Cut(Exception):

@@ -30,6 +30,8 @@ from coda_agent.verifier.report import Checked, Measured
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
+pytestmark = pytest.mark.slow
+
 # a run
 
 

@@ -30,7 +30,7 @@ from coda_agent.agent.run.budget import Limits
 from coda_agent.verifier.measure import Options
 from coda_agent.verifier.report import REPORT
 
-pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
+pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
 
 
 # what a spec may have wrong: status 2, file, line and remedy, and no run begun

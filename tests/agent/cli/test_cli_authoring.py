@@ -40,7 +40,7 @@ from coda_agent.verifier.incumbent import Kept
 from coda_agent.verifier.measure import Keep, Options
 from coda_agent.verifier.report import REPORT, Checked, QuackTuned
 
-pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
+pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
 
 
 def answered(directory: Path, *answers: str) -> Path:

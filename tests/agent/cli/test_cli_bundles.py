@@ -19,7 +19,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.report import Measured
 from coda_agent.verifier.spec.model import Spec
 
-pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
+pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from coda_agent.comparison.results import ResultsError, read
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.file import DEEPEST, LARGEST, SpecError
 
-pytestmark = pytest.mark.usefixtures("runs_home", "plain")
+pytestmark = [pytest.mark.usefixtures("runs_home", "plain"), pytest.mark.slow]
 
 
 def change(name: str, statement: str, *values: object) -> None:

@@ -89,7 +89,7 @@ STATUSES = {
 }
 Try = Callable[[Damage], object]  # damages something, and has it read
 
-pytestmark = pytest.mark.usefixtures("runs_home", "plain", "no_keys")
+pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "no_keys"), pytest.mark.slow]
 
 
 def test_ten_thousand_inputs() -> None:

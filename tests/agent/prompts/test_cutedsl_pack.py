@@ -21,6 +21,8 @@ from kernels import signature, tensor, trace
 from coda_agent.agent.prompts.prompt import tokens
 from coda_agent.primitives.compiler.lower import lower
 
+pytestmark = pytest.mark.slow
+
 PACK = ROOT / "agent" / "prompts" / "pack" / "cutedsl.md"
 TEXT = PACK.read_text(encoding="utf-8")
 MOST = 14_000  # tokens

@@ -17,7 +17,7 @@ from coda_agent.agent.providers.patience import Patience
 from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget
 from coda_agent.agent.run.journal import Journal
 
-pytestmark = pytest.mark.usefixtures("no_keys")
+pytestmark = [pytest.mark.usefixtures("no_keys"), pytest.mark.slow]
 
 
 # A fault, and whether it leaves a charge that nobody knows.

@@ -51,6 +51,8 @@ from coda_agent.agent.run.journal import Journal
 from coda_agent.agent.run.loop import Loop
 from coda_agent.agent.run.tools import TOOLS, submission
 
+pytestmark = pytest.mark.slow
+
 # It keeps what it was started with, and does as the first of its plans says, which it then crosses out
 # unless it is the last.
 STAND_IN = f"""#!{sys.executable}

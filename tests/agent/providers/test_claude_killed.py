@@ -17,6 +17,8 @@ from coda_agent.agent.providers import Message, ProviderError, Question, make
 from coda_agent.agent.providers.patience import Patience
 from coda_agent.primitives.system import subprocesses
 
+pytestmark = pytest.mark.slow
+
 # It notes who it is, and would go on for ten minutes.
 ENDLESS = f"""#!{sys.executable}
 import os, sys, time

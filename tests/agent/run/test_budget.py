@@ -48,6 +48,8 @@ from coda_agent.verifier.numerics import cpu_numerics
 from coda_agent.verifier.report import Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
 
+pytestmark = pytest.mark.slow
+
 MODEL = "claude-opus-4-5"
 GOOD, BAD = fenced(TOY_KERNEL), fenced(BROKEN)
 

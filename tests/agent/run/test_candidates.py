@@ -32,6 +32,8 @@ from coda_agent.agent.run import candidates, history, runs
 from coda_agent.agent.run.journal import JournalError, glance
 from coda_agent.verifier.loading import load
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def toy(runs_home: Path, tmp_path: Path) -> Path:

@@ -38,6 +38,8 @@ from coda_agent.verifier.provenance import problems
 from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
 
+pytestmark = pytest.mark.slow
+
 GOOD = fenced(TOY_KERNEL)
 
 

@@ -19,6 +19,8 @@ from checkout import ROOT
 from coda_agent.agent.run.journal import Event, Journal, JournalError, glance, held, read_export
 from coda_agent.primitives.system.files import write_atomic
 
+pytestmark = pytest.mark.slow
+
 # A run of some steps. Each production and each step that `once` gave back is noted by one write(2), which a
 # SIGKILL afterwards cannot take back. `kill` names the point at which the child kills itself.
 RUN = """

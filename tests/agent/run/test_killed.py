@@ -33,6 +33,8 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import identity
 from coda_agent.verifier.report import Accepted, Measured, Rejected
 
+pytestmark = pytest.mark.slow
+
 # What a process that is killed at a point on its way to an event has added to the ledger.
 RESERVING: dict[str, list[str]] = {"before reserved": [], "after reserved": ["reserved"]}
 SETTLING = {"before settled": ["reserved"], "after settled": ["reserved", "settled"]}

@@ -49,6 +49,8 @@ from coda_agent.verifier.report import Accepted, Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.timing import FEWEST
 
+pytestmark = pytest.mark.slow
+
 # Milliseconds of the kernel before, whose edit takes 2.0.
 SAMPLES = ((2.2,) * FEWEST, (2.21,) * FEWEST, (2.19,) * FEWEST)
 

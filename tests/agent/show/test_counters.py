@@ -31,6 +31,8 @@ from coda_agent.primitives.runtime.compile import report
 from coda_agent.primitives.runtime.sass import Listing
 from coda_agent.verifier.loading import load
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = of_spec("gemm_swiglu_bwd")
 KEPT = SPECS.parent / "generated_kernels" / "gemm_swiglu_bwd.program.json"
 SIZES = {"M": 16384, "D": 2048, "F": 5632}

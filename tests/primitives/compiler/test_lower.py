@@ -41,6 +41,8 @@ from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType
 from coda_agent.primitives.lang.schedule import TILES, Schedule
 
+pytestmark = pytest.mark.slow
+
 INPUTS = {
     "x": tensor("M, K"),
     "w": tensor("N, K"),

@@ -29,6 +29,8 @@ from coda_agent.verifier.measure import Options, _Session
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import compile_gate
 
+pytestmark = pytest.mark.slow
+
 PINGPONG, COOPERATIVE = PROBES
 
 

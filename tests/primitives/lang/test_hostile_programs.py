@@ -21,6 +21,8 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import MAX_BYTES, OPERATIONS, Program
 
+pytestmark = pytest.mark.slow
+
 MARK = "zq"  # every name of theirs begins with it, and no text of ours holds it
 Json = Any
 

@@ -13,6 +13,8 @@ from coda_agent.primitives.lang.interpret import interpret, solve_sizes
 from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.partition import cut
 
+pytestmark = pytest.mark.slow
+
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}  # fp32: with its sums
 
 

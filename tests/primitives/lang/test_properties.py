@@ -29,6 +29,8 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.primitives.runtime.compile import report
 
+pytestmark = pytest.mark.slow
+
 # Of an output that is rounded to nearest: half a unit in the last place, relative to the value.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
 # fp32 throughout: a product of at most 24 terms and a dozen operations, each of which keeps a few units

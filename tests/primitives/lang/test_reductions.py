@@ -21,6 +21,8 @@ from coda_agent.primitives.lang.ir import OPERATIONS, Program, Signature
 from coda_agent.primitives.lang.trace import trace_source
 from coda_agent.primitives.runtime.compile import _environment
 
+pytestmark = pytest.mark.slow
+
 # Of a tile and of ones half and twice as wide, and of one that is not 0 past the matrix's edge.
 DECLARED = signature(
     {"x": tensor("M, K"), "w": tensor("2*F, K"), "r": tensor("M, 2*F")},

@@ -24,6 +24,8 @@ from coda_agent.primitives.runtime.sass import disassemble
 from coda_agent.primitives.runtime.tune import compile_all
 from coda_agent.primitives.system.files import write_atomic
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = kernels.BACKWARD.program  # sums of rows and columns: vector kernels too
 SIZES = {dim: 256 for dim in PROGRAM.signature.dims}
 ONE = PROBES[:1]

@@ -28,6 +28,8 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.report import Checked, Rejected
 from coda_agent.verifier.verify import check_raw
 
+pytestmark = pytest.mark.slow
+
 CHEATS = {f"{theme}: {cheat.name}": cheat for theme, cheats in THEMES.items() for cheat in cheats}
 TOLD = {name: cheat for name, cheat in CHEATS.items() if cheat not in GAMES}
 

@@ -16,6 +16,8 @@ from checkout import ROOT
 
 from coda_agent.primitives.raw.confine import CALLS, LIMITS, environment
 
+pytestmark = pytest.mark.slow
+
 KERNELS = ROOT / "generated_kernels"
 
 # A process that has compiled, so that it has the compiler's threads and engine, forks a child for each of

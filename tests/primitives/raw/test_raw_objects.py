@@ -18,7 +18,10 @@ from checkout import ROOT
 from coda_agent.primitives.raw.error import RawError
 from coda_agent.primitives.raw.objects import MOST_BYTES, MOST_SHARED, UNDEFINED, inspect, same_host
 
-pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="forges x86-64's relocations")
+pytestmark = [
+    pytest.mark.skipif(os.uname().machine != "x86_64", reason="forges x86-64's relocations"),
+    pytest.mark.slow,
+]
 PROGRAM = ROOT / "generated_kernels" / "gemm_row_abs_max.program.json"
 COMPILE = """
 import sys

@@ -26,6 +26,8 @@ from coda_agent.primitives.runtime.compile import report
 from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -21,6 +21,8 @@ from coda_agent.primitives.runtime import sass
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.primitives.runtime.sass import LOWERED, Instruction, Listing, disassemble, parse
 
+pytestmark = pytest.mark.slow
+
 BACKWARD, SIZES = of_spec("gemm_swiglu_bwd"), {"D": 64, "F": 64}
 TEXT = """\
 	.headerflags	@"EF_CUDA_TEXMODE_UNIFIED EF_CUDA_64BIT_ADDRESS"

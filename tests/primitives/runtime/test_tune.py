@@ -16,6 +16,8 @@ from coda_agent.primitives.compiler.roofline import H100
 from coda_agent.primitives.lang.schedule import SMALL_TILES, TILES, Schedule
 from coda_agent.primitives.runtime import tune
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"M": 16384, "D": 2048, "F": 5632}
 
 

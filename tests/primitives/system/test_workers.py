@@ -16,6 +16,8 @@ from waiting import eventually
 from coda_agent.primitives.system import subprocesses, workers
 from coda_agent.verifier.gpu.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def tasks_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:

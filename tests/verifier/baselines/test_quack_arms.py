@@ -50,6 +50,8 @@ from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
 
+pytestmark = pytest.mark.slow
+
 SPECS = ROOT / "specs"
 TILE = 64
 NONE = {"gemm_cross_entropy_bwd", "gemm_fp8_row_scale", "gemm_fp8_tensor_scale"}

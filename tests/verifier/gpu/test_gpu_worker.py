@@ -20,6 +20,8 @@ from coda_agent.verifier.gpu import worker as gpu
 from coda_agent.verifier.gpu.sanitizer import SanitizerMissing, errors
 from coda_agent.verifier.gpu.worker import Lost, Worker, WorkerError
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60.0  # seconds: a worker imports PyTorch first
 
 

@@ -22,6 +22,8 @@ from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import _interpret
 
+pytestmark = pytest.mark.slow
+
 IMPORTS = f"from primitives import {', '.join(primitives.__all__)}\n"
 
 

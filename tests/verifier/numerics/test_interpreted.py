@@ -14,6 +14,8 @@ from coda_agent.verifier.numerics.stretch import STRETCHED
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import _interpret
 
+pytestmark = pytest.mark.slow
+
 
 def spec_of(name: str) -> Spec:
     return load(SPECS / f"{name}.yaml", check=False)

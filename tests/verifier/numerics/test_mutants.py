@@ -16,6 +16,8 @@ from coda_agent.verifier.numerics.mutants import Mutant, mutants
 from coda_agent.verifier.numerics.mutation_score import Sample, weak_spots
 from coda_agent.verifier.spec.model import Spec
 
+pytestmark = pytest.mark.slow
+
 SPECS = ROOT / "specs"
 
 

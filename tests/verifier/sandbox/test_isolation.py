@@ -25,6 +25,8 @@ from coda_agent.verifier.sandbox import jail
 from coda_agent.verifier.sandbox.jail import JailUnavailable, Traced
 from coda_agent.verifier.verify import check
 
+pytestmark = pytest.mark.slow
+
 # A thousand hostile sources
 
 RUNS = int(os.environ.get("CODA_AGENT_JAIL_RUNS", "100"))  # 1000 take a minute

@@ -23,6 +23,8 @@ from coda_agent.verifier.numerics.inputs import DTYPES, draw
 from coda_agent.verifier.numerics.mutation_score import weak_spots
 from coda_agent.verifier.spec.model import Spec
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 EPS = 1e-6
 SMALL = {"M": 24, "K": 10, "N": 14, "D": 12, "F": 18, "V": 22, "H": 3, "P": 4}
