@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from coda_agent.agent.artifacts import accept, quack_tunings
 from coda_agent.agent.artifacts.checkpoint import FilePieces
 from coda_agent.agent.run import runs
-from coda_agent.agent.run.loop import last_verified, measurement, stands_at
+from coda_agent.agent.run.view import RunView
 from coda_agent.agent.setup import work_of
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.lower import lower
@@ -29,7 +29,6 @@ from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gates import Progress, identity, silent
 from coda_agent.verifier.report import (
     MEASUREMENT,
-    REPORT,
     Checked,
     Identity,
     Measured,
@@ -139,25 +138,23 @@ def _entry(name: str, progress: Progress) -> Entry:
                 f"there: coda-agent resume {run.name} --gpu; where its recording is in the checkout there: "
                 f"coda-agent primitive {run.journal.header['spec']} --provider replay --gpu"
             )
-        events = {e.key: e.payload for e in run.journal.events()}
-        attempt = last_verified(events)
-        last = events[f"report/{attempt}"] if attempt else None
-        report = REPORT.validate_python(last["report"]) if last else None
-        if not isinstance(report, Checked) or f"measurement/{attempt}" in events:
+        view = RunView(run.journal.events())
+        last = view.last
+        if last is None or not isinstance(last.checked, Checked) or last.measured:
             raise BundleError(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
-        assert last is not None and attempt is not None  # a report was validated from it
-        kept, raw = _kept(run, events), last.get("raw", "")
+        assert last.program_text is not None  # a checked kernel has one
+        kept, raw, report = _kept(run, view), last.raw, last.checked
         return Entry(
             run=run.name,
-            attempt=attempt,
+            attempt=last.number,
             spec_text=run.text,
-            program=last["program"],
+            program=last.program_text,
             identity=report.identity,
             known=_known(run.spec, report.identity),
             quack=quack_tunings.quack(run.spec),
             kept=Rival.of(kept) if kept else None,
             raw=raw,
-            objects=_objects(run.spec, last["program"], raw, kept, progress) if raw else {},
+            objects=_objects(run.spec, last.program_text, raw, kept, progress) if raw else {},
         )
     finally:
         run.journal.close()
@@ -192,15 +189,13 @@ def _objects(
     return packed(lowered)
 
 
-def _kept(run: runs.Run, events: Mapping[str, Any]) -> Kept | None:
+def _kept(run: runs.Run, view: RunView) -> Kept | None:
     from coda_agent.verifier.incumbent import Kept
 
-    number = stands_at(events)
-    found = measurement(events, number) if number else None
-    if isinstance(found, Measured):
-        report = events[f"report/{number}"]
-        program = Program.from_json(report["program"], run.spec.signature())
-        return Kept.of(program, found.timings, report.get("raw", ""))
+    at = view.standing
+    program = at.program(run.spec) if at else None
+    if at and program and isinstance(at.measurement, Measured):
+        return Kept.of(program, at.measurement.timings, at.raw)
     return work_of(run).rival()
 
 
@@ -401,10 +396,8 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
             ) from None
         run = runs.reopen(result.run)
         try:
-            recorded = next(
-                (e.payload for e in run.journal.events() if e.key == f"report/{result.attempt}"), None
-            )
-            report = REPORT.validate_python(recorded["report"]) if recorded else None
+            recorded = RunView(run.journal.events()).attempts.get(result.attempt)
+            report = recorded.checked if recorded else None
             named = [result.identity]
             if isinstance(measurement, Measured):
                 named.append(measurement.identity)

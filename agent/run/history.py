@@ -11,10 +11,11 @@ from coda_agent.agent.providers import Usage
 from coda_agent.agent.run import record
 from coda_agent.agent.run.budget import Spent, spent
 from coda_agent.agent.run.journal import Event, JournalError, held
-from coda_agent.agent.run.loop import STOPPED, answers, last_verified, measurement, stands_at, used
+from coda_agent.agent.run.loop import STOPPED
 from coda_agent.agent.run.runs import JOURNAL, names, runs_dir
+from coda_agent.agent.run.view import RunView
 from coda_agent.verifier.decision import BASELINE
-from coda_agent.verifier.report import CANDIDATE, REPORT, Accepted, Rejected, Timing, joined
+from coda_agent.verifier.report import CANDIDATE, Accepted, Rejected, Timing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,27 +155,24 @@ def attended(run: Past, journal: Path) -> Past:
 
 def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
     """A run from its journal."""
-    payloads = {event.key: event.payload for event in events}
-    turns = answers(payloads)
+    run = RunView(events)
     status, why = UNDECIDED, ""
     timings: tuple[Timing, ...] = ()
-    at = stands_at(payloads)
-    if at is not None:
-        report = REPORT.validate_python(payloads[f"report/{at}"]["report"])
-        found = joined(report, measurement(payloads, at))
+    if run.standing:
+        found = run.standing.report
         status = found.status
         why = f"{found.gate}/{found.code}" if isinstance(found, Rejected) else ""
-        timings = found.timings if isinstance(found, Accepted) else _fastest_rejected(payloads)
+        timings = found.timings if isinstance(found, Accepted) else _fastest_rejected(run)
     return Past(
         run=name,
         status=status,
         why=why,
         spec=str(header["spec"]),
-        author=turns[-1].author if turns else str(header.get("author") or header["provider"]),
-        attempts=(last_verified(payloads) or 0) + _answered_since(events),
+        author=run.turns[-1].author if run.turns else str(header.get("author") or header["provider"]),
+        attempts=(run.last.number if run.last else 0) + _answered_since(events),
         started=events[0].time if events else "",
         ended=events[-1].time if events else "",
-        usage=used(turns),
+        usage=run.usage,
         spent=spent(events),
         milliseconds=_mean(t.milliseconds[CANDIDATE] for t in timings),
         speedup=_mean(t.ratios[BASELINE].estimate for t in timings),
@@ -183,9 +181,8 @@ def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
     )
 
 
-def _fastest_rejected(payloads: dict[str, Any]) -> tuple[Timing, ...]:
-    numbers = [int(key.partition("/")[2]) for key in payloads if key.startswith("measurement/")]
-    found = [m for n in numbers if isinstance(m := measurement(payloads, n), Rejected)]
+def _fastest_rejected(run: RunView) -> tuple[Timing, ...]:
+    found = [a.measurement for a in run.attempts.values() if isinstance(a.measurement, Rejected)]
     rows = filter(None, map(record.timings_of, found))
     return max(rows, key=lambda rows: _mean(t.ratios[BASELINE].estimate for t in rows) or 0.0, default=())
 

@@ -10,7 +10,7 @@ import io
 import itertools
 import time
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,12 +26,12 @@ from coda_agent.agent.run.budget import Ledger, Limits, OutOfBudget, Spent
 from coda_agent.agent.run.journal import GPU_SECONDS, Journal, JournalError, Record
 from coda_agent.agent.run.record import uncharged
 from coda_agent.agent.run.task import Measure, Work
+from coda_agent.agent.run.view import Judged, RunView
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.deadline import Late, until
 from coda_agent.verifier.report import (
     MEASUREMENT,
-    REPORT,
     Accepted,
     Authorship,
     Checked,
@@ -107,7 +107,8 @@ class Loop:
         ProviderError where no kernel was accepted before it, OutOfBudget when it ends before the first
         report, and JournalError."""
         first = self.opening()
-        made = last_verified({e.key: e.payload for e in self.journal.events()}) or 0
+        last = RunView(self.journal.events()).last
+        made = last.number if last else 0
         messages, limit = [Message("user", first.task)], max(self.attempts, made)
         outcome: Outcome | None = None
         kept: Outcome | None = None
@@ -198,15 +199,14 @@ class Loop:
         # only a kernel that is known to be right may set schedules
         text = turn.text if kept or self.work.raw else ""
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
-        report, program = _read(payload, self.spec)
-        found = None
-        raw = payload.get("raw", "")
-        if isinstance(report, Checked) and program is not None:
-            found = self._measured(number, program, raw, kept)
-        final = joined(report, found)
+        judged = Judged(number, payload)
+        program, found = judged.program(self.spec), None
+        if isinstance(judged.checked, Checked) and program is not None:
+            found = self._measured(number, program, judged.raw, kept)
+        final = joined(judged.checked, found)
         self.listener.report(number, final)
-        spent = used(answers({e.key: e.payload for e in self.journal.events()}))
-        return Outcome(final, source, program, _authorship(self.journal, turn, number), spent, raw)
+        usage = RunView(self.journal.events()).usage
+        return Outcome(final, source, program, _authorship(self.journal, turn, number), usage, judged.raw)
 
     def _check(self, source: str, schedules: str = "") -> dict[str, Any]:
         if not source:
@@ -251,12 +251,12 @@ class Loop:
             yield
 
     def _measured(self, number: int, program: Program, raw: str, kept: Outcome | None) -> Measurement | None:
-        payloads = {e.key: e.payload for e in self.journal.events()}
-        if again := _rejected_before(payloads, number):
+        attempts = RunView(self.journal.events()).attempts
+        if again := _rejected_before(attempts, number):
             self.listener.text("the same kernel was measured before and rejected: it is not measured again\n")
-            payloads |= {f"measurement/{number}": again}
             self.journal.once(f"measurement/{number}", "measurement", lambda: again)
-        before = measurement(payloads, number)
+            return MEASUREMENT.validate_python(again)
+        before = attempts[number].measurement
         if before is not None or self.measure is None:
             return before
         rival, pieces = as_kept(kept) if kept else self.work.rival(), None
@@ -278,22 +278,22 @@ class Loop:
         return found
 
 
-def _rejected_before(payloads: Mapping[str, Any], number: int) -> dict[str, Any] | None:
+def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, Any] | None:
     """The rejection of the same kernel against the same incumbent in an earlier attempt: measured often
     enough, a slow kernel wins once by luck. None where this attempt was measured itself."""
-    if f"measurement/{number}" in payloads:
+    attempt = attempts[number]
+    if attempt.measured:
         return None
-    for earlier in range(number - 1, 0, -1):
-        found = uncharged(payloads.get(f"measurement/{earlier}", {}))
-        if found.get("status") == "measured":  # it has been the incumbent since
+    for earlier in sorted((n for n in attempts if n < number), reverse=True):
+        other = attempts[earlier]
+        if other.accepted:  # it has been the incumbent since
             return None
-        mine, other = (payloads.get(f"report/{each}", {}) for each in (number, earlier))
-        if found and mine.get("program") == other.get("program") and _same(mine.get("raw"), other.get("raw")):
-            return found
+        if other.measured and attempt.program_text == other.program_text and _same(attempt.raw, other.raw):
+            return dict(other.measured)
     return None
 
 
-def _same(text: str | None, other: str | None) -> bool:
+def _same(text: str, other: str) -> bool:
     """Whether two checked edited texts are equal but for comments and space."""
     return text == other or bool(text and other and _tokens(text) == _tokens(other))
 
@@ -341,31 +341,12 @@ class JournalPieces:
 
 def standing(journal: Record, spec: Spec) -> Outcome | None:
     """A run's result by its journal: its accepted kernel, or its last verified attempt, if there is one."""
-    events = {e.key: e.payload for e in journal.events()}
-    number = stands_at(events)
-    if number is None:
+    run = RunView(journal.events())
+    at = run.standing
+    if at is None:
         return None
-    payload = events[f"report/{number}"]
-    report, program = _read(payload, spec)
-    final = joined(report, measurement(events, number))
-    turns = answers(events)
-    authorship = _authorship(journal, turns[-1], number)
-    return Outcome(final, payload["source"], program, authorship, used(turns), payload.get("raw", ""))
-
-
-def _read(payload: dict[str, Any], spec: Spec) -> tuple[Accepted | Checked | Rejected, Program | None]:
-    text = payload["program"]
-    report = REPORT.validate_python(payload["report"])
-    return report, Program.from_json(text, spec.signature()) if text else None
-
-
-def answers(events: Mapping[str, Any]) -> list[Turn]:
-    """Every received turn, from a run's payloads in order."""
-    return [Turn.from_json(payload) for key, payload in events.items() if key.startswith("answer/")]
-
-
-def used(turns: Iterable[Turn]) -> Usage:
-    return sum((turn.usage for turn in turns), Usage())
+    authorship = _authorship(journal, run.turns[-1], at.number)
+    return Outcome(at.report, at.source, at.program(spec), authorship, run.usage, at.raw)
 
 
 def as_kept(outcome: Outcome) -> Kept:
@@ -374,26 +355,6 @@ def as_kept(outcome: Outcome) -> Kept:
 
     assert isinstance(outcome.report, Accepted) and outcome.program is not None
     return Kept.of(outcome.program, outcome.report.timings, outcome.raw)
-
-
-def stands_at(events: Mapping[str, Any]) -> int | None:
-    """The number of the attempt that stands, by a run's payloads: the last accepted one, since a change that
-    beats nothing is not accepted, else the last verified one."""
-    accepted = [
-        k for k, payload in events.items() if k.startswith("measurement/") and payload["status"] == "measured"
-    ]
-    return max((int(key.partition("/")[2]) for key in accepted), default=last_verified(events))
-
-
-def last_verified(events: Mapping[str, Any]) -> int | None:
-    """The number of the last attempt with a report, by a run's payloads."""
-    return max((int(key.partition("/")[2]) for key in events if key.startswith("report/")), default=None)
-
-
-def measurement(events: Mapping[str, Any], number: int) -> Measurement | None:
-    """An attempt's measurement, by a run's payloads."""
-    found = uncharged(events.get(f"measurement/{number}", {}))
-    return MEASUREMENT.validate_python(found) if found else None
 
 
 def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:

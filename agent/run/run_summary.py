@@ -15,10 +15,11 @@ from coda_agent.agent.providers import Turn
 from coda_agent.agent.run import record
 from coda_agent.agent.run.history import Past, attended, told
 from coda_agent.agent.run.journal import Event
-from coda_agent.agent.run.loop import extract, measurement
+from coda_agent.agent.run.loop import extract
 from coda_agent.agent.run.runs import JOURNAL
+from coda_agent.agent.run.view import Judged, RunView
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing, joined
+from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing
 from coda_agent.verifier.spec.file import SpecError
 
 KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")  # others are only listed
@@ -81,13 +82,13 @@ def read(directory: Path) -> Account:
     header, events = record.glance(journal)
     yaml = directory / "spec.yaml"
     grouped = _grouped(events)
-    payloads = {event.key: event.payload for event in events}
+    judged = {f"report/{number}": attempt for number, attempt in RunView(events).attempts.items()}
     return Account(
         past=attended(told(directory.name, header, events), journal),
         header=header,
         spec=yaml.read_text(encoding="utf-8", errors="replace") if yaml.is_file() else "",
         edited=_edited(yaml, header),
-        attempts=tuple(_attempt(payloads, n, own) for n, own in sorted(grouped.items()) if n),
+        attempts=tuple(_attempt(judged, n, own) for n, own in sorted(grouped.items()) if n),
         steps=_steps(events, grouped),
     )
 
@@ -127,15 +128,13 @@ def _steps(events: Sequence[Event], grouped: Mapping[int, Sequence[Event]]) -> t
     )
 
 
-def _attempt(payloads: Mapping[str, Any], number: int, own: Sequence[Event]) -> Attempt:
+def _attempt(judged: Mapping[str, Judged], number: int, own: Sequence[Event]) -> Attempt:
     turns = tuple(Turn.from_json(e.payload) for e in own if e.kind == "answer")
     source = (extract(turns[-1].text) or "") if turns else ""
     report = None
     for event in own:
         if event.kind == "report":
-            found = measurement(payloads, int(event.key.partition("/")[2]))
-            report = joined(REPORT.validate_python(event.payload["report"]), found)
-            source = event.payload["source"]
+            report, source = judged[event.key].report, judged[event.key].source
     return Attempt(
         number=number,
         turns=turns,

@@ -12,13 +12,13 @@ from typing import Any
 
 from coda_agent.agent.run import record
 from coda_agent.agent.run.journal import Event
-from coda_agent.agent.run.loop import measurement
 from coda_agent.agent.run.optimize import Base
 from coda_agent.agent.run.runs import JOURNAL, folder
+from coda_agent.agent.run.view import Judged, RunView
 from coda_agent.agent.tips import CUTEDSL, VOCABULARY, Lesson, TipsError, one_line
 from coda_agent.verifier.decision import NO_FASTER
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.report import GATES, REPORT, Accepted, Checked, Rejected, joined
+from coda_agent.verifier.report import GATES, REPORT, Accepted, Checked, Rejected
 
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 SOURCES = ("report", "draft")  # kinds of events that judge a source
@@ -93,13 +93,11 @@ Report = Accepted | Checked | Rejected
 
 def _judged(events: Sequence[Event]) -> Iterator[tuple[Report, str]]:
     """Reports with their sources, in order, including an attempt's measurement."""
-    payloads = {event.key: event.payload for event in events}
+    attempts = {f"report/{number}": attempt for number, attempt in RunView(events).attempts.items()}
     for event in events:
         if event.kind in SOURCES:
-            kind, _, number = event.key.partition("/")
-            report = REPORT.validate_python(event.payload["report"])
-            found = measurement(payloads, int(number)) if kind == "report" else None
-            yield joined(report, found), event.payload["source"]
+            judged = attempts.get(event.key) or Judged(0, event.payload)  # else a draft
+            yield judged.report, judged.source
 
 
 def _began_with(directory: Path, events: Sequence[Event]) -> str | None:

@@ -1,0 +1,99 @@
+"""A typed view of a run's events: ``RunView(events).attempts[n].report``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from coda_agent.agent.providers import Turn, Usage
+from coda_agent.agent.run.journal import Event
+from coda_agent.agent.run.record import uncharged
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.verifier.report import (
+    MEASUREMENT,
+    REPORT,
+    Accepted,
+    Checked,
+    Measurement,
+    Rejected,
+    joined,
+)
+from coda_agent.verifier.spec.model import Spec
+
+Report = Accepted | Checked | Rejected
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An attempt with a report. ``number``: of the turn that submitted it. ``payload``: its report event's.
+    ``measured``: its measurement event's, without the charge, if there is one."""
+
+    number: int
+    payload: Mapping[str, Any]
+    measured: Mapping[str, Any] | None = None
+
+    @property
+    def source(self) -> str:
+        return str(self.payload["source"])
+
+    @property
+    def raw(self) -> str:
+        """The edited text; empty where the attempt is a program of the vocabulary."""
+        return str(self.payload.get("raw", ""))
+
+    @property
+    def program_text(self) -> str | None:
+        return self.payload["program"]
+
+    def program(self, spec: Spec) -> Program | None:
+        return Program.from_json(self.program_text, spec.signature()) if self.program_text else None
+
+    @cached_property
+    def checked(self) -> Report:
+        """The report of the gates before the measurement."""
+        return REPORT.validate_python(self.payload["report"])
+
+    @cached_property
+    def measurement(self) -> Measurement | None:
+        return MEASUREMENT.validate_python(self.measured) if self.measured else None
+
+    @property
+    def accepted(self) -> bool:
+        return self.measured is not None and self.measured["status"] == "measured"
+
+    @property
+    def report(self) -> Report:
+        """The whole report, with the measurement if there is one."""
+        return joined(self.checked, self.measurement)
+
+
+class RunView:
+    """A run's ``turns`` in order, and its ``attempts`` by their numbers."""
+
+    def __init__(self, events: Iterable[Event]):
+        payloads = {event.key: event.payload for event in events}
+        self.turns = [Turn.from_json(p) for key, p in payloads.items() if key.startswith("answer/")]
+        self.attempts: dict[int, Judged] = {}
+        for key, payload in payloads.items():
+            kind, _, number = key.partition("/")
+            if kind == "report":
+                measured = uncharged(payloads.get(f"measurement/{number}", {}))
+                self.attempts[int(number)] = Judged(int(number), payload, measured or None)
+
+    @property
+    def usage(self) -> Usage:
+        return sum((turn.usage for turn in self.turns), Usage())
+
+    @property
+    def last(self) -> Judged | None:
+        """The last attempt."""
+        return self.attempts[max(self.attempts)] if self.attempts else None
+
+    @property
+    def standing(self) -> Judged | None:
+        """The attempt that the run stands at: the last accepted, as a change that beats nothing is not, else
+        the last."""
+        accepted = [number for number, attempt in self.attempts.items() if attempt.accepted]
+        return self.attempts[max(accepted)] if accepted else self.last
