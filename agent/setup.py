@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.runs import Run
     from coda_agent.agent.run.task import Measure, Work
     from coda_agent.primitives.lang.ir import Program
-    from coda_agent.verifier.incumbent import Kept
-    from coda_agent.verifier.measure import Keep, Options
+    from coda_agent.verifier.incumbent import Incumbent
+    from coda_agent.verifier.measure import Checkpoint, Options
     from coda_agent.verifier.report import Measurement
     from coda_agent.verifier.spec.model import Spec
 
@@ -178,7 +178,9 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
     from coda_agent.agent.artifacts.quack_tunings import quack
     from coda_agent.verifier.measure import measure as run_gates
 
-    def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
+    def measure(
+        spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
+    ) -> Measurement:
         return run_gates(
             spec,
             program,

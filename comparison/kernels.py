@@ -12,7 +12,7 @@ from coda_agent.comparison.interleaved import Contender
 from coda_agent.primitives.compiler.lower import PACKAGES, lower
 from coda_agent.primitives.compiler.roofline import H100, Machine
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.spec.model import Spec
 
 
@@ -23,11 +23,13 @@ def contenders(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Contender]:
     return {arm: _contender(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
-def tuned(spec: Spec, *, raw: bool) -> Kept | None:
+def tuned(spec: Spec, *, raw: bool) -> Incumbent | None:
     """An operator's accepted kernel with its tuning; None where there is none, or where these versions lower
     it to another text than the measured one. Raises KernelError."""
     found = accept.read(spec, raw=raw)
-    return Kept.of(found.program, found.report.timings, found.raw) if found and _as_measured(found) else None
+    if found is None or not _as_measured(found):
+        return None
+    return Incumbent.of(found.program, found.report.timings, found.raw)
 
 
 def outdated(spec: Spec, *, raw: bool) -> str | None:
@@ -65,7 +67,7 @@ def _as_measured(kernel: accept.Kernel) -> bool:
     return lower(kernel.program, kernel.raw).hash == kernel.report.identity.lowered_hash
 
 
-def _contender(spec: Spec, kept: Kept, sizes: Mapping[str, int]) -> Contender:
+def _contender(spec: Spec, kept: Incumbent, sizes: Mapping[str, int]) -> Contender:
     for case in spec.cases:
         if case.name in kept.schedules and dict(case.sizes) == dict(sizes):
             return Contender(kept.program, kept.raw, kept.schedules[case.name])

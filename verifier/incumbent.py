@@ -8,7 +8,7 @@ from typing import Any
 
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, all_by_step, by_step
-from coda_agent.verifier.gpu.checks import Job
+from coda_agent.verifier.gpu.checks import KernelCase
 from coda_agent.verifier.report import Timing
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import Case
@@ -17,7 +17,7 @@ Known = Mapping[int, Sequence[Schedule]]  # by step, schedules worth timing
 
 
 @dataclass(frozen=True)
-class Kept:
+class Incumbent:
     """An accepted kernel that a change has to beat: tuned schedules by case and step, and the last candidates
     of its tuning. ``raw``: its edited text, if it has one."""
 
@@ -27,7 +27,7 @@ class Kept:
     raw: str = ""
 
     @classmethod
-    def of(cls, program: Program, timings: Iterable[Timing], raw: str = "") -> Kept:
+    def of(cls, program: Program, timings: Iterable[Timing], raw: str = "") -> Incumbent:
         """The incumbent of a report. Raises ProgramError."""
         timed = list(timings)
         tuned = {t.case: t.schedules for t in timed}
@@ -40,7 +40,7 @@ class Kept:
         schedules: Mapping[str, Mapping[str, Any]],
         finalists: Mapping[str, Mapping[str, Sequence[Any]]],
         raw: str = "",
-    ) -> Kept:
+    ) -> Incumbent:
         """The incumbent with schedules in JSON's terms. Raises ProgramError."""
         tuned = {case: by_step(steps) for case, steps in schedules.items()}
         return cls(program, tuned, raced(finalists), raw)
@@ -50,10 +50,10 @@ class Kept:
         """Its tuned schedules of all cases, on which it was proved right."""
         return all_by_step(self.schedules.values())
 
-    def job(self, spec: Spec, case: Case) -> Job:
+    def job(self, spec: Spec, case: Case) -> KernelCase:
         """A job that tunes it again over its known schedules, which may be from another GPU."""
         known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
-        return Job(spec, self.program, case.name, case.sizes, known=known, afresh=True, raw=self.raw)
+        return KernelCase(spec, self.program, case.name, case.sizes, known=known, afresh=True, raw=self.raw)
 
 
 def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:

@@ -28,10 +28,10 @@ from coda_agent.verifier.baselines.quack import MATMUL, admitted
 from coda_agent.verifier.decision import BASELINE, KEPT, PROCESSES, Void, central, compared, decide
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
 from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Race, score
-from coda_agent.verifier.gpu.checks import Job, Schedules, clean, numerics, stability, tune
+from coda_agent.verifier.gpu.checks import KernelCase, Schedules, clean, numerics, stability, tune
 from coda_agent.verifier.gpu.telemetry import findings
 from coda_agent.verifier.gpu.worker import Lost, Task, Worker
-from coda_agent.verifier.incumbent import Kept, Known, raced, worth_racing
+from coda_agent.verifier.incumbent import Incumbent, Known, raced, worth_racing
 from coda_agent.verifier.report import (
     CANDIDATE,
     PROTOCOL,
@@ -77,7 +77,7 @@ class Options:
     sanitize: bool = False
 
 
-class Keep(Protocol):
+class Checkpoint(Protocol):
     """The store of a measurement's finished pieces, by name."""
 
     def load(self, piece: str) -> dict[str, Any] | None: ...
@@ -90,9 +90,9 @@ def measure(
     options: Options | None = None,
     *,
     progress: Progress = silent,
-    keep: Keep | None = None,
+    keep: Checkpoint | None = None,
     known: Mapping[str, Known] | None = None,
-    kept: Kept | None = None,
+    kept: Incumbent | None = None,
     raw: str = "",
     quack: Mapping[str, QuackTuned] | None = None,
     ahead: Sequence[Worker] = (),
@@ -159,9 +159,9 @@ class _Session:
     program: Program
     options: Options
     gates: Gates
-    keep: Keep | None
+    keep: Checkpoint | None
     known: Mapping[str, Known]
-    kept: Kept | None
+    kept: Incumbent | None
     raw: str
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
     ahead: list[Worker] = field(default_factory=list)
@@ -324,7 +324,7 @@ class _Session:
             job.case: self._kept(f"sanitizer/{job.case}", partial(sanitized, job)) for job in self._small()
         }
 
-    def _proved(self, gate: str, job: Job, note: str = "") -> dict[str, Any]:
+    def _proved(self, gate: str, job: KernelCase, note: str = "") -> dict[str, Any]:
         task = {"numerics": numerics, "stability": stability}[gate]
         found = self._piece(f"{gate}/{note}{job.case}", self._ask(task, job))
         return {key: value for key, value in found.items() if key not in ("seeds", "spent")}
@@ -436,7 +436,7 @@ class _Session:
         whole = sum(seconds for name, seconds in self.seconds.items() if ":" not in name)
         return round(self.seconds.get(stage, 0.0) / max(whole, 1e-9), 3)
 
-    def _job(self, case: Case) -> Job:
+    def _job(self, case: Case) -> KernelCase:
         """A measured case as tuned; on every family of inputs where the oracle is fast."""
         from coda_agent.verifier.numerics.inputs import EVERY
 
@@ -459,7 +459,7 @@ class _Session:
         rival = self._rival_tuned(case)
         return worth_racing(by_step(rival["schedules"]), raced({case.name: rival["finalists"]})[case.name])
 
-    def _rival(self, case: Case) -> Job | None:
+    def _rival(self, case: Case) -> KernelCase | None:
         """The incumbent, tuned in the same measurement."""
         if self.kept is None:
             return None
@@ -474,11 +474,11 @@ class _Session:
         except Failed as failed:
             raise Void(f"{KEPT} could not be tuned: {failed.message}") from None
 
-    def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> Job:
+    def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> KernelCase:
         """A job of this kernel, with ``more`` of its fields."""
-        return Job(self.spec, self.program, name, sizes, raw=self.raw, **more)
+        return KernelCase(self.spec, self.program, name, sizes, raw=self.raw, **more)
 
-    def _small(self, tuned: Sequence[Schedules] = ()) -> list[Job]:
+    def _small(self, tuned: Sequence[Schedules] = ()) -> list[KernelCase]:
         """The unmeasured cases and hidden sizes that no candidate has seen, each on the ``tuned`` schedules
         that fit it, or on one that does; without any, on the compile gate's."""
         from coda_agent.primitives.compiler.probe_schedules import choices, fits

@@ -16,7 +16,7 @@ from coda_agent.primitives.raw.arithmetic import Answer, Calls, answer
 from coda_agent.primitives.raw.error import RawError
 from coda_agent.verifier import verify
 from coda_agent.verifier.gates import Failed, Gates, Progress, Stop, identity, silent
-from coda_agent.verifier.gpu.checks import Job
+from coda_agent.verifier.gpu.checks import KernelCase
 from coda_agent.verifier.gpu.worker import Worker, report
 from coda_agent.verifier.measure import PATIENCE
 from coda_agent.verifier.proposal import FAMILIES, SIZES, Proposal, draw, judged
@@ -80,7 +80,7 @@ def _interpret(proposal: Proposal, spec: Spec, source: str, figures: dict[str, A
 
 
 @dataclass(frozen=True)
-class Proof(Job):
+class Proof(KernelCase):
     """The framed functions, on each of the schedules."""
 
     proposal: Proposal | None = None

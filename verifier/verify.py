@@ -29,7 +29,7 @@ from coda_agent.verifier.spec.parts import Case
 
 if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources
-    from coda_agent.verifier.measure import Keep, Options
+    from coda_agent.verifier.measure import Checkpoint, Options
 
 MAX_STEPS = 16  # each is compiled and tuned by itself
 
@@ -99,7 +99,7 @@ def verify(
     weak_jail: bool = False,
     progress: Progress = silent,
     options: Options | None = None,
-    keep: Callable[[Identity], Keep] | None = None,
+    keep: Callable[[Identity], Checkpoint] | None = None,
     quack: Mapping[str, QuackTuned] | None = None,
 ) -> Verdict:
     """Run all gates that this machine can run: with ``gpu`` also those of ``verifier.measure.measure``, which

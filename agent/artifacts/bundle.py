@@ -41,7 +41,7 @@ from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
     from coda_agent.verifier.gpu.worker import Worker
-    from coda_agent.verifier.incumbent import Kept, Known
+    from coda_agent.verifier.incumbent import Incumbent, Known
     from coda_agent.verifier.measure import Options
 
 FORMAT = 1
@@ -61,7 +61,7 @@ Schedules = dict[str, tuple[dict[str, Any], ...]]  # by step
 
 
 class Rival(_File):
-    """An incumbent (``verifier.incumbent.Kept``) in JSON's terms."""
+    """An incumbent (``verifier.incumbent.Incumbent``) in JSON's terms."""
 
     program: str
     schedules: dict[str, dict[str, dict[str, Any]]]
@@ -69,7 +69,7 @@ class Rival(_File):
     raw: str = ""
 
     @classmethod
-    def of(cls, kept: Kept) -> Rival:
+    def of(cls, kept: Incumbent) -> Rival:
         return cls(
             program=kept.program.to_json(),
             schedules={
@@ -161,7 +161,7 @@ def _entry(name: str, progress: Progress) -> Entry:
 
 
 def _objects(
-    spec: Spec, text: str, raw: str, kept: Kept | None, progress: Progress = silent
+    spec: Spec, text: str, raw: str, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
     """An edited text's objects on all schedules that a measurement needs: the compile gate's, and those that
     the incumbent may be tuned to."""
@@ -189,13 +189,13 @@ def _objects(
     return packed(lowered)
 
 
-def _kept(run: runs.Run, view: RunView) -> Kept | None:
-    from coda_agent.verifier.incumbent import Kept
+def _kept(run: runs.Run, view: RunView) -> Incumbent | None:
+    from coda_agent.verifier.incumbent import Incumbent
 
     at = view.standing
     program = at.program(run.spec) if at else None
     if at and program and isinstance(at.measurement, Measured):
-        return Kept.of(program, at.measurement.timings, at.raw)
+        return Incumbent.of(program, at.measurement.timings, at.raw)
     return work_of(run).rival()
 
 
@@ -334,8 +334,8 @@ def _quack(path: Path, entry: Entry) -> dict[str, QuackTuned]:
     return entry.quack
 
 
-def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
-    from coda_agent.verifier.incumbent import Kept
+def _rival(path: Path, entry: Entry, spec: Spec) -> Incumbent | None:
+    from coda_agent.verifier.incumbent import Incumbent
 
     if entry.kept is None:
         return None
@@ -345,7 +345,7 @@ def _rival(path: Path, entry: Entry, spec: Spec) -> Kept | None:
         for case in (case.name for case in spec.cases if case.bench):
             if steps - entry.kept.schedules.get(case, {}).keys():
                 raise ValueError(f"it has no schedule of every step at case {case}")
-        return Kept.parsed(program, entry.kept.schedules, entry.kept.finalists, entry.kept.raw)
+        return Incumbent.parsed(program, entry.kept.schedules, entry.kept.finalists, entry.kept.raw)
     except (ProgramError, ValueError) as error:
         raise BundleError(
             f"{path}: run {entry.run}: the kernel to beat is refused: {error}; bundle it again"

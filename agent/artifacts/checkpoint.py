@@ -17,7 +17,7 @@ from coda_agent.agent.artifacts.gpu_lock import gpu_alone
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 
 if TYPE_CHECKING:
-    from coda_agent.verifier.measure import Keep, Options
+    from coda_agent.verifier.measure import Checkpoint, Options
     from coda_agent.verifier.report import Identity
 
 
@@ -61,7 +61,7 @@ class FilePieces:
 @contextmanager
 def resumed(
     options: Options, again: bool, say: Callable[[str], object]
-) -> Iterator[Callable[[Identity], Keep]]:
+) -> Iterator[Callable[[Identity], Checkpoint]]:
     """Within, a kernel's measurement on this card has a folder for its pieces, and the GPU to itself among
     our commands. Pieces of an interrupted measurement count, unless ``again`` starts anew. Afterwards no
     piece is left, whatever the result: the next measurement draws its own inputs."""

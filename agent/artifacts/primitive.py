@@ -35,8 +35,8 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.agent.run.loop import Outcome
     from coda_agent.agent.run.task import Measure
-    from coda_agent.verifier.incumbent import Kept
-    from coda_agent.verifier.measure import Keep
+    from coda_agent.verifier.incumbent import Incumbent
+    from coda_agent.verifier.measure import Checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PROPOSED = Path("specs") / "primitives"
@@ -174,7 +174,9 @@ class Proposing:
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
         """A primitive is right or wrong: nothing is timed."""
 
-        def measure(spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str) -> Measurement:
+        def measure(
+            spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
+        ) -> Measurement:
             return proposal_gates.measure(self.proposal, spec, raw, progress)
 
         return measure

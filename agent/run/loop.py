@@ -43,7 +43,7 @@ from coda_agent.verifier.report import (
 from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
-    from coda_agent.verifier.incumbent import Kept
+    from coda_agent.verifier.incumbent import Incumbent
 
 PIECE = "piece"  # the kind of event that holds a piece of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
@@ -259,7 +259,7 @@ class Loop:
         before = attempts[number].measurement
         if before is not None or self.measure is None:
             return before
-        rival, pieces = as_kept(kept) if kept else self.work.rival(), None
+        rival, pieces = as_incumbent(kept) if kept else self.work.rival(), None
         try:
             with self._gpu():
                 self.ledger.afford_gpu()
@@ -349,12 +349,12 @@ def standing(journal: Record, spec: Spec) -> Outcome | None:
     return Outcome(at.report, at.source, at.program(spec), authorship, run.usage, at.raw)
 
 
-def as_kept(outcome: Outcome) -> Kept:
+def as_incumbent(outcome: Outcome) -> Incumbent:
     """An accepted kernel with its schedules, as the incumbent."""
-    from coda_agent.verifier.incumbent import Kept
+    from coda_agent.verifier.incumbent import Incumbent
 
     assert isinstance(outcome.report, Accepted) and outcome.program is not None
-    return Kept.of(outcome.program, outcome.report.timings, outcome.raw)
+    return Incumbent.of(outcome.program, outcome.report.timings, outcome.raw)
 
 
 def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:

@@ -28,7 +28,7 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.agent.run.runs import Run
     from coda_agent.agent.run.task import Measure
-    from coda_agent.verifier.incumbent import Kept
+    from coda_agent.verifier.incumbent import Incumbent
 
 PACK = Path(__file__).parents[1] / "prompts" / "pack" / "cutedsl.md"
 TIPS_CHARACTERS = 10_000
@@ -148,10 +148,10 @@ class Editing:
         ]
         return "\n\n".join(part.strip() for part in parts if part)
 
-    def rival(self) -> Kept:
-        from coda_agent.verifier.incumbent import Kept
+    def rival(self) -> Incumbent:
+        from coda_agent.verifier.incumbent import Incumbent
 
-        return Kept.of(self.base.program, self.base.report.timings, self.base.raw)
+        return Incumbent.of(self.base.program, self.base.report.timings, self.base.raw)
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
         return verify.check_raw(

@@ -17,15 +17,15 @@ from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.tips import Tip
-    from coda_agent.verifier.incumbent import Kept
-    from coda_agent.verifier.measure import Keep
+    from coda_agent.verifier.incumbent import Incumbent
+    from coda_agent.verifier.measure import Checkpoint
 
 
 class Measure(Protocol):
     """Runs the GPU gates; ``kept``: the incumbent; ``raw``: the edited text to run."""
 
     def __call__(
-        self, spec: Spec, program: Program, keep: Keep, kept: Kept | None, raw: str
+        self, spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
     ) -> Measurement: ...
 
 
@@ -37,7 +37,7 @@ class Work(Protocol):
     def opening(self) -> prompt.Prompt:
         """The author's first message."""
 
-    def rival(self) -> Kept | None:
+    def rival(self) -> Incumbent | None:
         """The incumbent of the first answer, besides the baseline."""
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:

@@ -10,7 +10,7 @@ from cheats.raw.twin import TWIN
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import Race, score
-from coda_agent.verifier.gpu.checks import Job, numerics, stability
+from coda_agent.verifier.gpu.checks import KernelCase, numerics, stability
 from coda_agent.verifier.gpu.worker import Worker
 
 # No multiples of a tile, and an odd number of rows: what the games say of sizes is meant of these.
@@ -20,7 +20,7 @@ RACE = Race(arms=(), rounds=12)
 
 def failed(text: str) -> tuple[str, Failed] | None:
     """The first gate that an edited text does not pass, and why."""
-    job = Job(TWIN.spec, TWIN.program, "ragged", SIZES, ({0: PROBES[1]},), raw=text)
+    job = KernelCase(TWIN.spec, TWIN.program, "ragged", SIZES, ({0: PROBES[1]},), raw=text)
     gates = (("numerics", numerics, job), ("stability", stability, job), ("benchmark", score, (job, RACE)))
     with Worker() as worker:
         for gate, task, argument in gates:

@@ -13,7 +13,7 @@ from coda_agent.agent.artifacts import accept
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import choices
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.checks import Job
+from coda_agent.verifier.gpu.checks import KernelCase
 from coda_agent.verifier.gpu.sanitizer import TOOLS, errors, sanitized
 from coda_agent.verifier.loading import load
 
@@ -49,5 +49,5 @@ def test_an_accepted_kernel_is_clean(path, raw):
     assert kernel is not None
     (ragged,) = (case for case in spec.cases if case.name == "ragged")
     schedules = tuple(choices(kernel.program, lower(kernel.program).gemms, ragged.sizes))
-    job = Job(spec, kernel.program, ragged.name, ragged.sizes, schedules, raw=kernel.raw)
+    job = KernelCase(spec, kernel.program, ragged.name, ragged.sizes, schedules, raw=kernel.raw)
     assert sanitized(job) == dict.fromkeys(TOOLS, 0)

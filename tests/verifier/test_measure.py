@@ -22,9 +22,9 @@ from coda_agent.verifier import measure as measuring
 from coda_agent.verifier.baselines.quack import MATMUL
 from coda_agent.verifier.gates import Failed, Gates, Progress, silent
 from coda_agent.verifier.gpu.benchmark import PREPARES, RACES, Race, faults, score
-from coda_agent.verifier.gpu.checks import Job, clean, numerics, stability, tune
+from coda_agent.verifier.gpu.checks import KernelCase, clean, numerics, stability, tune
 from coda_agent.verifier.gpu.worker import Lost
-from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import Options, _Session, measure
 from coda_agent.verifier.numerics.inputs import EVERY
@@ -42,7 +42,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []
-        self.jobs: list[Job] = []
+        self.jobs: list[KernelCase] = []
         self.answers: dict[Any, Answer] = {
             tune: lambda job: {
                 "schedules": {"0": SCHEDULE},
@@ -62,7 +62,7 @@ class Workers:
         self.gpu = "NVIDIA H100"
         self.speedup = 1.5
         self.gain = 1.1  # over a kernel before
-        self.kept: list[Job | None] = []
+        self.kept: list[KernelCase | None] = []
         self.races: list[Race] = []
         self.chosen: Iterator[int] = itertools.repeat(128)
         self.faults: Iterator[list[str]] = itertools.repeat([])  # of the controls, one after the other
@@ -272,7 +272,7 @@ def test_what_the_sanitizer_has_seen_it_is_not_shown_again(
 ) -> None:
     shown: list[str] = []
 
-    def sanitized(job: Job) -> dict[str, int]:
+    def sanitized(job: KernelCase) -> dict[str, int]:
         shown.append(job.case)
         if len(shown) == 2:
             raise KeyboardInterrupt
@@ -307,7 +307,7 @@ def test_a_process_that_does_not_find_what_was_planted_is_replaced_and_then_void
 
 
 def test_a_lost_worker_rejects_the_candidate_and_the_gpu_is_looked_at(spec: Spec, workers: Workers) -> None:
-    def lost(job: Job) -> dict[str, Any]:
+    def lost(job: KernelCase) -> dict[str, Any]:
         raise Lost("illegal_address", "an illegal memory access was encountered")
 
     workers.answers[numerics] = lost
@@ -347,7 +347,7 @@ def test_what_another_arm_lost_is_void_and_no_fault_of_the_kernels(
 
 
 def test_what_a_task_finds_wrong_is_that_gates_rejection(spec: Spec, workers: Workers) -> None:
-    def unstable(job: Job) -> dict[str, Any]:
+    def unstable(job: KernelCase) -> dict[str, Any]:
         raise Failed("unstable", "output 'c' differs between two runs")
 
     workers.answers[stability] = unstable
@@ -359,7 +359,7 @@ def test_what_a_task_finds_wrong_is_that_gates_rejection(spec: Spec, workers: Wo
 def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, workers: Workers) -> None:
     before = {case: {0: Schedule(swizzle=16)} for case in ("large", "wide")}
     raced = {"wide": {0: [Schedule(swizzle=4), Schedule(swizzle=2)]}}
-    kept = Kept(program_of(spec, TOY_KERNEL), before, raced)
+    kept = Incumbent(program_of(spec, TOY_KERNEL), before, raced)
     found = run(spec, kept=kept)
     assert isinstance(found, Measured)
     assert all(t.ratios["the kernel before"].low > 1.05 for t in found.timings)
@@ -384,7 +384,7 @@ def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, 
     today = [SCHEDULE | {"swizzle": 16}, SCHEDULE | {"cluster_m": 2, "cluster_n": 2, "split": True}]
     usual = workers.answers[tune]
     workers.answers[tune] = lambda job: usual(job) | ({} if job.raw else {"finalists": {"0": today}})
-    before = Kept(program, {case: {0: Schedule()} for case in ("large", "wide")}, {})
+    before = Incumbent(program, {case: {0: Schedule()} for case in ("large", "wide")}, {})
     text = editable(program).replace("\n\n", "\n\n# edited\n", 1)
     assert isinstance(run(spec, kept=before, raw=text), Measured)
     tuned = [job for job in workers.jobs if not job.schedules]
@@ -407,10 +407,10 @@ def test_workers_that_were_started_ahead_are_used_and_none_is_left(spec: Spec, w
 def test_a_kernel_before_that_does_not_run_here_is_no_fault_of_the_change(
     spec: Spec, workers: Workers
 ) -> None:
-    before = Kept(program_of(spec, TOY_KERNEL), {c: {0: Schedule()} for c in ("large", "wide")}, {})
+    before = Incumbent(program_of(spec, TOY_KERNEL), {c: {0: Schedule()} for c in ("large", "wide")}, {})
     usual = workers.answers[tune]
 
-    def refused(job: Job) -> dict[str, Any]:
+    def refused(job: KernelCase) -> dict[str, Any]:
         if job.known:  # the kernel before is tuned over what was good
             raise Failed("no_schedule", "no schedule of Step0 runs")
         return usual(job)

@@ -19,7 +19,7 @@ from coda_agent.verifier import statistics, timing
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.decision import KEPT
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.checks import Job, Trial, poisoned_run, untouched
+from coda_agent.verifier.gpu.checks import KernelCase, Trial, poisoned_run, untouched
 from coda_agent.verifier.gpu.fingerprint import Fingerprints, overwrite, words
 from coda_agent.verifier.gpu.worker import report
 from coda_agent.verifier.report import CANDIDATE, Config, QuackTuned
@@ -55,11 +55,11 @@ class Race:
     rounds: int
     cold: bool = True
     controlled: bool = False
-    kept: Job | None = None
+    kept: KernelCase | None = None
     quack: QuackTuned | None = None
 
 
-def score(given: tuple[Job, Race]) -> dict[str, Any]:
+def score(given: tuple[KernelCase, Race]) -> dict[str, Any]:
     """Milliseconds of every arm in every round at one case, with the checks that make them credible."""
     job, race = given
     report("benchmark", f"case {job.case}")
@@ -175,7 +175,7 @@ def faults(same: statistics.Interval, planted: statistics.Interval) -> list[str]
 class _Sets:
     """Sets of inputs that take turns, and the candidate's proved outputs on each."""
 
-    job: Job
+    job: KernelCase
     plan: Plan
     seeds: list[int]
     inputs: list[Tensors]
@@ -184,7 +184,7 @@ class _Sets:
     proved: list[Fingerprints]  # of the outputs
 
     @classmethod
-    def drawn(cls, job: Job, plan: Plan) -> _Sets:
+    def drawn(cls, job: KernelCase, plan: Plan) -> _Sets:
         """At least two sets, together larger than the L2, so that no arm finds its operands there."""
         made = cls(job, plan, [], [], [], [], [])
         made._add()
@@ -270,7 +270,7 @@ def rotating(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return lambda: next(turn)()
 
 
-def _prepared(name: str, job: Job, make: Callable[[], _Made]) -> _Made:
+def _prepared(name: str, job: KernelCase, make: Callable[[], _Made]) -> _Made:
     """Prepare an arm other than the candidate. The candidate has already run, so a failure here is not its
     fault; the asker knows by the last report."""
     import torch
@@ -281,7 +281,7 @@ def _prepared(name: str, job: Job, make: Callable[[], _Made]) -> _Made:
 
 
 def _rival(
-    name: str, job: Job, sets: _Sets, known: QuackTuned | None
+    name: str, job: KernelCase, sets: _Sets, known: QuackTuned | None
 ) -> tuple[timing.Arm, list[list[Config]]]:
     """A rival's arm and, for QuACK, the finalists of its tuning."""
     from coda_agent.verifier.baselines import pytorch
@@ -293,7 +293,7 @@ def _rival(
     return sets.arm(name, pytorch.calls(name, job.spec, sets.inputs, job.sizes)), []
 
 
-def _kept(job: Job, sets: _Sets) -> timing.Arm:
+def _kept(job: KernelCase, sets: _Sets) -> timing.Arm:
     (plan,) = job.plans()
     outputs = [plan.in_place(i) for i in sets.inputs]
     calls = [partial(plan.run, i, o) for i, o in zip(sets.inputs, outputs, strict=True)]

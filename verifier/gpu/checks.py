@@ -1,7 +1,7 @@
 """On the GPU, in a worker: check that a program is right there, every time. Tasks of ``worker``.
 
-A task takes a ``Job`` and returns figures, or raises Failed with the candidate's mistake. Inputs come from
-fresh seeds, drawn after the program is fixed.
+A task takes a ``KernelCase`` and returns figures, or raises Failed with the candidate's mistake. Inputs come
+from fresh seeds, drawn after the program is fixed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Schedules = Mapping[int, Schedule]
 
 
 @dataclass(frozen=True)
-class Job:
+class KernelCase:
     """A program at one case's sizes, on one or more choices of schedules by step."""
 
     spec: Spec
@@ -74,7 +74,7 @@ class Trial:
     """Fresh inputs of a family. The truth is computed after a kernel has run, so that one which reads astray
     cannot find it in the GPU's memory."""
 
-    def __init__(self, job: Job, family: str = "normal"):
+    def __init__(self, job: KernelCase, family: str = "normal"):
         self.job, self.family = job, family
         self.seed, self.inputs = job.draw(family)
         self.drawn = Fingerprints(self.inputs)
@@ -122,7 +122,7 @@ class Trial:
         return errors
 
 
-def tune(job: Job) -> dict[str, Any]:
+def tune(job: KernelCase) -> dict[str, Any]:
     """The fastest schedules by step, the last candidates, and the seconds of tuning; from the cache, unless
     ``afresh``. The inputs are discarded: scoring draws its own."""
     from coda_agent.primitives.runtime.launchable import LaunchError
@@ -145,7 +145,7 @@ def tune(job: Job) -> dict[str, Any]:
     }
 
 
-def numerics(job: Job) -> dict[str, Any]:
+def numerics(job: KernelCase) -> dict[str, Any]:
     """Poisoned outputs against fp64 truth through the error gate: every family of inputs on every plan.
 
     Figures of stretched inputs stand apart, under ``beyond``: limits there are others."""
@@ -166,14 +166,14 @@ def numerics(job: Job) -> dict[str, Any]:
     return figures | ({"beyond": beyond} if beyond else {})
 
 
-def _tried(job: Job, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
+def _tried(job: KernelCase, plans: Sequence[Plan], family: str) -> tuple[int, list[OutputError]]:
     """The seed of one trial and each plan's errors; its tensors are freed before the next."""
     trial = Trial(job, family)
     ran = [(plan, poisoned_run(plan, trial.inputs)) for plan in plans]
     return trial.seed, [error for plan, outputs in ran for error in trial.judge(plan, outputs)]
 
 
-def stability(job: Job) -> dict[str, Any]:
+def stability(job: KernelCase) -> dict[str, Any]:
     """On every plan: repeats bitwise equal from outputs and workspace poisoned in two ways, inputs unchanged,
     and no byte beside a tensor written, or read and used."""
     report("stability", f"case {job.case}")
@@ -185,7 +185,7 @@ def stability(job: Job) -> dict[str, Any]:
     return {"repeats": REPEATS, "plans": len(job.schedules), "seeds": {"stability": seed}}
 
 
-def launch(job: Job) -> dict[str, Any]:
+def launch(job: KernelCase) -> dict[str, Any]:
     """Run every plan once with nothing else on the GPU but copies, for a sanitizer: the reference's cuBLAS
     would add hazards of its own."""
     import torch
@@ -208,7 +208,7 @@ def clean(_: object) -> dict[str, Any]:
     return {"free_bytes": torch.cuda.mem_get_info()[0]}
 
 
-def _place(job: Job) -> str:
+def _place(job: KernelCase) -> str:
     return f"case {job.case}" if job.case in {c.name for c in job.spec.cases} else f"sizes {dict(job.sizes)}"
 
 
@@ -230,7 +230,7 @@ def poisoned_run(plan: Plan, inputs: Mapping[str, torch.Tensor]) -> dict[str, to
     return outputs
 
 
-def _repeat(job: Job, plan: Plan, inputs: Guarded) -> None:
+def _repeat(job: KernelCase, plan: Plan, inputs: Guarded) -> None:
     import torch
 
     before = Fingerprints(inputs.tensors)
@@ -256,7 +256,7 @@ def _repeat(job: Job, plan: Plan, inputs: Guarded) -> None:
     untouched(job, inputs.tensors, before)
 
 
-def _within_bounds(job: Job, plan: Plan, inputs: Guarded, outputs: Guarded, poison: int) -> None:
+def _within_bounds(job: KernelCase, plan: Plan, inputs: Guarded, outputs: Guarded, poison: int) -> None:
     """Raise Failed where a run wrote beside a tensor, or in the workspace's gaps."""
     beside = [f"output {name!r}" for name in outputs.written_beside(poison)]
     beside += [f"input {name!r}" for name in inputs.written_beside(poison)]
@@ -265,7 +265,7 @@ def _within_bounds(job: Job, plan: Plan, inputs: Guarded, outputs: Guarded, pois
         raise Failed("out_of_bounds", f"{_place(job)}: bytes beside {', '.join(beside)} were written")
 
 
-def untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Fingerprints) -> None:
+def untouched(job: KernelCase, inputs: Mapping[str, torch.Tensor], before: Fingerprints) -> None:
     """Raise Failed where inputs have changed."""
     changed = before.differing(inputs)
     if changed:
@@ -273,7 +273,7 @@ def untouched(job: Job, inputs: Mapping[str, torch.Tensor], before: Fingerprints
 
 
 def _updated_alike(
-    job: Job, plan: Plan, inputs: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]
+    job: KernelCase, plan: Plan, inputs: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]
 ) -> None:
     """Check that an output written over its input's buffer equals the output in a buffer of its own."""
     import torch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.checks import Job, launch
+from coda_agent.verifier.gpu.checks import KernelCase, launch
 from coda_agent.verifier.gpu.worker import SAID, Task, Worker, cuda_error
 
 TOOLS = ("memcheck", "racecheck")
@@ -25,7 +25,7 @@ class SanitizerMissing(Exception):
     """compute-sanitizer is not on this machine."""
 
 
-def sanitized(job: Job) -> dict[str, Any]:
+def sanitized(job: KernelCase) -> dict[str, Any]:
     """The number of errors by tool, all zero; Failed with the tool's words where one found something.
 
     Raises SanitizerMissing where there is no compute-sanitizer.

@@ -42,8 +42,8 @@ from coda_agent.agent.run.loop import Loop, standing
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.baselines.quack import MATMUL, OWN_TUNER
-from coda_agent.verifier.incumbent import Kept, Known
-from coda_agent.verifier.measure import DEFAULT_ARMS, Keep, Options
+from coda_agent.verifier.incumbent import Incumbent, Known
+from coda_agent.verifier.measure import DEFAULT_ARMS, Checkpoint, Options
 from coda_agent.verifier.report import Accepted, Measured, QuackTuned, Rejected, Unmeasured
 from coda_agent.verifier.spec.model import Spec
 
@@ -62,7 +62,7 @@ class Gpu:
         self.arms: list[tuple[str, ...]] = []
         self.programs: list[Program] = []
         self.known: list[Mapping[str, Known]] = []
-        self.kept: list[Kept | None] = []
+        self.kept: list[Incumbent | None] = []
         self.quack: list[Mapping[str, QuackTuned]] = []
         self.ahead: list[Any] = []
         self.cut_before = ""  # a case
@@ -76,9 +76,9 @@ class Gpu:
         options: Options,
         *,
         progress: Any,
-        keep: Keep,
+        keep: Checkpoint,
         known: Mapping[str, Known],
-        kept: Kept | None,
+        kept: Incumbent | None,
         raw: str,
         quack: Mapping[str, QuackTuned],
         ahead: Any,

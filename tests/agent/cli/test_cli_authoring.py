@@ -36,8 +36,8 @@ from coda_agent.agent.run.budget import Limits
 from coda_agent.agent.run.journal import read_export
 from coda_agent.verifier.baselines.quack import LIBRARY_ARMS, MATMUL
 from coda_agent.verifier.gates import Progress
-from coda_agent.verifier.incumbent import Kept
-from coda_agent.verifier.measure import Keep, Options
+from coda_agent.verifier.incumbent import Incumbent
+from coda_agent.verifier.measure import Checkpoint, Options
 from coda_agent.verifier.report import REPORT, Checked, QuackTuned
 
 pytestmark = [pytest.mark.usefixtures("runs_home", "plain", "nothing_beside"), pytest.mark.slow]
@@ -118,8 +118,8 @@ def test_generate_with_a_gpu(
         options: Options,
         *,
         progress: Progress,
-        keep: Keep,
-        kept: Kept | None,
+        keep: Checkpoint,
+        kept: Incumbent | None,
         raw: str,
         quack: Mapping[str, QuackTuned],
     ) -> object:

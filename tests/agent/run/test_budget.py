@@ -43,7 +43,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.files import cache_dir
 from coda_agent.verifier.gpu.worker import Worker
-from coda_agent.verifier.measure import Keep
+from coda_agent.verifier.measure import Checkpoint
 from coda_agent.verifier.numerics import cpu_numerics
 from coda_agent.verifier.report import Checked, Measured, Rejected
 from coda_agent.verifier.spec.model import Spec
@@ -294,7 +294,7 @@ def test_the_gpu_is_charged_by_pieces_from_when_it_is_free(
             time.sleep(0.3)
             now[0] += 1000
 
-    def measure(spec: Spec, program: Program, keep: Keep, *_: object) -> Measured:
+    def measure(spec: Spec, program: Program, keep: Checkpoint, *_: object) -> Measured:
         if keep.load("numerics/large") is None:
             now[0] += 5
             keep.save("numerics/large", {"conditions": {}})

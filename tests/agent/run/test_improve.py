@@ -31,7 +31,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.decision import BASELINE, KEPT, compared, decide
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import Options
 from coda_agent.verifier.provenance import problems
@@ -57,11 +57,11 @@ class Gpu:
 
     def __init__(self, *faster: bool):
         self.faster = list(faster)
-        self.kept: list[Kept | None] = []
+        self.kept: list[Incumbent | None] = []
         self.programs: list[Program] = []
 
     def __call__(
-        self, spec: Spec, program: Program, keep: object, kept: Kept | None, raw: str
+        self, spec: Spec, program: Program, keep: object, kept: Incumbent | None, raw: str
     ) -> Measured | Rejected:
         self.kept.append(kept)
         self.programs.append(program)
@@ -218,7 +218,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
     )
     tuned = {case: {0: Schedule(256, 128, False)} for case in ("large", "wide")}
     raced = [Schedule(256, 128, False), Schedule(swizzle=16)]
-    assert seen["kept"] == Kept(first, tuned, {case: {0: raced} for case in tuned})
+    assert seen["kept"] == Incumbent(first, tuned, {case: {0: raced} for case in tuned})
     assert seen["program"].schedule == {0: Schedule(swizzle=16)}
     lacking = json.loads((tmp_path / "bundle.json").read_text())
     del lacking["entries"][0]["kept"]["schedules"]["wide"]

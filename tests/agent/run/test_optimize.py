@@ -41,7 +41,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.decision import KEPT, NO_FASTER, central, compared
 from coda_agent.verifier.gates import identity
-from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import Options
 from coda_agent.verifier.provenance import UNTOLD, problems
@@ -117,10 +117,10 @@ class Gpu:
     """Stands in for the GPU gates; what it was given to measure, and to beat."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Program, Kept | None, str]] = []
+        self.seen: list[tuple[Program, Incumbent | None, str]] = []
 
     def __call__(
-        self, spec: Spec, program: Program, keep: object, kept: Kept | None, raw: str
+        self, spec: Spec, program: Program, keep: object, kept: Incumbent | None, raw: str
     ) -> Measured | Rejected:
         self.seen.append((program, kept, raw))
         return faster(spec, program, raw)
@@ -190,7 +190,9 @@ def test_an_edit_that_is_no_faster_teaches_what_to_leave_alone(spec: Path) -> No
     """The text that it should have beaten is what mends it: the kernel's own, then an edit that was kept."""
     ideas = [edit(spec, idea) for idea in ("slower", "quicker", "quickest")]
 
-    def judge(spec: Spec, program: Program, keep: object, kept: Kept | None, raw: str) -> Measured | Rejected:
+    def judge(
+        spec: Spec, program: Program, keep: object, kept: Incumbent | None, raw: str
+    ) -> Measured | Rejected:
         return no_faster() if raw in (ideas[0], ideas[2]) else faster(spec, program, raw)
 
     for count, kept in ((1, editable(program(spec))), (3, ideas[1])):

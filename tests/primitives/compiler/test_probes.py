@@ -23,7 +23,7 @@ from coda_agent.primitives.lang.schedule import TILES, Schedule
 from coda_agent.primitives.lang.trace import trace_lines
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.verifier.gates import Failed, Gates, silent
-from coda_agent.verifier.incumbent import Kept
+from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.measure import Options, _Session
 from coda_agent.verifier.spec.model import Spec
@@ -241,13 +241,13 @@ def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     cases = {case.name: {0: known} for case in spec.cases if case.bench}
     program = Program.from_json(text, spec.signature())
     said: list[str] = []
-    kept = Kept(program, {}, cases)
+    kept = Incumbent(program, {}, cases)
     bundle._objects(spec, text, editable(program), kept, lambda gate, words: said.append(words))
     assert [words.partition(":")[0] for words in said] == [f"gemm_relu2, case {c.name}" for c in spec.cases]
     schedules = {schedule for _, schedule in wanted}
     assert {*known} <= schedules
     assert any(s.split for s in schedules) and any(s.tile_m == s.tile_n == 64 for s in schedules)
     wanted.clear()
-    edit = Kept(program, {}, cases, raw=editable(program))
+    edit = Incumbent(program, {}, cases, raw=editable(program))
     bundle._objects(spec, text, editable(program), edit)  # an edit before it races what it was raced on alone
     assert not any(schedule.split for _, schedule in wanted)

@@ -18,7 +18,7 @@ from torch import Tensor
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError
 from coda_agent.verifier.gates import Failed
-from coda_agent.verifier.gpu.checks import REPEATS, Job, numerics, stability
+from coda_agent.verifier.gpu.checks import REPEATS, KernelCase, numerics, stability
 from coda_agent.verifier.gpu.guards import GUARD, POISONS, Guarded
 from coda_agent.verifier.spec.model import Spec
 
@@ -44,9 +44,9 @@ class Raw(CpuPlan):
         self.raw(inputs, outputs, self.workspace)
 
 
-def job_of(monkeypatch: pytest.MonkeyPatch, plan: CpuPlan, spec: Spec = SCALED) -> Job:
-    monkeypatch.setattr(Job, "plans", lambda job: [plan])
-    return Job(spec, plan.program, "tiny", SIZES)
+def job_of(monkeypatch: pytest.MonkeyPatch, plan: CpuPlan, spec: Spec = SCALED) -> KernelCase:
+    monkeypatch.setattr(KernelCase, "plans", lambda job: [plan])
+    return KernelCase(spec, plan.program, "tiny", SIZES)
 
 
 def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch:
 
     monkeypatch.setattr("coda_agent.primitives.runtime.executable.Plan", misfit)
     with pytest.raises(Failed, match="case tiny: step 0: a tile of 208") as caught:
-        Job(SCALED, Program(SCALED.signature(), (), {}), "tiny", SIZES, ({},)).plans()
+        KernelCase(SCALED, Program(SCALED.signature(), (), {}), "tiny", SIZES, ({},)).plans()
     assert caught.value.code == "schedule"
 
 

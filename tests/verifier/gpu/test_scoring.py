@@ -21,7 +21,7 @@ from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import MOST_SETS, _kept, _Sets, sets_wanted
-from coda_agent.verifier.gpu.checks import Job, poisoned_run
+from coda_agent.verifier.gpu.checks import KernelCase, poisoned_run
 from coda_agent.verifier.gpu.fingerprint import Fingerprints, overwrite, words
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.spec.model import Spec
@@ -178,7 +178,7 @@ LONG = {"fp32": "float32", "bf16": "bfloat16"}
 
 def sets_of(plan: CpuPlan, count: int = 2) -> _Sets:
     """As ``_Sets.drawn`` makes them, but for the error gate."""
-    job = Job(plan.spec, plan.program, "tiny", SIZES)
+    job = KernelCase(plan.spec, plan.program, "tiny", SIZES)
     sets = _Sets(job, cast(Plan, plan), [], [], [], [], [])
     for seed in range(count):
         inputs = draw(plan.spec, SIZES, seed)
@@ -216,7 +216,7 @@ def test_the_verified_work_passes_and_every_timed_call_finds_its_outputs_poisone
     sets = sets_of(plan)
     plan.poisoned.clear()
     rival = CpuPlan(SCALED, doubled)
-    kept = _kept(cast(Job, SimpleNamespace(plans=lambda: [rival])), sets)
+    kept = _kept(cast(KernelCase, SimpleNamespace(plans=lambda: [rival])), sets)
     race([sets.candidate("candidate"), sets.candidate("again", after=lambda: None), kept])
     sets.compare()
     assert len(plan.poisoned) >= 2 * 13 and all(plan.poisoned)
