@@ -13,7 +13,7 @@ READY := .venv/ready
 
 define HELP
 make generate SPEC=specs/NAME.yaml [ARGS=...]   write and verify a kernel for a spec
-make test [ARGS=...]                            run the tests
+make test [ARGS="-m 'not slow'"]                run the tests (or the quick ones only)
 make test-gpu                                   run the tests that need an H100
 make lint                                       ruff, mypy, import-linter
 make docs                                       build the documentation into site/
