@@ -163,12 +163,11 @@ class ClaudeCode:
         kept = {name: value for name, value in os.environ.items() if name not in WITHHELD}
 
         def begin(**files: Any) -> subprocess.Popen[bytes]:
-            return subprocess.Popen(
-                subprocesses.dying_with_us([*self._command, "--system-prompt-file", str(prefix)]),
+            return subprocesses.start(
+                [*self._command, "--system-prompt-file", str(prefix)],
                 cwd=scratch / "empty",
                 # its socket and other files, which it leaves when it is killed, lie in the scratch folder
                 env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
-                start_new_session=True,
                 **files,
             )
 

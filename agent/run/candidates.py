@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-#: A child that ends with its parent, for an orphan would go on spending, and at our word: a shell has what it
-#: starts in the background ignore that.
+#: A child that ends at our SIGINT: a shell has what it starts in the background ignore that.
 RESUME = """
-import signal, sys
-from coda_agent.primitives.system import subprocesses
-subprocesses.die_with(int(sys.argv.pop(1)))
+import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from coda_agent.agent.cli.main import main
 main()
@@ -98,13 +95,12 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
         found = []
         for number, name in enumerate(names, 1):
             log = stack.enter_context((runs_dir() / name / LOG).open("ab"))
-            command = [sys.executable, "-c", RESUME, str(os.getpid()), "resume", name, *arguments]
-            process = subprocess.Popen(
+            command = [sys.executable, "-c", RESUME, "resume", name, *arguments]
+            process = subprocesses.start(  # an orphan would go on spending
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is told to it once, by us
                 env=os.environ | {"PYTHONPATH": subprocesses.path()},
             )
             stack.callback(subprocesses.end, process)

@@ -14,6 +14,7 @@ import base64
 import json
 import math
 import operator
+import os
 import re
 import subprocess
 import sys
@@ -86,7 +87,8 @@ def _packed(data: bytes) -> str:
 
 def _start(scratch: str, files: dict[str, Any]) -> subprocess.Popen[bytes]:
     kept = subprocesses.environment() | ONE_THREAD
-    return subprocesses.start("coda_agent.primitives.raw.arithmetic", scratch, env=kept, **files)
+    module, parent = "coda_agent.primitives.raw.arithmetic", str(os.getpid())
+    return subprocesses.start_module(module, scratch, parent, env=kept, **files)
 
 
 # In the child

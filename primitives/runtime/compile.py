@@ -232,5 +232,4 @@ def _measured(
 
 
 if __name__ == "__main__":
-    subprocesses.die_with(int(sys.argv[2]))
     _serve(Path(sys.argv[1]))

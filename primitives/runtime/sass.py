@@ -153,9 +153,8 @@ def _run_child(request: str) -> str:
     """The child's answer; CompileError with its message, or with the limit that ended it."""
     with tempfile.TemporaryDirectory(prefix="coda-sass-") as scratch:
         dump = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
-        begin = partial(
-            subprocesses.start, "coda_agent.primitives.runtime.sass", scratch, env=_environment() | dump
-        )
+        module, environment = "coda_agent.primitives.runtime.sass", _environment() | dump
+        begin = partial(subprocesses.start_module, module, scratch, env=environment)
         status, said, words = subprocesses.attend(begin, request, COMPILE_SECONDS)
     if status is None:
         raise CompileError(f"the compiler did not finish in {COMPILE_SECONDS} s")
@@ -266,7 +265,6 @@ def _short(path: str) -> str:
 
 
 if __name__ == "__main__":
-    subprocesses.die_with(int(sys.argv[2]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
     json.dump(_answer(json.load(sys.stdin), Path(sys.argv[1])), answers)

@@ -1,7 +1,7 @@
-"""Child processes that compile: they cannot outlive their parent, their time or their memory.
+"""Child processes that cannot outlive their parent, and whose time and memory can be bounded.
 
-A compiler crashes, hangs and allocates. Each child leads a process group, so that its own children end with
-it. Standard library only.
+A compiler crashes, hangs and allocates. Each child leads a process group, so that its own children end
+with it, and asks to die with its parent before its own program begins. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,11 +29,18 @@ NOT_STARTED, NOT_FOUND = 126, 127  # exit statuses of a command that could not s
 _PR_SET_PDEATHSIG = 1
 
 
-def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """``python -m module *arguments PARENT``, bounded; ``options`` are Popen's. The child passes PARENT, this
-    process's id, to ``die_with``."""
-    command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
-    process = subprocess.Popen(command, start_new_session=True, **options)
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a command that leads a process group and dies with this process; ``options`` are Popen's.
+
+    A command that cannot start ends with the status NOT_FOUND or NOT_STARTED, as in a shell, and its errors
+    say why."""
+    bound = [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+    return subprocess.Popen(bound, start_new_session=True, **options)
+
+
+def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """``start`` ``python -m module *arguments``, with at most MEMORY_BYTES of memory a process."""
+    process = start([sys.executable, "-m", module, *arguments], **options)
     with suppress(ProcessLookupError):  # it has ended already
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_DATA)
         limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
@@ -42,9 +49,9 @@ def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[byte
 
 
 def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """``start`` a child for ``ask``; ``hang_up`` when done."""
+    """As ``start_module``, for ``ask``; ``hang_up`` when done."""
     pipe = subprocess.PIPE
-    process = start(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
+    process = start_module(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
     os.set_blocking(_pipes(process)[0].fileno(), False)  # a hung child reads nothing
     return process
 
@@ -138,25 +145,19 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def die_with(parent: int) -> None:
-    """Die when the parent (its thread that started us) ends, for any reason."""
+def _die_with(parent: int) -> None:
+    """Die when the parent (its thread that started us) ends, for any reason. exec keeps this."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
 
 
-def dying_with_us(command: Sequence[str]) -> list[str]:
-    """The command of a foreign program, wrapped so that it dies with this process. Where it cannot be started
-    its status is NOT_FOUND or NOT_STARTED, like a shell's, and its errors say why."""
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
-
-
 def _become(parent: int, command: list[str]) -> None:
-    die_with(parent)
+    _die_with(parent)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the program
         signal.signal(ignored, signal.SIG_DFL)
     try:
-        os.execv(command[0], command)
+        os.execvp(command[0], command)
     except OSError as error:
         print(error.strerror, file=sys.stderr)
         sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED)

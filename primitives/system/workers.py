@@ -119,5 +119,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    subprocesses.die_with(int(sys.argv[1]))
     _serve()

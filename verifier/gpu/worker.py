@@ -57,13 +57,12 @@ class Worker:
 
     def __init__(self, wrapper: Sequence[str] = (), ahead: Sequence[str] = (), python: str = sys.executable):
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process is)
-        self._process = subprocess.Popen(
+        self._process = subprocesses.start(
             [*wrapper, python, "-m", "coda_agent.verifier.gpu.worker", *ahead],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
             env=os.environ | {"PYTHONPATH": subprocesses.path() if python == sys.executable else ROOT},
-            start_new_session=True,
         )
         self._unread = b""
         self._asked = False
@@ -188,7 +187,7 @@ def cuda_error(words: str) -> bool:
 
 def _serve(ahead: Sequence[str]) -> None:
     global _answers
-    with suppress(OSError):  # not on this system, where a hanging worker outlives a killed asker
+    with suppress(OSError):  # a wrapper dies with the asker, but does not hand that on
         die_with(os.getppid())
     _answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a compiler's prints must not be taken for an answer

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,8 @@ def test_a_program_is_as_if_it_were_started_at_once(tmp_path: Path) -> None:
     """Its arguments, files, working directory and signals; and its own status."""
     command = ["/bin/sh", "-c", 'cat; pwd; echo "$1"; grep SigIgn /proc/self/status; exit 7', "sh", "a b"]
     found = [
-        subprocess.run(each, input="given\n", cwd=tmp_path, capture_output=True, text=True)
-        for each in (command, subprocesses.dying_with_us(command))
+        subprocesses.attend(partial(begin, command, cwd=tmp_path), "given\n", 60)
+        for begin in (partial(subprocess.Popen, start_new_session=True), subprocesses.start)
     ]
-    assert (found[1].returncode, found[1].stdout) == (7, found[0].stdout)
-    assert found[0].stdout.startswith(f"given\n{tmp_path}\na b\nSigIgn:")
+    assert found[0][0] == 7 and found[1] == found[0]
+    assert found[0][1].startswith(f"given\n{tmp_path}\na b\nSigIgn:")

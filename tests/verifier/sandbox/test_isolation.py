@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -175,23 +174,36 @@ COMPILE += "from coda_agent.primitives.lang.ir import Program\n"
 COMPILE += "report(Program.from_json(sys.stdin.read()), {})"
 
 
+# In the place of QuACK, which only the compiler imports: it says which process it is in, and does not end.
+ENDLESS = """
+import os, time
+open("{note}.draft", "w").write(str(os.getpid()))
+os.rename("{note}.draft", "{note}")
+time.sleep(600)
+"""
+
+
 def test_a_compiler_dies_with_its_parent(tmp_path: Path) -> None:
-    environment = os.environ | {"CODA_AGENT_CACHE": str(tmp_path), "TMPDIR": str(tmp_path)}
+    note = tmp_path / "note"
+    (tmp_path / "quack.py").write_text(ENDLESS.format(note=note))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | dict.fromkeys(("CODA_AGENT_CACHE", "TMPDIR"), str(tmp_path))
     command = [sys.executable, "-c", COMPILE]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as parent:
-        assert parent.stdin is not None
-        parent.stdin.write(RMSNORM.program.to_json().encode())
-        parent.stdin.close()
-        assert eventually(lambda: any(map(importing, offspring(parent.pid))), 60)
-        (child,) = offspring(parent.pid)
-        parent.send_signal(signal.SIGKILL)
-    assert eventually(lambda: not alive(child))
+    with subprocess.Popen(command, env=environment | {"PYTHONPATH": path}, stdin=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdin is not None
+            parent.stdin.write(RMSNORM.program.to_json().encode())
+            parent.stdin.close()
+            assert eventually(lambda: note.exists() or parent.poll() is not None, 240)
+            child = int(note.read_text())
+            assert child != parent.pid and alive(child)
+        finally:
+            parent.kill()
+    assert eventually(lambda: not alive(child), 60)
 
 
-def offspring(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def importing(pid: int) -> bool:
-    """Whether it is past its first lines, and in the imports of the compiler."""
-    return "torch" in Path(f"/proc/{pid}/maps").read_text()
+def test_a_child_whose_parent_died_before_it_began_runs_nothing() -> None:
+    """No signal reaches it: it finds that its parent is another."""
+    command = [sys.executable, "-I", "-S", subprocesses.__file__, "0", "/bin/echo", "ran"]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, b"")
