@@ -10,6 +10,7 @@ import typer
 from coda_agent.agent import arguments, providers
 from coda_agent.agent.options import AUTO, spelled
 from coda_agent.agent.providers.spec import RunContext
+from coda_agent.primitives.errors import Absent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 
 NO_H100 = "no H100 (CUDA capability 9.0) here"
-
-
-class Absent(Exception):
-    """Something that was asked for is not on this machine: what, and how to get it."""
 
 
 def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:

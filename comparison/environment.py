@@ -15,7 +15,7 @@ import venv
 from functools import cache
 from pathlib import Path
 
-from coda_agent.comparison.results import ResultsError
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import cache_dir
 
 PACKAGE = "coda-kernels==0.2"
@@ -43,7 +43,7 @@ def python() -> str | None:
 
 def install() -> str:
     """Make the environment with pip's configured index, and return its interpreter. One that exists is
-    pointed at this interpreter and its packages, and pip adds what is missing. Raises ResultsError."""
+    pointed at this interpreter and its packages, and pip adds what is missing. Raises InvalidInput."""
     place, made = folder(), _interpreter()
     there = (place / "ready").exists()
     try:
@@ -59,7 +59,7 @@ def install() -> str:
         _said(*filled, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", None) or getattr(error, "stdout", None) or str(error)
-        raise ResultsError(
+        raise InvalidInput(
             f"{place}: {PACKAGE} could not be installed: {words.strip()[-SAID:]}; without it "
             "coda-agent compare measures every other column"
         ) from None

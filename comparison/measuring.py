@@ -22,9 +22,10 @@ from coda_agent.comparison import environment
 from coda_agent.comparison.competitors import COLUMNS, EDITED, PROGRAM, UPSTREAM
 from coda_agent.comparison.interleaved import PREPARING, TIMING, compiled, gpu, machine, tuned
 from coda_agent.comparison.keys import keyed
-from coda_agent.comparison.results import Arm, Failure, Machine, Present, Results, ResultsError, Sitting
+from coda_agent.comparison.results import Arm, Failure, Machine, Present, Results, Sitting
 from coda_agent.comparison.rows import Row
 from coda_agent.comparison.workers import Workers
+from coda_agent.primitives.errors import CodaError, InvalidInput
 from coda_agent.primitives.system import deadline
 from coda_agent.primitives.system.deadline import Late
 from coda_agent.verifier.gates import Failed, Progress, silent
@@ -41,8 +42,10 @@ Keep = Callable[[Results], object]
 Ahead = tuple[str, Task, Any]  # row, task to do before its sessions, and the task's argument
 
 
-class OutOfTime(Exception):
+class OutOfTime(CodaError):
     """The comparison's seconds do not suffice for its next session. Says how many are left."""
+
+    exit_status = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Turn(NamedTuple):
 def measure(asked: Asked, results: Results, keep: Keep, progress: Progress = silent) -> Results:
     """Complete ``results``; ``keep`` receives them after each session.
 
-    ``progress`` hears of rows and arms. Raises ResultsError where the results are another GPU's, OutOfTime,
+    ``progress`` hears of rows and arms. Raises InvalidInput where the results are another GPU's, OutOfTime,
     Failed where no worker has a GPU and, at the end, WorkerError where a session met a bug of ours.
     """
     measuring = _Measuring(asked, results, keep, progress)
@@ -129,7 +132,7 @@ class _Measuring:
             told = worker.ask(gpu, None, patience=PATIENCE)
             name, self.build = told["gpu"], "{gpu}, PyTorch {torch}, CUDA {cuda}".format_map(told)
             if others := self.results.gpus() - {name}:
-                raise ResultsError(
+                raise InvalidInput(
                     f"these results were measured on {' and '.join(sorted(others))}, and here is {name}: "
                     "figures of two GPUs make no table; measure into another folder: --out FOLDER"
                 )

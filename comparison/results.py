@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.report import Sizes
 from coda_agent.verifier.statistics import MIN_ROUNDS
@@ -24,10 +25,6 @@ LAYER_FORWARD, LAYER_BOTH = "layer, forward", "layer, forward and backward"  # o
 Milliseconds = Annotated[float, Field(gt=1e-6, lt=1e9)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Error = Annotated[float, Field(ge=0, lt=1e30)]
-
-
-class ResultsError(Exception):
-    """A file of results cannot be used: which one, why, and the remedy."""
 
 
 class _Record(BaseModel):
@@ -154,7 +151,7 @@ class Results(_Record):
         return self.model_copy(update={"sittings": (*self.sittings, *sittings)})
 
     def chosen(self, operators: Collection[str], cases: Collection[str]) -> Results:
-        """Results of these operators and cases alone, or of all where none are named. Raises ResultsError
+        """Results of these operators and cases alone, or of all where none are named. Raises InvalidInput
         where none is left."""
         kept = tuple(
             s
@@ -167,30 +164,30 @@ class Results(_Record):
         return self.model_copy(update={"sittings": kept})
 
 
-def none_left(operators: Iterable[str], cases: Iterable[str], known: str) -> ResultsError:
+def none_left(operators: Iterable[str], cases: Iterable[str], known: str) -> InvalidInput:
     """The error for a choice that leaves no row; ``known`` are the choices that there are."""
     named = ", ".join([*(f"--only {o}" for o in operators), *(f"--cases {c}" for c in cases)])
-    return ResultsError(f"{named and f'{named}: '}no row is left: {known}")
+    return InvalidInput(f"{named and f'{named}: '}no row is left: {known}")
 
 
 def read(path: Path) -> Results:
-    """Read a file. Raises ResultsError, or OSError where it cannot be read."""
+    """Read a file. Raises InvalidInput, or OSError where it cannot be read."""
     try:
         found = Results.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         folder = path.parent if path.suffix else path
-        raise ResultsError(
+        raise InvalidInput(
             f"{path}: there is no such file; on an H100, coda-agent compare --out {folder} makes it"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
         if not (place := ".".join(map(str, first["loc"]))):
-            raise ResultsError(
+            raise InvalidInput(
                 f"{path}: holds no results of compare; give a folder of its, or results.json"
             ) from None
-        raise ResultsError(f"{path}: {place}: {first['msg']}; measure again into another folder") from None
+        raise InvalidInput(f"{path}: {place}: {first['msg']}; measure again into another folder") from None
     if found.schema_version != SCHEMA:
-        raise ResultsError(f"{path}: is of version {found.schema_version}, and this reads {SCHEMA}")
+        raise InvalidInput(f"{path}: is of version {found.schema_version}, and this reads {SCHEMA}")
     return found
 
 

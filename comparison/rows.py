@@ -14,8 +14,9 @@ from coda_agent.comparison.interleaved import Contender
 from coda_agent.comparison.layers import VARIANTS
 from coda_agent.comparison.results import LAYER_BOTH as BOTH
 from coda_agent.comparison.results import LAYER_FORWARD as FORWARD
-from coda_agent.comparison.results import ResultsError, none_left
+from coda_agent.comparison.results import none_left
 from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.gpu.worker import Task
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import QuackTuned
@@ -193,13 +194,13 @@ class LayerRow:
 
 def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:
     """CODA's ten operators at three widths and the paper's squares, and layers; ``everything`` adds all other
-    rows, ``quick`` takes a few. ``only`` and ``cases`` narrow these down. Raises ResultsError where nothing
+    rows, ``quick`` takes a few. ``only`` and ``cases`` narrow these down. Raises InvalidInput where nothing
     is left."""
     names = list(QUICK) if quick else [n for group in GROUPS.values() for n in group] if everything else TEN
     there = sorted(path.stem for path in SPECS.glob("*.yaml"))
     unknown = sorted(set(only) - {*there, FORWARD, BOTH})
     if unknown:
-        raise ResultsError(
+        raise InvalidInput(
             f"there is no {', '.join(unknown)}; --only takes a spec, 'layer', {FORWARD!r} or {BOTH!r}"
         )
     specs = [load(SPECS / f"{name}.yaml", check=False) for name in (only or names) if name in there]

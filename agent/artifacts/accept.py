@@ -25,6 +25,7 @@ from coda_agent.agent.run.journal import Record, Snapshot
 from coda_agent.agent.run.loop import PIECE, STOPPED, Outcome
 from coda_agent.agent.run.runs import JOURNAL, folder
 from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.errors import InvalidInput, Refused
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import write_atomic
@@ -44,11 +45,7 @@ HEADER = (
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file size limit
 
 
-class AcceptError(Exception):
-    """A kernel that cannot be accepted, or a commit that git refused: what to do instead."""
-
-
-class KernelError(Exception):
+class KernelError(InvalidInput):
     """A file of an accepted kernel that cannot be read: which, what is wrong, what to do."""
 
 
@@ -151,27 +148,27 @@ def accept(
     looked: bool = False,
 ) -> list[Path]:
     """Write an accepted kernel's files and its run's recording, all or none of them. ``looked``: a person has
-    read it, which an edited text needs. Raises AcceptError for anything but an accepted kernel, or where
+    read it, which an edited text needs. Raises Refused for anything but an accepted kernel, or where
     writing fails."""
     report, program = outcome.report, outcome.program
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
-        raise AcceptError(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
+        raise Refused(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
     given = journal.header["run"]  # a replay's own run: the authorship is the recorded run's
     if not isinstance(report, Accepted) or program is None:
-        raise AcceptError(
+        raise Refused(
             f"run {given} is {report.status}, not accepted: "
             "only a kernel measured on an H100 and found faster can be accepted"
         )
     name, raw = report.identity.spec, bool(outcome.raw)
     if raw and not looked:
-        raise AcceptError(
+        raise Refused(
             f"{name}: this is raw CuTeDSL, code that nobody vouches for: read it (coda-agent review "
             f"{given}), then say --looked"
         )
     lowered = lower(program, outcome.raw)
     if lowered.hash != report.identity.lowered_hash or program.hash != report.identity.program_hash:
-        raise AcceptError(f"{name}: the evidence is for another lowering (other versions?): measure again")
+        raise Refused(f"{name}: the evidence is for another lowering (other versions?): measure again")
     report = report.model_copy(update={"authorship": outcome.authorship})
     written = dict(zip(files(name, directory, raw=raw), (outcome.source, program.to_json()), strict=False))
     if not raw:
@@ -185,7 +182,7 @@ def accept(
     except OSError as error:
         place = error.filename or directory  # a failed write names no file
         remedy = "make room" if error.errno in FULL else "see that it can be written,"
-        raise AcceptError(f"{place}: {error.strerror}; {remedy} and accept again") from None
+        raise Refused(f"{place}: {error.strerror}; {remedy} and accept again") from None
     return [*(path for path in written if path not in (evidence, run)), evidence, run]
 
 
@@ -229,7 +226,7 @@ def message(report: Accepted, authorship: Authorship) -> str:
 
 
 def commit(paths: list[Path], words: str) -> str:
-    """Commit exactly these files; return the commit's hash. Raises AcceptError with git's message."""
+    """Commit exactly these files; return the commit's hash. Raises Refused with git's message."""
     names = [str(p) for p in paths]
     _git("add", "--", *names)
     if not _git("diff", "--cached", "--name-only", "--", *names):
@@ -244,9 +241,9 @@ def _git(*arguments: str) -> str:
             ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
-        raise AcceptError("git is not installed: the files are written, commit them yourself") from None
+        raise Refused("git is not installed: the files are written, commit them yourself") from None
     if done.returncode != 0:
-        raise AcceptError(
+        raise Refused(
             f"git {arguments[0]} failed: {(done.stderr or done.stdout).strip()}; "
             "the files are written, commit them yourself"
         )

@@ -23,6 +23,7 @@ from coda_agent.agent.run.view import RunView
 from coda_agent.agent.setup import work_of
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import write_atomic
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 WHOLE = "whole"  # the piece of a finished entry
 T = TypeVar("T", bound=BaseModel)
-
-
-class BundleError(Exception):
-    """A bundle or result that cannot be used: which file, what is wrong, what to do."""
 
 
 class _File(BaseModel):
@@ -121,7 +118,7 @@ class Results(_File):
 
 
 def pack(names: Sequence[str], path: Path, progress: Progress = silent) -> Bundle:
-    """Write the runs' last checked kernels to ``path``. BundleError for a run that awaits no measurement. An
+    """Write the runs' last checked kernels to ``path``. InvalidInput for a run that awaits no measurement. An
     edited text is compiled, which takes minutes where tuning searches widely: ``progress`` hears of each
     case."""
     bundle = Bundle(entries=tuple(_entry(name, progress) for name in names))
@@ -133,7 +130,7 @@ def _entry(name: str, progress: Progress) -> Entry:
     run = runs.reopen(name)
     try:
         if "proposes" in run.journal.header:
-            raise BundleError(
+            raise InvalidInput(
                 f"run {run.name} is of a primitive: copy its folder to the H100's {runs.runs_dir()}, and "
                 f"there: coda-agent resume {run.name} --gpu; where its recording is in the checkout there: "
                 f"coda-agent primitive {run.journal.header['spec']} --provider replay --gpu"
@@ -141,7 +138,7 @@ def _entry(name: str, progress: Progress) -> Entry:
         view = RunView(run.journal.events())
         last = view.last
         if last is None or not isinstance(last.checked, Checked) or last.measured:
-            raise BundleError(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
+            raise InvalidInput(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
         assert last.program_text is not None  # a checked kernel has one
         kept, raw, report = _kept(run, view), last.raw, last.checked
         return Entry(
@@ -223,7 +220,7 @@ def _pieces(out: Path, entry: Entry, options: Options) -> FilePieces:
 
 
 def read(path: Path) -> Bundle:
-    """Read a bundle. Raises BundleError for another file, or one of another format."""
+    """Read a bundle. Raises InvalidInput for another file, or one of another format."""
     return _read(path, Bundle)
 
 
@@ -231,7 +228,7 @@ def measure(
     path: Path, bundle: Bundle, out: Path, options: Options, *, progress: Callable[[str], Progress]
 ) -> Results:
     """Measure every entry of a bundle on this machine's GPU, and write ``out`` after each. Finished pieces in
-    ``out``.partial are not measured again. BundleError, which names ``path``, for another version's bundle.
+    ``out``.partial are not measured again. InvalidInput, which names ``path``, for another version's bundle.
     """
     from coda_agent.verifier.measure import started
 
@@ -305,7 +302,7 @@ def _unpack(path: Path, entry: Entry, program: Program) -> None:
     try:
         unpack(lower(program, entry.raw), entry.objects)
     except CompileError as error:
-        raise BundleError(
+        raise InvalidInput(
             f"{path}: run {entry.run}: an object is refused: {error}; bundle it again"
         ) from None
 
@@ -316,7 +313,7 @@ def _schedules(path: Path, entry: Entry) -> dict[str, Known]:
     try:
         return raced(entry.known)
     except (ProgramError, ValueError) as error:
-        raise BundleError(
+        raise InvalidInput(
             f"{path}: run {entry.run}: a known schedule is refused: {error}; bundle it again"
         ) from None
 
@@ -328,7 +325,7 @@ def _quack(path: Path, entry: Entry) -> dict[str, QuackTuned]:
         for case in entry.quack.values():
             parsed(case.arms)
     except ValueError as error:
-        raise BundleError(
+        raise InvalidInput(
             f"{path}: run {entry.run}: a schedule of QuACK's is refused: {error}; bundle it again"
         ) from None
     return entry.quack
@@ -347,7 +344,7 @@ def _rival(path: Path, entry: Entry, spec: Spec) -> Incumbent | None:
                 raise ValueError(f"it has no schedule of every step at case {case}")
         return Incumbent.parsed(program, entry.kept.schedules, entry.kept.finalists, entry.kept.raw)
     except (ProgramError, ValueError) as error:
-        raise BundleError(
+        raise InvalidInput(
             f"{path}: run {entry.run}: the kernel to beat is refused: {error}; bundle it again"
         ) from None
 
@@ -359,11 +356,11 @@ def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:
         program = Program.from_json(entry.program, spec.signature())
         hashes = (spec.hash, program.hash, lower(program, entry.raw).hash)
     except ProgramError as error:
-        raise BundleError(f"{path}: run {entry.run}: its program is refused: {error.message}") from None
+        raise InvalidInput(f"{path}: run {entry.run}: its program is refused: {error.message}") from None
     expected = (entry.identity.spec_hash, entry.identity.program_hash, entry.identity.lowered_hash)
     for what, here, there in zip(("spec", "program", "lowered text"), hashes, expected, strict=True):
         if here != there:
-            raise BundleError(
+            raise InvalidInput(
                 f"{path}: run {entry.run}: the {what} differs from what was checked "
                 f"({here[:12]} here, {there[:12]} there): install the versions it was made with "
                 f"({', '.join(f'{k} {v}' for k, v in entry.identity.versions.items())})"
@@ -376,21 +373,21 @@ def _spec(path: Path, entry: Entry) -> Spec:
         return of_text(path, entry.spec_text, Spec, lambda spec: None)
     except SpecError as error:
         place = f"line {error.line} of its spec" if error.line else "its spec"
-        raise BundleError(f"{path}: run {entry.run}: {place}: {error.message}") from None
+        raise InvalidInput(f"{path}: run {entry.run}: {place}: {error.message}") from None
 
 
 def take(path: Path) -> list[tuple[str, Measurement]]:
     """Put the measurements of a result file into their runs' journals; again does nothing. One that is void
     leaves its run awaiting measurement.
 
-    BundleError for a result of another kernel than the run's.
+    InvalidInput for a result of another kernel than the run's.
     """
     taken: list[tuple[str, Measurement]] = []
     for result in _read(path, Results).results:
         try:
             measurement = MEASUREMENT.validate_python(result.measurement)
         except ValidationError as error:
-            raise BundleError(
+            raise InvalidInput(
                 f"{path}: run {result.run}: {error.error_count()} errors, the first: "
                 f"{error.errors()[0]['msg']}; measure again"
             ) from None
@@ -402,7 +399,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
             if isinstance(measurement, Measured):
                 named.append(measurement.identity)
             if not isinstance(report, Checked) or not all(report.identity.same(n) for n in named):
-                raise BundleError(
+                raise InvalidInput(
                     f"{path}: run {result.run}, attempt {result.attempt}: the measurement is of "
                     "another kernel than this run's: bundle the run again"
                 )
@@ -411,7 +408,7 @@ def take(path: Path) -> list[tuple[str, Measurement]]:
                 taken.append((run.name, measurement))
                 continue
             if run.journal.once(key, "measurement", partial(dict, result.measurement)) != result.measurement:
-                raise BundleError(
+                raise InvalidInput(
                     f"{path}: run {result.run}, attempt {result.attempt} has another measurement, which "
                     "stays: start a new run to have it measured again"
                 )
@@ -425,28 +422,28 @@ def _write(path: Path, content: BaseModel) -> None:
     try:
         write_atomic(path, content.model_dump_json(indent=1) + "\n")
     except OSError as error:
-        raise BundleError(f"{path}: {error.strerror}; give a place that can be written") from None
+        raise InvalidInput(f"{path}: {error.strerror}; give a place that can be written") from None
 
 
 def _read(path: Path, kind: type[T]) -> T:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise BundleError(f"{path}: {error.strerror}; give a file that bundle or measure wrote") from None
+        raise InvalidInput(f"{path}: {error.strerror}; give a file that bundle or measure wrote") from None
     try:
         tree = json.loads(content)
         if isinstance(tree, dict) and kind is Results and "coda_agent_bundle" in tree:
-            raise BundleError(f"{path}: this is a bundle: measure it first, coda-agent measure {path}")
+            raise InvalidInput(f"{path}: this is a bundle: measure it first, coda-agent measure {path}")
         found = kind.model_validate(tree)
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, not the fields
         words = str(error).splitlines()[0]
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise BundleError(
+        raise InvalidInput(
             f"{path}: this is no {kind.__name__.lower()} file of coda-agent: {words}; make it again"
         ) from None
     version = getattr(found, "coda_agent_bundle", None) or getattr(found, "coda_agent_results", None)
     if version != FORMAT:
-        raise BundleError(f"{path}: format {version}, this version reads {FORMAT}: make it again")
+        raise InvalidInput(f"{path}: format {version}, this version reads {FORMAT}: make it again")
     return found

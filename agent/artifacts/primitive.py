@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.artifacts import accept
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import optimize, runs
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.raw.arithmetic import LINE, answer, known_words
@@ -69,10 +70,6 @@ def formed(page: str) -> re.Match[str] | None:
     return FORM.fullmatch(re.sub(r"(?<!\n)\n(?![\n ])", " ", page))
 
 
-class PrimitiveError(Exception):
-    """A primitive that cannot be proposed or merged: what to do instead."""
-
-
 # Proposing
 
 
@@ -82,10 +79,10 @@ def path_of(name: str, directory: Path | None = None) -> Path:
 
 
 def proposed(name: str) -> Path:
-    """Where the proposal of a primitive lies. Raises PrimitiveError where there is none."""
+    """Where the proposal of a primitive lies. Raises InvalidInput where there is none."""
     path = path_of(name)
     if not path.is_file():
-        raise PrimitiveError(
+        raise InvalidInput(
             f"{path}: there is no such proposal; scaffold it: coda-agent primitive {name} --reference "
             "'x / (1 + abs(x))' --arguments x"
         )
@@ -93,11 +90,11 @@ def proposed(name: str) -> Path:
 
 
 def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
-    """Write the proposal of a primitive for its owner to complete. Raises PrimitiveError, and then
+    """Write the proposal of a primitive for its owner to complete. Raises InvalidInput, and then
     has written nothing."""
     path = path_of(name)
     if path.exists():
-        raise PrimitiveError(f"{path} is there already: edit it, or remove it first")
+        raise InvalidInput(f"{path} is there already: edit it, or remove it first")
     names = list(arguments)
     every = ", ".join(f"{n}: [-inf, inf]" for n in names)
     text = (
@@ -114,7 +111,7 @@ def scaffold(name: str, reference: str, arguments: Iterable[str]) -> Path:
         try:
             proposing.load(draft)
         except SpecError as error:
-            raise PrimitiveError(f"{name}: {error.message}") from None
+            raise InvalidInput(f"{name}: {error.message}") from None
     write_atomic(path, text)
     return path
 
@@ -125,7 +122,7 @@ def start(path: Path, options: Mapping[str, Any]) -> runs.Run:
     merged = "replays" in options and path.stem in OPERATIONS
     made = proposing.load(path, new=not merged)
     if made.name != path.stem:
-        raise PrimitiveError(f"{path} proposes {made.name!r}: name the file {made.name}.yaml")
+        raise InvalidInput(f"{path} proposes {made.name!r}: name the file {made.name}.yaml")
     with TemporaryDirectory() as folder:
         frame = Path(folder) / f"{made.name}.yaml"
         frame.write_text(made.frame, encoding="utf-8")
@@ -229,23 +226,23 @@ def _sources(text: str) -> dict[str, str]:
 
 
 def latest(name: str) -> str:
-    """The last run that proposes a primitive. Raises PrimitiveError."""
+    """The last run that proposes a primitive. Raises InvalidInput."""
     for run in reversed(runs.names()):
         if run.startswith(f"{name}-"):
             opened = runs.reopen(run)
             opened.journal.close()
             if HEADER in opened.journal.header and opened.spec.name == name:
                 return run
-    raise PrimitiveError(f"no run has authored {name}: coda-agent primitive {name}")
+    raise InvalidInput(f"no run has authored {name}: coda-agent primitive {name}")
 
 
 def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
     """Write the patch that adds the primitive of its last run to the vocabulary; how that run stands; and
-    what its page lacks. Raises PrimitiveError."""
+    what its page lacks. Raises InvalidInput."""
     from coda_agent.agent.run import loop
 
     if name in OPERATIONS:
-        raise PrimitiveError(f"primitives has {name!r} already: there is nothing to merge")
+        raise InvalidInput(f"primitives has {name!r} already: there is nothing to merge")
     run = runs.reopen(latest(name))
     try:
         outcome = loop.standing(run.journal, run.spec)
@@ -254,9 +251,9 @@ def merge(name: str, out: Path | None = None) -> tuple[Path, Outcome, str]:
     finally:
         run.journal.close()
     if outcome is None or isinstance(outcome.report, Rejected):
-        raise PrimitiveError(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
+        raise InvalidInput(f"run {run.name} has no {name} that passed: coda-agent resume {run.name}")
     if not _computed(outcome.report):
-        raise PrimitiveError(f"run {run.name} checked no arithmetic; again: coda-agent primitive {name}")
+        raise InvalidInput(f"run {run.name} checked no arithmetic; again: coda-agent primitive {name}")
     path, proposal = out or Path(f"{name}.patch"), proposing.parse(text)
     write_atomic(path, patch(proposal, outcome.source, recording))
     return path, outcome, lacking(answer(outcome.source, name, len(proposal.arguments)).page)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coda_agent.agent import arguments, extras, setup
-from coda_agent.agent.cli.exit_codes import UNFINISHED
 from coda_agent.agent.options import grouped, spelled
 from coda_agent.agent.reporting.safe_text import echo
 from coda_agent.comparison.options import Choice, Drawing, Effort
+from coda_agent.primitives.errors import Absent, InvalidInput
 
 if TYPE_CHECKING:
     from coda_agent.comparison.competitors import Column
@@ -76,7 +76,7 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
     _check(drawing)
     path = drawing.out / RESULTS
     if not setup.use_gpu(None):
-        raise setup.Absent("comparing takes an H100, and there is none here; results are drawn by --from")
+        raise Absent("comparing takes an H100, and there is none here; results are drawn by --from")
     with gpu_alone(lambda words: echo(f"coda-agent: {words}", err=True)):
         found = results.read(path) if path.exists() else results.Results()  # another may have added to them
         found, ended = _measured(asked, found, path, quiet=drawing.as_json)
@@ -84,10 +84,9 @@ def _race(choice: Choice, effort: Effort, drawing: Drawing) -> None:
     if found.failed() and not drawing.as_json:
         echo("Arms that failed are not tried again but with --again.")
     if isinstance(ended, measuring.OutOfTime):
-        echo(f"coda-agent: {ended}", err=True)
-        raise typer.Exit(UNFINISHED)
+        raise ended
     if ended:
-        raise setup.Absent(f"the comparison ended early, and what was measured is drawn: {ended}")
+        raise Absent(f"the comparison ended early, and what was measured is drawn: {ended}")
 
 
 def _asked(choice: Choice, effort: Effort) -> Asked:
@@ -126,17 +125,16 @@ class View:
 def _columns(names: Sequence[str]) -> list[Column]:
     """Those that are named, a name being one or the begin of some, in whatever case; without names, all."""
     from coda_agent.comparison.competitors import COLUMNS, ROOFLINE
-    from coda_agent.comparison.results import ResultsError
 
     begun = {name: _begun(name.lower()) for name in names}
     for name, found in begun.items():
         if name.lower() == ROOFLINE:
-            raise ResultsError(
+            raise InvalidInput(
                 f"{ROOFLINE} needs no choice: every table has it, whatever columns; leave it out of --columns"
             )
         if not found:
             known = ", ".join(column.name for column in COLUMNS)
-            raise ResultsError(f"there is no column {name!r}; --columns takes {known}")
+            raise InvalidInput(f"there is no column {name!r}; --columns takes {known}")
     return [c for c in COLUMNS if not names or any(c in found for found in begun.values())]
 
 
@@ -210,7 +208,7 @@ def _drawn(view: View, out: Path) -> None:
     try:
         drawn = charts.draw(view.lines, measured(view.results))
     except ModuleNotFoundError as error:
-        raise setup.Absent(
+        raise Absent(
             f"{error.name} is not installed, so charts and page were not drawn: {extras.remedy(error)}, "
             f"then coda-agent compare --from {out / RESULTS}"
         ) from None

@@ -8,6 +8,7 @@ import typer
 
 from coda_agent.agent import extras, setup
 from coda_agent.agent.reporting.safe_text import echo
+from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
     from coda_agent.verifier.report import Accepted, Checked, Rejected
@@ -33,32 +34,9 @@ def finish(report: Accepted | Checked | Rejected, as_json: bool, run: str = "") 
 
 def explained(error: Exception) -> int:
     """The exit status of an error that has words for the user; any other is our bug and goes on."""
-    from coda_agent.agent.artifacts.accept import AcceptError, KernelError
-    from coda_agent.agent.artifacts.bundle import BundleError
-    from coda_agent.agent.artifacts.primitive import PrimitiveError
-    from coda_agent.agent.providers import ProviderError
-    from coda_agent.agent.reporting.table import TableError
-    from coda_agent.agent.run.budget import OutOfBudget
-    from coda_agent.agent.run.journal import DamagedError, JournalError
-    from coda_agent.agent.run.optimize import NothingToOptimize
-    from coda_agent.agent.scaffold import ScaffoldError
-    from coda_agent.agent.show.counters import CountersError
-    from coda_agent.agent.tips import TipsError
-    from coda_agent.comparison.results import ResultsError
-    from coda_agent.primitives.compiler.compile_error import CompileError
-    from coda_agent.verifier.gpu.sanitizer import SanitizerMissing
-    from coda_agent.verifier.sandbox.jail import JailUnavailable
-    from coda_agent.verifier.spec.file import SpecError
-
-    wrong = SpecError | KernelError | BundleError | CountersError | PrimitiveError | ScaffoldError | TipsError
-    if isinstance(error, wrong | ResultsError | TableError | DamagedError):
-        status = USAGE
-    elif isinstance(error, AcceptError | CompileError | OutOfBudget):
-        status = REJECTED
-    elif isinstance(
-        error,
-        JournalError | NothingToOptimize | ProviderError | JailUnavailable | SanitizerMissing | OSError,
-    ):
+    if isinstance(error, CodaError):
+        status = error.exit_status
+    elif isinstance(error, OSError):
         status = ABSENT
     elif isinstance(error, ModuleNotFoundError) and (remedy := extras.remedy(error)):
         error, status = ImportError(f"the package {error.name!r} is not installed: {remedy}"), ABSENT

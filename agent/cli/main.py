@@ -22,6 +22,7 @@ from coda_agent.agent.cli.show import show
 from coda_agent.agent.cli.tips import tips
 from coda_agent.agent.options import Gpu, Json, Measuring, SpecPath, WeakJail, grouped, spelled
 from coda_agent.agent.reporting.safe_text import Commands, echo
+from coda_agent.primitives.errors import Absent, Refused
 
 if TYPE_CHECKING:
     from coda_agent.agent.run.loop import Outcome
@@ -122,7 +123,7 @@ def measure(
         raise typer.BadParameter(f"{path}: there is no such file; give one that bundle wrote")
     bundle = bundles.read(path)
     if not setup.use_gpu(None):
-        raise setup.Absent(f"{setup.NO_H100}; copy {path} to a machine with an H100, and measure there")
+        raise Absent(f"{setup.NO_H100}; copy {path} to a machine with an H100, and measure there")
     with progress.Watch(setup.console(False)) as watch, gpu_alone(watch.console.print):
         done = bundles.measure(
             path,
@@ -241,7 +242,7 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
     from coda_agent.agent.run import loop, runs
 
     if not (accepting.ROOT / "pyproject.toml").is_file():
-        raise setup.Absent(
+        raise Absent(
             f"{accepting.ROOT} is an installed package, and kernels are accepted into a checkout: "
             f"run coda-agent accept {run} in one, with CODA_AGENT_RUNS={runs.runs_dir()}"
         )
@@ -250,7 +251,7 @@ def _accept(run: str, commit: bool, looked: bool, shown: Outcome | None = None) 
     try:
         outcome = loop.standing(opened.journal, opened.spec)
         if outcome is None or (outcome.source, outcome.report) != (shown.source, shown.report):
-            raise accepting.AcceptError(f"run {run} went on while it was read: coda-agent review {run}")
+            raise Refused(f"run {run} went on while it was read: coda-agent review {run}")
         paths = accepting.accept(outcome, opened.journal, looked=looked)
     finally:
         opened.journal.close()
@@ -363,9 +364,6 @@ def main() -> None:
         if ended.code == INTERRUPTED:
             echo("coda-agent: interrupted", err=True)
         raise
-    except setup.Absent as error:
-        echo(f"coda-agent: {error}", err=True)
-        sys.exit(ABSENT)
     except Exception as error:
         sys.exit(explained(error))
 

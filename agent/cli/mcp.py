@@ -28,17 +28,15 @@ from coda_agent.agent.arguments import SPECS, shipped
 from coda_agent.agent.artifacts.accept import is_there
 from coda_agent.agent.options import Measuring
 from coda_agent.agent.prompts import prompt
-from coda_agent.agent.providers import Call, ProviderError, Tool
+from coda_agent.agent.providers import Call, Tool
 from coda_agent.agent.providers.mcp import NAME, Submission
 from coda_agent.agent.run import run_summary, runs, tools
-from coda_agent.agent.run.budget import OutOfBudget, Spent
-from coda_agent.agent.run.journal import JournalError
+from coda_agent.agent.run.budget import Spent
 from coda_agent.agent.run.loop import Loop, Outcome, extract, standing
 from coda_agent.agent.run.task import Measure
-from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.errors import Absent, CodaError
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Accepted, Checked, Rejected
-from coda_agent.verifier.sandbox.jail import JailUnavailable
 from coda_agent.verifier.spec.file import SpecError
 
 AUTHOR_LENGTH = 80
@@ -47,16 +45,7 @@ Author a CODA kernel for a spec. `prompt` starts a run and gives you the languag
 of it again. `check` tries a draft in some seconds. `verify` submits the whole file, as one of a few attempts,
 and says what is wrong. Where the server has an H100, `measure` what passed. What you learned from a rejection
 that you mended, `propose_tip`. You cannot accept a kernel or change a spec: a person reviews."""
-FAILURES = (  # theirs are words for whoever asked; any other exception is our bug
-    CompileError,
-    JailUnavailable,
-    JournalError,
-    OSError,
-    OutOfBudget,
-    ProviderError,
-    SpecError,
-    setup.Absent,
-)
+FAILURES = (CodaError, OSError)  # their words are for whoever asked; any other exception is our bug
 
 
 def server(attempts: int) -> MCPServer:
@@ -158,7 +147,7 @@ class Bench:
             progress = Progress(ctx)
             gates = setup.measurer(None, Measuring().options(), progress)
             if gates is None:
-                raise setup.Absent(
+                raise Absent(
                     f"there is no H100 here; a person can have it measured elsewhere: coda-agent bundle {run}"
                 )
             return _judged(opened, _loop(opened, progress, measure=gates).run())

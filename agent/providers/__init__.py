@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from coda_agent.primitives.errors import Absent
+
 if TYPE_CHECKING:
     from coda_agent.agent.providers.spec import Auto, ProviderSpec
 
@@ -209,7 +211,7 @@ class Provider(Protocol):
         ...
 
 
-class ProviderError(Exception):
+class ProviderError(Absent):
     """No answer. `retryable`: asking the same again later may succeed."""
 
     def __init__(self, message: str, remedy: str, *, retryable: bool = False):

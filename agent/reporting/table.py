@@ -21,6 +21,7 @@ from coda_agent.agent.reporting.proportions import wilson
 from coda_agent.agent.run.journal import Event
 from coda_agent.agent.run.record import recording
 from coda_agent.agent.run.tools import DRAFT, TIP
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 from coda_agent.verifier.baselines.pytorch import CUBLAS, MAX_AUTOTUNE
@@ -28,7 +29,7 @@ from coda_agent.verifier.baselines.quack import LIBRARY_ARMS
 from coda_agent.verifier.decision import BASELINE, KEPT
 from coda_agent.verifier.report import Accepted, Timing
 
-__all__ = ["GROUPS", "Row", "RunRow", "TableError", "Tables", "read", "success", "write"]
+__all__ = ["GROUPS", "Row", "RunRow", "InvalidInput", "Tables", "read", "success", "write"]
 
 GROUPS = {  # in the order of the tables
     "CODA's ten": (
@@ -78,10 +79,6 @@ JUDGED = (DRAFT, "report", "measurement")  # kinds of events
 HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
 ELSEWHERE = ("comparison", "headline")  # the places of ``comparison.drawing.markdown``
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-
-
-class TableError(Exception):
-    """A report, or a file to write into, that cannot be used: which one, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -205,17 +202,17 @@ def edited(path: Path) -> bool:
 
 
 def write(path: Path, tables: Tables) -> None:
-    """Put the tables between the comments of a Markdown file. Raises TableError where some lack, OSError."""
+    """Put the tables between the comments of a Markdown file. Raises InvalidInput where one lacks."""
     text = path.read_text(encoding="utf-8")
     for begun in text.split("<!-- table: ")[1:]:
         if "<!-- /table -->" not in begun:
             name = begun.partition(" ")[0]
-            raise TableError(f"{path}: <!-- table: {name} --> has no end: put <!-- /table --> after it")
+            raise InvalidInput(f"{path}: <!-- table: {name} --> has no end: put <!-- /table --> after it")
     parts = tables.parts()
     names = [match[2] for match in _BLOCK.finditer(text) if match[2] not in ELSEWHERE]
     if sorted(names) != sorted(parts):
         wanted = ", ".join(f"<!-- table: {name} -->" for name in parts)
-        raise TableError(
+        raise InvalidInput(
             f"{path}: has tables {', '.join(names) or 'none'}; mark one place each with {wanted}, "
             "and its end with <!-- /table -->"
         )

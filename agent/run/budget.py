@@ -13,13 +13,14 @@ from typing import Any
 
 from coda_agent.agent.providers import Charge, Turn, Usage
 from coda_agent.agent.run.journal import GPU_SECONDS, Event, Journal
+from coda_agent.primitives.errors import Refused
 
 RESERVED, SETTLED = "reserved", "settled"  # kinds of events
 FEWEST_TOKENS = 1024  # with less left, no answer is worth asking for
 MILLION = 1_000_000
 
 
-class OutOfBudget(Exception):
+class OutOfBudget(Refused):
     """A limit is reached: which, and how to go on."""
 
     @classmethod

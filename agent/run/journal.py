@@ -24,6 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from coda_agent.primitives.errors import Absent, InvalidInput
 from coda_agent.primitives.system.files import parse, sync_directory
 
 __all__ = [
@@ -50,12 +51,14 @@ COMMIT;
 """
 
 
-class JournalError(Exception):
+class JournalError(Absent):
     """A journal or an export that cannot be used: the message names the file and what to do."""
 
 
 class DamagedError(JournalError):
     """A journal that is there and says what none of ours would."""
+
+    exit_status = InvalidInput.exit_status
 
 
 @dataclass(frozen=True)

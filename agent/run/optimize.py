@@ -18,6 +18,7 @@ from coda_agent.agent.run import improve
 from coda_agent.agent.show import counters
 from coda_agent.agent.tips import CUTEDSL, in_prompts, kept, read_tips
 from coda_agent.primitives.compiler.lower import editable
+from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier import verify
@@ -40,10 +41,6 @@ the classes' names and their arguments. Schedules are tuned again for your text 
 It is kept only if every output is right, and if it is measured to be faster than the kernel above in one case
 at least (the lower end of its interval above 1, in the same run) and slower in none.
 """
-
-
-class NothingToOptimize(Exception):
-    """There is no accepted kernel of this name: what is missing, and how to get it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Base:
 
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Base:
     """The accepted kernel of a spec, by default of generated_kernels/: its edited text where there is one,
-    unless the program was measured again since, or it is to be edited ``afresh``. Raises NothingToOptimize,
+    unless the program was measured again since, or it is to be edited ``afresh``. Raises Absent,
     and KernelError for files that are damaged."""
     directory = directory or accept.KERNELS
     found = accept.read(spec, directory)
@@ -84,7 +81,7 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
     if edit and found and not accept.superseded(edit.report, found.report):
         found = edit
     if found is None:
-        raise NothingToOptimize(
+        raise Absent(
             f"{directory}: no accepted kernel of {spec.name}; author one first: coda-agent generate "
             f"specs/{spec.name}.yaml"
         )

@@ -18,6 +18,7 @@ from coda_agent.agent.scaffold.halves import Swap, halves
 from coda_agent.agent.scaffold.helpers import Inlined, helpers
 from coda_agent.agent.scaffold.special import Specialised
 from coda_agent.agent.scaffold.words import Names, Words, without_idle_dtypes
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import VALUE_NAME
 
 __all__ = ["Function", "Line", "Note", "ScaffoldError", "Size", "Tensor", "read"]
@@ -36,7 +37,7 @@ REMEDIES = {
 }
 
 
-class ScaffoldError(Exception):
+class ScaffoldError(InvalidInput):
     """No spec can be made of this; ``str`` of it names the place, the value and what would do."""
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.show import new_table, tuned
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import StepFloor, roofline
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system.markdown_table import markdown_table
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
 
 TOP_STALLS = 3
 MISSING = "–"
-
-
-class CountersError(ValueError):
-    """An export that cannot be read, or is of no kernel of the program."""
 
 
 @dataclass(frozen=True)
@@ -158,27 +155,27 @@ class Export:
 
 
 def read(path: Path, case: str | None = None) -> Export:
-    """Raise CountersError unless it is a CSV export of ncu, of ``case`` where it names one."""
+    """Raise InvalidInput unless it is a CSV export of ncu, of ``case`` where it names one."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
-        raise CountersError(
+        raise InvalidInput(
             f"{path}: there is no such file; docs/performance.md has the command that makes one"
         ) from None
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
     if start is None:
-        raise CountersError(
+        raise InvalidInput(
             f'{path}: no line begins with "ID",: it is no CSV of ncu; export with ncu --csv --page raw'
         )
     # The profiled program's output, and ncu's own ==PROF== lines, may stand anywhere.
     header, *cells = csv.reader(line for line in lines[start:] if not line.startswith("=="))
     if "Kernel Name" not in header:
-        raise CountersError(f"{path}:{start + 1}: no column Kernel Name; export with ncu --csv --page raw")
+        raise InvalidInput(f"{path}:{start + 1}: no column Kernel Name; export with ncu --csv --page raw")
     rows = [dict(zip(header, row, strict=True)) for row in cells if len(row) == len(header)]
     said = next((found for line in lines if (found := _SAID.match(line))), None)
     program, measured, text = (said[1], said[2], said[3]) if said else (None, case, None)
     if case not in (None, measured):
-        raise CountersError(f"{path}: is of case {measured}, not {case}; leave out --case, or profile it")
+        raise InvalidInput(f"{path}: is of case {measured}, not {case}; leave out --case, or profile it")
     launches = _details(rows) if "Metric Name" in header else _raw(rows)
     schedules = {int(step): words for step, words in _STEP.findall(said.string)} if said else {}
     return Export(path, program, measured, tuple(launches), text, schedules)
@@ -249,11 +246,11 @@ def counters(
     schedules: Mapping[int, Schedule] | None = None,
 ) -> tuple[Counters, ...]:
     """An export's figures for each kernel that it has of a program, or of an edited text ``raw``, in the
-    order they run; ``sizes`` are its case's, and ``schedules`` those of the report. CountersError if it has
+    order they run; ``sizes`` are its case's, and ``schedules`` those of the report. InvalidInput if it has
     none."""
     name = program.signature.name + (".raw" if raw else "")
     if export.program not in (None, name):
-        raise CountersError(f"{export.path}: is of {export.program}, not {name}; profile {name}")
+        raise InvalidInput(f"{export.path}: is of {export.program}, not {name}; profile {name}")
     lowered = lower(program, raw)
     another = export.text is not None and not lowered.hash.startswith(export.text)
     floors = {(f.step, str(f.kind)): f for f in roofline(program, sizes).steps} if sizes else {}
@@ -275,7 +272,7 @@ def counters(
             found.append(_summary(kernel, launches, floor, other, at))
     if not found:
         there = ", ".join(sorted({text[:80] for text, _ in export.launches})) or "none"
-        raise CountersError(
+        raise InvalidInput(
             f"{export.path}: of no kernel of this program ({', '.join(name for *_, name in kernels)}); "
             f"its kernels: {there}; profile it with python -m benchmarks.counters"
         )
@@ -378,7 +375,7 @@ def counted(
 ) -> tuple[Export, tuple[Counters, ...]]:
     """A file's export and its figures, for an edited text where one is given, at the sizes of the case that
     it names, else of the spec's first; beside the schedules of the report beside ``kernel``. Raises
-    CountersError, and KernelError for an unreadable report."""
+    InvalidInput, and KernelError for an unreadable report."""
     export = read(path, case)
     at = export.case or spec.cases[0].name
     sizes = {each.name: each.sizes for each in spec.cases}

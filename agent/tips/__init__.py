@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.artifacts import locks
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 
 TIPS = Path(__file__).resolve().parents[2] / "tips_log.md"
@@ -38,7 +39,7 @@ ALIKE = 0.85  # difflib's ratio above which two lessons may be the same
 VERDICTS = ("hurts", "undecided", "helps")
 
 
-class TipsError(Exception):
+class TipsError(InvalidInput):
     """The tips log, or what is asked of it, cannot be used: file and line, what is wrong, what to do."""
 
 

@@ -48,7 +48,8 @@ from coda_agent.comparison.drawing.summary import (
     measured,
     shown,
 )
-from coda_agent.comparison.results import Results, ResultsError
+from coda_agent.comparison.results import Results
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.primitives.system.markdown_table import markdown_table
 
@@ -147,7 +148,7 @@ def headline(results: Results, columns: Collection[str] = NAMES) -> str:
 def write(path: Path, results: Results, columns: Collection[str] = NAMES) -> None:
     """Replace the ``brief`` and the ``headline`` of a Markdown file, at the comments that mark their places.
 
-    Raises ResultsError where the file marks neither, or one twice; OSError.
+    Raises InvalidInput where the file marks neither, or one twice; OSError.
     """
     made = {"comparison": brief, "headline": headline}
     text = marked(path)
@@ -159,7 +160,7 @@ def marked(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     names = [match[2] for match in _PLACE.finditer(text)]
     if not names or len(set(names)) < len(names):
-        raise ResultsError(
+        raise InvalidInput(
             f"{path}: mark one place for the comparison with <!-- table: comparison --> (or headline), and "
             "its end with <!-- /table -->"
         )

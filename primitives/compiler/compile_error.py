@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from coda_agent.primitives.errors import Refused
 from coda_agent.primitives.system import subprocesses
 
 _NO_MEMORY = re.compile(
@@ -19,7 +20,7 @@ _LOWERED = re.compile(r"coda_lowered_\w+\.py$")
 _FOLDERS = re.compile(r"(?<![\w.)\]/])/(?:[\w.+@~-]+/)+(?=[\w.+@~-])")
 
 
-class CompileError(Exception):
+class CompileError(Refused):
     """The compiler refused a lowered module, or would: a short message, a reason code and, where known, the
     line of a raw text or the node of a program."""
 

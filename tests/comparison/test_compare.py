@@ -31,16 +31,9 @@ from coda_agent.comparison.competitors import (
 )
 from coda_agent.comparison.drawing.cells import CHANGED, Cell, Empty, lines, standing
 from coda_agent.comparison.measuring import OutOfTime, measure
-from coda_agent.comparison.results import (
-    LAYER_BOTH,
-    LAYER_FORWARD,
-    Present,
-    Results,
-    ResultsError,
-    read,
-    write,
-)
+from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Present, Results, read, write
 from coda_agent.primitives.compiler.roofline import roofline
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
@@ -322,10 +315,10 @@ def test_who_is_lost_ahead_of_its_sitting_keeps_no_other_row_from_being_tuned(gp
 def test_one_file_is_of_one_gpu(gpu: Machine) -> None:
     found = measure(asked(), Results(), kept_nowhere)
     gpu.name = "another GPU"
-    with pytest.raises(ResultsError, match="measured on a GPU, and here is another GPU"):
+    with pytest.raises(InvalidInput, match="measured on a GPU, and here is another GPU"):
         measure(asked(processes=2), found, never)
     older = found.model_copy(update={"machine": None})
-    with pytest.raises(ResultsError, match="measured on a GPU"):
+    with pytest.raises(InvalidInput, match="measured on a GPU"):
         measure(asked(processes=2), older, never)
 
 
@@ -418,9 +411,9 @@ def test_the_usual_rows() -> None:
     assert len(rows.chosen((), (), everything=False, quick=True)) == 3
     everything = rows.chosen((), (), everything=True, quick=False)
     assert len({row.operator for row in everything}) == 32
-    with pytest.raises(ResultsError, match="there is no gemm_nothing"):
+    with pytest.raises(InvalidInput, match="there is no gemm_nothing"):
         rows.chosen(("gemm_nothing",), (), everything=False, quick=False)
-    with pytest.raises(ResultsError, match="these operators have the cases 1B, 7B"):
+    with pytest.raises(InvalidInput, match="these operators have the cases 1B, 7B"):
         rows.chosen(("gemm_rope",), ("2B",), everything=False, quick=False)
 
 

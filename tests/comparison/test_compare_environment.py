@@ -18,7 +18,8 @@ from coda_agent.comparison import environment, rows
 from coda_agent.comparison.competitors import EAGER, TORCH, UPSTREAM
 from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.measuring import Asked, measure
-from coda_agent.comparison.results import Results, ResultsError
+from coda_agent.comparison.results import Results
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.gpu.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -109,7 +110,7 @@ def test_one_that_lacks_its_package_says_so_and_is_mended(
         f"{carried} finds no {NAME} and no torch and no pip: coda-agent compare --install mends it"
     )
     why = rf"{NAME}=={VERSION} could not be installed: .*\n.*\n.*No matching"
-    with pytest.raises(ResultsError, match=why):
+    with pytest.raises(InvalidInput, match=why):
         environment.install()
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     assert versions(environment.install(), (NAME, "pip", "torch"))
@@ -156,7 +157,7 @@ def test_what_goes_ill_with_what_is_borrowed_is_named(
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(environment, "PACKAGE", f"{NAME}==0.0.2")
-    with pytest.raises(ResultsError) as error:
+    with pytest.raises(InvalidInput) as error:
         environment.install()
     assert "old-kernels 1.0 depends on torch<2" in str(error.value)
     assert environment.python() is None
@@ -168,7 +169,7 @@ def test_where_there_is_no_room_for_it_that_is_said(
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache").write_text("no folder")
     with pytest.raises(
-        ResultsError, match=r"typer==0.0.1 could not be installed: .*Not a directory.*every other"
+        InvalidInput, match=r"typer==0.0.1 could not be installed: .*Not a directory.*every other"
     ):
         environment.install()
     assert environment.python() is None

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from coda_agent.primitives.errors import Absent
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.checks import KernelCase, launch
 from coda_agent.verifier.gpu.worker import SAID, Task, Worker, cuda_error
@@ -21,14 +22,10 @@ EACH_ITS_OWN = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
-class SanitizerMissing(Exception):
-    """compute-sanitizer is not on this machine."""
-
-
 def sanitized(job: KernelCase) -> dict[str, Any]:
     """The number of errors by tool, all zero; Failed with the tool's words where one found something.
 
-    Raises SanitizerMissing where there is no compute-sanitizer.
+    Raises Absent where there is no compute-sanitizer.
     """
     return {tool: errors(tool, launch, job) for tool in TOOLS}
 
@@ -37,7 +34,7 @@ def errors(tool: str, task: Task, argument: Any) -> int:
     """Run a task in a worker under one tool, which finds nothing."""
     program = shutil.which("compute-sanitizer")
     if program is None:
-        raise SanitizerMissing("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
+        raise Absent("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"  # the tool's words would otherwise mix with a worker's answers
         wrapper = [*EACH_ITS_OWN, program, "--tool", tool, "--log-file", str(log), *OPTIONS]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program, Signature
 from coda_agent.primitives.system.sandbox import CPU_SECONDS
@@ -38,7 +39,7 @@ _CODE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 ROOT = Path(__file__).absolute().parents[3]
 
 
-class JailUnavailable(Exception):
+class JailUnavailable(Absent):
     """This system cannot confine a kernel, or the child did not start: no part of the kernel has run."""
 
 

@@ -20,6 +20,7 @@ from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarstring import FoldedScalarString, LiteralScalarString
 
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.spec.fields import Model
 from coda_agent.verifier.spec.model import BadReference
 
@@ -30,7 +31,7 @@ Place = tuple[str | int, ...]
 Kind = TypeVar("Kind", bound=Model)
 
 
-class SpecError(Exception):
+class SpecError(InvalidInput):
     """A spec that cannot be used; ``str`` of it reads ``file:line: what is wrong and what would do``."""
 
     def __init__(self, path: str | Path, line: int | None, message: str):

@@ -26,13 +26,14 @@ from small_disk import mounted
 
 from coda_agent.agent import arguments as typed
 from coda_agent.agent.artifacts import accept as accepting
-from coda_agent.agent.artifacts.accept import AcceptError, accept
+from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.reporting import table
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import JournalError, read_export
 from coda_agent.agent.run.loop import Outcome, standing
 from coda_agent.comparison.kernels import written
 from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.errors import Refused
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Accepted
 from coda_agent.verifier.spec.model import Spec
@@ -119,7 +120,7 @@ def test_only_what_is_accepted(spec: Path, tmp_path: Path) -> None:
     unmeasured = make_run(spec)
     rejected = make_run(spec, found=slow(runs_spec(unmeasured)))
     for name, status in ((unmeasured, "checked"), (rejected, "rejected")):
-        with pytest.raises(AcceptError, match=f"run {name} is {status}, not accepted"):
+        with pytest.raises(Refused, match=f"run {name} is {status}, not accepted"):
             put(name, tmp_path / "kernels")
     assert not (tmp_path / "kernels").exists()
 
@@ -134,7 +135,7 @@ def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> No
     )
     changed = Outcome(other, outcome.source, outcome.program, outcome.authorship, outcome.usage)
     run = runs.reopen(name)
-    with run.journal, pytest.raises(AcceptError, match="toy: the evidence is for another lowering"):
+    with run.journal, pytest.raises(Refused, match="toy: the evidence is for another lowering"):
         accept(changed, run.journal, tmp_path / "kernels", tmp_path / "kernels")
     assert not (tmp_path / "kernels").exists()
 
@@ -165,7 +166,7 @@ def test_a_disk_that_fills_up_leaves_the_kernel_before(
     assert outcome is not None
     with run.journal, monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with pytest.raises((AcceptError, JournalError), match=f"{tmp_path}.*: No space left on device"):
+        with pytest.raises((Refused, JournalError), match=f"{tmp_path}.*: No space left on device"):
             accept(outcome, run.journal, tmp_path / "kernels", tmp_path / "kernels")
     assert contents(tmp_path / "kernels") == before
     assert len(list((tmp_path / "kernels").iterdir())) == len(before)  # nor any draft
@@ -191,7 +192,7 @@ def test_an_acceptance_that_is_interrupted_leaves_nothing(
 
 def test_a_place_that_cannot_be_written_says_so(spec: Path, tmp_path: Path) -> None:
     (tmp_path / "kernels").write_text("no folder")
-    with pytest.raises(AcceptError, match="kernels: File exists; see that it can be written, and accept"):
+    with pytest.raises(Refused, match="kernels: File exists; see that it can be written, and accept"):
         put(accepted_run(spec), tmp_path / "kernels")
 
 
@@ -473,7 +474,7 @@ def test_git_that_refuses_is_quoted(spec: Path, repository: Path) -> None:
     hook.parent.mkdir(exist_ok=True)
     hook.write_text("#!/bin/sh\necho 'the house says no' >&2\nexit 1\n")
     hook.chmod(0o755)
-    with pytest.raises(AcceptError, match="git commit failed: the house says no; .*commit them yourself"):
+    with pytest.raises(Refused, match="git commit failed: the house says no; .*commit them yourself"):
         committed(spec, repository)
 
 
@@ -488,10 +489,10 @@ def test_no_repository(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "plain").mkdir()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     monkeypatch.setattr(accepting, "ROOT", tmp_path / "plain")
-    with pytest.raises(AcceptError, match="git add failed: .*not a git repository"):
+    with pytest.raises(Refused, match="git add failed: .*not a git repository"):
         committed(spec, tmp_path / "plain")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(AcceptError, match="git is not installed"):
+    with pytest.raises(Refused, match="git is not installed"):
         committed(spec, tmp_path / "plain")
 
 

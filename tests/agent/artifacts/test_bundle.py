@@ -35,10 +35,10 @@ from authoring import (
 from coda_agent.agent import setup
 from coda_agent.agent.artifacts import bundle
 from coda_agent.agent.artifacts.accept import accept
-from coda_agent.agent.artifacts.bundle import BundleError
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import JournalError
 from coda_agent.agent.run.loop import Loop, standing
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.baselines.quack import MATMUL, OWN_TUNER
@@ -233,7 +233,7 @@ def test_only_a_checked_kernel_is_packed(packed: tuple[str, Path], spec: Path, g
     fresh.journal.close()
     rejected = make_run(spec, found=slow(fresh.spec))
     for other in (name, fresh.name, rejected):
-        with pytest.raises(BundleError, match=f"run {other} awaits no measurement"):
+        with pytest.raises(InvalidInput, match=f"run {other} awaits no measurement"):
             bundle.pack([other], path.with_name("other.json"))
     assert not path.with_name("other.json").exists()
     with pytest.raises(JournalError, match="there is no run 'nothing'"):
@@ -250,7 +250,7 @@ def test_other_versions_are_named(packed: tuple[str, Path], gpu: Gpu, what: str,
     _, path = packed
     versions = {"quack-kernels": "0.6.6", "nvidia-cutlass-dsl": "4.9.0"}
     edit(path, lambda data: entry_of(data)["identity"].update({field: "0" * 64, "versions": versions}))
-    with pytest.raises(BundleError, match=f"the {what} differs from what was checked") as caught:
+    with pytest.raises(InvalidInput, match=f"the {what} differs from what was checked") as caught:
         measure(path)
     assert "quack-kernels 0.6.6" in str(caught.value) and "nvidia-cutlass-dsl 4.9.0" in str(caught.value)
     assert not gpu.programs and not path.with_name("results.json").exists()
@@ -263,12 +263,12 @@ def test_a_spec_or_program_that_was_swapped(packed: tuple[str, Path], spec: Path
     other = program_of(loaded.spec, TWICE).to_json()
     original = path.read_text()
     edit(path, lambda data: entry_of(data).update(program=other))
-    with pytest.raises(BundleError, match="the program differs"):
+    with pytest.raises(InvalidInput, match="the program differs"):
         measure(path)
     path.write_text(original)
     easier = spec.read_text().replace("speedup: 1.1", "speedup: 0.5")
     edit(path, lambda data: entry_of(data).update(spec_text=easier))
-    with pytest.raises(BundleError, match="the spec differs"):
+    with pytest.raises(InvalidInput, match="the spec differs"):
         measure(path)
     assert not gpu.programs
 
@@ -288,7 +288,7 @@ def test_a_spec_or_program_that_was_swapped(packed: tuple[str, Path], spec: Path
 def test_a_program_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu, program: str) -> None:
     name, path = packed
     edit(path, lambda data: entry_of(data).update(program=program))
-    with pytest.raises(BundleError, match=f"bundle.json: run {name}: its program is refused: "):
+    with pytest.raises(InvalidInput, match=f"bundle.json: run {name}: its program is refused: "):
         measure(path)
     assert not gpu.programs
 
@@ -301,7 +301,7 @@ def test_a_node_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu) -> None
         program["nodes"][0] = ["input", [], "a; import os"]
         entry_of(data)["program"] = json.dumps(program)
 
-    with pytest.raises(BundleError, match="its program is refused"):
+    with pytest.raises(InvalidInput, match="its program is refused"):
         measure(edit(path, plant))
 
 
@@ -309,7 +309,7 @@ def test_a_node_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu) -> None
 def test_a_spec_that_is_none(packed: tuple[str, Path], text: str, words: str) -> None:
     name, path = packed
     edit(path, lambda data: entry_of(data).update(spec_text=text))
-    with pytest.raises(BundleError, match=f"bundle.json: run {name}: line 1 of its spec: .*{words}"):
+    with pytest.raises(InvalidInput, match=f"bundle.json: run {name}: line 1 of its spec: .*{words}"):
         measure(path)
 
 
@@ -335,7 +335,7 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes, kind: str) -> None:
     if kind == "results":
         content = content.replace(b"bundle", b"results").replace(b"entries", b"results")
     path.write_bytes(content)
-    with pytest.raises(BundleError, match=f"{kind}.json: this is no {kind} file of coda-agent: ") as caught:
+    with pytest.raises(InvalidInput, match=f"{kind}.json: this is no {kind} file of coda-agent: ") as caught:
         measure(path) if kind == "bundle" else bundle.take(path)
     assert len(str(caught.value)) < 400 + len(str(path)) and "\n" not in str(caught.value)
 
@@ -343,20 +343,20 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes, kind: str) -> None:
 def test_another_format_says_so(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
     edit(path, lambda data: data.update(coda_agent_bundle=2))
-    with pytest.raises(BundleError, match="format 2, this version reads 1"):
+    with pytest.raises(InvalidInput, match="format 2, this version reads 1"):
         measure(path)
 
 
 def test_files_that_are_not_there(packed: tuple[str, Path], tmp_path: Path, gpu: Gpu) -> None:
     name, path = packed
-    with pytest.raises(BundleError, match="nothing.json: No such file"):
+    with pytest.raises(InvalidInput, match="nothing.json: No such file"):
         measure(tmp_path / "nothing.json")
-    with pytest.raises(BundleError, match="nothing.json: No such file"):
+    with pytest.raises(InvalidInput, match="nothing.json: No such file"):
         bundle.take(tmp_path / "nothing.json")
     (tmp_path / "file").touch()
-    with pytest.raises(BundleError, match="give a place that can be written"):
+    with pytest.raises(InvalidInput, match="give a place that can be written"):
         bundle.pack([name], tmp_path / "file" / "bundle.json")
-    with pytest.raises(BundleError, match=r"Is a directory"):
+    with pytest.raises(InvalidInput, match=r"Is a directory"):
         bundle.take(tmp_path)
 
 
@@ -523,7 +523,7 @@ def test_a_report_of_another_version_is_passed_over(
 def test_a_schedule_that_is_none(packed: tuple[str, Path], gpu: Gpu, known: Any) -> None:
     name, path = packed
     edit(path, lambda data: entry_of(data).update(known=known))
-    with pytest.raises(BundleError, match=f"run {name}: a known schedule is refused: .*; bundle it again"):
+    with pytest.raises(InvalidInput, match=f"run {name}: a known schedule is refused: .*; bundle it again"):
         measure(path)
 
 
@@ -557,7 +557,7 @@ def test_a_schedule_that_is_none_of_quacks(
     _, path = packed
     quack = {"large": {"gpu": "a GPU", "version": "1", "arms": arms}}
     edit(path, lambda data: entry_of(data).update(quack=quack))
-    with pytest.raises(BundleError, match=words) as refused:
+    with pytest.raises(InvalidInput, match=words) as refused:
         measure(path)
     assert "again" in str(refused.value) and not gpu.programs
 
@@ -571,12 +571,12 @@ def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: G
     bundle.pack([other], tmp_path / "other.json")
     results = measure(tmp_path / "other.json", tmp_path / "other-results.json")
     edit(results, lambda data: data["results"][0].update(run=name))
-    with pytest.raises(BundleError, match=f"run {name}, attempt 1: the measurement is of another kernel"):
+    with pytest.raises(InvalidInput, match=f"run {name}, attempt 1: the measurement is of another kernel"):
         bundle.take(results)
     # Nor with the identity of this run's kernel around another's figures.
     identity = json.loads(path.read_text())["entries"][0]["identity"]
     edit(results, lambda data: data["results"][0].update(identity=identity))
-    with pytest.raises(BundleError, match="the measurement is of another kernel"):
+    with pytest.raises(InvalidInput, match="the measurement is of another kernel"):
         bundle.take(results)
     assert stands(name) == "checked"
 
@@ -584,7 +584,7 @@ def test_a_result_of_another_kernel(packed: tuple[str, Path], spec: Path, gpu: G
 def test_a_result_of_another_attempt(packed: tuple[str, Path], gpu: Gpu) -> None:
     _, path = packed
     results = edit(measure(path), lambda data: data["results"][0].update(attempt=2))
-    with pytest.raises(BundleError, match="attempt 2: the measurement is of another kernel"):
+    with pytest.raises(InvalidInput, match="attempt 2: the measurement is of another kernel"):
         bundle.take(results)
 
 
@@ -593,7 +593,7 @@ def test_a_second_measurement_does_not_replace_the_first(packed: tuple[str, Path
     gpu.verdict = lambda spec, program: slow(spec)
     bundle.take(measure(path))
     gpu.verdict = measured
-    with pytest.raises(BundleError, match="attempt 1 has another measurement, which stays"):
+    with pytest.raises(InvalidInput, match="attempt 1 has another measurement, which stays"):
         bundle.take(measure(path))
     assert stands(name) == "rejected"
 
@@ -612,6 +612,6 @@ def test_an_unknown_run(packed: tuple[str, Path], gpu: Gpu) -> None:
 def test_a_measurement_that_is_none(packed: tuple[str, Path], gpu: Gpu, measurement: dict[str, Any]) -> None:
     name, path = packed
     results = edit(measure(path), lambda data: data["results"][0].update(measurement=measurement))
-    with pytest.raises(BundleError, match=f"results.json: run {name}: .*; measure again"):
+    with pytest.raises(InvalidInput, match=f"results.json: run {name}: .*; measure again"):
         bundle.take(results)
     assert stands(name) == "checked"

@@ -24,6 +24,7 @@ from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.primitives.errors import InvalidInput, Refused
 from coda_agent.verifier import proposal, proposal_gates
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import Checked, Measured
@@ -101,17 +102,17 @@ def test_it_is_no_kernel(begun: runs.Run) -> None:
     with opened.journal:
         outcome = standing(opened.journal, opened.spec)
         assert outcome is not None
-        with pytest.raises(accept.AcceptError, match="coda-agent primitive softsign --merge"):
+        with pytest.raises(Refused, match="coda-agent primitive softsign --merge"):
             accept.accept(outcome, opened.journal, looked=True)
     both = "resume softsign-.* --gpu.* primitive softsign --provider replay --gpu"
-    with pytest.raises(bundle.BundleError, match=both):
+    with pytest.raises(InvalidInput, match=both):
         bundle.pack([begun.name], Path("bundle.json"))
 
 
 def test_nothing_to_merge(begun: runs.Run) -> None:
-    with pytest.raises(primitive.PrimitiveError, match="no run has authored mish"):
+    with pytest.raises(InvalidInput, match="no run has authored mish"):
         primitive.merge("mish")
-    with pytest.raises(primitive.PrimitiveError, match="coda-agent resume softsign-"):
+    with pytest.raises(InvalidInput, match="coda-agent resume softsign-"):
         begun.journal.close()
         primitive.merge("softsign")
 
@@ -122,7 +123,7 @@ def test_what_was_checked_without_a_number_is_not_merged(
     monkeypatch.setattr(proposal_gates, "_interpret", lambda *given: None)
     outcome, _ = author(begun, GOOD)
     assert isinstance(outcome.report, Checked)
-    with pytest.raises(primitive.PrimitiveError, match="checked no arithmetic; again: coda-agent primitive"):
+    with pytest.raises(InvalidInput, match="checked no arithmetic; again: coda-agent primitive"):
         primitive.merge("softsign")
 
 
@@ -141,7 +142,7 @@ def test_a_merged_one_is_played_back_and_not_merged_again(
     found = CliRunner().invoke(app, ["primitive", "softplus", "--provider", "replay"])
     assert found.exit_code == OK, found.output
     assert "attempt 1: checked" in found.output and "--merge" not in found.output
-    with pytest.raises(primitive.PrimitiveError, match="there is nothing to merge"):
+    with pytest.raises(InvalidInput, match="there is nothing to merge"):
         primitive.merge("softplus")
     made = proposal.load(primitive.path_of("softplus"), new=False)
     (frame := tmp_path / "softplus.yaml").write_text(made.frame)

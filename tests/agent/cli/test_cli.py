@@ -27,6 +27,7 @@ from coda_agent.agent import setup
 from coda_agent.agent.options import Budget, Measuring, flags
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.budget import Limits
+from coda_agent.primitives.errors import Absent
 from coda_agent.verifier.measure import Options
 from coda_agent.verifier.report import REPORT
 
@@ -307,5 +308,5 @@ def test_a_gpu_of_another_kind_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
     for capability, used in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda c=capability: c)
         assert setup.use_gpu(None) is used
-    with pytest.raises(setup.Absent, match="no H100"):
+    with pytest.raises(Absent, match="no H100"):
         setup.use_gpu(True)

@@ -18,7 +18,8 @@ import comparison
 from coda_agent.agent.cli.exit_codes import USAGE
 from coda_agent.agent.run import history, record, runs
 from coda_agent.agent.run.journal import DamagedError
-from coda_agent.comparison.results import ResultsError, read
+from coda_agent.comparison.results import read
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.file import DEEPEST, LARGEST, SpecError
 
@@ -184,7 +185,7 @@ def test_numbers_that_no_measurement_gives(tmp_path: Path, place: tuple[Any, ...
     holder[last] = value
     path = tmp_path / "results.json"
     path.write_text(json.dumps(found))
-    with pytest.raises(ResultsError) as error:
+    with pytest.raises(InvalidInput) as error:
         read(path)
     assert "sittings.1." + ".".join(map(str, place)) in str(error.value)
 

@@ -123,8 +123,6 @@ def ended(act: Callable[[], object]) -> int:
         found = act()
     except typer.BadParameter:
         return exit_codes.USAGE
-    except setup.Absent:
-        return exit_codes.ABSENT
     except (ProgramError, ToolError):  # a kernel's, and a client's: values to whoever gave them
         return exit_codes.REJECTED
     except Exception as error:

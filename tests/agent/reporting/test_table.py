@@ -15,7 +15,8 @@ from coda_agent.agent.artifacts.accept import KernelError
 from coda_agent.agent.cli import main
 from coda_agent.agent.cli.exit_codes import USAGE
 from coda_agent.agent.reporting import table
-from coda_agent.agent.reporting.table import Interval, TableError
+from coda_agent.agent.reporting.table import Interval
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.verifier.report import Accepted, Authorship, Identity, Ratio, Timing
 
 BASE = {"candidate": 2.0, "torch.compile": 3.0, "cuBLAS matmul": 1.6}
@@ -323,7 +324,7 @@ def test_write_replaces_what_is_between_the_comments_only(tmp_path: Path) -> Non
 def test_a_page_without_its_comments_stays_as_it_was(tmp_path: Path, text: str, found: str) -> None:
     page = tmp_path / "page.md"
     page.write_text(text, encoding="utf-8")
-    with pytest.raises(TableError, match=f"page.md: has tables {found}; mark one place each"):
+    with pytest.raises(InvalidInput, match=f"page.md: has tables {found}; mark one place each"):
         table.write(page, read(tmp_path))
     assert page.read_text(encoding="utf-8") == text
 

@@ -26,6 +26,7 @@ from coda_agent.agent.artifacts import bundle
 from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.run import history, improve, runs
 from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -223,7 +224,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
     lacking = json.loads((tmp_path / "bundle.json").read_text())
     del lacking["entries"][0]["kept"]["schedules"]["wide"]
     (tmp_path / "lacking.json").write_text(json.dumps(lacking))
-    with pytest.raises(bundle.BundleError, match="no schedule of every step at case wide"):
+    with pytest.raises(InvalidInput, match="no schedule of every step at case wide"):
         bundle.measure(
             tmp_path / "lacking.json",
             bundle.read(tmp_path / "lacking.json"),

@@ -31,12 +31,13 @@ from coda_agent.agent.cli.main import app
 from coda_agent.agent.reporting.table import read
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.loop import Loop, Outcome, standing
-from coda_agent.agent.run.optimize import NothingToOptimize, base
+from coda_agent.agent.run.optimize import base
 from coda_agent.agent.run.task import Measure
 from coda_agent.agent.tips.lessons import changed, learned
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.errors import Absent, InvalidInput, Refused
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.decision import KEPT, NO_FASTER, central, compared
@@ -251,7 +252,7 @@ def test_the_kernel_it_starts_from_is_that_of_the_runs_first_moment(spec: Path) 
 
 
 def test_there_must_be_a_kernel(spec: Path, tmp_path: Path) -> None:
-    with pytest.raises(NothingToOptimize, match=r"coda-agent generate specs/toy\.yaml"):
+    with pytest.raises(Absent, match=r"coda-agent generate specs/toy\.yaml"):
         base(load(spec), tmp_path / "nowhere")
 
 
@@ -285,7 +286,7 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     changed = json.loads(path.read_text())
     changed["entries"][0]["raw"] += "# slower\n"
     path.write_text(json.dumps(changed))
-    with pytest.raises(bundle.BundleError, match="the lowered text differs"):
+    with pytest.raises(InvalidInput, match="the lowered text differs"):
         bundle.measure(path, bundle.read(path), tmp_path / "others.json", Options(), progress=quiet)
 
 
@@ -294,7 +295,7 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     with run.journal:
         outcome = standing(run.journal, run.spec)
         assert outcome is not None
-        with pytest.raises(accept.AcceptError, match="read it .* then say --looked"):
+        with pytest.raises(Refused, match="read it .* then say --looked"):
             accept.accept(outcome, run.journal)
         paths = accept.accept(outcome, run.journal, accept.KERNELS, accept.RECORDINGS, looked=True)
     names = ["toy.raw.py", "toy.raw.program.json", "toy.raw.report.json", "toy.raw.jsonl"]

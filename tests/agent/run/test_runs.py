@@ -16,6 +16,7 @@ from coda_agent.agent.cli.main import app
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import JournalError, read_export
 from coda_agent.agent.run.loop import Loop
+from coda_agent.primitives.errors import Absent
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import REPORT
 from coda_agent.verifier.spec.file import SpecError
@@ -95,9 +96,9 @@ def test_a_run_is_looked_at_while_it_is_open(runs_home: Path, tmp_path: Path) ->
 
 def test_review_of_a_run_that_has_nothing_yet(runs_home: Path, tmp_path: Path) -> None:
     run = runs.start(write_toy(tmp_path), HEADER)
-    with run.journal, pytest.raises(setup.Absent, match=f"{run.name} has no verified .*: it is under way"):
+    with run.journal, pytest.raises(Absent, match=f"{run.name} has no verified .*: it is under way"):
         setup.standing(run.name)
-    with pytest.raises(setup.Absent, match=f"no verified kernel yet: coda-agent resume {run.name}"):
+    with pytest.raises(Absent, match=f"no verified kernel yet: coda-agent resume {run.name}"):
         setup.standing(run.name)
 
 

@@ -21,9 +21,10 @@ from coda_agent.agent.artifacts.accept import KernelError
 from coda_agent.agent.cli.main import app
 from coda_agent.agent.run.optimize import _counted
 from coda_agent.agent.show import counters
-from coda_agent.agent.show.counters import Counters, CountersError, Export
+from coda_agent.agent.show.counters import Counters, Export
 from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
+from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, by_step
 from coda_agent.primitives.raw import Wanted
@@ -196,15 +197,15 @@ def test_the_two_launches_of_a_split_step_are_told_apart(path: Path) -> None:
 )
 def test_what_is_no_export_of_this_program(path: Path, text: str, said: str) -> None:
     path.write_text(text)
-    with pytest.raises(CountersError, match=said):
+    with pytest.raises(InvalidInput, match=said):
         found(path)
 
 
 def test_a_file_that_is_missing_or_of_another_case(path: Path) -> None:
-    with pytest.raises(CountersError, match="is of case 1B, not 7B"):
+    with pytest.raises(InvalidInput, match="is of case 1B, not 7B"):
         counters.read(path, "7B")
     assert counters.read(path, "1B").case == "1B"
-    with pytest.raises(CountersError, match=r"docs/performance\.md has the command"):
+    with pytest.raises(InvalidInput, match=r"docs/performance\.md has the command"):
         counters.read(path.with_name("none.csv"))
 
 
@@ -244,7 +245,7 @@ def test_the_command_takes_the_export_beside_the_kernel(path: Path, monkeypatch:
     assert data["sass"][0]["kernel"] == "Step0_0123456789ab" and data["counters"] is None
     ((_, sizes, schedules, _),) = asked
     assert sizes["D"] == 4096 and schedules == tuned_there("7B")
-    assert isinstance(show("--counters", "--case", "7B").exception, CountersError)
+    assert isinstance(show("--counters", "--case", "7B").exception, InvalidInput)
     wrong = show("--case", "8B")
     assert wrong.exit_code == 2 and "has the cases 1B, 7B" in " ".join(wrong.output.split())
 
@@ -363,12 +364,12 @@ def test_an_edited_texts_export_is_its_own(path: Path) -> None:
     step, finish = counters.counters(PROGRAM, export, SIZES, EDITED)
     assert (step.kernel, step.launches, step.other_text) == ("Step0", 2, False)
     assert finish.kernel.startswith("Finish") and finish.launches == 1
-    with pytest.raises(CountersError, match="is of gemm_swiglu_bwd.raw, not gemm_swiglu_bwd;"):
+    with pytest.raises(InvalidInput, match="is of gemm_swiglu_bwd.raw, not gemm_swiglu_bwd;"):
         counters.counters(PROGRAM, export, SIZES)
     path.write_text(edited_export("0123456789ab"))
     assert all(c.other_text for c in counters.counters(PROGRAM, counters.read(path), SIZES, EDITED))
     path.write_text(raw(launched(PROGRAM), said=""))
-    with pytest.raises(CountersError, match="of no kernel of this program"):
+    with pytest.raises(InvalidInput, match="of no kernel of this program"):
         counters.counters(PROGRAM, counters.read(path), SIZES, EDITED)
 
 

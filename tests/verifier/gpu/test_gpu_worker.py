@@ -15,9 +15,10 @@ import pytest
 import worker_tasks as tasks
 from checkout import PYTHONPATH
 
+from coda_agent.primitives.errors import Absent
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu import worker as gpu
-from coda_agent.verifier.gpu.sanitizer import SanitizerMissing, errors
+from coda_agent.verifier.gpu.sanitizer import errors
 from coda_agent.verifier.gpu.worker import Lost, Worker, WorkerError
 
 pytestmark = pytest.mark.slow
@@ -230,5 +231,5 @@ def test_what_is_no_cuda_error_is_not_the_sanitizers(
 
 def test_without_a_sanitizer_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SanitizerMissing, match="CUDA toolkit"):
+    with pytest.raises(Absent, match="CUDA toolkit"):
         errors("memcheck", tasks.double, 2)

@@ -1,0 +1,48 @@
+"""The errors that end a command, and its exit status by each. Standard library only.
+
+    CodaError
+    |-- Refused           1  the work was done, and the answer is no
+    |   |-- CompileError        the compiler refuses a lowered module
+    |   `-- OutOfBudget         a run's limit is reached
+    |-- InvalidInput      2  a file or value that was given cannot be used
+    |   |-- SpecError           a spec
+    |   |-- KernelError         a file of an accepted kernel
+    |   |-- ScaffoldError       a PyTorch function to make a spec of
+    |   `-- TipsError           the tips log
+    |-- Absent            3  something that is needed is not on this machine
+    |   |-- JailUnavailable     a system that can confine a kernel
+    |   |-- JournalError        a run's journal
+    |   |   `-- DamagedError    2: it is there and damaged
+    |   `-- ProviderError       an answer
+    `-- OutOfTime         4  a comparison's seconds are used up
+
+Each message names the place, the value and the remedy. An error has a class of its own where it is caught.
+Exceptions that a caller turns into a value (`ProgramError`, a gate's `Failed`, a deadline's `Late`) are no
+CodaErrors: they never end a command.
+"""
+
+from __future__ import annotations
+
+
+class CodaError(Exception):
+    """An error with words for the user, which ends a command with `exit_status`."""
+
+    exit_status: int
+
+
+class Refused(CodaError):
+    """The work was done, and the answer is no: a kernel is not accepted, a budget is spent, git refuses."""
+
+    exit_status = 1
+
+
+class InvalidInput(CodaError):
+    """A file or value that the user gave cannot be used: which, what is wrong, what to do."""
+
+    exit_status = 2
+
+
+class Absent(CodaError):
+    """Something that was asked for is not on this machine: what, and how to get it."""
+
+    exit_status = 3
