@@ -207,11 +207,10 @@ def use_gpu(gpu: bool | None) -> bool:
         return False
     import torch
 
-    from coda_agent.primitives.compiler.jit import (
-        HOPPER,  # lowered kernels are sm_90a code: no other GPU runs them
-    )
+    # lowered kernels are code for one architecture: no other GPU runs them
+    from coda_agent.primitives.target import TARGET
 
-    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
+    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == TARGET.capability
     if gpu and not there:
         raise Absent(f"{NO_H100}; leave out --gpu, or take a bundle to a machine with an H100")
     return there

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
 
 from coda_agent.agent.artifacts import accept
 from coda_agent.comparison.competitors import EDITED, PROGRAM
 from coda_agent.comparison.interleaved import Contender
 from coda_agent.primitives.compiler.lower import PACKAGES, lower
-from coda_agent.primitives.compiler.roofline import H100, Machine
 from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.target import H100, Machine
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.spec.model import Spec
 
@@ -27,9 +26,7 @@ def tuned(spec: Spec, *, raw: bool) -> Incumbent | None:
     """An operator's accepted kernel with its tuning; None where there is none, or where these versions lower
     it to another text than the measured one. Raises KernelError."""
     found = accept.read(spec, raw=raw)
-    if found is None or not _as_measured(found):
-        return None
-    return Incumbent.of(found.program, found.report.timings, found.raw)
+    return Incumbent.of(found.program, found.report.timings, found.raw) if found and _as_measured(found) else None
 
 
 def outdated(spec: Spec, *, raw: bool) -> str | None:
@@ -57,9 +54,9 @@ def written(spec: Spec) -> Program:
 def machine(ceilings: Mapping[str, float]) -> Machine:
     """An H100 with the measured ceilings."""
     measured = {
-        name: replace(getattr(H100, name), value=value, source="measured") for name, value in ceilings.items()
+        name: getattr(H100, name)._replace(value=value, source="measured") for name, value in ceilings.items()
     }
-    return replace(H100, **measured)
+    return H100._replace(**measured)
 
 
 def _as_measured(kernel: accept.Kernel) -> bool:

@@ -17,6 +17,7 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import by_step
+from coda_agent.primitives.target import TARGET
 from coda_agent.verifier.baselines.quack import admitted
 from coda_agent.verifier.decision import PROCESSES, Rows, Void, central, compared, decide
 from coda_agent.verifier.gates import Failed
@@ -30,7 +31,6 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import MIN_ROUNDS, Interval
 from coda_agent.verifier.timing import FEWEST
 
-GPU = "H100"  # part of the name of the device that kernels are written for
 # required fields of a schedule; later ones have defaults in older reports
 TILE_FIELDS = {"tile_m", "tile_n", "pingpong"}
 ROUNDED = 1e-4  # rounding of numerics' figures, and agreement of the kernel with itself
@@ -102,7 +102,8 @@ def of_samples(timing: Timing, arm: str) -> Ratio | None:
 
 def _device(name: str, report: Accepted) -> list[str]:
     gpu = str(report.conditions.get("gpu", "a GPU without a name"))
-    return [] if GPU in gpu else [f"{name}: it was measured on {gpu}, not on an {GPU}: measure there"]
+    wanted = TARGET.gpu
+    return [] if wanted in gpu else [f"{name}: it was measured on {gpu}, not on an {wanted}: measure there"]
 
 
 # Timings

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent import providers
 from coda_agent.agent.extras import EXTRAS
 from coda_agent.agent.finding import Finding, output, program
+from coda_agent.primitives.target import TARGET
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from coda_agent.primitives.lang.ir import Signature
 
 PYTHON = (3, 11)
-HOPPER = (9, 0)
 FREE_BYTES = 1 << 30  # a compiled kernel takes 0.1 MB, a tuning run some hundred of them
 TOOLS = ("cuobjdump", "nvdisasm")
 ELSEWHERE = "measure on a machine with an H100: coda-agent bundle, measure, import"
@@ -210,7 +210,7 @@ def device() -> Finding:
 def judged_device(gpu: str, capability: tuple[int, int], driver: str) -> Finding:
     """Judge a GPU that PyTorch can use: only Hopper runs sm_90a code."""
     detail = f"{gpu}, driver {driver}, capability {capability[0]}.{capability[1]}"
-    if capability == HOPPER:
+    if capability == TARGET.capability:
         return Finding("CUDA device", "ok", detail)
     return Finding("CUDA device", "missing", f"{detail}: kernels need 9.0 (Hopper)", ELSEWHERE)
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.show.explain import StepText, steps
-from coda_agent.primitives.compiler.roofline import H100, Machine, Roofline, StepFloor, roofline
+from coda_agent.primitives.compiler.roofline import Roofline, StepFloor, roofline
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, by_step
+from coda_agent.primitives.target import TARGET, Machine
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Cases = Mapping[str, Mapping[str, int]]
 
 
-def floors(program: Program, sizes: Cases, machine: Machine = H100) -> dict[str, Roofline]:
+def floors(program: Program, sizes: Cases, machine: Machine = TARGET.machine) -> dict[str, Roofline]:
     """The roofline at each case's sizes, by the case's name. ValueError for a case without one of the dims.
     """
     return {case: roofline(program, at, machine) for case, at in sizes.items()}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coda_agent.primitives.target import TARGET
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -51,7 +53,7 @@ def inspect_cubin(
         stages,
         count("LDL"),
         count("STL"),
-        count("[HQ]GMMA"),  # of 16-bit operands, and of fp8
+        count(TARGET.matrix),
         count("UTMALDG"),
         count("UTMASTG"),
         round(seconds, 2),

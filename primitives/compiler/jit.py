@@ -19,8 +19,8 @@ from coda_agent.primitives.compiler.split import ORDER, ordered
 from coda_agent.primitives.frozen_names import device, frozen_names
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system.files import cache_dir, write_atomic
+from coda_agent.primitives.target import TARGET
 
-HOPPER = (9, 0)
 REFUSED = ".refused"  # suffix beside an object
 
 
@@ -119,7 +119,7 @@ def _gemm_key(
     operand = numeric(kernel.dtype)
     return (
         static_gemm_class_ref(getattr(load_module(lowered), kernel.name)),
-        HOPPER,
+        TARGET.capability,
         operand,
         operand,
         _cute_dtype(kernel.d) if kernel.d else None,

@@ -14,16 +14,16 @@ from typing import Literal
 
 from coda_agent.primitives.compiler.lowered import SUM_GRAIN, Argument, GemmKernel
 from coda_agent.primitives.compiler.resources import StepResources
-from coda_agent.primitives.compiler.roofline import H100, ITEM_BYTES
+from coda_agent.primitives.compiler.roofline import ITEM_BYTES
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import CLUSTERS, LARGE_TILES, SMALL_TILES, Schedule
+from coda_agent.primitives.target import TARGET
 
 # One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
 
-BLOCK_BYTES = 227 << 10  # shared memory of a block
 MAINLOOP_BYTES = 1024  # for its barriers
 ALIGNMENT = 1024  # bytes that operands may lose to a resource's alignment
 ROW_BYTES = 128  # a row of an operand in a stage, whatever its dtype
@@ -58,7 +58,7 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
     """Tiles on clusters of two, at the usual rasterisation; small ones too if this output, where known, has
     fewer 128x128 tiles than an H100 has SMs."""
-    few = shape is not None and prod(-(-size // 128) for size in shape) < H100.multiprocessors.value
+    few = shape is not None and prod(-(-size // 128) for size in shape) < TARGET.machine.multiprocessors.value
     tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
     return [Schedule(*tile, *cluster) for tile in tiles for cluster in CLUSTERS if prod(cluster) == 2]
 
@@ -114,7 +114,7 @@ def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, in
     for argument, kind, size in _shares(resources, schedule, sizes):
         taken[kind] += size
         beside += size if argument not in (resources.c, resources.d) else 0
-    room = BLOCK_BYTES - MAINLOOP_BYTES - (ALIGNMENT if beside else 0)
+    room = TARGET.block_bytes - MAINLOOP_BYTES - (ALIGNMENT if beside else 0)
     room -= taken["once"] + taken["store"] * min(subtiles, 4 if columns <= 16 else 2)
     operands = (schedule.tile_m + schedule.tile_n) * ROW_BYTES
     usual, fewer = ((room - taken["load"] * min(subtiles, most)) // operands for most in LOAD_STAGES)

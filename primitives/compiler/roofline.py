@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from coda_agent.primitives.compiler.lowered import Writer
@@ -21,48 +21,13 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import OPERANDS, Program, reduction
 from coda_agent.primitives.lang.partition import GemmStep, Steps, cut
 from coda_agent.primitives.lang.schedule import TILES
+from coda_agent.primitives.target import TARGET, Machine
 
 ITEM_BYTES = {"fp8_e4m3": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
 PARTIAL_BYTES = 4  # partials are fp32
 # The largest tile each way: the fewest partials a row or a column.
 LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}
 Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # a count of values, or of tiles
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """A limit of the hardware, in ``unit``, and its source."""
-
-    value: float
-    unit: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``tensor_fp8``: the same for
-    fp8 operands; ``cache``: the L2."""
-
-    name: str
-    tensor: Ceiling
-    tensor_fp8: Ceiling
-    memory: Ceiling
-    cache: Ceiling
-    multiprocessors: Ceiling
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-# Datasheet peaks, not sustained rates: a cool chip could beat those.
-H100 = Machine(
-    "H100 SXM",
-    Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
-    Ceiling(1978.9e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 3,958 TFLOPS fp8 sparse, half of it dense"),
-    Ceiling(3.35e12, "B/s", "NVIDIA H100 datasheet, SXM: 3.35 TB/s of HBM3"),
-    Ceiling(50 * 2**20, "B", "NVIDIA H100 architecture whitepaper, SXM5: 50 MB of L2"),
-    Ceiling(132, "SMs", "NVIDIA H100 architecture whitepaper, SXM5"),
-)
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
@@ -218,7 +183,7 @@ class Roofline:
         }  # fmt: skip
 
 
-def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = H100) -> Roofline:
+def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = TARGET.machine) -> Roofline:
     """The floor of a checked program at ``sizes``. ValueError unless every dim has a positive size.
 
     Partials are those of the program's own schedule, else of the largest tiles, which write the fewest.

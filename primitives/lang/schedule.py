@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.target import TARGET
 
 
 class Schedule(NamedTuple):
@@ -76,17 +77,6 @@ def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Sch
     return {step: [*schedules] for step, schedules in found.items()}
 
 
-# Tiles of QuACK's Hopper mainloop: (tile_m, tile_n, pingpong). Pairs of lanes need tile_n % 32 == 0.
-LARGE_TILES = frozenset(
-    [(256, n, False) for n in (128, 160, 192, 208)]
-    + [(128, n, False) for n in (128, 160, 192, 224, 256)]
-    + [(128, n, True) for n in (128, 160, 192, 208)]
-    + [(192, 128, True)]
-)
-# For outputs with too few of those tiles to give every SM one.
-SMALL_TILES = frozenset(
-    [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
-)
+LARGE_TILES, SMALL_TILES = TARGET.large_tiles, TARGET.small_tiles
 TILES = LARGE_TILES | SMALL_TILES
-CLUSTERS = ((1, 1), (1, 2), (2, 1), (2, 2))
-SWIZZLES = (1, 2, 4, 8, 16, 32)
+CLUSTERS, SWIZZLES = TARGET.clusters, TARGET.swizzles

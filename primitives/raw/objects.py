@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
 from coda_agent.primitives.raw.error import RawError
+from coda_agent.primitives.target import TARGET
 
 MOST_BYTES = 16 << 20
 MOST_SECTIONS, MOST_ENTRIES = 64, 1 << 16  # an honest object has 15 sections and some 600 relocations
@@ -125,7 +126,7 @@ def inspect(data: bytes) -> bytes:
         raise RawError("object", f"the object file is cut short or garbled: {error}") from None
 
 
-MOST_SHARED = 227 << 10  # bytes of shared memory that a launch may request on Hopper
+MOST_SHARED = TARGET.block_bytes  # bytes of shared memory that a launch may request on Hopper
 
 
 def same_host(data: bytes, honest: bytes) -> bool:
@@ -367,7 +368,7 @@ class _Object:
         return (symbol.section or symbol.name), symbol.value + addend
 
 
-_FATBIN, _ELF_ENTRY, _CUDA, _HOPPER, _ACCELERATED = 0xBA55ED50, 2, 190, 90, 0x800
+_FATBIN, _ELF_ENTRY, _CUDA, _ACCELERATED = 0xBA55ED50, 2, 190, 0x800
 
 
 def _only_cubin(data: bytes) -> bytes:
@@ -383,8 +384,8 @@ def _only_cubin(data: bytes) -> bytes:
     machine, flags = struct.unpack_from("<H", cubin, 18)[0], struct.unpack_from("<I", cubin, 48)[0]
     if head != (b"\x7fELF", 2, 1) or machine != _CUDA:
         _refuse(f"{_BINARY} is for machine {machine}: a compressed or foreign image")
-    if flags & 0xFF != _HOPPER or not flags & _ACCELERATED:
-        _refuse(f"{_BINARY} has flags {flags:#x}: its code is not for sm_90a")
+    if flags & 0xFF != TARGET.elf or not flags & _ACCELERATED:
+        _refuse(f"{_BINARY} has flags {flags:#x}: its code is not for {TARGET.architecture}")
     return cubin
 
 

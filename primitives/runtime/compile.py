@@ -35,6 +35,7 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.files import cache_dir, kept
+from coda_agent.primitives.target import TARGET
 
 CROWDED = "shared_memory"  # code of a step that fits no tile
 FORMAT = 5  # version of the kept reports
@@ -173,7 +174,7 @@ _kept: _Child | None = None
 def _environment() -> dict[str, str]:
     """The compile's environment: a user's settings of the compilers must not change the report."""
     given = {k: v for k, v in subprocesses.environment().items() if not k.startswith(("CUTE_DSL_", "QUACK_"))}
-    return given | subprocesses.HOPPER
+    return given | TARGET.environment
 
 
 def _serve(scratch: Path) -> None:

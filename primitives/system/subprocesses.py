@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from coda_agent.primitives.target import TARGET
+
 # Private writable memory of a process. An honest compile takes 0.4 GB, also in a worker that is an hour old;
 # a limit on addresses would count what CUDA and the compiler only reserve (1.3 GB without a GPU).
 MEMORY_BYTES = 16 << 30
@@ -56,7 +58,6 @@ def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[b
     return process
 
 
-HOPPER = {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"}  # compile for it, whatever GPU is here
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
@@ -64,7 +65,7 @@ def environment() -> dict[str, str]:
     """This process's environment for a child that compiles for Hopper, without keys, since the child may
     compile untrusted text."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
-    return kept | HOPPER | {"PYTHONPATH": path()}
+    return kept | TARGET.environment | {"PYTHONPATH": path()}
 
 
 def path() -> str:

@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +14,12 @@ import torch
 from checkout import ROOT
 from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 
-from coda_agent.primitives.compiler.roofline import H100, Ceiling, roofline
+from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.executable import Plan
+from coda_agent.primitives.target import H100, Ceiling
 
 TILE = 16384 * 2048 * 2  # bytes of a bf16 tile at 1B: 64 MiB
 
@@ -207,7 +207,7 @@ def test_machine_numbers_and_their_sources() -> None:
     assert (H100.tensor.value, H100.memory.value, H100.multiprocessors.value) == (989.4e12, 3.35e12, 132)
     assert H100.tensor_fp8.value == 1978.9e12
     assert all(c.source for c in (H100.tensor, H100.tensor_fp8, H100.memory, H100.multiprocessors))
-    half = replace(H100, tensor=Ceiling(H100.tensor.value / 2, "FLOP/s", "made up"))
+    half = H100._replace(tensor=Ceiling(H100.tensor.value / 2, "FLOP/s", "made up"))
     sizes = {"M": 16384, "D": 2048, "F": 5632}
     program = of_spec("gemm_rmsnorm_swiglu")
     assert roofline(program, sizes, half).seconds == 2 * roofline(program, sizes).seconds

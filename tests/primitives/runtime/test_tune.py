@@ -12,9 +12,9 @@ import pytest
 
 from coda_agent.primitives.compiler.lower import GemmKernel, editable, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
-from coda_agent.primitives.compiler.roofline import H100
 from coda_agent.primitives.lang.schedule import SMALL_TILES, TILES, Schedule
 from coda_agent.primitives.runtime import tune
+from coda_agent.primitives.target import H100
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,91 @@
+"""The target: everything that schedules, compilers and gates know about the GPU architecture of kernels.
+
+Standard library only, and tuples instead of dataclasses: the jail imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Ceiling(NamedTuple):
+    """A limit of the hardware, in ``unit``, and its source."""
+
+    value: float
+    unit: str
+    source: str
+
+
+class Machine(NamedTuple):
+    """A GPU's ceilings. ``tensor``: dense 16-bit matmul with fp32 accumulation; ``tensor_fp8``: the same for
+    fp8 operands; ``cache``: the L2."""
+
+    name: str
+    tensor: Ceiling
+    tensor_fp8: Ceiling
+    memory: Ceiling
+    cache: Ceiling
+    multiprocessors: Ceiling
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: v._asdict() if isinstance(v, Ceiling) else v for k, v in self._asdict().items()}
+
+
+class Target(NamedTuple):
+    """An architecture. ``machine``: the GPU whose roofline counts; ``gpu``: a part of its device name.
+
+    ``architecture``: the compilers' name; ``environment``: what makes them compile for it on any machine;
+    ``elf``: its number in a cubin's header; ``block_bytes``: shared memory of a block; ``matrix``: a pattern
+    of its matrix instructions in SASS. Tiles of QuACK's mainloop are (tile_m, tile_n, pingpong), clusters
+    CTAs along M and N, swizzles sizes of a rasterisation group.
+    """
+
+    machine: Machine
+    gpu: str
+    capability: tuple[int, int]
+    architecture: str
+    environment: dict[str, str]
+    elf: int
+    block_bytes: int
+    matrix: str
+    large_tiles: frozenset[tuple[int, int, bool]]
+    small_tiles: frozenset[tuple[int, int, bool]]
+    clusters: tuple[tuple[int, int], ...]
+    swizzles: tuple[int, ...]
+
+
+# Datasheet peaks, not sustained rates: a cool chip could beat those.
+H100 = Machine(
+    "H100 SXM",
+    Ceiling(989.4e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 sparse, half of it dense"),
+    Ceiling(1978.9e12, "FLOP/s", "NVIDIA H100 datasheet, SXM: 3,958 TFLOPS fp8 sparse, half of it dense"),
+    Ceiling(3.35e12, "B/s", "NVIDIA H100 datasheet, SXM: 3.35 TB/s of HBM3"),
+    Ceiling(50 * 2**20, "B", "NVIDIA H100 architecture whitepaper, SXM5: 50 MB of L2"),
+    Ceiling(132, "SMs", "NVIDIA H100 architecture whitepaper, SXM5"),
+)
+
+HOPPER = Target(
+    machine=H100,
+    gpu="H100",
+    capability=(9, 0),
+    architecture="sm_90a",
+    environment={"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a"},
+    elf=90,
+    block_bytes=227 << 10,
+    matrix="[HQ]GMMA",  # of 16-bit operands, and of fp8
+    # Pairs of lanes need tile_n % 32 == 0.
+    large_tiles=frozenset(
+        [(256, n, False) for n in (128, 160, 192, 208)]
+        + [(128, n, False) for n in (128, 160, 192, 224, 256)]
+        + [(128, n, True) for n in (128, 160, 192, 208)]
+        + [(192, 128, True)]
+    ),
+    # For outputs with too few of those tiles to give every SM one.
+    small_tiles=frozenset(
+        [(128, 32, False), (128, 64, False)] + [(64, 64, True), (64, 128, True), (128, 64, True)]
+    ),
+    clusters=((1, 1), (1, 2), (2, 1), (2, 2)),
+    swizzles=(1, 2, 4, 8, 16, 32),
+)
+
+TARGET = HOPPER  # the architecture that kernels are compiled for
