@@ -26,7 +26,9 @@ def tuned(spec: Spec, *, raw: bool) -> Incumbent | None:
     """An operator's accepted kernel with its tuning; None where there is none, or where these versions lower
     it to another text than the measured one. Raises KernelError."""
     found = accept.read(spec, raw=raw)
-    return Incumbent.of(found.program, found.report.timings, found.raw) if found and _as_measured(found) else None
+    if found is None or not _as_measured(found):
+        return None
+    return Incumbent.of(found.program, found.report.timings, found.raw)
 
 
 def outdated(spec: Spec, *, raw: bool) -> str | None:

@@ -40,7 +40,7 @@ HOMES = (
 
 
 def below(base: type[errors.CodaError]) -> dict[str, int]:
-    found = {}
+    found: dict[str, int] = {}
     for error in base.__subclasses__():
         if error.__module__.startswith("coda_agent."):  # a test may have its own
             found |= {error.__name__: error.exit_status} | below(error)
