@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import fake_messages  # noqa: E402
 from authoring import TOY, TOY_KERNEL, fenced, measured, slow  # noqa: E402
