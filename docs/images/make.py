@@ -102,7 +102,7 @@ def table(names: list[str], path: Path) -> None:
     says = ["ended", "ended", "waiting for an answer"]
     rows = [(n, history.of(name), said) for n, (name, said) in enumerate(zip(names, says, strict=True), 1)]
     console = Console(record=True, width=130, file=StringIO(), force_terminal=True)
-    console.print(progress.table(rows, f"a number stops that candidate, {progress.STOP_ALL} stops all"))
+    console.print(progress.table(rows))
     console.save_svg(str(path), title="coda-agent generate --candidates 3: stand-in figures, no measurement")
 
 
