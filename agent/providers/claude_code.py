@@ -33,7 +33,7 @@ from coda_agent.agent.providers import Call, Charge, Message, ProviderError, Que
 from coda_agent.agent.providers.patience import EMPTY, Fault, Patience, persist
 from coda_agent.agent.providers.spec import ProviderSpec
 from coda_agent.agent.run.budget import OutOfBudget, is_priced, price
-from coda_agent.primitives.system import subprocesses
+from coda_agent.primitives.system import become, subprocesses
 
 DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
 FLAGS = (
@@ -129,7 +129,7 @@ class ClaudeCode:
         if status is None:
             remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
             return Fault(f"claude did not answer within {seconds:.6g} s", remedy, math.inf, unknown=True)
-        if status in (subprocesses.NOT_STARTED, subprocesses.NOT_FOUND) and not printed:
+        if status in (become.NOT_STARTED, become.NOT_FOUND) and not printed:
             return _not_started(charge, " ".join(words.split())[-WORDS:])
         said = _parse(printed)
         told = _told(said.result, printed, words)

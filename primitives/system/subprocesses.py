@@ -6,7 +6,6 @@ with it, and asks to die with its parent before its own program begins. Standard
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import resource
@@ -20,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from coda_agent.primitives.system import become
 from coda_agent.primitives.target import TARGET
 
 # Private writable memory of a process. An honest compile takes 0.4 GB, also in a worker that is an hour old;
@@ -27,16 +27,14 @@ from coda_agent.primitives.target import TARGET
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
 PATIENCE = 200  # milliseconds between checks of a silent child
-NOT_STARTED, NOT_FOUND = 126, 127  # exit statuses of a command that could not start
-_PR_SET_PDEATHSIG = 1
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a command that leads a process group and dies with this process; ``options`` are Popen's.
 
-    A command that cannot start ends with the status NOT_FOUND or NOT_STARTED, as in a shell, and its errors
-    say why."""
-    bound = [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+    A command that cannot start ends with the status ``become.NOT_FOUND`` or ``NOT_STARTED``, as in a shell,
+    and its errors say why."""
+    bound = [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), *command]
     return subprocess.Popen(bound, start_new_session=True, **options)
 
 
@@ -146,24 +144,6 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def _die_with(parent: int) -> None:
-    """Die when the parent (its thread that started us) ends, for any reason. exec keeps this."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)  # the parent ended before its death could signal us
-
-
-def _become(parent: int, command: list[str]) -> None:
-    _die_with(parent)
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the program
-        signal.signal(ignored, signal.SIG_DFL)
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        print(error.strerror, file=sys.stderr)
-        sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED)
-
-
 def ended(process: subprocess.Popen[Any]) -> bool:
     """Whether the child has ended. It is not reaped, so that its process id, which is its group's, stays
     reserved."""
@@ -191,7 +171,3 @@ def end(process: subprocess.Popen[Any]) -> int:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
-
-
-if __name__ == "__main__":
-    _become(int(sys.argv[1]), sys.argv[2:])

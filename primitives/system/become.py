@@ -1,0 +1,32 @@
+"""Become another program that dies with this process's parent: ``python -I -S become.py PARENT COMMAND...``.
+
+``subprocesses.start`` runs this file by its path: it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+NOT_STARTED, NOT_FOUND = 126, 127  # exit statuses of a command that could not start
+_PR_SET_PDEATHSIG = 1
+
+
+def become(parent: int, command: list[str]) -> None:
+    """Die when the parent (its thread that started us) ends, for any reason, and run the command."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # exec keeps this
+    if os.getppid() != parent:
+        os._exit(1)  # the parent ended before its death could signal us
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the program
+        signal.signal(ignored, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(error.strerror, file=sys.stderr)
+        sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED)
+
+
+if __name__ == "__main__":
+    become(int(sys.argv[1]), sys.argv[2:])
