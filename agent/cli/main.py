@@ -17,6 +17,7 @@ import typer
 from coda_agent.agent import arguments, setup
 from coda_agent.agent.cli.authoring import generate, optimize, primitive, resume
 from coda_agent.agent.cli.compare import compare
+from coda_agent.agent.cli.derive import derive
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
 from coda_agent.agent.cli.show import show
 from coda_agent.agent.cli.tips import tips
@@ -41,7 +42,7 @@ app.add_typer(tips, name="tips")
 
 Looked = Annotated[bool, typer.Option("--looked", help="You have read its text: raw CuTeDSL needs that.")]
 
-for _command in (generate, optimize, primitive, resume):
+for _command in (generate, optimize, primitive, resume, derive):
     app.command()(_command)
 
 

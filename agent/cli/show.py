@@ -58,7 +58,7 @@ def show(
     from coda_agent.primitives.runtime.sass import disassemble
 
     kernel = arguments.accepted(kernel, "program.json")
-    loaded, program, raw = _read(kernel, spec, weak_jail)
+    loaded, program, raw = read(kernel, spec, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
     if case is not None and case not in sizes:
         raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
@@ -94,7 +94,7 @@ def _refuse_idle(sass: bool, counters: bool, full: bool, case: str | None) -> No
         )
 
 
-def _read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Program, str]:
+def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Program, str]:
     """A kernel's spec, program and, if it is edited, text."""
     from coda_agent.agent.show import beside, edited
     from coda_agent.verifier.loading import load

@@ -182,7 +182,9 @@ class Operation(NamedTuple):
     of lanes' values, an argument each, to its own; ``at``: a template over a lane's place. Beyond the first
     ``reads`` arguments it uses the shape alone. ``sides``, for an operation that chooses: (torch, *values) ->
     for each of its two sides a mask of the elements that it decides, and its value. ``limit``, for a function
-    that is constant or straight away from zero: (torch, value) -> its value there.
+    that is constant or straight away from zero: (torch, value) -> its value there. ``derivative``: from the
+    traced gradient of the value, the value and its arguments to each argument's gradient, as large as the
+    value, or None for one that is zero everywhere. An operation without a derivative stops gradients.
     """
 
     name: str
@@ -198,8 +200,10 @@ class Operation(NamedTuple):
     spread: Spread | None = None
     sides: Callable[..., Sides] | None = None
     limit: Callable[..., Any] | None = None
+    derivative: Derivative | None = None
 
 
+Derivative = Callable[..., tuple[Any, ...]]
 Sides = tuple[tuple[Any, Any], tuple[Any, Any]]
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")

@@ -84,7 +84,7 @@ def _kernel_line() -> int | None:
 
 
 @contextmanager
-def _tracing(trace: Trace) -> Iterator[None]:
+def tracing(trace: Trace) -> Iterator[None]:
     global _current
     _current = trace
     try:
@@ -135,6 +135,12 @@ class Tensor:
     def mT(self) -> Tensor:
         """The transpose, for use as an operand of gemm."""
         return apply("transpose", self)
+
+    @property
+    def untransposed(self) -> Tensor | None:
+        """The tile behind a gemm's operand, if this is its transpose."""
+        node = _current.nodes[self._index] if _current else None
+        return Tensor(node.args[0]) if node and node.op == "transpose" else None
 
     @property
     def rows(self) -> Tensor:
@@ -259,7 +265,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
     try:
         function, tree = _load(source)
         at = function.__code__.co_firstlineno
-        with _tracing(trace):
+        with tracing(trace):
             outputs = _call(function, trace)
             at, entries = _returned(tree, function.__name__)
             traced = _canonical(trace, _outputs(outputs, trace, entries))

@@ -14,7 +14,7 @@ from typing import Any
 from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
+from coda_agent.primitives.lang.ir import Attribute, Derivative, Operation, Sides, Type, register
 from coda_agent.primitives.lang.ops.tiles import join, pairs
 from coda_agent.primitives.lang.ops.vectors import per_head, per_row
 from coda_agent.primitives.lang.trace import Tensor, apply
@@ -99,6 +99,7 @@ def elementwise(
     fast: str | None = None,
     sides: Callable[..., Sides] | None = None,
     limit: Callable[..., Any] | None = None,
+    derivative: Derivative | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
     """Turn a documented signature into an elementwise primitive with these further meanings."""
 
@@ -110,7 +111,7 @@ def elementwise(
                 raise ProgramError("arguments", f"{name} takes {arity} argument(s), not {len(types)}")
             return broadcast(name, types)
 
-        register(Operation(name, infer, torch, cute, fast, sides=sides, limit=limit))
+        register(Operation(name, infer, torch, cute, fast, sides=sides, limit=limit, derivative=derivative))
 
         @functools.wraps(function)
         def primitive(*args: Any, **named: Any) -> Tensor:
@@ -126,27 +127,43 @@ def elementwise(
     return decorate
 
 
-@elementwise(torch=lambda torch, a, b: a + b, cute="({0} + {1})")
+@elementwise(
+    torch=lambda torch, a, b: a + b,
+    cute="({0} + {1})",
+    derivative=lambda g, y, a, b: (g, g),
+)
 def add(a, b):
     """``a + b``."""
 
 
-@elementwise(torch=lambda torch, a, b: a - b, cute="({0} - {1})")
+@elementwise(
+    torch=lambda torch, a, b: a - b,
+    cute="({0} - {1})",
+    derivative=lambda g, y, a, b: (g, -g),
+)
 def subtract(a, b):
     """``a - b``."""
 
 
-@elementwise(torch=lambda torch, a, b: a * b, cute="({0} * {1})")
+@elementwise(
+    torch=lambda torch, a, b: a * b,
+    cute="({0} * {1})",
+    derivative=lambda g, y, a, b: (g * b, g * a),
+)
 def multiply(a, b):
     """``a * b``."""
 
 
-@elementwise(torch=lambda torch, a, b: a / b, cute="({0} / {1})")
+@elementwise(
+    torch=lambda torch, a, b: a / b,
+    cute="({0} / {1})",
+    derivative=lambda g, y, a, b: (g / b, -(g * y) / b),
+)
 def divide(a, b):
     """``a / b``, rounded correctly; where many values share a divisor, multiply by its reciprocal."""
 
 
-@elementwise(torch=lambda torch, a: -a, cute="(-{0})")
+@elementwise(torch=lambda torch, a: -a, cute="(-{0})", derivative=lambda g, y, a: (-g,))
 def negative(a):
     """``-a``."""
 
@@ -163,6 +180,7 @@ def comparison(
         torch=lambda torch, a, b: holds(a, b) * 1.0,
         cute=f"choose({{0}} {symbol} {{1}}, 1.0, 0.0)",
         sides=sides,
+        derivative=lambda g, y, a, b: (None, None),
     )
 
 
@@ -200,6 +218,7 @@ def not_equal(a, b):
     torch=lambda torch, c, a, b: torch.where(c != 0, a, b),
     cute="choose({0} != 0.0, {1}, {2})",
     sides=lambda torch, c, a, b: ((c != 0, a), (c == 0, b)),
+    derivative=lambda g, y, c, a, b: (None, where(c, g, 0), where(c, 0, g)),
 )
 def where(condition, a, b):
     """Per element ``a`` where the comparison ``condition`` holds, else ``b``. Both are computed.
@@ -216,6 +235,7 @@ def where(condition, a, b):
     torch=lambda torch, a, b: torch.maximum(a, b),
     cute="cute.arch.fmax({0}, {1})",
     sides=lambda torch, a, b: ((a > b, a), (b > a, b)),
+    derivative=lambda g, y, a, b: (where(a > b, g, 0), where(a > b, 0, g)),
 )
 def maximum(a, b):
     """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. Where one is NaN it gives the
@@ -233,6 +253,7 @@ def maximum(a, b):
     torch=lambda torch, a, b: torch.minimum(a, b),
     cute="(-cute.arch.fmax(-{0}, -{1}))",
     sides=lambda torch, a, b: ((a < b, a), (b < a, b)),
+    derivative=lambda g, y, a, b: (where(a < b, g, 0), where(a < b, 0, g)),
 )
 def minimum(a, b):
     """The smaller of ``a`` and ``b`` per element. Where one is NaN it gives the other; torch gives NaN.
@@ -249,6 +270,7 @@ def minimum(a, b):
     torch=lambda torch, a: torch.abs(a),
     cute="cute.arch.fmax({0}, -{0})",
     sides=lambda torch, a: ((a > 0, a), (a < 0, -a)),
+    derivative=lambda g, y, a: (g * ((a > 0) - (a < 0)),),
 )
 def abs(a):
     """The magnitude of ``a``.
@@ -265,6 +287,7 @@ def abs(a):
     torch=lambda torch, a: torch.exp(a),
     cute="cute.math.exp({0}, fastmath=True)",
     limit=lambda torch, a: torch.where(a > 0, torch.exp(a), 0),
+    derivative=lambda g, y, a: (g * y,),
 )
 def exp(a):
     """``e ** a``, by the hardware's ex2: about 2 ulp of fp32.
@@ -277,7 +300,11 @@ def exp(a):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.log(a), cute="cute.math.log({0}, fastmath=True)")
+@elementwise(
+    torch=lambda torch, a: torch.log(a),
+    cute="cute.math.log({0}, fastmath=True)",
+    derivative=lambda g, y, a: (g / a,),
+)
 def log(a):
     """Natural logarithm, by the hardware's lg2.
 
@@ -289,7 +316,11 @@ def log(a):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.sqrt(a), cute="cute.math.sqrt({0})")
+@elementwise(
+    torch=lambda torch, a: torch.sqrt(a),
+    cute="cute.math.sqrt({0})",
+    derivative=lambda g, y, a: (0.5 * g / y,),
+)
 def sqrt(a):
     """Square root, rounded correctly; rsqrt is much cheaper.
 
@@ -301,7 +332,11 @@ def sqrt(a):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.rsqrt(a), cute="cute.math.rsqrt({0}, fastmath=True)")
+@elementwise(
+    torch=lambda torch, a: torch.rsqrt(a),
+    cute="cute.math.rsqrt({0}, fastmath=True)",
+    derivative=lambda g, y, a: (-0.5 * g * (y * y * y),),
+)
 def rsqrt(a):
     """``1 / sqrt(a)``, by the hardware's rsqrt: about 2 ulp.
 
@@ -318,6 +353,7 @@ def rsqrt(a):
     cute="cute.math.tanh({0})",
     fast="tanh_fast({0})",
     limit=lambda torch, a: a.sign(),
+    derivative=lambda g, y, a: (g * (1 - y * y),),
 )
 def tanh(a):
     """Hyperbolic tangent.
@@ -330,7 +366,12 @@ def tanh(a):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.sin(a), cute="sine({0})", fast="sine_fast({0})")
+@elementwise(
+    torch=lambda torch, a: torch.sin(a),
+    cute="sine({0})",
+    fast="sine_fast({0})",
+    derivative=lambda g, y, a: (g * cos(a),),
+)
 def sin(a):
     """Sine of an angle in radians: the argument is reduced exactly enough for positions up to 2**20.
 
@@ -342,7 +383,12 @@ def sin(a):
     """
 
 
-@elementwise(torch=lambda torch, a: torch.cos(a), cute="cosine({0})", fast="cosine_fast({0})")
+@elementwise(
+    torch=lambda torch, a: torch.cos(a),
+    cute="cosine({0})",
+    fast="cosine_fast({0})",
+    derivative=lambda g, y, a: (-(g * sin(a)),),
+)
 def cos(a):
     """Cosine of an angle in radians, as sin.
 
@@ -359,6 +405,7 @@ def cos(a):
     cute="sigmoid({0})",
     fast="sigmoid_fast({0})",
     limit=lambda torch, a: (a > 0) * 1.0,
+    derivative=lambda g, y, a: (g * (y * (1 - y)),),
 )
 def sigmoid(a):
     """``1 / (1 + exp(-a))``. Compute it once and reuse the value.
@@ -376,6 +423,7 @@ def sigmoid(a):
     cute="({0} * sigmoid({0}))",
     fast="({0} * sigmoid_fast({0}))",
     limit=lambda torch, a: torch.relu(a),
+    derivative=lambda g, y, a: _silu_derivative(g, a),
 )
 def silu(a):
     """``a * sigmoid(a)``, also called swish.
@@ -393,6 +441,7 @@ def silu(a):
     cute="gelu({0})",
     fast="gelu_fast({0})",
     limit=lambda torch, a: torch.relu(a),
+    derivative=lambda g, y, a: _gelu_derivative(g, a),
 )
 def gelu(a):
     """GELU in its tanh form: ``0.5 * a * (1 + tanh(0.7978845608 * (a + 0.044715 * a**3)))``. Its derivative
@@ -411,6 +460,7 @@ def gelu(a):
     cute="softplus({0})",
     fast="softplus_fast({0})",
     limit=lambda torch, x: torch.relu(x),
+    derivative=lambda g, y, x: (g * sigmoid(x),),
 )
 def softplus(x):
     """``log(1 + exp(x))``, without overflow for large x and with full relative accuracy for very negative x.
@@ -421,6 +471,19 @@ def softplus(x):
         step = softplus(t)
         decay = exp(-step)
     """
+
+
+def _silu_derivative(g: Any, a: Any) -> tuple[Any]:
+    s: Any = sigmoid(a)
+    return (g * (s + a * s * (1 - s)),)
+
+
+def _gelu_derivative(g: Any, a: Any) -> tuple[Any]:
+    """With u the tanh's argument, gelu is a * h, where h = (1 + tanh(u)) / 2 = sigmoid(2 * u)."""
+    double, cubic, square = 2 * 0.7978845608028654, 2 * 0.7978845608028654 * 0.044715, a * a
+    h: Any = sigmoid(a * (double + cubic * square))
+    act = a * h
+    return (g * (h + (act - act * h) * (double + 3 * cubic * square)),)
 
 
 def _as_tile(types: tuple[Type, ...], attribute: Attribute) -> Type:
@@ -435,7 +498,17 @@ def _over(torch: Any, a: Any, t: Any) -> Any:
     return torch.broadcast_to(a, t.shape)
 
 
-register(Operation("as_tile", _as_tile, _over, "{0}", lanes=lambda a: a, reads=1))
+register(
+    Operation(
+        "as_tile",
+        _as_tile,
+        _over,
+        "{0}",
+        lanes=lambda a: a,
+        reads=1,
+        derivative=lambda g, y, a, t: (g, None),
+    )
+)
 
 
 def rope(t: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:

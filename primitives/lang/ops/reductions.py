@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from coda_agent.primitives.lang.cutedsl import Reduction
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
+from coda_agent.primitives.lang.ir import Attribute, Derivative, Operation, Sides, Type, register
 from coda_agent.primitives.lang.trace import Tensor, apply
 
 Rule = Callable[[tuple[Type, ...], Attribute], Type]
@@ -21,14 +21,21 @@ Page = Callable[..., Tensor]
 
 
 def reduces(
-    how: Reduction, *, torch: Torch, rule: Rule | None = None, sides: Callable[..., Sides] | None = None
+    how: Reduction,
+    *,
+    torch: Torch,
+    rule: Rule | None = None,
+    sides: Callable[..., Sides] | None = None,
+    derivative: Derivative | None = None,
 ) -> Callable[[Page], Page]:
     """Give a documented function, which traces itself, its further meanings: it reduces its first argument.
-    ``rule``: of typing, where that takes more than one tile; ``sides``, where it chooses."""
+    ``rule``: of typing, where that takes more than one tile; ``sides``, where it chooses. Extrema serve as
+    statistics and have no derivative."""
 
     def decorate(function: Page) -> Page:
         name = function.__name__
-        register(Operation(name, rule or _of_a_tile(name, how), torch, reduction=how, sides=sides))
+        infer = rule or _of_a_tile(name, how)
+        register(Operation(name, infer, torch, reduction=how, sides=sides, derivative=derivative))
         return function
 
     return decorate
@@ -112,7 +119,11 @@ MAX = Fold(largest("{0}"), -math.inf, "max")
 MAX_ABS = Fold(largest("magnitude({0})"), 0.0, "max_abs")
 
 
-@reduces(SUM.along("row"), torch=lambda torch, t: t.sum(dim=-1))
+@reduces(
+    SUM.along("row"),
+    torch=lambda torch, t: t.sum(dim=-1),
+    derivative=lambda g, y, t: (apply("as_tile", apply("per_row", g), t),),
+)
 def row_sums(t: Tensor) -> Tensor:
     """The sum of each row of a tile (of any width), of the unrounded values. It is final only after its step:
     use it in vector arithmetic, as an output, or spread with per_row in a *later* gemm's epilogue.
@@ -155,7 +166,11 @@ def row_abs_max(t: Tensor) -> Tensor:
     return apply("row_abs_max", t)
 
 
-@reduces(SUM.along("column"), torch=lambda torch, t: t.sum(dim=0))
+@reduces(
+    SUM.along("column"),
+    torch=lambda torch, t: t.sum(dim=0),
+    derivative=lambda g, y, t: (apply("as_tile", apply("per_column", g), t),),
+)
 def column_sums(t: Tensor) -> Tensor:
     """The sum of each column of a tile, of the unrounded values: gradients of biases and norm weights. Final
     after its step, as row_sums.

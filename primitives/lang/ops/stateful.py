@@ -60,7 +60,13 @@ _LOGSUMEXP = Reduction(
 )
 
 
-@reduces(_LOGSUMEXP, torch=lambda torch, t: torch.logsumexp(t, dim=-1))
+@reduces(
+    _LOGSUMEXP,
+    torch=lambda torch, t: torch.logsumexp(t, dim=-1),
+    derivative=lambda g, y, t: (
+        apply("multiply", apply("exp", apply("subtract", t, apply("per_row", y))), apply("per_row", g)),
+    ),
+)
 def row_logsumexp(t: Tensor) -> Tensor:
     """``log(sum(exp(t)))`` along each row of a tile, without overflow: a running maximum and a sum rescaled
     to it. A row of -inf gives -inf. Final after its step, as row_sums.
@@ -84,7 +90,21 @@ _SELECT = Reduction(
 )
 
 
-@reduces(_SELECT, torch=_select, rule=_selected, sides=_selected_from)
+@reduces(
+    _SELECT,
+    torch=_select,
+    rule=_selected,
+    sides=_selected_from,
+    derivative=lambda g, y, t, index: (
+        apply(
+            "where",
+            apply("equal", apply("column_index", t), apply("per_row", index)),
+            apply("per_row", g),
+            0,
+        ),
+        None,
+    ),
+)
 def row_select(t: Tensor, index: Tensor) -> Tensor:
     """Of each row of a tile the element in column ``index[row]``; where that is below 0 or at least N (an
     ignored target), 0. Final after its step, as row_sums.
@@ -100,7 +120,15 @@ def row_select(t: Tensor, index: Tensor) -> Tensor:
 
 
 _HEADS = Statistic('HeadSums("{name}")', own_width=(diagnostics.NARROW_HEADS, diagnostics.WIDE_HEADS))
-register(Operation("head_sums", _heads, _head_sums, statistic=_HEADS))
+register(
+    Operation(
+        "head_sums",
+        _heads,
+        _head_sums,
+        statistic=_HEADS,
+        derivative=lambda g, y, t: (apply("as_tile", apply("per_head", g), t),),
+    )
+)
 
 
 def head_sums(t: Tensor, width: Tensor) -> Tensor:

@@ -84,8 +84,17 @@ def _interleaved(even: list[str], odd: list[str]) -> list[str]:
     return [value for pair in zip(even, odd, strict=True) for value in pair]
 
 
-register(Operation("transpose", _transpose, lambda torch, a: a.mT))
-register(Operation("gemm", _gemm))
+def _gemm_derivative(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two products: of a tile, and of the tile behind a transpose."""
+    left, right = a.untransposed, b.untransposed
+    return (
+        gemm(g, b.mT if right is None else right) if left is None else gemm(b, g.mT),
+        gemm(a.mT if left is None else left, g) if right is None else gemm(g.mT, a),
+    )
+
+
+register(Operation("transpose", _transpose, lambda torch, a: a.mT, derivative=lambda g, y, a: (g,)))
+register(Operation("gemm", _gemm, derivative=_gemm_derivative))
 
 
 def gemm(a: Tensor, b: Tensor) -> Tensor:
@@ -104,8 +113,28 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     return apply("gemm", a, b)
 
 
-register(Operation("even", _half, lambda torch, a: a[..., 0::2], lanes=lambda a: a[0::2]))
-register(Operation("odd", _half, lambda torch, a: a[..., 1::2], lanes=lambda a: a[1::2]))
+def _zero(g: Tensor) -> Tensor:
+    return apply("as_tile", 0, g)
+
+
+register(
+    Operation(
+        "even",
+        _half,
+        lambda torch, a: a[..., 0::2],
+        lanes=lambda a: a[0::2],
+        derivative=lambda g, y, a: (join(g, _zero(g)),),
+    )
+)
+register(
+    Operation(
+        "odd",
+        _half,
+        lambda torch, a: a[..., 1::2],
+        lanes=lambda a: a[1::2],
+        derivative=lambda g, y, a: (join(_zero(g), g),),
+    )
+)
 
 
 def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +149,9 @@ def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
     return apply("even", t), apply("odd", t)
 
 
-register(Operation("join", _join, _interleave, lanes=_interleaved))
+register(
+    Operation("join", _join, _interleave, lanes=_interleaved, derivative=lambda g, y, even, odd: pairs(g))
+)
 
 
 def join(even: Tensor, odd: Tensor) -> Tensor:
@@ -134,7 +165,16 @@ def join(even: Tensor, odd: Tensor) -> Tensor:
     return apply("join", even, odd)
 
 
-register(Operation("column_index", _index, _columns, at="Float32(column(place, {0}))", reads=0))
+register(
+    Operation(
+        "column_index",
+        _index,
+        _columns,
+        at="Float32(column(place, {0}))",
+        reads=0,
+        derivative=lambda g, y, t: (None,),
+    )
+)
 
 
 def column_index(t: Tensor) -> Tensor:

@@ -69,7 +69,15 @@ register(Operation("constant", _leaf))
 register(Operation("dim", _dim))
 
 ROW = Spread("row", 'ColVecLoad("{name}")', ("{name}[2 * i]",))
-register(Operation("per_row", _row, lambda torch, v: v[:, None], spread=ROW))
+register(
+    Operation(
+        "per_row",
+        _row,
+        lambda torch, v: v[:, None],
+        spread=ROW,
+        derivative=lambda g, y, v: (apply("row_sums", g),),
+    )
+)
 
 
 def per_row(v: Tensor) -> Tensor:
@@ -87,7 +95,15 @@ def per_row(v: Tensor) -> Tensor:
 
 
 COLUMN = Spread("column", 'RowVecLoad("{name}")', ("{name}[2 * i]", "{name}[2 * i + 1]"))
-register(Operation("per_column", _column, lambda torch, v: v[None, :], spread=COLUMN))
+register(
+    Operation(
+        "per_column",
+        _column,
+        lambda torch, v: v[None, :],
+        spread=COLUMN,
+        derivative=lambda g, y, v: (apply("column_sums", g),),
+    )
+)
 
 
 def per_column(v: Tensor) -> Tensor:
@@ -102,7 +118,15 @@ def per_column(v: Tensor) -> Tensor:
     return apply("per_column", v)
 
 
-register(Operation("per_head", _per_head, lambda torch, v: v, lanes=lambda v: v))
+def _per_head_derivative(g: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor]:
+    if y._type.kind != "spread":
+        raise ProgramError("derivative", f"{y._type} repeats for each head: no primitive sums over heads")
+    return (apply("head_sums", g, attribute=str(y._type.period)),)
+
+
+register(
+    Operation("per_head", _per_head, lambda torch, v: v, lanes=lambda v: v, derivative=_per_head_derivative)
+)
 
 
 def per_head(v: Tensor) -> Tensor:

@@ -1,0 +1,78 @@
+"""A program as straight PyTorch text, one line a value: the reference of a derived spec, or a head."""
+
+from __future__ import annotations
+
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Node, Program
+
+NARROW = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+INFIX = {
+    "add": "+",
+    "subtract": "-",
+    "multiply": "*",
+    "divide": "/",
+    "greater": ">",
+    "greater_equal": ">=",
+    "less": "<",
+    "less_equal": "<=",
+    "equal": "==",
+    "not_equal": "!=",
+}
+CALLS = ("abs", "cos", "exp", "log", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh")
+FORMS = {
+    "negative": "-{0}",
+    "gelu": "gelu({0}, approximate='tanh')",
+    "where": "where({0} != 0, {1}, {2})",
+    "per_row": "{0}[:, None]",
+    "per_column": "{0}[None, :]",
+    "transpose": "{0}.mT",
+    "gemm": "{0} @ {1}",
+    "even": "{0}[:, 0::2]",
+    "odd": "{0}[:, 1::2]",
+    "join": "torch.stack(({0}, {1}), -1).flatten(1)",
+    "row_sums": "{0}.sum(-1)",
+    "column_sums": "{0}.sum(0)",
+    "row_logsumexp": "logsumexp({0}, -1)",
+    "as_tile": "torch.broadcast_to(torch.as_tensor({0}, device={1}.device), {1}.shape)",
+    "column_index": "torch.arange({0}.shape[1], device={0}.device)[None, :]",
+}
+
+
+def reference(program: Program, cast: bool = False) -> str:
+    """The text; with ``cast``, operands of products take their dtype first. ProgramError for an operation
+    that it cannot say yet."""
+    narrow = next((NARROW[t.dtype] for t in program.signature.inputs.values() if t.dtype in NARROW), "")
+    taken = {*program.signature.inputs, *program.signature.outputs, *program.signature.dims}
+    names: list[str] = []
+    lines: list[str] = []
+    chosen = {i: n for n, i in program.outputs.items()}
+    for index, node in enumerate(program.nodes):
+        if node.op in ("input", "dim"):
+            said = str(node.attribute)
+            names.append(said if said.isidentifier() else f"({said})")
+        elif node.op == "constant":
+            names.append(repr(node.attribute) if float(node.attribute or 0) >= 0 else f"({node.attribute!r})")
+        else:
+            name = chosen.get(index, f"v{index}")
+            while index not in chosen and name in taken:
+                name += "_"
+            given = [names[a] for a in node.args]
+            if cast and narrow and node.op == "gemm":
+                given = [f"{each}.to({narrow})" for each in given]
+            lines.append(f"{name} = {_said(node, given)}")
+            names.append(name)
+    return "\n".join(lines) + "\n"
+
+
+def _said(node: Node, given: list[str]) -> str:
+    if node.op in INFIX:
+        plain = f"{given[0]} {INFIX[node.op]} {given[1]}"
+        return f"({plain}) * 1.0" if INFIX[node.op][0] in "<>=!" else plain
+    if node.op in CALLS:
+        return f"{node.op}({given[0]})"
+    if node.op in FORMS:
+        return FORMS[node.op].format(*given)
+    if node.op in ("maximum", "minimum"):
+        bounds = [f"torch.as_tensor({each}, device={given[0]}.device)" for each in given[1:]]
+        return f"{node.op}({given[0]}, {bounds[0]})"
+    raise ProgramError("reference", f"{node.op} has no PyTorch text yet")

@@ -1,0 +1,209 @@
+"""A trace that simplifies as it grows: what every derivative needs, and no case of its own.
+
+Vectors meet as vectors before they spread; factors of a row or a column leave sums and products; halves that
+are taken apart and joined again meet. Each rewriting holds for real numbers at every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from coda_agent.primitives.lang.ir import OPERATIONS, Node, Signature
+from coda_agent.primitives.lang.trace import Trace
+
+FOLDED: dict[str, Callable[..., float]] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "negative": lambda a: -a,
+}
+UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # of the right argument
+SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
+
+
+class Factors(NamedTuple):
+    """A tile as ``core`` times vectors and scalars ``above``, over those ``below``; no core: these alone."""
+
+    core: int | None
+    above: tuple[int, ...] = ()
+    below: tuple[int, ...] = ()
+
+    def times(self, other: Factors, core: int | None) -> Factors:
+        return Factors(core, self.above + other.above, self.below + other.below)
+
+
+class Simplifier(Trace):
+    """``moves``: row factors of a product's left operand leave it, or cross the sum."""
+
+    def __init__(self, signature: Signature, moves: bool = False):
+        super().__init__(signature)
+        self.moves = moves
+
+    def add(self, node: Node) -> int:
+        found = self.simpler(node)
+        return super().add(node) if found is None else found
+
+    def simpler(self, node: Node) -> int | None:
+        """A node that computes the same with less; None if this is it."""
+        op = node.op
+        if op in ("even", "odd"):
+            given = self.nodes[node.args[0]]
+            return given.args[op == "odd"] if given.op == "join" else None
+        if op in ("row_sums", "column_sums"):
+            return self.sums(node, op.removesuffix("_sums"))
+        if op == "gemm":
+            return self.product(*node.args)
+        if (reads := OPERATIONS[op].reads) is not None:
+            shapes = (self.shaped(a) for a in node.args[reads:])
+            other = node._replace(args=(*node.args[:reads], *shapes))
+            return None if other == node else self.add(other)
+        if OPERATIONS[op].cute and not OPERATIONS[op].lanes:
+            return self.arithmetic(node)
+        return None
+
+    def shaped(self, index: int) -> int:
+        """A tile of the same shape, an input if there is one: of some arguments the shape alone is used."""
+        node = self.nodes[index]
+        if node.op in ("even", "odd"):
+            return self.add(Node("even", (self.shaped(node.args[0]),)))
+        same = (i for i, n in enumerate(self.nodes) if n.op == "input" and self.types[i] == self.types[index])
+        return next(same, index)
+
+    # Elementwise
+
+    def constant(self, index: int) -> float | None:
+        node = self.nodes[index]
+        return float(node.attribute) if node.op == "constant" and node.attribute is not None else None
+
+    def is_zero(self, index: int) -> bool:
+        node = self.nodes[index]
+        return self.constant(index) == 0 or (node.op == "as_tile" and self.is_zero(node.args[0]))
+
+    def arithmetic(self, node: Node) -> int | None:
+        values = [self.constant(a) for a in node.args]
+        if node.op in FOLDED and None not in values:
+            return self.number(FOLDED[node.op](*values))
+        if (found := self.neutral(node)) is not None:
+            return found
+        if node.op == "add":
+            a, b = (self.nodes[i] for i in node.args)
+            if a.op == b.op == "join":
+                halves = (self.add(Node("add", each)) for each in zip(a.args, b.args, strict=True))
+                return self.add(Node("join", tuple(halves)))
+        return self.bare(node) or self.together(node)
+
+    def neutral(self, node: Node) -> int | None:
+        """The other argument, beside one that changes nothing."""
+        if node.op == "negative":
+            given = self.nodes[node.args[0]]
+            return given.args[0] if given.op == "negative" else None
+        if node.op not in UNIT:
+            return None
+        a, b = node.args
+        same = self.types[a].kind == self.types[b].kind
+        if self.constant(b) == UNIT[node.op] or (node.op in ("add", "subtract") and same and self.is_zero(b)):
+            return a
+        if node.op == "add" and (self.constant(a) == 0 or (same and self.is_zero(a))):
+            return b
+        return b if node.op == "multiply" and self.constant(a) == 1 else None
+
+    def bare(self, node: Node) -> int | None:
+        """Vectors that were made tiles, as themselves where they meet a tile anyway."""
+        tiles = [a for a in node.args if self.types[a].kind == "tile" and self.nodes[a].op != "as_tile"]
+        if not tiles or not any(self.nodes[a].op == "as_tile" for a in node.args):
+            return None
+        bare = (self.nodes[a].args[0] if self.nodes[a].op == "as_tile" else a for a in node.args)
+        return self.add(Node(node.op, tuple(bare)))
+
+    def together(self, node: Node) -> int | None:
+        """Arithmetic of spread vectors, as arithmetic of the vectors, spread."""
+        kinds = {self.types[a].kind for a in node.args} - {"scalar"}
+        spread = SPREADS.get(next(iter(kinds))) if len(kinds) == 1 else None
+        sources = [a for a in node.args if self.types[a].kind != "scalar"]
+        if spread is None or any(self.nodes[a].op != spread for a in sources):
+            return None
+        bare = (a if self.types[a].kind == "scalar" else self.nodes[a].args[0] for a in node.args)
+        return self.add(Node(spread, (self.add(Node(node.op, tuple(bare))),)))
+
+    def number(self, value: float) -> int:
+        return self.add(Node("constant", (), value + 0.0))
+
+    # Factors
+
+    def factors(self, index: int, kind: str) -> Factors:
+        """A tile without its factors that are one value a row (or column), or a scalar."""
+        node, own = self.nodes[index], self.types[index].kind
+        if own == "scalar" or (own == kind and node.op == SPREADS[kind]):
+            return Factors(None, (index if own == "scalar" else node.args[0],))
+        if own != "tile" or node.op not in ("multiply", "divide", "negative"):
+            return Factors(index)
+        if node.op == "negative":
+            inner = self.factors(node.args[0], kind)
+            return Factors(inner.core, (*inner.above, self.number(-1.0)), inner.below)
+        left, right = (self.factors(a, kind) for a in node.args)
+        if node.op == "divide":
+            right = Factors(right.core, right.below, right.above)
+        if not (left.above or left.below or right.above or right.below):
+            return Factors(index)
+        if left.core is None and right.core is None:
+            return Factors(index)
+        core: int | None
+        if left.core is not None and right.core is not None:
+            core = self.add(Node(node.op, (left.core, right.core)))
+        else:
+            core = right.core if left.core is None and node.op == "multiply" else left.core
+        if core is None or self.types[core].kind != "tile":
+            return Factors(index)
+        return left.times(right, core)
+
+    def gathered(self, found: Factors) -> tuple[int | None, int | None]:
+        """The vectors above and below as one each, without those that are in both."""
+        above, below = list(found.above), list(found.below)
+        for each in found.above:
+            if each in below:
+                above.remove(each)
+                below.remove(each)
+        return self.all_of(above), self.all_of(below)
+
+    def all_of(self, several: list[int]) -> int | None:
+        total: int | None = None
+        for each in sorted(several):
+            total = each if total is None else self.add(Node("multiply", (total, each)))
+        return total
+
+    def scaled(self, index: int, found: Factors, spread: str = "") -> int:
+        """A value times the gathered factors."""
+        for op, factor in zip(("multiply", "divide"), self.gathered(found), strict=True):
+            if factor is not None:
+                wide = spread and self.types[factor].kind == "vector"
+                index = self.add(Node(op, (index, self.add(Node(spread, (factor,))) if wide else factor)))
+        return index
+
+    def sums(self, node: Node, kind: str) -> int | None:
+        found = self.factors(node.args[0], kind)
+        if found.core is None or found.core == node.args[0]:
+            return None
+        return self.scaled(self.add(Node(node.op, (found.core,))), found)
+
+    def product(self, a: int, b: int) -> int | None:
+        """A product with the factors of its rows and columns taken out of its operands."""
+        turned = self.nodes[b].op == "transpose"
+        right = self.nodes[b].args[0] if turned else b
+        found = self.factors(right, "row" if turned else "column")
+        if found.core not in (None, right):
+            core = self.add(Node("transpose", (found.core,))) if turned else found.core
+            return self.scaled(self.add(Node("gemm", (a, core))), found, "per_column")
+        if not self.moves:
+            return None
+        turned = self.nodes[a].op == "transpose"
+        left = self.nodes[a].args[0] if turned else a
+        found = self.factors(left, "row")
+        if found.core in (None, left):
+            return None
+        if not turned:
+            return self.scaled(self.add(Node("gemm", (found.core, b))), found, "per_row")
+        if self.nodes[b].op == "transpose":
+            return None
+        core = self.add(Node("transpose", (found.core,)))
+        return self.add(Node("gemm", (core, self.scaled(b, found, "per_row"))))

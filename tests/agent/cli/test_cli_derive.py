@@ -1,0 +1,71 @@
+"""The command derive: what it writes can be used, what it says counts, and bad input has one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from commanding import Command
+
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.verifier.loading import load
+
+pytestmark = pytest.mark.usefixtures("runs_home", "plain", "nothing_beside")
+KERNELS = ROOT / "generated_kernels"
+
+
+def kernel(name: str) -> Path:
+    return KERNELS / f"{name}.program.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "products", "head"),
+    [
+        ("gemm_swiglu", (), 2, True),
+        ("gemm_swiglu", ("--of", "act", "--behind", "act"), 3, False),
+        ("gemm_swiglu_mlp", ("--of", "out"), 4, False),
+        ("gemm_residual_rmsnorm_gemm", ("--of", "h,z"), 4, True),
+        ("gemm_partial_cross_entropy_unstored", (), 3, False),
+        ("gemm_rope", (), 2, True),
+        ("gemm_qk_norm_rope", ("--wrt", "x,w"), 2, True),
+    ],
+)
+def test_its_files_are_a_program_and_a_spec_that_loads(
+    command: Command, tmp_path: Path, name: str, more: tuple[str, ...], products: int, head: bool
+) -> None:
+    done = command("derive", kernel(name), *more, "--out", tmp_path)
+    assert done.status == 0 and done.err == "", done
+    spec = load(tmp_path / f"{name}_backward.yaml")
+    text = (tmp_path / f"{name}_backward.program.json").read_text()
+    program = Program.from_json(text)
+    assert program.signature.inputs == spec.signature().inputs
+    assert program.signature.outputs == spec.signature().outputs
+    assert len(cut(program).gemms) == products
+    assert done.out.count("step ") == products and f"in {products} products" in done.out
+    assert (tmp_path / f"{name}_backward_head.program.json").exists() is head
+    assert ("without a product to ride on" in done.out) is head
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        ("gemm_grad_accumulate", (), "'dw_new' overwrites input 'dw'"),
+        ("gemm_fp8_row_scale", (), "input 'x' is fp8"),
+        ("gemm_rope_positions", ("--wrt", "positions"), "'positions' holds integers"),
+        ("gemm_rmsnorm", ("--wrt", "q"), "no input 'q'; it has x, w, rstd"),
+        ("gemm_row_abs_max", ("--of", "amax"), "nothing differentiable leads to an output"),
+        ("gemm_swiglu", ("--save-bytes", "1"), "at most 1 bytes a row"),
+        ("gemm_swiglu", ("--behind", "down"), "no output 'down'; it has preact, act"),
+        ("gemm_swiglu", ("--out", "nowhere"), "there is no such folder"),
+    ],
+)
+def test_bad_input_has_one_line(
+    command: Command, tmp_path: Path, name: str, more: tuple[str, ...], said: str
+) -> None:
+    done = command("derive", kernel(name), "--out", tmp_path, *more)
+    assert done.status == 2 and done.out == "" and "Traceback" not in done.err
+    (line,) = [each for each in done.err.splitlines() if each.startswith("Error")]
+    assert said in line
+    assert not list(tmp_path.iterdir())

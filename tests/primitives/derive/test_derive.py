@@ -1,0 +1,352 @@
+"""Derived backwards against fp64 autograd: every committed program, random ones, and wrong rules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+from derived import backward, error, evaluate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels import signature, tensor, trace
+
+from coda_agent.primitives import gemm, pairs, per_column, per_row, row_sums, rsqrt, silu
+from coda_agent.primitives.derive import derive
+from coda_agent.primitives.derive.ledger import count
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.interpret import interpret, torch_dtype
+from coda_agent.primitives.lang.ir import OPERATIONS, Node, Operation, Program, Signature
+from coda_agent.primitives.lang.ops.elementwise import broadcast
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.trace import Tensor, Trace, tracing
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics import reference
+from coda_agent.verifier.numerics.inputs import trial
+
+NAMES = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
+REFUSED = {"gemm_fp8_row_scale": "dtype", "gemm_fp8_tensor_scale": "dtype", "gemm_grad_accumulate": "updates"}
+STATISTICS = {("gemm_row_abs_max", "amax"), ("gemm_qk_norm_rope", "rstd")}  # without a gradient of their own
+LEFT = {
+    "gemm_alpha_residual": {"alpha"},
+    "gemm_qk_norm_rope": {"gamma", "inv_freq"},
+    "gemm_rmsnorm_rope": {"cos_sin"},
+    "gemm_rope": {"cos_sin"},
+    "gemm_rope_positions": {"inv_freq"},
+}
+
+
+@functools.cache
+def committed(name: str) -> tuple[Any, Program]:
+    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
+    text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text()
+    return spec, Program.from_json(text, spec.signature())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in REFUSED])
+def test_a_committed_program_has_the_gradients_of_its_reference(name: str) -> None:
+    spec, program = committed(name)
+    positive = {n for n, t in spec.inputs.items() if t.domain == "positive"}
+    derived = derive(program, spec.cases[0].sizes, positive=positive)
+    assert derived.left.keys() == LEFT.get(name, set())
+    sizes, drawn = trial(spec)
+    leaves = {n: t.double() if t.is_floating_point() else t for n, t in drawn.items()}
+    leaves = {n: t.abs() + 0.1 if n in positive else t for n, t in leaves.items()}
+    floats = {n: t.requires_grad_() for n, t in leaves.items() if t.is_floating_point()}
+    outputs = reference.run(spec, leaves, sizes)
+    generator = torch.Generator().manual_seed(0)
+    coming = {n: torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in outputs.items()}
+    total = sum((outputs[n] * coming[n]).sum() for n in outputs if (name, n) not in STATISTICS)
+    truth = dict(zip(floats, torch.autograd.grad(total, list(floats.values())), strict=True))
+    memory = leaves | outputs | {f"d_{n}": t for n, t in coming.items()}
+    found = backward(program, derived, {n: t.detach() for n, t in memory.items()}, sizes)
+    assert found.keys() >= {f"d_{n}" for n in floats.keys() - derived.left.keys()}
+    for each in floats.keys() - derived.left.keys():
+        assert error(found[f"d_{each}"], truth[each]) < 1e-12, each
+
+
+@pytest.mark.parametrize(("name", "code"), REFUSED.items())
+def test_what_cannot_be_derived_says_so(name: str, code: str) -> None:
+    spec, program = committed(name)
+    with pytest.raises(ProgramError) as refused:
+        derive(program, spec.cases[0].sizes)
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "code"),
+    [
+        ("gemm_rmsnorm", {"wrt": ["q"]}, "wrt"),
+        ("gemm_rope_positions", {"wrt": ["positions"]}, "wrt"),
+        ("gemm_row_abs_max", {"of": ["amax"]}, "wrt"),
+        ("gemm_swiglu", {"of": ["y"]}, "of"),
+        ("gemm_swiglu", {"behind": "y"}, "of"),
+        ("gemm_partial_cross_entropy", {"behind": "lse"}, "behind"),
+        ("gemm_qk_norm_rope", {"of": ["rstd"]}, "of"),
+        ("gemm_swiglu", {"save_bytes": 1}, "save_bytes"),
+    ],
+)
+def test_bad_requests(name: str, asked: dict[str, Any], code: str) -> None:
+    spec, program = committed(name)
+    with pytest.raises(ProgramError) as refused:
+        derive(program, spec.cases[0].sizes, **asked)
+    assert refused.value.code == code and "\n" not in refused.value.message
+
+
+def test_statistics_stop_gradients_and_say_so() -> None:
+    spec, program = committed("gemm_row_abs_max")
+    assert any("row_abs_max" in note for note in derive(program, spec.cases[0].sizes).notes)
+
+
+# A whole MLP
+
+
+def mlp() -> Program:
+    """A pre-norm SwiGLU MLP with its residual, as a graph."""
+    inputs = {
+        "h": tensor("M, D"),
+        "gamma": tensor("D"),
+        "wgu": tensor("2*F, D"),
+        "wd": tensor("D, F"),
+    }
+    outputs = {
+        "rstd": tensor("M", "fp32"),
+        "z": tensor("M, 2*F"),
+        "act": tensor("M, F"),
+        "out": tensor("M, D"),
+    }
+    made = Trace(Signature("mlp", ("M", "D", "F"), inputs, outputs))
+    with tracing(made):
+        h, gamma, wgu, wd = (Tensor(made.add(Node("input", (), name))) for name in inputs)
+        rstd = rsqrt(row_sums(h * h) / h.columns + 1e-6)
+        z = gemm(h * per_column(gamma), wgu.mT) * per_row(rstd)
+        gate, up = pairs(z)
+        act = silu(gate) * up
+        returned = {"rstd": rstd, "z": z, "act": act, "out": gemm(act, wd.mT) + h}
+    return Program(made.signature, tuple(made.nodes), {n: t._index for n, t in returned.items()}).check()
+
+
+def test_the_backward_of_a_whole_mlp_is_one_program_of_four_products() -> None:
+    program, sizes = mlp(), {"M": 12, "D": 10, "F": 8}
+    derived = derive(program, sizes, of=["out"])
+    assert derived.program and derived.head is None and not (derived.same or derived.saves or derived.left)
+    steps = cut(derived.program)
+    assert len(steps.gemms) == 4
+    nodes = derived.program.nodes
+    # One sum one product early, the only tile kept is dz * rstd, and no product reads the normalised stream.
+    (first, *rest) = steps.gemms
+    assert [nodes[i].op for i in first.reductions] == ["row_sums"]
+    assert [nodes[i].op for i in first.stores] == ["multiply"]
+    weights = [s for s in rest if derived.program.outputs["d_wgu"] in s.stores]
+    assert all(nodes[a].op in ("transpose", "input") for s in weights for a in nodes[s.gemm].args)
+    random = torch.Generator().manual_seed(1)
+    leaves = {
+        n: torch.randn([d(sizes) for d in t.shape], generator=random, dtype=torch.float64).requires_grad_()
+        for n, t in program.signature.inputs.items()
+    }
+    outputs = evaluate(program, leaves, sizes)
+    coming = torch.randn(outputs["out"].shape, generator=random, dtype=torch.float64)
+    truth = torch.autograd.grad(outputs["out"], list(leaves.values()), coming)
+    memory = {n: t.detach() for n, t in (leaves | outputs | {"d_out": coming}).items()}
+    found = backward(program, derived, memory, sizes)
+    for name, expected in zip(leaves, truth, strict=True):
+        assert error(found[f"d_{name}"], expected) < 1e-12, name
+
+
+def test_a_derived_program_runs_as_kernels_round() -> None:
+    program, sizes = mlp(), {"M": 64, "D": 48, "F": 40}
+    made = derive(program, sizes, of=["out"]).program
+    assert made is not None
+    random = torch.Generator().manual_seed(2)
+    inputs = {
+        n: torch.rand([d(sizes) for d in t.shape], generator=random).sub(0.5).to(torch_dtype(t.dtype))
+        for n, t in made.signature.inputs.items()
+    }
+    inputs["rstd"] += 1
+    exact = evaluate(made, {n: t.double() for n, t in inputs.items()}, sizes)
+    for name, got in interpret(made, inputs).items():
+        assert error(got.double(), exact[name]) < 2e-2, name
+
+
+@pytest.mark.parametrize(
+    ("forward", "output", "hand"),
+    [("gemm_swiglu", "act", "gemm_swiglu_bwd"), ("gemm_bias_gelu", "act", "gemm_gelu_bwd")],
+)
+def test_behind_a_product_it_moves_no_more_than_by_hand(forward: str, output: str, hand: str) -> None:
+    spec, program = committed(forward)
+    by_hand_spec, by_hand = committed(hand)
+    sizes = spec.cases[0].sizes
+    made = derive(program, sizes, of=[output], behind=output).program
+    assert made is not None
+    first = cut(made).gemms[0]
+    own = cut(by_hand).gemms[0]
+    assert len(first.stores) <= len(own.stores) and len(first.loads) <= len(own.loads)
+    assert len(cut(made).gemms) == len(cut(by_hand).gemms) + 2  # and the products that read dz
+
+
+def test_logits_that_are_not_stored_ride_on_their_product_again() -> None:
+    spec, program = committed("gemm_partial_cross_entropy_unstored")
+    _, by_hand = committed("gemm_cross_entropy_bwd")
+    sizes = spec.cases[0].sizes
+    derived = derive(program, sizes)
+    assert derived.program and derived.head is None and len(cut(derived.program).gemms) == 3
+    first = cut(derived.program).gemms[0]
+    assert len(first.stores) == len(cut(by_hand).gemms[0].stores) == 1
+    assert count(derived.program, sizes).flops == 3 * count(by_hand, sizes).flops
+
+
+# Random programs
+
+UNARY = ("silu(t)", "gelu(t)", "tanh(t)", "sigmoid(t)", "softplus(t)", "exp(0.1 * t)", "maximum(t, 0) ** 2",
+         "-t", "abs(t)", "minimum(t, per_row(r))", "where(t > 0, t, 0.1 * t)", "sin(t)", "cos(t)",
+         "log(1 + t * t)",
+         "sqrt(1 + t * t)", "t * rsqrt(1 + t * t)", "join(*pairs(t))", "t / (1 + t * t)",
+         "rope(t, positions, freq)", "t * per_head(head_sums(t, 2 * P))")  # fmt: skip
+BINARY = ("t * per_row(r)", "t + per_column(c)", "t * e", "t - e", "t * per_column(c)", "t / (1 + e * e)",
+          "join(pairs(t)[0] * pairs(e)[1], pairs(e)[0])", "t + per_row(r) * per_column(c)")  # fmt: skip
+ENDS = ('"v": row_sums(t)', '"v": row_logsumexp(t)', '"v": row_select(t, index)', '"v": row_sums(t * e)')
+INPUTS = {
+    "x": tensor("M, K"), "w": tensor("2*H*P, K"), "e": tensor("M, 2*H*P"), "r": tensor("M", "fp32"),
+    "c": tensor("2*H*P", "fp32"), "index": tensor("M", "int64"), "positions": tensor("M", "int32"),
+    "freq": tensor("P", "fp32"),
+}  # fmt: skip
+SIZES = {"M": 5, "K": 4, "H": 3, "P": 2}
+SHAPE = signature(INPUTS, {"y": tensor("M, 2*H*P"), "v": tensor("M", "fp32")}, static=("P",))
+
+
+def agrees(body: tuple[str, ...], end: str) -> float:
+    """The worst error of the gradients of x, w, e, r and c; they are as far as autograd can tell."""
+    lines = ["t = gemm(x, w.mT)", *(f"t = {each}" for each in body), f'return {{"y": t, {end}}}']
+    made = Trace(SHAPE)
+    scope = {n: getattr(__import__("coda_agent.primitives", fromlist=["x"]), n) for n in VOCABULARY}
+    with tracing(made):
+        values = {n: Tensor(made.add(Node("input", (), n))) for n in INPUTS}
+        values["P"] = Tensor(made.add(Node("dim", (), "P")))
+        text = "def k(" + ", ".join(values) + "):\n" + "".join(f"    {line}\n" for line in lines)
+        exec(text, scope)
+        outputs = scope["k"](**values)
+    program = Program(SHAPE, tuple(made.nodes), {n: t._index for n, t in outputs.items()})
+    return worst(program)
+
+
+VOCABULARY = ("abs", "cos", "exp", "gelu", "gemm", "head_sums", "join", "log", "maximum", "minimum", "pairs",
+              "per_column", "per_head", "per_row", "rope", "row_logsumexp", "row_select", "row_sums", "rsqrt",
+              "sigmoid", "silu", "sin", "softplus", "sqrt", "tanh", "where")  # fmt: skip
+
+
+def worst(program: Program) -> float:
+    random = torch.Generator().manual_seed(3)
+    leaves = {
+        n: torch.randn([d(SIZES) for d in t.shape], generator=random, dtype=torch.float64)
+        for n, t in INPUTS.items()
+    }
+    leaves["index"] = torch.tensor([0, 3, -100, 11, 40])
+    leaves["positions"] = torch.arange(5)
+    wanted = ("x", "w", "e", "r", "c")
+    for name in wanted:
+        leaves[name].requires_grad_()
+    outputs = evaluate(program, leaves, SIZES)
+    coming = {n: torch.randn(t.shape, generator=random, dtype=torch.float64) for n, t in outputs.items()}
+    total = sum((t * coming[n]).sum() for n, t in outputs.items())
+    known = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)
+    truth = {n: t for n, t in zip(wanted, known, strict=True) if t is not None}
+    derived = derive(program, SIZES, wrt=list(truth))
+    memory = leaves | outputs | {f"d_{n}": t for n, t in coming.items()}
+    found = backward(program, derived, {n: t.detach() for n, t in memory.items()}, SIZES)
+    return max(error(found[f"d_{n}"], t) for n, t in truth.items())
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(UNARY + BINARY), max_size=5), st.sampled_from(ENDS))
+def test_random_programs_agree_with_autograd(body: list[str], end: str) -> None:
+    try:
+        assert agrees(tuple(body), end) < 1e-7
+    except ProgramError as refused:
+        assert refused.message and "\n" not in refused.message
+
+
+# Rules
+
+
+@pytest.fixture
+def cubic() -> Iterator[None]:
+    """A primitive that this test adds, with its derivative."""
+    OPERATIONS["cubic"] = Operation(
+        "cubic",
+        lambda types, attribute: broadcast("cubic", types),
+        lambda torch, a: a * a * a,
+        "({0} * {0} * {0})",
+        derivative=lambda g, y, a: (3 * g * a * a,),
+    )
+    yield
+    del OPERATIONS["cubic"]
+
+
+def test_an_added_primitive_is_differentiated(cubic: None) -> None:
+    made = trace(SHAPE, "t = gemm(x, w.mT)", "unused = [e, r, c, index, positions, freq, P]",
+                 'return {"y": abs(t), "v": row_sums(t)}')  # fmt: skip
+    nodes = tuple(n._replace(op="cubic") if n.op == "abs" else n for n in made.nodes)
+    assert worst(made._replace(nodes=nodes)) < 1e-12
+
+
+GALLERY = [((each,), ENDS[0]) for each in UNARY + BINARY] + [((), end) for end in ENDS]
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "sign": lambda part: -part,
+    "factor": lambda part: 2 * part,
+    "term": lambda part: None,
+}
+RULES = [
+    (name, place)
+    for name, places in {
+        "add": 2, "subtract": 2, "multiply": 2, "divide": 2, "negative": 1, "maximum": 1, "minimum": 2,
+        "abs": 1, "exp": 1, "log": 1, "sqrt": 1, "rsqrt": 1, "tanh": 1, "sin": 1, "cos": 1, "sigmoid": 1,
+        "silu": 1, "gelu": 1, "softplus": 1, "per_row": 1, "per_column": 1, "per_head": 1, "even": 1,
+        "odd": 1, "join": 2, "row_sums": 1, "row_logsumexp": 1, "row_select": 1, "head_sums": 1, "gemm": 2,
+    }.items()
+    for place in range(places)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "place"), RULES)
+def test_a_wrong_rule_is_seen(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = OPERATIONS[name]
+    rule = operation.derivative
+    assert rule is not None
+    using = [g for g in GALLERY if name in uses(g)]
+    assert using
+    for wrong in WRONG.values():
+
+        def changed(*given: Any, wrong: Callable[[Any], Any] = wrong) -> tuple[Any, ...]:
+            parts = list(rule(*given))
+            parts[place] = wrong(parts[place])
+            return tuple(parts)
+
+        monkeypatch.setitem(OPERATIONS, name, operation._replace(derivative=changed))
+        assert any(fails(each) for each in using), (name, place)
+
+
+@functools.cache
+def uses(each: tuple[tuple[str, ...], str]) -> frozenset[str]:
+    """The operations of a program of the gallery; which is right with the right rules."""
+    body, end = each
+    seen: set[str] = set()
+    whole = Trace.add
+
+    def add(self: Trace, node: Node) -> int:
+        seen.add(node.op)
+        return whole(self, node)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trace, "add", add)
+        assert agrees(body, end) < 1e-9, each
+    return frozenset(seen)
+
+
+def fails(each: tuple[tuple[str, ...], str]) -> bool:
+    try:
+        return agrees(*each) > 1e-6
+    except (ProgramError, KeyError):
+        return True

@@ -1,0 +1,68 @@
+"""Programs in fp64: nothing is rounded, so that a derived gradient can be held against autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from coda_agent.primitives.derive import Derived, all_sizes
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import solve_sizes
+from coda_agent.primitives.lang.ir import OPERATIONS, Program
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def evaluate(program: Program, inputs: Tensors, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """A program's outputs; also of one that has no step. Autograd sees through it."""
+    types = program.types()
+    values: list[torch.Tensor] = []
+    for index, node in enumerate(program.nodes):
+        given: list[torch.Tensor | int] = []
+        for argument in node.args:
+            value, kind = values[argument], types[argument]
+            if types[index].kind == "tile" and kind.period is not None:
+                width, columns = kind.period(sizes), types[index].shape[1](sizes)
+                if kind.kind == "spread":
+                    value = value.repeat_interleave(width, dim=1)
+                else:
+                    value = value.repeat(*[1] * (value.dim() - 1), columns // width)
+            given.append(value)
+        operation = OPERATIONS[node.op]
+        if node.op == "input":
+            value = inputs[str(node.attribute)]
+        elif node.op == "constant":
+            value = torch.tensor(node.attribute, dtype=torch.float64)
+        elif node.op == "dim":
+            value = torch.tensor(Dim.parse(str(node.attribute))(sizes), dtype=torch.float64)
+        elif node.op == "gemm":
+            value = given[0] @ given[1]
+        else:
+            if operation.statistic:
+                given.append(Dim.parse(str(node.attribute))(sizes))
+            assert operation.torch is not None
+            value = operation.torch(torch, *given)
+        values.append(value.double() if node.op != "input" or value.is_floating_point() else value)
+    return {name: values[index] for name, index in program.outputs.items()}
+
+
+def backward(
+    program: Program, derived: Derived, memory: Tensors, sizes: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """All gradients by name, from the forward's inputs and outputs and the outputs' gradients."""
+    known = dict(memory)
+    if derived.saves:
+        known |= evaluate(program._replace(outputs=dict(derived.saves)), memory, sizes)
+    for part in (derived.head, derived.program):
+        if part:
+            shapes = {n: tuple(known[n].shape) for n in part.signature.inputs}
+            own = solve_sizes(part.signature, shapes) if part is derived.program else {}
+            known |= evaluate(part, known, all_sizes(derived, sizes) | own)
+    known |= {name: known[other] for name, other in derived.same.items()}
+    return {name: known[name] for name in known.keys() - memory.keys() if name.startswith("d_")}
+
+
+def error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    """The largest error, relative to the largest value."""
+    return float((got - truth).abs().max() / truth.abs().max().clamp_min(1e-30))
