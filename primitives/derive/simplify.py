@@ -78,7 +78,7 @@ class Simplifier(Trace):
 
     def is_zero(self, index: int) -> bool:
         node = self.nodes[index]
-        return self.constant(index) == 0 or (node.op == "as_tile" and self.is_zero(node.args[0]))
+        return self.constant(index) == 0 or (node.op == "multiply" and any(map(self.is_zero, node.args)))
 
     def arithmetic(self, node: Node) -> int | None:
         values = [self.constant(a) for a in node.args]
@@ -91,6 +91,10 @@ class Simplifier(Trace):
             if a.op == b.op == "join":
                 halves = (self.add(Node("add", each)) for each in zip(a.args, b.args, strict=True))
                 return self.add(Node("join", tuple(halves)))
+            if a.op == "add" and b.op == "join":
+                for joined, rest in (a.args, a.args[::-1]):
+                    if self.nodes[joined].op == "join":
+                        return self.add(Node("add", (rest, self.add(Node("add", (joined, node.args[1]))))))
         return self.bare(node) or self.together(node)
 
     def neutral(self, node: Node) -> int | None:

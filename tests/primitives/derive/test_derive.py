@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kernels import signature, tensor, trace
 
 from coda_agent.primitives import gemm, pairs, per_column, per_row, row_sums, rsqrt, silu
+from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.derive import derive
 from coda_agent.primitives.derive.ledger import count
 from coda_agent.primitives.lang.errors import ProgramError
@@ -52,6 +53,7 @@ def test_a_committed_program_has_the_gradients_of_its_reference(name: str) -> No
     positive = {n for n, t in spec.inputs.items() if t.domain == "positive"}
     derived = derive(program, spec.cases[0].sizes, positive=positive)
     assert derived.left.keys() == LEFT.get(name, set())
+    assert derived.program and lower(derived.program).text
     sizes, drawn = trial(spec)
     leaves = {n: t.double() if t.is_floating_point() else t for n, t in drawn.items()}
     leaves = {n: t.abs() + 0.1 if n in positive else t for n, t in leaves.items()}
