@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ def evaluate(program: Program, inputs: Tensors, sizes: Mapping[str, int]) -> dic
     types = program.types()
     values: list[torch.Tensor] = []
     for index, node in enumerate(program.nodes):
-        given: list[torch.Tensor | int] = []
+        given: list[Any] = []
         for argument in node.args:
             value, kind = values[argument], types[argument]
             if types[index].kind == "tile" and kind.period is not None:

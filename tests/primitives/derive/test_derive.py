@@ -61,7 +61,8 @@ def test_a_committed_program_has_the_gradients_of_its_reference(name: str) -> No
     outputs = reference.run(spec, leaves, sizes)
     generator = torch.Generator().manual_seed(0)
     coming = {n: torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in outputs.items()}
-    total = sum((outputs[n] * coming[n]).sum() for n in outputs if (name, n) not in STATISTICS)
+    parts = [(outputs[n] * coming[n]).sum() for n in outputs if (name, n) not in STATISTICS]
+    total = torch.stack(parts).sum()
     truth = dict(zip(floats, torch.autograd.grad(total, list(floats.values())), strict=True))
     memory = leaves | outputs | {f"d_{n}": t for n, t in coming.items()}
     found = backward(program, derived, {n: t.detach() for n, t in memory.items()}, sizes)
@@ -122,11 +123,14 @@ def mlp() -> Program:
     }
     made = Trace(Signature("mlp", ("M", "D", "F"), inputs, outputs))
     with tracing(made):
-        h, gamma, wgu, wd = (Tensor(made.add(Node("input", (), name))) for name in inputs)
-        rstd = rsqrt(row_sums(h * h) / h.columns + 1e-6)
-        z = gemm(h * per_column(gamma), wgu.mT) * per_row(rstd)
+        given: Any = [Tensor(made.add(Node("input", (), name))) for name in inputs]
+        h, gamma, wgu, wd = given
+        rstd: Any = rsqrt(row_sums(h * h) / h.columns + 1e-6)
+        z: Any = gemm(h * per_column(gamma), wgu.mT)
+        z = z * per_row(rstd)
         gate, up = pairs(z)
-        act = silu(gate) * up
+        act: Any = silu(gate)
+        act = act * up
         returned = {"rstd": rstd, "z": z, "act": act, "out": gemm(act, wd.mT) + h}
     return Program(made.signature, tuple(made.nodes), {n: t._index for n, t in returned.items()}).check()
 
@@ -252,7 +256,7 @@ def worst(program: Program) -> float:
         leaves[name].requires_grad_()
     outputs = evaluate(program, leaves, SIZES)
     coming = {n: torch.randn(t.shape, generator=random, dtype=torch.float64) for n, t in outputs.items()}
-    total = sum((t * coming[n]).sum() for n, t in outputs.items())
+    total = torch.stack([(t * coming[n]).sum() for n, t in outputs.items()]).sum()
     known = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)
     truth = {n: t for n, t in zip(wanted, known, strict=True) if t is not None}
     derived = derive(program, SIZES, wrt=list(truth))
