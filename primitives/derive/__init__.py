@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from coda_agent.primitives.compiler.roofline import ITEM_BYTES
 from coda_agent.primitives.derive import ledger
 from coda_agent.primitives.derive.reverse import Reverse
 from coda_agent.primitives.derive.simplify import Simplifier
@@ -135,7 +136,7 @@ def _saved(program: Program, derived: Derived, sizes: Mapping[str, int]) -> int:
     names = {n: t for p in parts for n, t in p.signature.inputs.items()}
     kept = {n: t for n, t in names.items() if n in signature.outputs or n in derived.saves}
     rows = next(iter(signature.outputs.values())).shape[0](sizes)
-    return sum(ledger.size(t.shape, sizes) * ledger.BYTES[t.dtype] for t in kept.values()) // rows
+    return sum(ledger.size(t.shape, sizes) * ITEM_BYTES[t.dtype] for t in kept.values()) // rows
 
 
 class _Attempt:

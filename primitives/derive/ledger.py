@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from coda_agent.primitives.compiler.roofline import ITEM_BYTES
 from coda_agent.primitives.lang.assign_steps import untransposed
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
-
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "int32": 4, "int64": 8}
 
 
 class Ledger(NamedTuple):
@@ -36,7 +35,7 @@ def count(program: Program, sizes: Mapping[str, int]) -> Ledger:
     def stored(index: int) -> int:
         tensor = program.input_tensor(index)
         dtype = tensor.dtype if tensor else steps.dtypes.get(index, "fp32")
-        return size(steps.types[index].shape, sizes) * BYTES[dtype]
+        return size(steps.types[index].shape, sizes) * ITEM_BYTES[dtype]
 
     moved = flops = 0
     for step in steps.gemms:
@@ -54,4 +53,4 @@ def least(program: Program, sizes: Mapping[str, int]) -> int:
     """Bytes of each input that is read and each output, once."""
     signature = program.signature
     tensors = [*signature.inputs.values(), *signature.outputs.values()]
-    return sum(size(t.shape, sizes) * BYTES[t.dtype] for t in tensors)
+    return sum(size(t.shape, sizes) * ITEM_BYTES[t.dtype] for t in tensors)
