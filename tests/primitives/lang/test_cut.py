@@ -383,6 +383,25 @@ def test_dtypes_are_those_of_what_leaves_a_step() -> None:
     assert between == {"gemm": "bf16", "silu": "bf16"}
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "return {'o': gemm(x, q) + h}",  # the second step's epilogue loads h
+        "return {'o': gemm(h, gemm(x, q))}",  # no operand is an input
+    ],
+)
+def test_a_tile_between_steps_has_the_dtype_of_the_programs_operands(dtype: str, last: str) -> None:
+    square = signature(
+        {"x": tensor("N, N", dtype), "w": tensor("N, N", dtype), "q": tensor("N, N", dtype)},
+        {"o": tensor("N, N", "fp32")},
+    )
+    program = trace(square, "h = gemm(x, w)", last)
+    between = cut(program).dtypes
+    del between[program.outputs["o"]]
+    assert between and set(between.values()) == {dtype}
+
+
 def test_rows_and_columns_alone_make_a_tile_that_rides_along() -> None:
     program = trace(tiles("a", "o"), H, "return {'o': h, 'a': per_row(v) * per_column(b)}")
     (step,) = cut(program).gemms

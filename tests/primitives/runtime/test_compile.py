@@ -306,13 +306,29 @@ def test_the_compilers_environment_is_ours(stand_in: Path, monkeypatch: pytest.M
     assert Program.from_json(request["program"]) == NORM.program
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("ended", [OSError, KeyboardInterrupt])
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, ended: type[BaseException]
+) -> None:
     path = tmp_path / "deep" / "file"
     write_atomic(path, "first")
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk is full")))
-    with pytest.raises(OSError, match="disk is full"):
+
+    def fail(*arguments: object) -> None:
+        raise ended
+
+    monkeypatch.setattr(*(os, "fsync", fail) if step == "fsync" else (Path, "replace", fail))
+    with pytest.raises(ended):
         write_atomic(path, "second")
     assert path.read_text() == "first" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_takes_no_directorys_place(tmp_path: Path) -> None:
+    directory = tmp_path / "place"
+    directory.mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_atomic(directory, "text")
+    assert list(tmp_path.iterdir()) == [directory] and not list(directory.iterdir())
 
 
 def test_a_file_takes_no_pipes_place(tmp_path: Path) -> None:

@@ -170,6 +170,18 @@ def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
     assert tune.tuned(plain, {}, SIZES) == {0: Schedule()}
 
 
+def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best schedule at one size says little of another; the order of the names says nothing."""
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(tune, "_race", lambda *given: [(schedule, 1.0) for schedule in given[-2]])
+    program, narrow, wide = kernels.BACKWARD.program, Schedule(128, 128), Schedule(128, 192)
+    for more_rows, fastest in ((SIZES, narrow), (SIZES | {"M": 32768}, wide)):
+        monkeypatch.setattr(tune, "search", lambda *given, fastest=fastest: [(fastest, 1.0)])
+        assert tune.tuned(program, {}, more_rows) == {0: fastest}
+    assert tune.kept(program, dict(reversed(SIZES.items()))) == {0: narrow}
+
+
 def test_of_an_edited_text_a_tuning_over_more_than_is_known_of_it_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from coda_agent.verifier.baselines.pytorch import (
 from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.statistics import across, detectable, ratio, student_quantile
-from coda_agent.verifier.timing import FEWEST, host_time, measure
+from coda_agent.verifier.timing import FEWEST, Arm, host_time, measure
 
 
 def run(clock: SimulatedClock, *, arms: int = 3, **options: object) -> list[list[str]]:
@@ -101,6 +101,30 @@ def test_a_slow_first_call_is_neither_measured_nor_counted_as_warm_up() -> None:
     samples = measure([clock.work("a", lambda: next(calls, 0.1))], clock=clock, warmup_seconds=1.0)
     assert max(samples["a"].seconds) == pytest.approx(0.1)
     assert clock.log.count("a") > 30 + 5
+
+
+class AsynchronousClock(SimulatedClock):
+    """Calls enqueue their work; the device does it while the host waits, as a GPU does."""
+
+    pending = 0.0
+
+    def drain(self) -> tuple[float, ...]:
+        self.time += self.pending
+        self.pending = 0.0
+        return super().drain()
+
+
+def test_work_left_by_the_first_round_is_not_counted_as_warm_up() -> None:
+    """What compiles on its first call may leave the device busy for long, where it also tunes."""
+    clock, left = AsynchronousClock(), iter([60.0])
+
+    def call() -> None:
+        clock.log.append("a")
+        clock.time += 0.1
+        clock.pending += next(left, 0.0)
+
+    measure([Arm("a", call)], clock=clock, warmup_seconds=1.0)
+    assert clock.log.count("a") == 1 + 10 + 30
 
 
 def test_samples_belong_to_their_arms_and_leave_the_flush_out() -> None:

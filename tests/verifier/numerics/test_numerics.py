@@ -396,6 +396,21 @@ def test_ratios_against_plain_arithmetic(benches):
     assert error.slope == pytest.approx(((got["preact"].double() * t).sum() / (t * t).sum()).item())
 
 
+def test_the_worst_tile_is_the_one_that_exceeds_its_slack_most():
+    """A tile of few elements scatters more: its ratio, though the largest, must not hide a full tile's."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(129, 256, generator=generator, dtype=torch.float64)
+    error = 2.0**-9 * torch.rand(129, 256, generator=generator, dtype=torch.float64)
+    factor = torch.ones_like(truth)
+    factor[:128, 128:] = 1.9  # beyond the limit of 1.5, of a tile of 128x128
+    factor[128:, :128] = 2.0  # within it: 128 elements
+    yard, got = truth + error, truth + factor * error
+    stats, tiles = error_gate._measure(got, truth, yard, torch.bfloat16)
+    ratio, excess, at = error_gate._worst_tile(stats, tiles, limits.USUAL.deviations)
+    assert at == (0, 1) and ratio == pytest.approx(1.9)
+    assert excess == pytest.approx(1.9 / (1 + limits.USUAL.deviations / 128))
+
+
 def test_an_exact_yardstick_leaves_room_for_fp32():
     truth = torch.arange(1.0, 4097).double().reshape(64, 64)
     exact = truth.float()
