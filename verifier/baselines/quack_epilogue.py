@@ -75,6 +75,10 @@ class Given(NamedTuple):
     sizes: Mapping[str, int]
     constants: Mapping[str, float]
 
+    def number(self, name: str) -> float:
+        """A constant, or a scalar among the inputs: QuACK takes both from the host."""
+        return self.constants[name] if name in self.constants else float(self.inputs[name])
+
 
 Build = Callable[[Given], tuple[QuackEpilogue, ...]]
 

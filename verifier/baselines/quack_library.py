@@ -1,11 +1,12 @@
 """QuACK's epilogues for each spec: its library's own wherever it has them.
 
-``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or ``composed``
-(ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for fp8 operands (the
-library's epilogues are for 16 bits), nor for the backward of cross-entropy (no operator gives a column's
-index). Reductions are finished inside the call, as a user who cares about time would: by QuACK's second
-kernel for RMSNorm, by a torch sum, or by a few operations under torch.compile. Values that depend on weights
-alone (rotary frequencies, a head's weight for every head) are prepared outside of it. Importing this module
+``LIBRARY`` says for each spec whether its epilogue is ``library`` (QuACK's own, unchanged) or
+``composed`` (ours, from QuACK's operators, in ``verifier.baselines.quack_composed``). There is none for
+fp8 operands (the library's epilogues are for 16 bits), for the backward of cross-entropy (no operator
+gives a column's index), nor for a head norm whose eps is an input (QuACK's is made for one). Reductions
+are finished inside the call, as a user who cares about time would: by QuACK's second kernel for
+RMSNorm, by a torch sum, or by a few operations under torch.compile. Values that depend on weights alone
+(rotary frequencies, a head's weight for every head) are prepared outside of it. Importing this module
 imports nothing heavy.
 """
 
@@ -209,7 +210,7 @@ def _rmsnorm_partial_cross_entropy(g: Given) -> tuple[QuackEpilogue, ...]:
 def _softcap_cross_entropy(g: Given) -> tuple[QuackEpilogue, ...]:
     from coda_agent.verifier.baselines.quack_composed import softcap_lse_target
 
-    cap = g.constants["cap"]
+    cap = g.number("cap")
     return (_cross_entropy(g, softcap_lse_target, cap=cap, reciprocal=1 / cap),)
 
 
@@ -232,6 +233,7 @@ LIBRARY: dict[str, Entry] = {
     "gemm_partial_cross_entropy_unstored": Entry("library", _partial_cross_entropy_unstored),
     "gemm_rmsnorm_partial_cross_entropy": Entry("composed", _rmsnorm_partial_cross_entropy),
     "gemm_softcap_cross_entropy": Entry("composed", _softcap_cross_entropy),
+    "gemm_softcap_cross_entropy_cap": Entry("composed", _softcap_cross_entropy),
 } | NORMS
 
 

@@ -44,7 +44,7 @@ def _residual_rms(g: Given, w: Tensor, *, hg: str | None) -> tuple[QuackEpilogue
     x, rstd = g.inputs["x"], fp32(w, g.inputs["x"].shape[0])
     outs = {"D": x.new_empty(x.shape), "resid_out": x.new_empty(x.shape)}
     names = {"resid_out": "h"} | ({"D": hg} if hg else {})
-    finish = partial(_finish_rms, columns=x.shape[1], eps=g.constants["eps"], rstd=rstd)
+    finish = partial(_finish_rms, columns=x.shape[1], eps=g.number("eps"), rstd=rstd)
     y, operands = g.inputs["y"], {"weight": g.inputs["gamma"]}
     stage = QuackEpilogue(rms_partial_epi, y, w.mT, outs, names, c=x, operands=operands, finish=finish)
     return stage, rstd
@@ -66,7 +66,7 @@ def _residual_rmsnorm_gemm(g: Given) -> tuple[QuackEpilogue, ...]:
 def _residual_partial_layernorm(g: Given) -> tuple[QuackEpilogue, ...]:
     from coda_agent.verifier.baselines.quack_composed import ln_partial
 
-    y, w, x, eps = g.inputs["y"], g.inputs["w"], g.inputs["x"], g.constants["eps"]
+    y, w, x, eps = g.inputs["y"], g.inputs["w"], g.inputs["x"], g.number("eps")
 
     def finish(partials: Tensors) -> dict[str, Tensor]:
         mean, rstd = fused(mean_rstd)(partials["hsum"], partials["sqsum"], x.shape[1], eps)
@@ -154,8 +154,11 @@ def _qk_norm_rope(g: Given) -> tuple[QuackEpilogue, ...]:
 
 NORMS: dict[str, Entry] = {
     "gemm_residual_partial_rmsnorm": Entry("library", _residual_partial_rmsnorm),
+    "gemm_residual_partial_rmsnorm_eps": Entry("library", _residual_partial_rmsnorm),
     "gemm_residual_rmsnorm_gemm": Entry("composed", _residual_rmsnorm_gemm),
+    "gemm_residual_rmsnorm_gemm_eps": Entry("composed", _residual_rmsnorm_gemm),
     "gemm_residual_partial_layernorm": Entry("composed", _residual_partial_layernorm),
+    "gemm_residual_partial_layernorm_eps": Entry("composed", _residual_partial_layernorm),
     "gemm_residual_rmsnorm_bwd": Entry("composed", _residual_rmsnorm_bwd),
     "gemm_residual_rmsnorm_gemm_bwd": Entry("composed", _residual_rmsnorm_gemm_bwd),
     "gemm_rope": Entry("library", _rope),

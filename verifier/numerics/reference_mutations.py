@@ -195,14 +195,17 @@ def _wrong_roots(text: str) -> Texts:
 
 
 def _wrong_constants(spec: Spec, text: str) -> Texts:
-    """A constant of the spec left out, cut to three digits or ten times as large; a mean over a case's width
-    instead of the actual one."""
+    """A constant of the spec left out, cut to three digits or ten times as large; a literal for a scalar
+    input; a mean over a case's width instead of the actual one."""
     for at, name in _found(text, ast.Name):
         if name.id in spec.constants:
             value = spec.constants[name.id]
             for wrong in dict.fromkeys((0.0, float(f"{value:.3g}"), 10 * value)):
                 if wrong != value:
                     yield f"{name.id} as {wrong:.3g}", _replaced(text, at, ast.Constant(wrong))
+        elif (given := spec.inputs.get(name.id)) and not given.shape and given.init.uniform:
+            for wrong in (0.0, *given.init.uniform):
+                yield f"{name.id} as {wrong:.3g}", _replaced(text, at, ast.Constant(wrong))
     for at, node in _found(text, ast.Call):
         if _name(node) != "mean" or not isinstance(node.func, ast.Attribute):
             continue

@@ -69,17 +69,21 @@ def turns(i: Tensors) -> Tensor:
     return torch.exp(1j * torch.outer(i["positions"].double(), i["inv_freq"]))
 
 
-@truth("residual_partial_rmsnorm")
+def eps_of(i: Tensors, constant: float = EPS) -> float:
+    return float(i["eps"]) if "eps" in i else constant
+
+
+@truth("residual_partial_rmsnorm", "residual_partial_rmsnorm_eps")
 def _(i: Tensors) -> Tensors:
     h = F.linear(i["y"], i["w"]) + i["x"]
-    return {"h": h, "hg": h * i["gamma"], "rstd": 1 / (h.square().sum(1) / h.shape[1] + EPS).sqrt()}
+    return {"h": h, "hg": h * i["gamma"], "rstd": 1 / (h.square().sum(1) / h.shape[1] + eps_of(i)).sqrt()}
 
 
-@truth("residual_partial_layernorm")
+@truth("residual_partial_layernorm", "residual_partial_layernorm_eps")
 def _(i: Tensors) -> Tensors:
     h = F.linear(i["y"], i["w"]) + i["x"]
     variance, mean = torch.var_mean(h, 1, correction=0)
-    return {"h": h, "hg": h * i["gamma"], "mean": mean, "rstd": (variance + 1e-5) ** -0.5}
+    return {"h": h, "hg": h * i["gamma"], "mean": mean, "rstd": (variance + eps_of(i, 1e-5)) ** -0.5}
 
 
 @truth("alpha_residual")
@@ -145,11 +149,11 @@ def _(i: Tensors) -> Tensors:
     return {"q": rotated(F.linear(i["x"], i["w"]), turns(i)).flatten(1)}
 
 
-@truth("qk_norm_rope")
+@truth("qk_norm_rope", "qk_norm_rope_eps")
 def _(i: Tensors) -> Tensors:
     t = F.linear(i["x"], i["w"]).unflatten(1, (-1, len(i["gamma"])))
-    normed = F.rms_norm(t, t.shape[2:], i["gamma"], EPS)
-    rstd = (t.square().sum(2) / t.shape[2] + EPS) ** -0.5
+    normed = F.rms_norm(t, t.shape[2:], i["gamma"], eps_of(i))
+    rstd = (t.square().sum(2) / t.shape[2] + eps_of(i)) ** -0.5
     return {"q": rotated(normed.flatten(1), turns(i)).flatten(1), "rstd": rstd}
 
 
@@ -174,9 +178,10 @@ def _(i: Tensors) -> Tensors:
     return losses(F.linear(i["x"], i["w"]) * i.get("rstd", torch.ones(1))[:, None], i["target"])
 
 
-@truth("softcap_cross_entropy")
+@truth("softcap_cross_entropy", "softcap_cross_entropy_cap")
 def _(i: Tensors) -> Tensors:
-    return losses(30 * torch.tanh(F.linear(i["x"], i["w"]) / 30), i["target"])
+    cap = float(i.get("cap", 30))
+    return losses(cap * torch.tanh(F.linear(i["x"], i["w"]) / cap), i["target"])
 
 
 def losses(logits: Tensor, target: Tensor) -> Tensors:
@@ -220,10 +225,10 @@ def _(i: Tensors) -> Tensors:
     return {"dw_new": i["dw"] + gradients(F.linear(i["x"], w), i["dy"], dw=w)["dw"]}
 
 
-@truth("residual_rmsnorm_gemm")
+@truth("residual_rmsnorm_gemm", "residual_rmsnorm_gemm_eps")
 def _(i: Tensors) -> Tensors:
     h = F.linear(i["y"], i["w_o"]) + i["x"]
-    rstd = (h.square().mean(1) + EPS) ** -0.5
+    rstd = (h.square().mean(1) + eps_of(i)) ** -0.5
     return {"h": h, "rstd": rstd, "z": rstd[:, None] * F.linear(h * i["gamma"], i["w_up"])}
 
 
