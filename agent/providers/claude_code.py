@@ -1,16 +1,17 @@
-"""The provider that asks Claude through the `claude` command line, headless: a subscription will do.
+"""Ask Claude through the `claude` command line, headless. A subscription is enough.
 
-Each turn is one process that gets the whole conversation: nothing of a session is kept, so that a run can be
-resumed anywhere. It has none of the command's tools, no settings and no files: it starts in an empty
-directory, and what it answers is text. The command adds who the model is, the platform, that directory and
-the date to our prompt. ANTHROPIC_API_KEY is withheld, with which it would bill the key instead. The loop's
-tools it uses in its text, by blocks of code: so each request is a turn, which is reserved and kept by itself,
-where a server of the command's own would be asked within one.
+Each turn is one process that gets the whole conversation and keeps no session, so a run can be resumed
+anywhere. The process has none of the command's tools, no settings and no files. It starts in an empty
+directory and answers with text. The command adds the model's name, the platform, that directory and the date
+to our prompt. ANTHROPIC_API_KEY is withheld, since the command would bill it instead of the subscription. The
+model uses the loop's tools by blocks of code in its text. So each request is a turn with its own reservation
+and record.
 
-An estimate of each turn is reserved before it. What it cost is what the command says at its end, in tokens
-and US dollars; one that is killed or breaks off stays charged. An outage is outlived as that of a line is, by
-our patience alone: the command's retries are off. That it has an answer go on that was cut at its limit, up
-to three times, or was empty, once, cannot be turned off: those requests are charged and were not reserved.
+Each turn reserves an estimate first. Its cost is what the command reports at its end, in tokens and US
+dollars. A turn that is killed or breaks off stays charged at its reservation. Only our own patience retries
+after an outage: the command's retries are off. Two of its continuations cannot be turned off: of an answer
+cut at its limit, up to three times, and of an empty answer, once. Those requests are charged but not
+reserved.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from coda_agent.agent.providers.spec import ProviderSpec
 from coda_agent.agent.run.budget import OutOfBudget, is_priced, price
 from coda_agent.primitives.system import become, subprocesses
 
-DEFAULT_MAX_TOKENS = 32_000  # thinking counts too
+DEFAULT_MAX_TOKENS = 32_000  # includes thinking
 FLAGS = (
     "--print", "--output-format", "stream-json", "--verbose", "--include-partial-messages", "--tools", "",
     "--strict-mcp-config", "--setting-sources", "", "--no-session-persistence",
@@ -43,26 +44,26 @@ FLAGS = (
 WITHHELD = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 SET = {
     "CLAUDE_CODE_DISABLE_ATTACHMENTS": "1",  # else `@/a/path` anywhere in a prompt sends that file
-    "CLAUDE_CODE_MAX_RETRIES": "0",  # ten, for minutes and within one reservation
-    "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",  # a stream that breaks is asked for whole
+    "CLAUDE_CODE_MAX_RETRIES": "0",  # else ten, over minutes and within one reservation
+    "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",  # else it repeats a broken stream as one request
     "CLAUDE_CODE_DISABLE_REFUSAL_RETRY": "1",
-    "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # to another model
+    "CLAUDE_CODE_DISABLE_REFUSAL_FALLBACK": "1",  # else it falls back to another model
 }
-WORDS = 400  # characters of what the command said, in an error
+WORDS = 400  # characters of the command's output in an error
 LOGGED_OUT = ("/login", "log in", "logged in", "api key", "oauth", "authenticat")
 OUTDATED = "unknown option"
 UNREACHED = ("ECONNREFUSED", "EAI_AGAIN", "ENOTFOUND", "ENETUNREACH", "EHOSTUNREACH")
-PASSING = (408, 409, 429)  # statuses of the API that pass with time, as 5xx do
+PASSING = (408, 409, 429)  # API statuses that pass with time, as 5xx do
 COUNTS = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-SUBMIT = "submit"  # the tool that an answer with a block of Python is
+SUBMIT = "submit"  # the tool that a ```python block stands for
 MODEL_COUNTS = ("inputTokens", "outputTokens", "cacheReadInputTokens", "cacheCreationInputTokens")
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the command printed. ``result``: its account of the end, empty where it gave none; ``text``: all
-    that the model wrote, of which the account has the last block alone; ``begun``: how many responses began;
-    ``stops``: why each that came to its end did."""
+    """The output of the command. ``result``: its final summary, empty if there is none. ``text``: all text by
+    the model; the summary has only the last block. ``begun``: the number of responses that began. ``stops``:
+    the stop reasons of the completed ones."""
 
     result: Mapping[str, Any]
     text: str
@@ -71,9 +72,9 @@ class Said:
 
 
 class ClaudeCode:
-    """Claude by its command line. `model`: an alias or a model's name; the command's own default without one.
-    `max_tokens` bounds one answer, thinking included, and so does `time_limit`, in seconds. `patience`: how
-    long it is asked again. Raises ProviderError where the command is not installed."""
+    """Claude through its command line. `model` is an alias or a model's name, by default the command's own
+    default. `max_tokens` and `time_limit` (seconds) bound one answer, thinking included. `patience` bounds
+    retries. Raises ProviderError if the command is not installed."""
 
     name = "claude-code"
 
@@ -92,7 +93,7 @@ class ClaudeCode:
                 f"there is no `{command}` command on this machine's PATH",
                 "install Claude Code and log in once, or use --provider anthropic or handoff",
             )
-        # it is run in another directory, and PATH may name it from this one
+        # absolute: it runs in another directory, and PATH may be relative
         self._command = [os.path.abspath(found), *FLAGS, *(["--model", model] if model else [])]
         self._model = model or ""
         self._max_tokens = max_tokens
@@ -100,8 +101,8 @@ class ClaudeCode:
         self._patience = patience or Patience()
 
     def next_turn(self, question: Question) -> Turn:
-        """The command's answer, whole at its end. Raises ProviderError where it is logged out, refuses, or
-        fails or takes too long until patience or the question's deadline is over, and OutOfBudget."""
+        """The command's whole answer. Raises ProviderError if the command is logged out or refuses, or if it
+        fails or takes too long until patience or the question's deadline ends; raises OutOfBudget."""
         question.say("waiting for claude\n")
         system, prompt = question.system + _how_to_use(question.tools), _conversation(question.messages)
         priced = self._model if is_priced(self._model) else ""
@@ -119,12 +120,12 @@ class ClaudeCode:
     def _attempt(
         self, system: str, prompt: str, charge: Charge, seconds: float
     ) -> Turn | Fault | OutOfBudget:
-        """One request, ended after so long. Settled where it failed at a known cost."""
-        # what the command has started may still write there, and is no reason to lose an answer
+        """Make one request, killed after ``seconds``. Settles it if it failed at a known cost."""
+        # a process of the command may still write there; that must not lose an answer
         with TemporaryDirectory(prefix="coda-claude-", ignore_cleanup_errors=True) as scratch:
             try:
                 status, printed, words = self._run(Path(scratch), system, prompt, charge.max_tokens, seconds)
-            except OSError as error:  # before it began: it was being updated, or there was no room
+            except OSError as error:  # it did not start: it was being updated, or the disk was full
                 return _not_started(charge, str(error))
         if status is None:
             remedy = "resume the run to ask again, with a larger --time-limit where that is too short"
@@ -144,21 +145,22 @@ class ClaudeCode:
         return fault if isinstance(fault, OutOfBudget) else replace(fault, unknown=not known)
 
     def _cut(self, said: Said, most: int) -> Fault | OutOfBudget | None:
-        """Of an answer that reached its limit: how the command had it go on need not fit its beginning."""
+        """The error for an answer that reached its limit. The command's continuation may not fit its
+        beginning."""
         if "max_tokens" not in said.stops:
             return None
         if most < self._max_tokens:
             return OutOfBudget.within_an_answer(most)
-        cut = f"claude's answer was cut at its limit of {most:,} tokens, thinking included"
+        cut = f"claude's answer was cut at its limit of {most:,} tokens (thinking counts)"
         return Fault(cut, "resume the run with a larger --max-tokens")
 
     def _run(
         self, scratch: Path, system: str, prompt: str, most: int, seconds: float
     ) -> tuple[int | None, str, str]:
-        """Status (None: it took too long), output and errors of one request, whose answer may have ``most``
-        tokens; nothing of the command is left."""
+        """Run one request for at most ``most`` tokens; return its status (None: out of time), output and
+        errors. No process of the command survives."""
         prefix = scratch / "system"
-        prefix.write_text(system, encoding="utf-8")  # as an argument it could be too long
+        prefix.write_text(system, encoding="utf-8")  # it may be too long for an argument
         (scratch / "empty").mkdir()
         kept = {name: value for name, value in os.environ.items() if name not in WITHHELD}
 
@@ -166,7 +168,7 @@ class ClaudeCode:
             return subprocesses.start(
                 [*self._command, "--system-prompt-file", str(prefix)],
                 cwd=scratch / "empty",
-                # its socket and other files, which it leaves when it is killed, lie in the scratch folder
+                # the command leaves its socket and other files there if it is killed
                 env=kept | SET | {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(most), "TMPDIR": str(scratch)},
                 **files,
             )
@@ -175,14 +177,14 @@ class ClaudeCode:
 
 
 def _not_started(charge: Charge, why: str) -> Fault:
-    """Of a request that was never made."""
+    """The error for a request that was never made."""
     charge.settle(Usage())
-    remedy = "see what `claude --print hello` says and what room there is, then resume the run"
+    remedy = "check `claude --print hello` and free disk space, then resume the run"
     return Fault(f"claude could not be started: {why}", remedy, math.inf)
 
 
 def _how_to_use(tools: Sequence[Tool]) -> str:
-    """The end of the system prompt: the tools, and how an answer in text uses them."""
+    """The end of the system prompt: the tools, and how to use them in a text answer."""
     offered = [tool for tool in tools if tool.name != SUBMIT]
     if not offered:
         return ""
@@ -195,7 +197,7 @@ def _how_to_use(tools: Sequence[Tool]) -> str:
 
 
 def _example(tool: Tool) -> str:
-    """A tool's block: its argument alone, or a line for each."""
+    """A tool's block: its argument alone, or one line per argument."""
     arguments = {name: schema["description"] for name, schema in tool.schema["properties"].items()}
     if len(arguments) == 1:
         body = next(iter(arguments.values()))
@@ -205,7 +207,7 @@ def _example(tool: Tool) -> str:
 
 
 def _calls(text: str, tools: Sequence[Tool]) -> tuple[Call, ...]:
-    """The uses of tools in an answer, what it submits among them; none where it only submits."""
+    """The tool calls in an answer, including its submission; none if it only submits."""
     named = {tool.name: tool for tool in tools if tool.name != SUBMIT}
     found = [(block["language"], block["content"]) for block in blocks(text)]
     calls = [(name, _input(named[name], body)) for name, body in found if name in named]
@@ -224,7 +226,7 @@ def _input(tool: Tool, body: str) -> dict[str, str]:
 
 
 def _conversation(messages: Sequence[Message]) -> str:
-    """One prompt: the task, then each answer so far and what was said to it."""
+    """The conversation as one prompt: the task, then each answer and its reply."""
     if len(messages) == 1:
         return messages[0].text
     titles = {"user": "What you are told", "assistant": "What you answered"}
@@ -232,7 +234,7 @@ def _conversation(messages: Sequence[Message]) -> str:
 
 
 def _parse(printed: str) -> Said:
-    """Its output, a JSON object a line; lines that are none are left out."""
+    """Parse the output, one JSON object per line. Other lines are skipped."""
     lines = [found for line in printed.split("\n") if isinstance(found := _json(line), dict)]
     events = [line.get("event") for line in lines if line.get("type") == "stream_event"]
     texts = [_at(event, "delta", "text") for event in events if _at(event, "delta", "type") == "text_delta"]
@@ -241,7 +243,7 @@ def _parse(printed: str) -> Said:
         result=next((line for line in reversed(lines) if line.get("type") == "result"), {}),
         text="".join(text for text in texts if isinstance(text, str)),
         begun=sum(_at(event, "type") == "message_start" for event in events),
-        stops=tuple(stop for stop in stops if isinstance(stop, str)),  # one that broke off has null
+        stops=tuple(stop for stop in stops if isinstance(stop, str)),  # null for a response that broke off
     )
 
 
@@ -253,14 +255,14 @@ def _json(line: str) -> Any:
 
 
 def _at(found: Any, *names: str) -> Any:
-    """What lies in nested objects; None where it does not."""
+    """The value in nested objects; None if it is missing."""
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
     return found
 
 
 def _told(answer: Mapping[str, Any], printed: str, words: str) -> str:
-    """What the command had to say, in one line, for an error."""
+    """The command's own message, in one line, for an error."""
     told = str(answer.get("result") or answer.get("errors") or words or printed or "nothing")
     return " ".join(told.split())[-WORDS:]
 
@@ -270,8 +272,8 @@ def _logged_out(told: str) -> bool:
 
 
 def _is_known(said: Said, told: str) -> bool:
-    """Whether it is known what a failure cost. Where a response broke off, the command's account leaves it
-    out or guesses; before one, the API refused the request or never had it."""
+    """Whether a failure's cost is known. After a response broke off, the summary omits or guesses its cost.
+    Before any response, the API refused the request or never received it."""
     if said.begun:
         return len(said.stops) == said.begun and isinstance(said.result.get("usage"), dict)
     refused = isinstance(said.result.get("api_error_status"), int)
@@ -279,7 +281,7 @@ def _is_known(said: Said, told: str) -> bool:
 
 
 def _fault(status: int, said: Said, told: str) -> Fault | None:
-    """Why there is no whole answer; None where there is one."""
+    """The reason why there is no whole answer; None if there is one."""
     answer, code = said.result, said.result.get("api_error_status")
     if status != 0 or answer.get("is_error") or answer.get("subtype") != "success":
         if code in (None, 401, 403) and _logged_out(told):
@@ -306,14 +308,13 @@ def _usage(answer: Mapping[str, Any]) -> Usage:
 
 
 def _counted(found: Any, names: Sequence[str]) -> Usage:
-    """Counts by their names, in the order of Usage; what is missing or no number is 0."""
+    """Token counts by ``names``, in the order of Usage; 0 if missing or not a number."""
     counts: Mapping[str, Any] = found if isinstance(found, dict) else {}
     return Usage(*(n if isinstance(n := counts.get(name), int) else 0 for name in names))
 
 
 def _dollars(answer: Mapping[str, Any]) -> float | None:
-    """What it cost by the command's account, else its models' tokens at their prices; None where that is
-    not known either."""
+    """The cost by the command's summary, else by its models' tokens and prices; None if neither is known."""
     whole = answer.get("total_cost_usd")
     if isinstance(whole, int | float) and math.isfinite(whole) and whole >= 0:
         return float(whole)
@@ -323,24 +324,24 @@ def _dollars(answer: Mapping[str, Any]) -> float | None:
 
 
 def _model(answer: Mapping[str, Any]) -> str:
-    """The model that wrote most of it: the command asks smaller ones for chores."""
+    """The model that wrote most of the answer: the command asks smaller models for chores."""
     models = _models(answer)
     return max(models, key=lambda name: _counted(models[name], MODEL_COUNTS).output_tokens, default="Claude")
 
 
 def _models(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What each model had to do with it, by their names."""
+    """The usage of each model by name."""
     models = answer.get("modelUsage")
     return models if isinstance(models, dict) else {}
 
 
 def _objection(model: str | None) -> str:
-    """Before a request to a model without a price no dollars can be reserved."""
+    """Dollars cannot be reserved for a model without a price."""
     if is_priced(model):
         return ""
     named = f"--model {model}" if model else "the command's own model"
     return (
-        f"--budget-dollars could not be held: no price is known for {named}, so nothing can be reserved"
+        f"--budget-dollars cannot be enforced: no price is known for {named}, so nothing can be reserved"
         " before a request; give --model a full name, such as claude-opus-5-5, or use --budget-tokens"
     )
 
@@ -356,7 +357,7 @@ SPEC = ProviderSpec(
     options=("--model", "--max-tokens", "--time-limit"),
     package="coda-agent[author]",
     objection=_objection,
-    check=lambda: finding.program(  # whether it is logged in shows when it is asked
+    check=lambda: finding.program(  # only a request shows whether it is logged in
         "claude command",
         "claude",
         "no --provider claude-code",

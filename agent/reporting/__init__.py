@@ -1,1 +1,1 @@
-"""What people read: tables, charts and pages."""
+"""Tables, charts and pages for people."""

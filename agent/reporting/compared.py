@@ -1,4 +1,4 @@
-"""Runs side by side: strategy, budget, outcome, cost, times and rounds of each."""
+"""Compare runs side by side: strategy, budget, outcome, cost, times and rounds of each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["as_dict", "members", "write"]
 
 
 def members(given: Sequence[str]) -> list[str]:
-    """The names of these runs, each once; of one alone, those of all candidates that it was started with.
-    Raises JournalError."""
+    """Return the names of these runs, each once. A single name that belongs to a group of candidates stands
+    for the whole group. Raises JournalError."""
     found = list(dict.fromkeys(folder(name).name for name in given))
     if len(found) > 1:
         return found
@@ -36,7 +36,8 @@ def members(given: Sequence[str]) -> list[str]:
 
 
 def _group(name: str) -> str:
-    """What candidates share: the name of the first. A run of its own has its own."""
+    """The name of a run's group of candidates: the name of its first candidate. A run started alone is its
+    own group."""
     try:
         header, _ = record.glance(folder(name) / JOURNAL)
     except JournalError:
@@ -45,12 +46,15 @@ def _group(name: str) -> str:
 
 
 def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
-    """Write a run's page to ``out`` or RUN.html in its folder; with several, or one of several candidates,
-    each run's, and a page that compares them, which then comes first and lies in the first run's folder.
+    """Write the page of each run and, for several runs, a page that compares them. Return the paths, the
+    comparison first.
 
-    Of several, ``out`` is the page that compares them; the others lie beside it.
+    A single run goes to ``out``, by default RUN.html in its folder. A candidate is compared with its whole
+    group. The comparison goes to ``out``, by default into the first run's folder; the pages of the runs lie
+    beside ``out``. If one name was given, ``out`` is the page of that run instead.
 
-    Raises JournalError, and OSError."""
+    Raises JournalError and OSError.
+    """
     found = members(given)
     if len(found) == 1:
         return [html_report.write(found[0], out)]
@@ -59,7 +63,7 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
     if out and len(given) == 1:
         pages[folder(given[0]).name] = out
     elif out in pages.values():
-        raise JournalError(f"{out}: a run's own page will be there; give the comparison another name")
+        raise JournalError(f"{out}: one of the runs has its page there; choose another file")
     elif out:
         path = out
     links = {name: os.path.relpath(own, path.parent) for name, own in pages.items()}
@@ -68,7 +72,7 @@ def write(given: Sequence[str], out: Path | None = None) -> list[Path]:
 
 
 def as_dict(given: Sequence[str]) -> dict[str, Any]:
-    """The same for a program."""
+    """The comparison as data, for programs."""
     return {"runs": [_told(run_summary.read(folder(name))) for name in members(given)]}
 
 
@@ -138,7 +142,7 @@ def _run(run: Account, link: str) -> tuple[str, ...]:
 
 
 def _strategy(header: Mapping[str, Any]) -> str:
-    """In words."""
+    """A run's strategy in words."""
     place = f"{header['candidate']} of {header['candidates']} candidates, " if "candidates" in header else ""
     return f"{place}{header.get('attempts', 1)} attempts, {header.get('improve', 0)} improvement rounds"
 
@@ -156,12 +160,12 @@ def _times(runs: Sequence[Account]) -> list[tuple[str, ...]]:
 
 
 def _best(run: Account) -> Attempt | None:
-    """The accepted attempt that is kept, else the fastest that was measured."""
+    """The best attempt of a run: its accepted incumbent, else the fastest that was measured."""
     accepted = [attempt for attempt in run.attempts if attempt.status == "accepted"]
     measured = [attempt for attempt in run.attempts if attempt.timings]
     return accepted[-1] if accepted else max(measured, key=_least, default=None)
 
 
 def _least(attempt: Attempt) -> float:
-    """Its speed over the baseline where it gains least: what a spec's threshold is held against."""
+    """An attempt's smallest speedup over the baseline, which the spec's threshold applies to."""
     return min(t.ratios[BASELINE].estimate for t in attempt.timings)

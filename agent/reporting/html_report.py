@@ -1,6 +1,6 @@
-"""``coda-agent report``: a run as one HTML page that needs no network, no script and no other file.
+"""``coda-agent report``: render a run as one HTML page without scripts, network access or other files.
 
-A journal holds what others wrote, a model above all: `pages` escapes it.
+A journal holds text by others, mostly by a model. ``pages`` escapes it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from coda_agent.verifier.report import GATES, Accepted, Checked, Rejected, Timin
 
 
 def write(name: str, out: Path | None = None) -> Path:
-    """Write the page of a run, which may be under way, to ``out`` or RUN.html in its folder; where it is.
+    """Write the page of a run to ``out``, by default RUN.html in the run's folder, and return its path. The
+    run may still be going.
 
-    Raises JournalError for a run that is not there or that another version wrote, and OSError.
+    Raises JournalError if the run is missing or was written by another version, and OSError.
     """
     directory = folder(name)
     path = out or beside(directory)
@@ -36,12 +37,12 @@ def write(name: str, out: Path | None = None) -> Path:
 
 
 def beside(directory: Path) -> Path:
-    """The page's place in the folder of a run."""
+    """The default path of a page: in the run's folder."""
     return directory / f"{directory.name}.html"
 
 
 def page(run: Account) -> str:
-    """The page, as text."""
+    """The page as text."""
     shown: list[dict[str, Any]] = []
     before: Attempt | None = None
     for attempt in run.attempts:
@@ -91,7 +92,7 @@ def _head(run: Account) -> dict[str, str]:
 
 
 def budget(header: Mapping[str, Any]) -> str:
-    """What a run may spend, in words."""
+    """The budget of a run in words."""
     limits = header.get("limits", {}).items()
     return ", ".join(f"{value:,.15g} {name.replace('_', ' ')}" for name, value in limits) or "none"
 
@@ -110,7 +111,7 @@ def _moment(time: str) -> str:
 
 
 def _legend(run: Account) -> list[tuple[str, str]]:
-    """The colours of the timeline (a class of the page's), and the kinds of events that they stand for."""
+    """The legend of the timeline: the CSS class of each colour, with the kinds of events that it marks."""
     seen = {step.event.kind for step in run.steps}
     others = sorted(seen - set(KINDS))
     legend = [(kind, kind) for kind in KINDS if kind in seen]
@@ -156,15 +157,15 @@ def _draft(draft: Draft) -> dict[str, Any]:
 
 
 def _diff(before: Attempt, after: Attempt) -> list[tuple[str, str]]:
-    """Changed lines with their context, each after its class."""
+    """A unified diff: each line with its CSS class."""
     old, new = (a.source.rstrip("\n").split("\n") for a in (before, after))
-    lines = list(difflib.unified_diff(old, new, lineterm=""))[2:]  # without the names of two files
+    lines = list(difflib.unified_diff(old, new, lineterm=""))[2:]  # skip the two lines with file names
     css = {"+": "add", "-": "del", "@": "hunk", " ": "same"}
     return [(css[line[0]], line) for line in lines]
 
 
 def _words(turn: Turn) -> str:
-    """The author's words around its code."""
+    """The author's text around its code."""
     *_, block = [None, *blocks(turn.text, *PYTHON)]
     words = turn.text
     if block:
@@ -243,7 +244,7 @@ def _conditions(report: Accepted) -> dict[str, Any]:
 
 
 def _records(records: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of records that may have any fields."""
+    """Headings and rows for records with any fields."""
     fields = list(dict.fromkeys(field for row in records.values() for field in row))
     rows = [[name, *(_cell(row.get(field, "")) for field in fields)] for name, row in records.items()]
     return ["", *fields], rows

@@ -1,4 +1,4 @@
-"""HTML pages by the templates beside this module. Whatever is not markup is escaped, and made ``visible``."""
+"""Render HTML pages from the templates beside this module. All values are escaped, and made ``visible``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["macro", "page"]
 
 
 def page(template: str, **values: object) -> str:
-    """A whole page, of one file that needs no other."""
+    """Render a whole page as one self-contained file."""
     return _ENVIRONMENT.get_template(template).render(values)
 
 
 def macro(name: str, *values: object) -> Markup:
-    """An element by a macro of ``macros.html``."""
+    """Render an element by a macro of ``macros.html``."""
     module: Any = _ENVIRONMENT.get_template("macros.html").module
     return getattr(module, name)(*values)
 

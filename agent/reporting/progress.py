@@ -1,4 +1,5 @@
-"""Live progress: one row per run, read from its journal; for the run in this process gates and text too."""
+"""Live progress: one row per run, read from its journal. The run in this process also shows gates and
+text."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from coda_agent.agent.run import history
 from coda_agent.agent.run.budget import Spent
 from coda_agent.verifier.report import Accepted, Checked, Rejected
 
-TICK = 0.25  # seconds between two looks at a journal
-REJECTED = "in parentheses: measured and not accepted"
+TICK = 0.25  # seconds between reads of a journal
+REJECTED = "in parentheses: measured, but not accepted"
 
 
 def table(rows: Iterable[tuple[int, history.Past, str]]) -> Table:
-    """One row per run: number, status, current step, spending, and its best kernel's time, speedup over
-    torch.compile and share of the roofline. A rejected kernel's figures are in parentheses."""
+    """One row per run: number, status, current step, cost, and its best kernel's time, speedup over
+    torch.compile and share of the roofline. Figures of a rejected kernel are in parentheses."""
     shown = list(rows)
     rejected = any(past.milliseconds and past.status != "accepted" for _, past, _ in shown)
     made = Table(box=None, pad_edge=False, caption=REJECTED if rejected else None)
-    for heading in ("", "run", "status", "now"):  # where there is little room, these give way
+    for heading in ("", "run", "status", "now"):  # on a narrow terminal, these columns shrink first
         made.add_column(heading)
     for heading in ("attempts", "tokens", "dollars", "best ms", "speedup", "roofline"):
         made.add_column(heading, justify="right", no_wrap=True)
@@ -57,8 +58,8 @@ def _cut(words: str, style: str = "") -> Text:
 
 
 class Watch:
-    """A listener of the loop: a live view on a terminal, plain lines elsewhere. With the name of a ``run``
-    the view begins with its row."""
+    """A listener of the loop: a live view on a terminal, plain lines elsewhere. With ``run``, the name of a
+    run, the view begins with the run's row."""
 
     def __init__(self, console: Console, run: str = ""):
         self.console = console
@@ -112,17 +113,17 @@ class Watch:
     def tool(self, name: str, words: str) -> None:
         line = words.strip().splitlines()[0] if words.strip() else ""
         self.console.print(Text(f"  {name}: {line[:100]}", style="dim"))
-        self._states = {}  # those of a draft
+        self._states = {}  # the gates of a draft
 
     def spent(self, spent: Spent) -> None:
         self._spent = str(spent)
 
     def _now(self) -> str:
-        gates = list(self._states.items())  # at once, for the loop goes on meanwhile
+        gates = list(self._states.items())  # copy at once: the loop's thread changes it meanwhile
         return " ".join(gates[-1]) if gates else "waiting for an answer"
 
     def _view(self) -> Group:
-        gates, said = list(self._states.items()), self._words.strip()  # each at once, as in `_now`
+        gates, said = list(self._states.items()), self._words.strip()  # copy at once, as in `_now`
         rows: list[Any] = [table([(1, self._reading.past(), self._now())])] if self._reading else []
         rows.append(Text(self._title, style="bold").append(f"  {self._spent}", style="dim"))
         if said and not gates:

@@ -1,4 +1,4 @@
-"""Proportions of few runs, and their differences: intervals that stay honest near 0 and 1."""
+"""Confidence intervals for small samples: of a proportion, and of the difference of two."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["Difference", "difference", "wilson"]
 
 
 def wilson(passed: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion p = passed / total, total at least 1: with z the normal
-    quantile, (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)."""
+    """Wilson's score interval of the proportion p = passed / total (total >= 1). With n = total and the
+    normal quantile z: (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)."""
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p, n = passed / total, total
     half = z * (p * (1 - p) / n + z**2 / (4 * n**2)) ** 0.5
     low, high = ((p + z**2 / (2 * n) + side) / (1 + z**2 / n) for side in (-half, half))
-    return max(0.0, low), min(1.0, high)  # rounding may leave 1 + 2e-16
+    return max(0.0, low), min(1.0, high)  # rounding can exceed 1 by 2e-16
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two proportions with its interval."""
+    """The difference of two proportions, with its interval."""
 
     estimate: float
     low: float
@@ -32,8 +32,8 @@ class Difference:
 
 def difference(passed: int, total: int, others: int, of: int, confidence: float = 0.95) -> Difference:
     """passed / total - others / of, with Newcombe's hybrid score interval (1998, method 10): with (l, u) the
-    Wilson interval of each proportion p, d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to
-    d + sqrt((u₁ - p₁)² + (p₂ - l₂)²)."""
+    Wilson interval of each proportion p, from d - sqrt((p₁ - l₁)² + (u₂ - p₂)²) to d + sqrt((u₁ - p₁)² + (p₂
+    - l₂)²)."""
     p, q = passed / total, others / of
     (p_low, p_high), (q_low, q_high) = wilson(passed, total, confidence), wilson(others, of, confidence)
     below = ((p - p_low) ** 2 + (q_high - q) ** 2) ** 0.5

@@ -1,4 +1,4 @@
-"""What a person sees of a report: tables of gates and figures, and the verdict."""
+"""Render a report for the terminal: tables of gates and measurements, and the verdict."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STYLE = {"accepted": "bold green", "checked": "bold cyan", "rejected": "bold red
 
 
 def gates(report: Accepted | Checked | Rejected) -> Table:
-    """Every gate with its time and its figures."""
+    """A table of all gates with their times and figures."""
     table = Table(title="Gates", title_justify="left")
     for heading in ("gate", "result", "seconds", "figures"):
         table.add_column(heading, justify="right" if heading == "seconds" else "left")
@@ -51,7 +51,7 @@ def gates(report: Accepted | Checked | Rejected) -> Table:
 
 
 def figures(gate: Gate) -> str:
-    """A gate's figures in a line or two; as JSON where they are those of another version's gates."""
+    """The figures of a gate in a line or two, or as JSON if another version wrote the gate."""
     try:
         return _FIGURES[gate.gate](gate.figures)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
@@ -63,10 +63,10 @@ def _pairs(values: dict[str, float]) -> str:
 
 
 def _choices(interpreted: dict[str, Any]) -> str:
-    """Each choice with the most that its sides decided in a run."""
+    """Each choice (such as relu or maximum) with the largest share that either side decided."""
     return "".join(
         f"; {choice['op']} decides " + " and ".join(f"{side['share']:.1%}" for side in choice["sides"])
-        for choice in interpreted.get("choices", ())  # older reports have none
+        for choice in interpreted.get("choices", ())  # older reports have no choices
     )
 
 
@@ -106,7 +106,7 @@ _FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def timings(rows: tuple[Timing, ...]) -> Table:
-    """Measured cases: the candidate's time and each arm's ratio to it, with intervals."""
+    """A table of the measured cases: the candidate's time, and each arm's ratio to it with its interval."""
     table = Table(
         title="Timings (ratios: arm / candidate, above 1 the candidate is faster)", title_justify="left"
     )
@@ -135,7 +135,7 @@ def interval(ratio: Ratio | None) -> str:
 
 
 def rivals(rows: tuple[Timing, ...]) -> list[str]:
-    """The schedules that QuACK's arms ran on, a line for each case that has any."""
+    """The schedules that QuACK's arms used, one line per case with such an arm."""
     return [
         f"{t.case}: " + "; ".join(f"{arm} {_stages(stages)}" for arm, stages in t.quack.items())
         for t in rows
@@ -157,7 +157,7 @@ def _config(config: Config) -> str:
 
 
 def _sees(t: Timing) -> str:
-    """The least difference that this measurement would have told from none."""
+    """The smallest difference that this measurement could detect."""
     least = [r.detectable for r in t.ratios.values() if r.detectable is not None]
     return f"{max(least):.1%}" if least else ""
 
@@ -177,7 +177,7 @@ def _named(identity: Identity) -> str:
 
 
 def credits(outcome: Outcome) -> str:
-    """Who wrote a kernel, in how many attempts, for how many tokens."""
+    """The author of a kernel, with its attempts and tokens."""
     a, u = outcome.authorship, outcome.usage
     spent = (
         f"tokens {u.given:,} in ({u.cache_read_tokens / u.given:.0%} from the cache), {u.output_tokens:,} out"
@@ -188,7 +188,7 @@ def credits(outcome: Outcome) -> str:
 
 
 def show(console: Console, report: Accepted | Checked | Rejected) -> None:
-    """The whole of a report."""
+    """Print the whole report."""
     console.print(gates(report))
     if isinstance(report, Accepted):
         console.print(timings(report.timings))

@@ -1,4 +1,4 @@
-"""The rounds of a run with cost and gain: the first attempt, then repairs until one is accepted, then
+"""The rounds of a run with their cost and gain: the first attempt, repairs until one is accepted,
 improvements."""
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from coda_agent.verifier.report import Ratio, Rejected
 __all__ = ["HEADINGS", "Round", "cells", "rounds"]
 
 HEADINGS = ("attempt", "round", "outcome", "tokens", "dollars", "GPU s", "drafts", f"speed over {KEPT}")
-ASKING = (RESERVED, SETTLED, "answer", "draft", "report")  # these come before the judgement that they led to
+# events that come before the verdict on their attempt
+ASKING = (RESERVED, SETTLED, "answer", "draft", "report")
 
 
 @dataclass(frozen=True)
 class Round:
-    """An attempt: what kind of round it was, and what it took."""
+    """One attempt: the kind of round, its cost and its result."""
 
     attempt: Attempt
     kind: str
@@ -29,12 +30,12 @@ class Round:
 
     @property
     def gain(self) -> dict[str, Ratio]:
-        """Its speed over the kernel before, by case, where both were timed in the same rounds."""
+        """The speedup over the previous incumbent by case, where both were timed together."""
         return {t.case: t.ratios[KEPT] for t in self.attempt.timings if KEPT in t.ratios}
 
 
 def rounds(run: Account) -> list[Round]:
-    """A run's attempts in their order."""
+    """The attempts of a run, in order."""
     costs, found, improving = _costs(run), [], False
     for attempt in run.attempts:
         kind = "improvement" if improving else "first" if attempt.number == 1 else "repair"
@@ -44,7 +45,7 @@ def rounds(run: Account) -> list[Round]:
 
 
 def _costs(run: Account) -> dict[int, Spent]:
-    """By attempt: its requests, those without an answer too, and its measurements."""
+    """By attempt: its requests, including unanswered ones, and its measurements."""
     grouped: dict[int, list[Event]] = {}
     judged = 0
     for event in (step.event for step in run.steps):
@@ -54,7 +55,7 @@ def _costs(run: Account) -> dict[int, Spent]:
 
 
 def cells(round: Round) -> tuple[str, ...]:
-    """A round's row under HEADINGS."""
+    """The cells of a round's row, under HEADINGS."""
     attempt, spent, report = round.attempt, round.spent, round.attempt.report
     return (
         str(attempt.number),

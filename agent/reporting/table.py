@@ -1,7 +1,7 @@
-"""``coda-agent table``: what accepted kernels' reports and recorded runs say, as Markdown or as data.
+"""``coda-agent table``: tables of accepted kernels and recorded runs, as Markdown or data.
 
-``write`` puts it into docs/results.md between the comments ``<!-- table: NAME -->`` and ``<!-- /table -->``:
-no figure is copied by hand. Times are milliseconds, intervals at 95%.
+``write`` puts the tables into docs/results.md, between the comments ``<!-- table: NAME -->`` and ``<!--
+/table -->``. Nobody copies figures by hand. Times are in milliseconds; intervals have 95% confidence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coda_agent.verifier.report import Accepted, Timing
 
 __all__ = ["GROUPS", "Row", "RunRow", "InvalidInput", "Tables", "read", "success", "write"]
 
-GROUPS = {  # in the order of the tables
+GROUPS = {  # operators by group, in the order of the tables
     "CODA's ten": (
         "gemm_residual_partial_rmsnorm",
         "gemm_rmsnorm",
@@ -73,11 +73,11 @@ _PLACE = {name: place for place, name in enumerate(_GROUP)}
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 WIDTHS, DECODE = ("1B", "7B", "70B"), "decode"
 RMSNORM_BACKWARD = "gemm_residual_rmsnorm_bwd"
-SQUARE_WEIGHTS = ("1B square", "7B square")  # cases of RMSNorm's backward, of (d, d)
+SQUARE_WEIGHTS = ("1B square", "7B square")  # cases of RMSNorm's backward with a (d, d) weight
 TRIES = (1, 3)
 JUDGED = (DRAFT, "report", "measurement")  # kinds of events
-HOST_GOAL = 5.0  # microseconds that a call may take beyond torch.mm
-ELSEWHERE = ("comparison", "headline")  # the places of ``comparison.drawing.markdown``
+HOST_GOAL = 5.0  # microseconds that a call may take on the host beyond torch.mm
+ELSEWHERE = ("comparison", "headline")  # tables that comparison.drawing.markdown writes
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -95,10 +95,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case. ``speedup``, ``autotune``, ``before`` (the kernel that an edit was made from),
-    ``quack``: that arm's time over the kernel's, of QuACK's arms the fastest (``quack_arm``);
-    ``over_cublas``: the kernel's time over cuBLAS's; ``roofline``: the least time possible over the kernel's.
-    None where an arm was not measured."""
+    """One measured case. ``speedup``, ``autotune``, ``before`` (the kernel that an edit started from) and
+    ``quack`` are that arm's time over the kernel's; ``quack`` is the fastest of QuACK's arms, named by
+    ``quack_arm``. ``over_cublas`` is the kernel's time over cuBLAS's; ``roofline`` is the roofline's time
+    over the kernel's. None if the arm was not measured."""
 
     group: str
     operator: str
@@ -115,10 +115,10 @@ class Row:
 
 @dataclass(frozen=True)
 class RunRow:
-    """One recorded run: drafts that its author had checked; its answers; the first try (from 1; an answer, or
-    a draft that failed) to pass all gates that could run there, if any did; about how many tokens its
-    prompt has, and its answers have together; the tips proposed; and whether an accepted kernel's report is
-    about this run."""
+    """One recorded run: how many drafts its author checked and how many answers it gave; the first try,
+    counted from 1, that passed every gate of the recording machine (answers and failed drafts count as
+    tries); approximate tokens of the prompt and of all answers; the tips proposed; whether an accepted kernel
+    comes from this run."""
 
     group: str
     operator: str
@@ -135,20 +135,21 @@ class RunRow:
 
 @dataclass(frozen=True)
 class Tables:
-    """What was read, in the order of the tables."""
+    """The data of all tables, in their order."""
 
     reports: tuple[Accepted, ...]
     rows: tuple[Row, ...]
     runs: tuple[RunRow, ...]
-    edits: tuple[Row, ...] = ()  # of edited texts
-    superseded: tuple[str, ...] = ()  # operators whose program was measured again since it was edited
+    edits: tuple[Row, ...] = ()  # rows of edited kernels
+    superseded: tuple[str, ...] = ()  # operators measured again after they were edited
 
     def of_specs(self) -> tuple[RunRow, ...]:
-        """The runs whose operator is one of ``specs/``, and no other function that a model was tried on."""
+        """The runs whose operator is in ``specs/``, without trials on other functions."""
         return tuple(run for run in self.runs if run.group != OTHERS)
 
     def to_json(self) -> dict[str, Any]:
-        """The rows as data; ``success`` by attempts, of all runs and of the specs', empty without runs."""
+        """The rows as data. ``success`` maps a number of tries to a success rate, over all runs and over
+        those of ``specs/``; empty without runs."""
         return {
             "measured": [asdict(row) for row in self.rows],
             "edited": [asdict(row) for row in self.edits],
@@ -161,7 +162,7 @@ class Tables:
         }
 
     def parts(self) -> dict[str, str]:
-        """Markdown by the name of its place in a file."""
+        """Markdown by table name."""
         return {"measured": _measured(self), "edited": _edited(self), "authoring": _authoring(self)}
 
     def __str__(self) -> str:
@@ -169,15 +170,15 @@ class Tables:
 
 
 def success(runs: Iterable[RunRow], tries: int) -> int:
-    """How many runs passed within that many tries."""
+    """The number of runs that passed within ``tries`` tries."""
     return sum(run.passed is not None and run.passed <= tries for run in runs)
 
 
 def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
-    """All accepted kernels' reports and all recorded runs. Raises KernelError and JournalError; OSError where
-    an acceptance that was cut off cannot be ended."""
+    """Read the reports of all accepted kernels and all recorded runs. Raises KernelError and JournalError,
+    and OSError if an interrupted acceptance cannot be completed."""
     with ExitStack() as stack:
-        with suppress(FileNotFoundError):  # nothing was accepted yet
+        with suppress(FileNotFoundError):  # no kernel accepted yet
             stack.enter_context(atomic_files.settled(kernels))
         found = [accept.report(path) for path in sorted(kernels.glob("*.report.json"))]
         exports = [recording(path) for path in sorted(recordings.glob("*.jsonl")) if not edited(path)]
@@ -197,12 +198,13 @@ def read(kernels: Path = KERNELS, recordings: Path = RECORDINGS) -> Tables:
 
 
 def edited(path: Path) -> bool:
-    """Whether a file is of a kernel's edited text (``NAME.raw.*``), or of the run that edited it."""
+    """Whether a file belongs to an edited kernel (``NAME.raw.*``) or to the run that edited it."""
     return ".raw." in path.name
 
 
 def write(path: Path, tables: Tables) -> None:
-    """Put the tables between the comments of a Markdown file. Raises InvalidInput where one lacks."""
+    """Write the tables between their comments in a Markdown file. Raises InvalidInput if a comment is
+    missing."""
     text = path.read_text(encoding="utf-8")
     for begun in text.split("<!-- table: ")[1:]:
         if "<!-- /table -->" not in begun:
@@ -230,7 +232,7 @@ def _order(operator: str) -> tuple[int, str]:
 
 
 def _cases(report: Accepted) -> list[Timing]:
-    """The models' widths first, decoding last, as the spec has them otherwise."""
+    """Sort cases: widths of real models first, decoding last, otherwise in the spec's order."""
     order = {name: i for i, name in enumerate(WIDTHS)} | {DECODE: len(WIDTHS) + 1}
     return sorted(report.timings, key=lambda timing: order.get(timing.case, len(WIDTHS)))
 
@@ -267,7 +269,7 @@ def _run(header: Mapping[str, Any], events: Sequence[Event], accepted: set[str])
         for e in events
         if e.kind in JUDGED and e.payload.get("report", e.payload)["status"] == "rejected"
     }
-    failed |= {key.replace("measurement", "report") for key in failed}  # of one answer
+    failed |= {key.replace("measurement", "report") for key in failed}  # events of one answer
     tries = [e.key for e in events if e.kind == "report" or (e.kind == DRAFT and e.key in failed)]
     return RunRow(
         group=_GROUP.get(header["spec"], OTHERS),
@@ -303,7 +305,8 @@ def _processes(least: int, most: int) -> str:
 
 
 def _taken(reports: Sequence[Accepted]) -> str:
-    """What was measured on what, when; where reports differ, all that occurs."""
+    """A line that says what was measured, on which devices and when; if reports differ, it lists every
+    value."""
 
     def each(records: Iterable[dict[str, Any]], key: str) -> str:
         return " and ".join(sorted({str(record.get(key, "unknown")) for record in records}))
@@ -352,14 +355,14 @@ def _edited(tables: Tables) -> str:
 
 
 def _grouped(rows: Sequence[Row]) -> Iterable[str]:
-    """A table a group, under its name, of the same columns: those that some row of any has a figure for."""
+    """One table per group under its name. All groups share the columns that any row has a figure for."""
     columns = {name: get for name, get in _COLUMNS.items() if any(get(row) is not None for row in rows)}
     for group, members in groupby(rows, key=lambda row: row.group):
         yield f"**{group}**\n\n{_by_operator(members, columns)}"
 
 
 def _by_operator(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
-    """An operator is named in its first row."""
+    """A table of rows that names each operator in its first row only."""
     lines: list[list[object]] = []
     last = ""
     for row in rows:
@@ -370,7 +373,7 @@ def _by_operator(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], obje
 
 
 def _host(reports: Sequence[Accepted]) -> str:
-    """What a call costs the host at the smallest width, against the goal."""
+    """The host time of a call at the smallest width, compared with the goal."""
     calls = {
         report.identity.spec: timing.host_microseconds
         for report in reports
@@ -419,7 +422,7 @@ def _authoring(tables: Tables) -> str:
 
 
 def _rate(tables: Tables, tries: int) -> str:
-    """The share that passed: of the specs' runs by themselves, which the others are not like, then of all."""
+    """The success rate within ``tries`` tries: of the runs for ``specs/``, then of all runs."""
     within = "at the first try" if tries == 1 else f"within {tries} tries"
     of_specs = tables.of_specs()
     specs = f"{_share(of_specs, tries)} of specs in `specs/`; " if of_specs else ""

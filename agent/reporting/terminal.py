@@ -1,4 +1,4 @@
-"""The console that every table goes to: text is text, whatever it holds."""
+"""The console for all tables. It never interprets printed text as markup."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from coda_agent.agent.reporting.safe_text import visible
 
 
 class Console(rich.Console):
-    """A rich console that takes no markup and shows controls as ``\\u....``: colours and cursor movements
-    come from styles and rich itself, never from what is printed."""
+    """A rich console without markup. Controls print as ``\\u....``; only styles and rich itself emit
+    colours and cursor movements."""
 
     def __init__(self, **options: Any):
-        # Without highlighting a run's name is one word, in one colour.
+        # Highlighting would split a run's name into colours.
         super().__init__(**{"markup": False, "emoji": False, "highlight": False} | options)
 
     def render(self, renderable: rich.RenderableType, options: Any = None) -> Iterable[Segment]:

@@ -1,7 +1,7 @@
-"""What a run may spend and what it has spent: reserved before each request, settled after it.
+"""Limits of a run and its spending: reserved before each request, settled after it.
 
-The journal is the ledger, so a kill loses no charge. A request that ends without its final usage (killed, cut
-off, or its answer tells none) stays charged at its reservation, and counts as uncertain.
+The journal is the ledger, so a kill loses no charge. A request without final usage (killed, cut off, or
+missing from the answer) stays charged at its reservation and counts as uncertain.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from coda_agent.agent.providers import Charge, Turn, Usage
 from coda_agent.agent.run.journal import GPU_SECONDS, Event, Journal
 from coda_agent.primitives.errors import Refused
 
-RESERVED, SETTLED = "reserved", "settled"  # kinds of events
-FEWEST_TOKENS = 1024  # with less left, no answer is worth asking for
+RESERVED, SETTLED = "reserved", "settled"  # kinds of journal events
+FEWEST_TOKENS = 1024  # below this, an answer is not worth a request
 MILLION = 1_000_000
 
 
 class OutOfBudget(Refused):
-    """A limit is reached: which, and how to go on."""
+    """A limit of the budget is reached. The message names the limit and says how to continue."""
 
     @classmethod
     def within_an_answer(cls, tokens: int) -> OutOfBudget:
-        """That one was cut off, for which so many were left."""
+        """The error for an answer that was cut off at ``tokens``."""
         return cls(
-            f"the budget had {tokens:,} tokens for an answer, which was cut off there, thinking included; "
+            f"the answer was cut off at {tokens:,} tokens, all that the budget had left (thinking counts); "
             "resume the run with a larger --budget-tokens or --budget-dollars"
         )
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a run: tokens (read and written, cached ones too), US dollars, seconds of measuring here, and
-    seconds that one command may take. None: unlimited."""
+    """Limits of a run: tokens (input, output and cached), US dollars, seconds of measurement on this
+    machine's GPU, and seconds for one command. None is unlimited."""
 
     tokens: int | None = None
     dollars: float | None = None
@@ -50,7 +50,7 @@ class Limits:
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def shared(self, parts: int) -> Limits:
-        """An equal part of what can be counted out."""
+        """An equal share for each of ``parts`` candidates. The time of a command is not divided."""
         tokens = None if self.tokens is None else self.tokens // parts
         dollars = None if self.dollars is None else self.dollars / parts
         gpu_seconds = None if self.gpu_seconds is None else self.gpu_seconds / parts
@@ -59,7 +59,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Spent:
-    """``dollars`` of what has a known price; the uncertain part of it is within."""
+    """Spending of a run. ``dollars`` covers models with a known price. Tokens and dollars include the
+    uncertain part."""
 
     tokens: int = 0
     dollars: float = 0.0
@@ -79,7 +80,7 @@ class Spent:
 
 
 def price(model: str, usage: Usage) -> float | None:
-    """US dollars by genai-prices' table; None for a model that it does not know."""
+    """US dollars for ``usage`` by genai-prices' table; None for a model that it does not list."""
     import genai_prices
 
     counted = genai_prices.Usage(
@@ -95,14 +96,14 @@ def price(model: str, usage: Usage) -> float | None:
 
 
 def is_priced(model: str | None) -> bool:
-    """Whether dollars can be reserved for it. Of an alias, or of no model, no price is known."""
+    """Whether dollars can be reserved for a model. An alias has no known price."""
     return bool(model) and price(str(model), Usage()) is not None
 
 
 def spent(events: Iterable[Event]) -> Spent:
-    """By a run's events."""
-    charges: dict[str, Spent] = {}  # by request: what settles it comes after what reserves it
-    last: dict[str, str] = {}  # a turn's last request
+    """The spending in a run's events."""
+    charges: dict[str, Spent] = {}  # by request; settling replaces the reservation
+    last: dict[str, str] = {}  # each turn's last request
     gpu_seconds = 0.0
     for event in events:
         place, payload = event.key.partition("/")[2], event.payload
@@ -121,8 +122,8 @@ def spent(events: Iterable[Event]) -> Spent:
 
 @dataclass
 class Ledger:
-    """Pays for one run's requests out of its limits, and writes down what they cost. ``turn``: the turn that
-    is paid for."""
+    """Reserve and settle one run's requests, and record their cost in the journal. ``turn`` is the turn that
+    pays."""
 
     journal: Journal
     limits: Limits = Limits()
@@ -134,13 +135,13 @@ class Ledger:
         return spent(self.journal.events())
 
     def reserve(self, model: str, input_tokens: int, max_tokens: int) -> Charge:
-        """Room for a request: its answer gets what is left, at most ``max_tokens``. Raises OutOfBudget, also
-        where dollars are limited and ``model``, which is known, has no known price."""
+        """Reserve a request and return its charge, with at most ``max_tokens`` for the answer. Raises
+        OutOfBudget if too little is left, or if dollars are limited and ``model`` has no known price."""
         so_far = self.afford()
         left = self._left(model, input_tokens, so_far)
         if left is not None and left < min(FEWEST_TOKENS, max_tokens):
             raise OutOfBudget(
-                f"the budget has {max(left, 0)} tokens for an answer, after {so_far}; "
+                f"the budget has {max(left, 0)} tokens left for an answer, after {so_far}; "
                 "resume the run with a larger --budget-tokens or --budget-dollars"
             )
         granted = max_tokens if left is None else min(max_tokens, left)
@@ -152,13 +153,13 @@ class Ledger:
         return _Charge(self.journal, place, model, granted)
 
     def answered(self, turn: Turn) -> dict[str, Any]:
-        """What goes into an answer's event to settle the request that gave it."""
+        """The fields that settle a request in its answer's event."""
         told = turn.dollars
         dollars = price(self._model, turn.usage) if told is None and self._model else told
         return {} if dollars is None else {"dollars": dollars}
 
     def afford(self) -> Spent:
-        """What was spent. Raises OutOfBudget where time, tokens or dollars are used up."""
+        """The spending so far. Raises OutOfBudget if time, tokens or dollars are used up."""
         so_far = self.spent()
         self._within("tokens", so_far.tokens)
         self._within("dollars", so_far.dollars)
@@ -166,26 +167,27 @@ class Ledger:
         return so_far
 
     def afford_gpu(self) -> None:
-        """Raises OutOfBudget where no measurement may begin any more."""
+        """Raise OutOfBudget if no more measurements may begin."""
         self._within("gpu_seconds", self.spent().gpu_seconds)
         self.timely()
 
     @property
     def deadline(self) -> float | None:
-        """The moment of ``time.monotonic`` at which this command's time is up; None: it may go on."""
+        """The end of this command's time, by ``time.monotonic``; None is unlimited."""
         return None if self.limits.seconds is None else self.began + self.limits.seconds
 
     def timely(self) -> None:
-        """Raises OutOfBudget once this command's time is up."""
-        if self.deadline is not None and time.monotonic() >= self.deadline:  # as providers were told
+        """Raise OutOfBudget once this command's time is up."""
+        # providers got this same deadline
+        if self.deadline is not None and time.monotonic() >= self.deadline:
             raise self.late()
 
     def late(self) -> OutOfBudget:
-        """That this command's time is up."""
+        """The error for a command whose time is up."""
         return self._used_up("seconds", time.monotonic() - self.began)
 
     def _requests(self, kind: str) -> int:
-        """How many events of a kind this turn has."""
+        """The number of this turn's events of a kind."""
         return sum(e.key.startswith(f"{kind}/{self.turn}.") for e in self.journal.events())
 
     def _within(self, name: str, value: float) -> None:
@@ -196,12 +198,12 @@ class Ledger:
     def _used_up(self, name: str, value: float) -> OutOfBudget:
         limit = getattr(self.limits, name)
         return OutOfBudget(
-            f"{value:,.6g} of {limit:,.6g} {name.replace('_', ' ')} are used up; resume the run with a "
+            f"{value:,.6g} of {limit:,.6g} {name.replace('_', ' ')} used; resume the run with a "
             f"larger --budget-{name.replace('_', '-')}"
         )
 
     def _left(self, model: str, input_tokens: int, so_far: Spent) -> int | None:
-        """Tokens that an answer to so much input may have; None: unlimited."""
+        """The tokens that an answer may have after ``input_tokens`` of input; None is unlimited."""
         limits, left = self.limits, []
         if limits.tokens is not None:
             left.append(limits.tokens - so_far.tokens - input_tokens)
@@ -209,7 +211,7 @@ class Ledger:
             read = price(model, Usage(cache_write_tokens=input_tokens))
             written = price(model, Usage(output_tokens=MILLION))
             if read is None or written is None:
-                raise OutOfBudget(f"no price is known for {model}: limit it by --budget-tokens instead")
+                raise OutOfBudget(f"no price is known for {model}; use --budget-tokens instead")
             left.append(int((limits.dollars - so_far.dollars - read) / written * MILLION))
         return min(left, default=None)
 

@@ -1,7 +1,7 @@
-"""Several candidates of one spec at once: each is a run of its own, in a process of its own.
+"""Author several candidates of one spec at once: each is a run in its own process.
 
-They share nothing but the GPU, one at a time, so what stops or kills one leaves the others alone, and each
-can be resumed, reviewed and accepted by its name. What a person sees of them is read from their journals.
+Candidates share only the GPU, one at a time. If one stops or dies, the others continue. Each can be resumed,
+reviewed and accepted by its name. The terminal view reads their journals.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-#: A child that ends at our SIGINT: a shell has what it starts in the background ignore that.
+# : The program of a child. A shell makes background processes ignore SIGINT; this restores it.
 RESUME = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from coda_agent.agent.cli.main import main
 main()
 """
-SPEAKER = "coda-agent: "  # before what is said of an error
-LOG = "log.txt"  # in a run's folder: what its process says
-GRACE = 20.0  # seconds for a candidate that is told to stop
-RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # the best first
+SPEAKER = "coda-agent: "  # starts the line of an error
+LOG = "log.txt"  # in a run's folder: the output of its process
+GRACE = 20.0  # seconds for a candidate to stop after SIGINT
+RANK = ("accepted", "checked", "rejected", "authoring", "unreadable")  # best first
 
 
 @dataclass
 class Candidate:
-    """A run in a process of its own; ``number`` counts from 1."""
+    """A run in its own process; ``number`` counts from 1."""
 
     number: int
     reading: history.Reading
@@ -55,34 +55,34 @@ class Candidate:
         return not subprocesses.ended(self.process)
 
     def says(self) -> str:
-        """The last line that its process said."""
+        """The last line that the process printed."""
         with (runs_dir() / self.run / LOG).open("rb") as file:
             lines = subprocesses.tail(file).split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def ended(self) -> Ended:
-        """How it stands once it has ended."""
+        """The state of a candidate whose process has ended."""
         past, status = self.reading.past(), subprocesses.end(self.process)
         if past.status == history.UNDECIDED:
             past = replace(past, stopped=self._reason(past, status))
         return Ended(past, status)
 
     def _reason(self, past: history.Past, status: int) -> str:
-        """Why it ended without a verdict: by its last words, which a full disk may have lost."""
+        """The reason why a process ended without a verdict. The journal may lack it if the disk was full."""
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
         words = self.says().removeprefix(SPEAKER) or past.stopped
         return words or f"ended with status {status}; coda-agent resume {self.run} says why"
 
     def stop(self) -> None:
-        """As Ctrl-C would: its journal has all that was received."""
+        """Interrupt the process as Ctrl-C does: its journal then holds every answer received."""
         if self.running:
             self.process.send_signal(signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a candidate stood at its end, and the exit status of its process, negative for a signal."""
+    """The final state of a candidate and its process's exit status, negative for a signal."""
 
     past: history.Past
     status: int
@@ -90,13 +90,13 @@ class Ended:
 
 @contextmanager
 def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Candidate]]:
-    """Processes that resume these runs, with ``arguments`` of ``resume``. They end with the block."""
+    """Start processes that resume these runs, with ``arguments`` for ``resume``. They end with the block."""
     with ExitStack() as stack:
         found = []
         for number, name in enumerate(names, 1):
             log = stack.enter_context((runs_dir() / name / LOG).open("ab"))
             command = [sys.executable, "-c", RESUME, "resume", name, *arguments]
-            process = subprocesses.start(  # an orphan would go on spending
+            process = subprocesses.start(  # dies with its parent: an orphan would go on spending
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -109,8 +109,8 @@ def started(names: Sequence[str], arguments: Sequence[str]) -> Iterator[list[Can
 
 
 def attend(candidates: Sequence[Candidate], console: Console) -> list[Ended]:
-    """Show the candidates until all have ended, and return how each ended, the best first. Ctrl-C stops
-    them all."""
+    """Show the candidates until all have ended, then return their final states, best first. Ctrl-C stops all
+    of them."""
     try:
         _watch(candidates, console)
     except KeyboardInterrupt:
@@ -133,7 +133,7 @@ def _watch(candidates: Sequence[Candidate], console: Console) -> None:
 
 
 def _tell(candidates: Sequence[Candidate], console: Console) -> None:
-    """Plain lines: what changes."""
+    """Print each change as a plain line."""
     told: dict[int, str] = {}
     while True:
         going = any(c.running for c in candidates)
@@ -159,7 +159,7 @@ def _row(candidate: Candidate) -> tuple[int, history.Past, str]:
 
 
 def _merit(past: history.Past) -> tuple[int, float, int]:
-    """The smaller the better: what it came to, then how fast, then in how few attempts."""
+    """A sort key, best first: status, then speedup, then fewest attempts."""
     return RANK.index(past.status), -(past.speedup or 0.0), past.attempts
 
 

@@ -1,4 +1,4 @@
-"""Past runs, read from their journals while other processes may have these open."""
+"""Past runs, read from their journals while other processes may have them open."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-UNDECIDED = "authoring"  # status before any attempt has been verified
+UNDECIDED = "authoring"  # status until an attempt has been verified
 NONE = "–"  # a missing figure
 
 
 @dataclass(frozen=True)
 class Past:
-    """A run: spec, author and status. ``status``: accepted, checked, rejected, authoring (nothing verified
-    yet) or unreadable; ``why``: a rejected run's gate and code, or why it is unreadable. ``running``: a
-    process has it open; else ``stopped``: why it ended early, if it did."""
+    """The state of a run. ``status``: accepted, checked, rejected, authoring (nothing verified yet) or
+    unreadable. ``why``: the gate and code of a rejection, or why the run is unreadable. ``running``: a
+    process has the run open. ``stopped``: why it ended early, if it did."""
 
     run: str
     status: str
@@ -43,16 +43,16 @@ class Past:
     ended: str = ""
     usage: Usage = Usage()
     spent: Spent = Spent()
-    # Of the accepted kernel, else of the fastest measured and rejected one: geometric means over the cases.
+    # Of the accepted kernel, else of the fastest rejected one: geometric means over the cases.
     milliseconds: float | None = None
     speedup: float | None = None  # over torch.compile
-    roofline: float | None = None  # the kernel's share of it
+    roofline: float | None = None  # share of the roofline
     running: bool = False
     stopped: str = ""
 
 
 def past() -> list[Past]:
-    """All runs, oldest first, unreadable ones included."""
+    """All runs, oldest first, including unreadable ones."""
     return [of(name) for name in names()]
 
 
@@ -67,12 +67,12 @@ def as_table(found: list[Past]) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("run", no_wrap=True, overflow="fold")  # it must be copied whole
+    table.add_column("run", no_wrap=True, overflow="fold")  # a user copies the whole name
     table.add_column("status", min_width=12, overflow="fold")
     table.add_column("author", overflow="fold")
     attempts, whole = _total(found)
     total = _figures(attempts, whole)
-    told = [n for n, figure in enumerate(total) if figure != NONE]  # a column without any figure is left out
+    told = [n for n, figure in enumerate(total) if figure != NONE]  # leave out columns without figures
     for place in told:
         table.add_column(("attempts", "tokens", "dollars", "GPU s")[place], justify="right")
     for run in found:
@@ -82,12 +82,12 @@ def as_table(found: list[Past]) -> Table:
     table.add_row(f"{len(found)} run(s)", "", "", *(total[n] for n in told), style="bold")
     if whole.uncertain_tokens:
         uncertain = f"{whole.uncertain_tokens:,} tokens, ${whole.uncertain_dollars:.2f}"
-        table.caption = f"~ reserved for requests whose end nobody saw, {uncertain} in all"
+        table.caption = f"~ includes reservations for requests with an unknown final cost, {uncertain} in all"
     return table
 
 
 def _state(run: Past) -> Text:
-    """The status, and whether a process is at work."""
+    """The status, and whether a process works on the run."""
     from rich.text import Text
 
     from coda_agent.agent.reporting.render import STYLE
@@ -98,7 +98,7 @@ def _state(run: Past) -> Text:
     elif run.stopped:
         state = f"stopped: {run.stopped.partition('; ')[0].removeprefix('stopped ')}"
     elif run.status == UNDECIDED:
-        state = "cut off: resume it"  # its process ended without a word
+        state = "interrupted: resume it"  # its process ended without a final event
     if state and run.status == UNDECIDED:
         return Text(state, style="dim")
     standing = Text(run.status, style=STYLE.get(run.status, "dim"))
@@ -108,7 +108,7 @@ def _state(run: Past) -> Text:
 
 
 def _total(found: list[Past]) -> tuple[int, Spent]:
-    """Attempts, and what was spent."""
+    """Total attempts and spending."""
     return sum(run.attempts for run in found), sum((run.spent for run in found), Spent())
 
 
@@ -119,20 +119,20 @@ def _figures(attempts: int, spent: Spent) -> tuple[str, ...]:
 
 
 def dollars(spent: Spent) -> str:
-    """The dollars spent; ~ marks an uncertain part."""
+    """The dollars spent; ~ marks a sum that is partly uncertain."""
     return f"{'~' if spent.uncertain_tokens else ''}{spent.dollars:.2f}" if spent.dollars else NONE
 
 
 @dataclass
 class Reading:
-    """A run's journal, read as it grows: no event is read twice."""
+    """Follow a run's journal as it grows. No event is read twice."""
 
     run: str
     _events: list[Event] = field(default_factory=list)
     _past: Past | None = None
 
     def past(self) -> Past:
-        """The run at present; never an error."""
+        """The current state of the run; never raises."""
         path = runs_dir() / self.run / JOURNAL
         try:
             header, events = record.glance(path, self._events)
@@ -144,17 +144,17 @@ class Reading:
 
 
 def of(name: str) -> Past:
-    """One run; never an error."""
+    """One run; never raises."""
     return Reading(name).past()
 
 
 def attended(run: Past, journal: Path) -> Past:
-    """A run with whether a process is at work, in which case it is no longer stopped."""
+    """Add whether a process works on the run; such a run is not stopped."""
     return replace(run, running=True, stopped="") if held(journal) else run
 
 
 def told(name: str, header: dict[str, Any], events: list[Event]) -> Past:
-    """A run from its journal."""
+    """The state of a run by its journal."""
     run = RunView(events)
     status, why = UNDECIDED, ""
     timings: tuple[Timing, ...] = ()
@@ -188,7 +188,7 @@ def _fastest_rejected(run: RunView) -> tuple[Timing, ...]:
 
 
 def _answered_since(events: list[Event]) -> bool:
-    """Whether an answer awaits its report, or is part of one."""
+    """Whether an answer is unverified, or belongs to a report."""
     kinds = [event.kind for event in events if event.kind in ("answer", "report")]
     return kinds[-1:] == ["answer"]
 

@@ -58,7 +58,8 @@ def account(spec: Spec, report: Accepted, program: Program) -> list[str]:
 
 
 def schedules(text: str) -> dict[int, Schedule]:
-    """The schedules in an answer's last ```json block, by step; empty without one. Raises ProgramError."""
+    """The schedules in an answer's last ```json block, by step; empty without a block. Raises
+    ProgramError."""
     block = last(text, "json")
     if block is None:
         return {}
@@ -78,7 +79,7 @@ def _objects(found: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def case_words(t: Timing) -> str:
-    """One case's measurements, in a line."""
+    """One case's measurements in a line."""
     own = t.milliseconds[CANDIDATE]
     rivals = ", ".join(f"{r.estimate:.3f}x {arm} [{r.low:.3f}, {r.high:.3f}]" for arm, r in t.ratios.items())
     chosen = "; ".join(f"step {step}: {_fields(schedule)}" for step, schedule in t.schedules.items())
@@ -89,7 +90,7 @@ def case_words(t: Timing) -> str:
 
 
 def _parts(t: Timing) -> str:
-    """Each part's time by itself; "" for a single part, or without these times."""
+    """Each part's time alone; "" for a single part, or if parts were not timed."""
     whole = sum(t.parts.values())
     told = [f"{name} {taken:.4f} ms ({taken / whole:.0%})" for name, taken in t.parts.items()]
     return f"its parts, each by itself: {', '.join(told)}; " if told else ""

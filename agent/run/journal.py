@@ -1,8 +1,8 @@
-"""The durable record of a run: each step is produced once, committed, and read back ever after.
+"""The durable record of a run: each step runs once, is committed, and is read back from then on.
 
-A run is a sequence of keyed steps. `Journal.once` returns what a key recorded, or produces it and commits it
-to disk before it returns: after a crash, a kill or a power cut the run starts again from the top and is soon
-where it was, without asking (and paying) for an answer twice. Only a step that was under way is repeated.
+A run is a sequence of keyed steps. `Journal.once` returns the recorded result of a key, or computes it and
+commits it to disk before it returns. After a crash or power cut the run starts from the top and replays its
+recorded steps, so it never pays twice for an answer. Only the step in progress is repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-GPU_SECONDS = "gpu_seconds"  # in an event of a measurement made here: what that piece of it took
+GPU_SECONDS = "gpu_seconds"  # the charge in a measurement's event
 _APPLICATION = 0x434F4441  # "CODA" in the file's header: tells a journal from other SQLite files
 
 _TABLES = f"""
@@ -52,18 +52,18 @@ COMMIT;
 
 
 class JournalError(Absent):
-    """A journal or an export that cannot be used: the message names the file and what to do."""
+    """A journal or an export is unusable. The message names the file and the remedy."""
 
 
 class DamagedError(JournalError):
-    """A journal that is there and says what none of ours would."""
+    """The journal exists, but its contents are invalid."""
 
     exit_status = InvalidInput.exit_status
 
 
 @dataclass(frozen=True)
 class Event:
-    """One committed step; `time` is when it was committed, ISO 8601 in UTC."""
+    """One committed step; `time` is the time of the commit, ISO 8601 in UTC."""
 
     seq: int
     key: str
@@ -73,23 +73,24 @@ class Event:
 
 
 class Record(ABC):
-    """A run's header and events, to be read."""
+    """Header and events of a run, read-only."""
 
     header: dict[str, Any]
 
     @abstractmethod
     def events(self) -> list[Event]:
-        """All committed events, in the order of their commits."""
+        """All committed events, in commit order."""
 
     def export(self, header: dict[str, Any] | None = None, leaving_out: Collection[str] = ()) -> str:
-        """The run as JSON lines, its header (or the one given) first, without events of some kinds."""
+        """The run as JSON lines: first its header (or ``header``), then the events, without those of some
+        kinds."""
         lines = [json.dumps({"coda_agent_journal": SCHEMA, "header": header or self.header})]
         lines += [json.dumps(asdict(event)) for event in self.events() if event.kind not in leaving_out]
         return "\n".join(lines) + "\n"
 
 
 class Snapshot(Record):
-    """A journal as it was committed at one moment."""
+    """A journal as committed at one moment."""
 
     def __init__(self, header: dict[str, Any], events: list[Event]):
         self.header, self._events = header, events
@@ -99,7 +100,7 @@ class Snapshot(Record):
 
 
 class Journal(Record):
-    """One run's journal, open for this process alone; `create` or `open` one, and close it."""
+    """One run's journal, locked by this process. `create` or `open` it, and close it."""
 
     def __init__(self, path: Path, lock: FileLock, connection: sqlite3.Connection):
         self.path = path
@@ -109,7 +110,8 @@ class Journal(Record):
 
     @classmethod
     def create(cls, path: Path, header: dict[str, Any]) -> Journal:
-        """A new journal; makes the directory. Raises JournalError where one exists or cannot be written."""
+        """Create a journal and its directory. Raises JournalError if one exists or the directory cannot be
+        written."""
         with ExitStack() as undo:
             lock = _lock(path)
             undo.callback(lock.release)
@@ -119,9 +121,10 @@ class Journal(Record):
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """An existing journal. Raises JournalError if it is missing, damaged, in use or of another schema."""
+        """Open an existing journal. Raises JournalError if it is missing, damaged, in use or of another
+        schema."""
         if not path.is_file():
-            raise JournalError(f"{path}: there is no journal; check the run's name, or start a new run")
+            raise JournalError(f"{path}: no journal here; check the run's name, or start a new run")
         with ExitStack() as undo:
             lock = _lock(path)
             undo.callback(lock.release)
@@ -130,11 +133,11 @@ class Journal(Record):
     @classmethod
     def _open_locked(cls, path: Path, lock: FileLock, undo: ExitStack) -> Journal:
         with _explained(path):
-            # never create a file here; autocommit: an INSERT is its own transaction, on disk when it returns
+            # never create a file here; autocommit makes each INSERT a transaction, on disk when it returns
             uri = f"{path.absolute().as_uri()}?mode=rw"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None)
             undo.callback(connection.close)
-            _check(path, connection)  # first: the next line would convert a stranger's file
+            _check(path, connection)  # before the next line, which would convert an unrelated file
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
         journal = cls(path, lock, connection)
@@ -142,11 +145,11 @@ class Journal(Record):
         return journal
 
     def once(self, key: str, kind: str, produce: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `key` recorded, or what `produce` returns now, committed to disk before this returns.
+        """Return the recorded result of `key`, else call `produce`, commit its result to disk and return it.
 
-        The payload is a JSON object and comes back as JSON made it (tuples are lists), the first time too.
-        If `produce` raises, nothing is recorded. Raises ValueError when `key` was recorded as another kind,
-        and JournalError when the event cannot be written, as on a full disk.
+        The payload is a JSON object. It returns in its JSON form (tuples become lists), also the first time.
+        If `produce` raises, nothing is recorded. Raises ValueError if `key` is recorded as another kind, and
+        JournalError if the event cannot be written, as on a full disk.
         """
         rows = self._rows("SELECT kind, payload FROM events WHERE key = ?", key)
         if not rows:
@@ -156,14 +159,14 @@ class Journal(Record):
             return self._load(text)
         recorded, text = rows[0]
         if recorded != kind:
-            raise ValueError(f"step {key!r} is recorded as {recorded!r}, not as {kind!r}")
+            raise ValueError(f"step {key!r} is recorded as {recorded!r}, not {kind!r}")
         return self._load(text)
 
     def events(self) -> list[Event]:
         return [_event(self.path, row) for row in self._rows(_EVENTS, 0)]
 
     def close(self) -> None:
-        """Give the journal free for others. Harmless when it is closed already."""
+        """Close the journal and release its lock. May be called twice."""
         self._db.close()
         self._lock.release()
 
@@ -184,11 +187,11 @@ class Journal(Record):
 
 
 def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
-    """Header and events of a journal that another process may have open, as committed at this moment;
-    changes nothing. ``after``: the last event that was read at an earlier glance, which found the file
-    sound. Raises JournalError as ``Journal.open``."""
+    """Read header and events of a journal that another process may have open. Changes nothing. ``after`` is
+    the last event of an earlier read, which found the file sound. Raises JournalError as ``Journal.open``
+    does."""
     if not path.is_file():
-        raise JournalError(f"{path}: there is no journal; check the run's name")
+        raise JournalError(f"{path}: no journal here; check the run's name")
     with _explained(path):
         try:
             return _read(path, f"{path.absolute().as_uri()}?mode=ro", after)
@@ -198,14 +201,14 @@ def glance(path: Path, after: int = 0) -> tuple[dict[str, Any], list[Event]]:
             return _read_aside(path, after, error)
 
 
-# SQLite's errors where it cannot make the index (-shm) that reading takes beside a journal.
+# SQLite's errors if it cannot create the index (-shm) that a reader needs beside a journal.
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 
 
 def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]]:
-    """The journal at ``uri``, which is the one at ``path`` or a copy of it."""
+    """Read the journal at ``uri``, which is ``path`` or a copy of it."""
     with closing(sqlite3.connect(uri, uri=True)) as db:
-        if not after:  # it reads the whole file
+        if not after:  # the check reads the whole file
             _check(path, db)
         header = db.execute(_HEADER).fetchall()
         rows = db.execute(_EVENTS, (after,)).fetchall()
@@ -213,8 +216,8 @@ def _read(path: Path, uri: str, after: int) -> tuple[dict[str, Any], list[Event]
 
 
 def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any], list[Event]]:
-    """On a disk that is full or cannot be written: what a clean end left is whole, and takes no index; else
-    a copy is read that has the log beside it."""
+    """Read a journal on a disk that is full or read-only. After a clean end the file is complete and needs no
+    index; otherwise read a copy of the file and its log."""
     log = path.with_name(path.name + "-wal")
     try:
         if not log.exists() or not log.stat().st_size:
@@ -226,21 +229,21 @@ def _read_aside(path: Path, after: int, why: Exception) -> tuple[dict[str, Any],
     except (sqlite3.OperationalError, OSError) as error:
         remedy = "make room on its disk, or set TMPDIR to a directory that has room"
         raise JournalError(
-            f"{path}: cannot be read where it is ({why}), nor from a copy ({error}); {remedy}"
+            f"{path}: cannot be read in place ({why}) or from a copy ({error}); {remedy}"
         ) from error
 
 
 def held(path: Path) -> bool:
-    """Whether a living process has this journal open. Takes nothing from it."""
+    """Whether a living process has this journal open. Takes no lock from it."""
     try:
         lock = os.open(_lock_of(path), os.O_RDONLY)
     except OSError:
         return False
     try:
-        # Shared, so that two who ask do not take each other for an owner; `_lock` waits for those who ask.
+        # A shared lock, so that two such checks do not take each other for an owner; `_lock` waits for them.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return isinstance(error, BlockingIOError | PermissionError)  # what a lock that is held gives
+        return isinstance(error, BlockingIOError | PermissionError)  # the error of a lock that is taken
     finally:
         os.close(lock)
     return False
@@ -252,30 +255,31 @@ _EVENTS = "SELECT seq, key, kind, payload, time FROM events WHERE seq > ? ORDER 
 
 def _header(path: Path, rows: list[tuple[Any, ...]]) -> dict[str, Any]:
     if len(rows) != 1:
-        raise DamagedError(f"{path}: it has {len(rows)} headers, not one; {_DAMAGED}")
+        raise DamagedError(f"{path}: has {len(rows)} headers instead of one; {_DAMAGED}")
     return _load(path, rows[0][0])
 
 
 def _event(path: Path, row: tuple[Any, ...]) -> Event:
     seq, key, kind, payload, time = row
     if not all(isinstance(value, str) for value in (key, kind, time)):
-        raise DamagedError(f"{path}: event {seq}: its key, kind or time is no text; {_DAMAGED}")
+        raise DamagedError(f"{path}: event {seq}: key, kind or time is not text; {_DAMAGED}")
     return Event(seq, key, kind, _load(path, payload), time)
 
 
 def _load(path: Path, text: object) -> dict[str, Any]:
-    """A JSON object. SQLite gives whatever a damaged record holds."""
+    """Parse a JSON object. A damaged record can hold anything."""
     try:
         found = parse(text) if isinstance(text, str) else text
     except ValueError as error:
         raise DamagedError(f"{path}: a record is damaged ({error}); {_DAMAGED}") from None
     if not isinstance(found, dict):
-        raise DamagedError(f"{path}: a record is damaged (it is no JSON object); {_DAMAGED}")
+        raise DamagedError(f"{path}: a record is damaged (not a JSON object); {_DAMAGED}")
     return found
 
 
 def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """Header and events of a journal's export. Raises JournalError naming file and line of what is wrong."""
+    """Read header and events of an exported journal. Raises JournalError with the file and line of an
+    error."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -284,7 +288,7 @@ def read_export(path: Path) -> tuple[dict[str, Any], list[Event]]:
     header = _parse(path, *first, {"coda_agent_journal": int, "header": dict})
     if header["coda_agent_journal"] != SCHEMA:
         found = header["coda_agent_journal"]
-        raise DamagedError(f"{path}:{first[0]}: schema {found}, this version reads {SCHEMA}; export it anew")
+        raise DamagedError(f"{path}:{first[0]}: schema {found}, not {SCHEMA}; export the run again")
     return header["header"], [Event(**_parse(path, number, line, _EVENT)) for number, line in rest]
 
 
@@ -293,14 +297,14 @@ _DAMAGED = "restore it from a copy, or start a new run"
 
 
 def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dict[str, Any]:
-    """One line of an export with just these fields."""
+    """Parse one line of an export, which has exactly these fields."""
     try:
         data = parse(line)
-    except ValueError as error:  # UnicodeDecodeError too
+    except ValueError as error:  # includes UnicodeDecodeError
         raise DamagedError(f"{path}:{number}: not a line of JSON ({error}); export the run again") from None
     if not isinstance(data, dict) or data.keys() != fields.keys():
         wanted = ", ".join(fields)
-        raise DamagedError(f"{path}:{number}: needs an object with just {wanted}; export the run again")
+        raise DamagedError(f"{path}:{number}: needs an object with exactly {wanted}; export the run again")
     for name, kind in fields.items():
         if type(data[name]) is not kind:
             raise DamagedError(f"{path}:{number}: {name!r} must be {kind.__name__}, not {data[name]!r}")
@@ -308,7 +312,7 @@ def _parse(path: Path, number: int, line: bytes, fields: dict[str, type]) -> dic
 
 
 def _lock(path: Path) -> FileLock:
-    """Held by the one process that has the journal open; the kernel drops it when that process dies."""
+    """Lock the journal for this process. The kernel drops the lock when the process dies."""
     lock = FileLock(_lock_of(path), thread_local=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,7 +320,7 @@ def _lock(path: Path) -> FileLock:
     except Timeout:
         raise JournalError(f"run {path} is in use by another process; wait or stop it") from None
     except OSError as error:
-        remedy = "choose a directory that can be made and written"
+        remedy = "choose a writable directory"
         raise JournalError(f"{path}: {error.strerror}; {remedy}") from error
     return lock
 
@@ -325,20 +329,21 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-_ASKED = 0.2  # seconds: longer than any `held` keeps the lock from who opens the journal
+_ASKED = 0.2  # seconds, longer than `held` ever holds the lock
 
 
 def _refuse_leftovers(path: Path) -> None:
     if path.exists():
-        raise JournalError(f"{path}: this run exists; resume it, or choose another name")
+        raise JournalError(f"{path}: this run already exists; resume it, or choose another name")
     wal = path.with_name(path.name + "-wal")
-    if wal.exists():  # SQLite would replay another journal's pages into the new one
+    if wal.exists():  # SQLite would replay the old journal's pages into the new one
         remedy = "remove it too, or choose another name"
         raise JournalError(f"{wal}: left over from a journal that was removed; {remedy}")
 
 
 def _write_empty(path: Path, header: dict[str, Any]) -> None:
-    """Put a complete journal without events at `path`, by a rename: a kill leaves none, never half of one."""
+    """Put a complete journal without events at `path`, by a rename: after a kill it exists whole or not at
+    all."""
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
     text = json.dumps(header)
@@ -353,16 +358,16 @@ def _write_empty(path: Path, header: dict[str, Any]) -> None:
 
 
 def _check(path: Path, connection: sqlite3.Connection) -> None:
-    """Raises JournalError unless this is a sound journal of our schema."""
+    """Raise JournalError unless this is a sound journal of our schema."""
     application, schema, health = (
         connection.execute(f"PRAGMA {name}").fetchone()[0]
         for name in ("application_id", "user_version", "quick_check")
     )
     if application != _APPLICATION:
-        raise DamagedError(f"{path}: an SQLite file, but no journal of coda-agent; check the run's name")
+        raise DamagedError(f"{path}: an SQLite file, but not a journal of coda-agent; check the run's name")
     if schema != SCHEMA:
         raise JournalError(
-            f"{path}: of schema {schema}, this version reads {SCHEMA}; use the coda-agent that wrote it"
+            f"{path}: schema {schema}, but this version reads {SCHEMA}; use the coda-agent that wrote it"
         )
     if health != "ok":
         raise DamagedError(f"{path}: damaged ({' '.join(health.split())}); {_DAMAGED}")
@@ -370,30 +375,30 @@ def _check(path: Path, connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """SQLite's errors as JournalError, with a remedy."""
+    """Turn SQLite's errors into JournalError with a remedy."""
     try:
         yield
     except sqlite3.ProgrammingError:  # our own bug
         raise
-    except UnicodeDecodeError as error:  # SQLite quotes the file in what it finds wrong with it
+    except UnicodeDecodeError as error:  # SQLite quotes the damaged file in its message
         raise DamagedError(f"{path}: damaged ({error.reason}); {_DAMAGED}") from error
     except sqlite3.DatabaseError as error:
         code = _code(error)
         if code == sqlite3.SQLITE_FULL:
-            remedy = "free space on that disk and resume; what was committed is safe"
+            remedy = "free space on that disk and resume; committed steps are safe"
         elif isinstance(error, sqlite3.OperationalError) and code not in _WRONG:
-            remedy = "check that the file can be read and written, then resume; what was committed is safe"
+            remedy = "check that the file can be read and written, then resume; committed steps are safe"
         else:
             raise DamagedError(f"{path}: {error}; {_DAMAGED}") from error
         raise JournalError(f"{path}: {error}; {remedy}") from error
 
 
-# SQLite's errors for a file that is there and says something else: no table of ours, text that is no UTF-8.
+# SQLite's errors for a file with other contents: tables missing, or text that is not UTF-8.
 _WRONG = (None, sqlite3.SQLITE_ERROR)
 
 
 def _code(error: sqlite3.Error) -> int | None:
-    """SQLite's primary code; None for what Python itself found wrong."""
+    """SQLite's primary error code; None for an error of Python's own."""
     code = getattr(error, "sqlite_errorcode", None)
     return code if code is None else code & 0xFF
 

@@ -45,13 +45,13 @@ from coda_agent.verifier.spec.model import Spec
 if TYPE_CHECKING:
     from coda_agent.verifier.incumbent import Incumbent
 
-PIECE = "piece"  # the kind of event that holds a piece of a measurement
+PIECE = "piece"  # the kind of event that holds one stage of a measurement
 STOPPED = "stopped"  # the kind of event that says why a run ended early
-CALLS = 12  # turns that only use tools, after which an attempt without an answer ends
+CALLS = 12  # turns in a row that only use tools; after these, the attempt ends
 
 
 class Listener(Protocol):
-    """A run's watcher: a live table, or plain lines."""
+    """A run's observer: a live table, or plain lines."""
 
     def attempt(self, number: int, limit: int) -> None: ...
     def text(self, words: str) -> None: ...
@@ -63,8 +63,8 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run's result so far: the last report, its source, and the money spent. ``raw``: the source, if it is
-    an edited text of ``program``. ``stopped``: why it ended early."""
+    """The current result of a run: the last report, its source and the spending. ``raw`` is the source if it
+    is an edited text of ``program``. ``stopped`` says why the run ended early."""
 
     report: Accepted | Checked | Rejected
     source: str
@@ -76,15 +76,16 @@ class Outcome:
 
 
 def extract(answer: str) -> str | None:
-    """The last ```python block of an answer; None if there is none."""
+    """The last ```python block of an answer; None without one."""
     return last(answer, *PYTHON)
 
 
 @dataclass
 class Loop:
-    """One run: its author, its judge, and its journal.
+    """One run: its author, its judge and its journal.
 
-    ``measure`` runs the GPU gates here; None leaves a checked kernel to be measured elsewhere.
+    ``measure`` runs the GPU gates on this machine. None leaves a checked kernel for another machine to
+    measure.
     """
 
     journal: Journal
@@ -95,17 +96,17 @@ class Loop:
     attempts: int = 6
     measure: Measure | None = None
     limits: Limits = Limits()
-    improve: int = 0  # rounds to make an accepted kernel faster
+    improve: int = 0  # rounds that try to make an accepted kernel faster
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.journal, self.limits)
         self.desk = tools.Desk(self.journal, self.spec, self._check)
 
     def run(self) -> Outcome:
-        """Continue until a kernel is accepted and improved, or checked without a GPU here, or attempts or
-        budget are used up, or no answer comes. A change is kept if it beats the incumbent. Raises
-        ProviderError where no kernel was accepted before it, OutOfBudget when it ends before the first
-        report, and JournalError."""
+        """Run until a kernel is accepted and improved, or checked on a machine without a GPU, or attempts or
+        budget are used up, or the provider fails. A change replaces the incumbent if it is faster. Raises
+        ProviderError if the provider fails before a kernel is accepted, OutOfBudget before the first report,
+        and JournalError."""
         first = self.opening()
         last = RunView(self.journal.events()).last
         made = last.number if last else 0
@@ -131,13 +132,13 @@ class Loop:
                 raise
             return _ended(outcome, kept, str(ended))
         except KeyboardInterrupt:
-            with suppress(JournalError):  # a full disk may have no room for it
+            with suppress(JournalError):  # a full disk may not have room for the event
                 self._stopped("interrupted")
             raise
-        raise AssertionError("the attempts have a limit")
+        raise AssertionError("the number of attempts must be limited")
 
     def _stopped(self, reason: str, charge: Mapping[str, float] | None = None) -> None:
-        """Record why the run ends early, with the charge of interrupted work; a resumed run goes on all the
+        """Record why the run ends early, with the charge of interrupted work. A resumed run goes on all the
         same."""
         number = 1 + sum(event.kind == STOPPED for event in self.journal.events())
         self.journal.once(f"{STOPPED}/{number}", STOPPED, lambda: {"reason": reason, **(charge or {})})
@@ -149,13 +150,13 @@ class Loop:
         return self.work.accepted(outcome.report, outcome.program, left)
 
     def opening(self) -> prompt.Prompt:
-        """The prompt from the run's start: lessons learned meanwhile are for later runs."""
+        """The prompt of the run's start: lessons learned since then are for later runs."""
         made = self.journal.once("prompt", "prompt", lambda: asdict(self.work.opening()))
         return prompt.Prompt(made["system"], made["task"])
 
     def _submitted(self, system: str, messages: list[Message]) -> tuple[Turn, dict[str, str]]:
-        """The next turn that submits a source, and the results of its other calls; ``messages`` gains the
-        turns that only use tools, with their results."""
+        """The next turn that submits a source, and the results of its other tool calls. Appends to
+        ``messages`` the turns that only use tools, with their results."""
         for used in range(1 + CALLS):
             say, deadline = self.listener.text, self.ledger.deadline
             question = Question(system, messages, tools.TOOLS, self.ledger, say, deadline)
@@ -175,7 +176,7 @@ class Loop:
             try:
                 turn = self.provider.next_turn(question)
             except ProviderError:
-                self.ledger.timely()  # the tools may have taken the rest of the time
+                self.ledger.timely()  # tools may have used up the time
                 raise
             return turn.to_json() | self.ledger.answered(turn)
 
@@ -184,7 +185,7 @@ class Loop:
         return turn
 
     def _used(self, number: int, turn: Turn) -> dict[str, str]:
-        """The results of a turn's tool calls, by their ids."""
+        """The results of a turn's tool calls by id."""
         words = {}
         for position, call in enumerate(turn.calls, 1):
             if call.name != tools.SUBMIT.name:
@@ -193,10 +194,10 @@ class Loop:
         return words
 
     def _judged(self, number: int, turn: Turn, kept: Outcome | None) -> Outcome:
-        """Check on this machine, then measure here, or take an imported measurement."""
+        """Check the source on this machine, then measure it here or take an imported measurement."""
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
-        # only a kernel that is known to be right may set schedules
+        # only a kernel that is known to be correct may set schedules
         text = turn.text if kept or self.work.raw else ""
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
         judged = Judged(number, payload)
@@ -228,8 +229,8 @@ class Loop:
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
-        """Within, gates are interrupted at the end of the time, without a verdict. Raises OutOfBudget then.
-        """
+        """Interrupt the gates in the block, without a verdict, when the time is up. Raises OutOfBudget
+        then."""
         try:
             with until(self.ledger.deadline):
                 yield
@@ -238,8 +239,7 @@ class Loop:
 
     @contextmanager
     def _gpu(self) -> Iterator[None]:
-        """Within, the GPU is this process's alone. Raises OutOfBudget where the time ends before it is free.
-        """
+        """Hold the GPU for this process alone. Raises OutOfBudget if the time ends before the GPU is free."""
         self.ledger.afford_gpu()
         with ExitStack() as stack:
             try:
@@ -253,7 +253,7 @@ class Loop:
     def _measured(self, number: int, program: Program, raw: str, kept: Outcome | None) -> Measurement | None:
         attempts = RunView(self.journal.events()).attempts
         if again := _rejected_before(attempts, number):
-            self.listener.text("the same kernel was measured before and rejected: it is not measured again\n")
+            self.listener.text("this kernel was measured and rejected before; it is not measured again\n")
             self.journal.once(f"measurement/{number}", "measurement", lambda: again)
             return MEASUREMENT.validate_python(again)
         before = attempts[number].measurement
@@ -267,11 +267,11 @@ class Loop:
                 with self._timely():
                     found = self.measure(self.spec, program, pieces, rival, raw)
                 payload = found.model_dump(mode="json") | pieces.charge()
-        except OutOfBudget as ended:  # the kernel is checked: it can be measured elsewhere, or later
+        except OutOfBudget as ended:  # the checked kernel can be measured later, or elsewhere
             self.listener.text(f"not measured: {ended}\n")
             self._stopped(f"not measured: {ended}", pieces.charge() if pieces else {})
             return None
-        if isinstance(found, Unmeasured):  # no verdict on the kernel: the next try starts from nothing
+        if isinstance(found, Unmeasured):  # no verdict: the next try starts over
             self.journal.once(pieces.void, "void", lambda: payload)
         else:
             self.journal.once(f"measurement/{number}", "measurement", lambda: payload)
@@ -279,14 +279,14 @@ class Loop:
 
 
 def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, Any] | None:
-    """The rejection of the same kernel against the same incumbent in an earlier attempt: measured often
-    enough, a slow kernel wins once by luck. None where this attempt was measured itself."""
+    """The earlier rejection of the same kernel against the same incumbent, since a slow kernel that is
+    measured often enough wins once by luck. None if this attempt itself was measured."""
     attempt = attempts[number]
     if attempt.measured:
         return None
     for earlier in sorted((n for n in attempts if n < number), reverse=True):
         other = attempts[earlier]
-        if other.accepted:  # it has been the incumbent since
+        if other.accepted:  # the incumbent has changed since
             return None
         if other.measured and attempt.program_text == other.program_text and _same(attempt.raw, other.raw):
             return dict(other.measured)
@@ -294,25 +294,25 @@ def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, A
 
 
 def _same(text: str, other: str) -> bool:
-    """Whether two checked edited texts are equal but for comments and space."""
+    """Whether two checked edited texts are equal but for comments and white space."""
     return text == other or bool(text and other and _tokens(text) == _tokens(other))
 
 
 def _tokens(text: str) -> list[str]:
-    """A text's tokens, read and not compiled: a model wrote it."""
+    """The tokens of a text. A model wrote it, so it is not compiled."""
     passed = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT)
     return [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in passed]
 
 
 def _ended(outcome: Outcome, kept: Outcome | None, stopped: str = "") -> Outcome:
-    """The kept kernel, if any; later attempts were paid for all the same."""
+    """The result of an ended run: its incumbent, if any, with the spending of all attempts."""
     return replace(kept or outcome, usage=outcome.usage, stopped=stopped)
 
 
 @dataclass
 class JournalPieces:
-    """Finished pieces of a measurement in the journal, so that an interrupted one goes on. Each is charged
-    with the GPU's time ``since`` the one before, so that a kill loses one charge."""
+    """Finished stages of a measurement in the journal, so that an interrupted measurement continues. Each
+    stage is charged with the GPU's time since the one before, so that a kill loses one charge."""
 
     journal: Journal
     prefix: str
@@ -321,7 +321,7 @@ class JournalPieces:
 
     @classmethod
     def of(cls, journal: Journal, number: int) -> JournalPieces:
-        """The pieces of attempt ``number`` since its last void measurement."""
+        """The stages of attempt ``number`` since its last invalid measurement."""
         voids = sum(e.key.startswith(f"void/{number}/") for e in journal.events())
         return cls(journal, f"piece/{number}.{voids}/", f"void/{number}/{voids}", time.monotonic())
 
@@ -334,13 +334,13 @@ class JournalPieces:
         self.journal.once(self.prefix + piece, PIECE, lambda: found | self.charge())
 
     def charge(self) -> dict[str, float]:
-        """An event's charge: the seconds that no event has yet."""
+        """A charge for the seconds that no event has charged yet."""
         before, self.since = self.since, time.monotonic()
         return {GPU_SECONDS: round(self.since - before, 3)}
 
 
 def standing(journal: Record, spec: Spec) -> Outcome | None:
-    """A run's result by its journal: its accepted kernel, or its last verified attempt, if there is one."""
+    """A run's result by its journal: its accepted kernel, else its last verified attempt, if any."""
     run = RunView(journal.events())
     at = run.standing
     if at is None:
@@ -350,7 +350,7 @@ def standing(journal: Record, spec: Spec) -> Outcome | None:
 
 
 def as_incumbent(outcome: Outcome) -> Incumbent:
-    """An accepted kernel with its schedules, as the incumbent."""
+    """An accepted kernel and its schedules, as the incumbent."""
     from coda_agent.verifier.incumbent import Incumbent
 
     assert isinstance(outcome.report, Accepted) and outcome.program is not None
@@ -358,6 +358,6 @@ def as_incumbent(outcome: Outcome) -> Incumbent:
 
 
 def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:
-    """The author of the attempt that stands; a replay's author is the recorded run's."""
+    """The author of an attempt. For a replay, the author of the recorded run."""
     run = journal.header.get("replays") or journal.header["run"]
     return Authorship(author=turn.author, attempts=number, run=str(run))

@@ -1,7 +1,8 @@
-"""Optimizing: the author gets an accepted kernel's CuTeDSL with what was measured of it, and edits it.
+"""Optimize: a model edits an accepted kernel's CuTeDSL, given that kernel's measurements.
 
-The program stays the contract: what the text computes is judged against it, and it has to beat the kernel
-that it was made from. The stable prefix of the prompt is ``cutedsl.md``; the task is this kernel.
+The program stays the contract: the edited text must compute the same, and be faster than the kernel that it
+started from. The prompt begins with ``cutedsl.md``, which is the same for every run, and ends with this
+kernel.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ at least (the lower end of its interval above 1, in the same run) and slower in 
 
 @dataclass(frozen=True)
 class Base:
-    """The accepted kernel that an edit starts from. ``raw``: its text, where it is an edited one itself;
-    ``counted``: its hardware counters in words, where an export of them is kept."""
+    """The accepted kernel that an edit starts from. ``raw``: its text if it is an edit itself. ``counted``:
+    its hardware counters in words, if an export of them exists."""
 
     program: Program
     report: Accepted
@@ -72,9 +73,9 @@ class Base:
 
 
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Base:
-    """The accepted kernel of a spec, by default of generated_kernels/: its edited text where there is one,
-    unless the program was measured again since, or it is to be edited ``afresh``. Raises Absent,
-    and KernelError for files that are damaged."""
+    """The accepted kernel of a spec, by default from generated_kernels/. An edited kernel is preferred,
+    unless its program was measured again since, or ``afresh`` asks for the program. Raises Absent, and
+    KernelError for damaged files."""
     directory = directory or accept.KERNELS
     found = accept.read(spec, directory)
     edit = None if afresh else accept.read(spec, directory, raw=True)
@@ -82,7 +83,7 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
         found = edit
     if found is None:
         raise Absent(
-            f"{directory}: no accepted kernel of {spec.name}; author one first: coda-agent generate "
+            f"{directory}: no accepted kernel for {spec.name}; author one first: coda-agent generate "
             f"specs/{spec.name}.yaml"
         )
     counted = _counted(spec, found.program, directory, found.raw)
@@ -90,7 +91,7 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
 
 
 def _counted(spec: Spec, program: Program, directory: Path, raw: str) -> str:
-    """In words; nothing of a schedule that is known to be another than the one that was measured."""
+    """The hardware counters in words; "" if they were counted with another schedule than the measured one."""
     name = f"{spec.name}{'.raw' if raw else ''}"
     path = directory / f"{name}.counters.csv"
     if not path.exists():
@@ -103,7 +104,7 @@ def _counted(spec: Spec, program: Program, directory: Path, raw: str) -> str:
 
 
 def _bare(report: Accepted) -> Accepted:
-    """Without the samples: they are not for a prompt."""
+    """The report without samples, which a prompt does not need."""
     return report.model_copy(
         update={"timings": tuple(t.model_copy(update={"samples": {}}) for t in report.timings)}
     )
@@ -111,7 +112,7 @@ def _bare(report: Accepted) -> Accepted:
 
 @dataclass(frozen=True)
 class Editing:
-    """An edited text of an accepted kernel's (``agent.run.task.Work``). ``text``: the spec's YAML."""
+    """The task of editing an accepted kernel (``agent.run.task.Work``). ``text`` is the spec's YAML."""
 
     spec: Spec
     text: str
@@ -120,8 +121,8 @@ class Editing:
 
     @classmethod
     def of(cls, run: Run) -> Editing:
-        """A run's, from the kernel as it was when the run began."""
-        # A run that is played back begins as the recorded one did.
+        """The task of a run: the kernel as it was when the run began."""
+        # A replayed run begins from the program, as the recorded run did.
         afresh = providers.named(run.journal.header["provider"]).replays
         found = run.journal.once("base", "base", lambda: base(run.spec, afresh=afresh).to_json())
         return cls(run.spec, run.text, Base.from_json(found, run.spec))
@@ -162,7 +163,7 @@ class Editing:
 
     @property
     def _tuned(self) -> tuple[Schedule, ...]:
-        """The schedules that the kernel was tuned to, each once."""
+        """The schedules that the kernel was tuned to, without repeats."""
         every = [s._replace(swizzle=8) for steps in self.rival().schedules.values() for s in steps.values()]
         return tuple(dict.fromkeys(every))
 

@@ -1,8 +1,8 @@
-"""A run's record, read from files that nobody vouches for and checked before anything else sees it.
+"""Validate a run's record before any other code reads it.
 
-A journal may be damaged, edited or another version's. ``glance``, ``opened`` and ``recording`` are the only
-ways to read one: what they return has a header and payloads of the shapes below, so whoever shows, resumes
-or replays a run meets no surprise. Events of kinds that are not known here are only listed.
+A journal may be damaged, edited or from another version. ``glance``, ``opened`` and ``recording`` are the
+only ways to read one. The headers and payloads that they return have the shapes below. Events of unknown
+kinds are listed and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Limits(_Only):
 
 
 class _Recorded(_Shape):
-    """A recording's header: which run it is, of what, by whom."""
+    """The header of a recording: run, spec and author."""
 
     run: str
     spec: str
@@ -82,12 +82,12 @@ class _Recorded(_Shape):
 
 def _known_provider(name: str) -> str:
     if name not in providers.specs():
-        raise ValueError(f"is none of the providers {', '.join(providers.specs())}")
+        raise ValueError(f"must be one of the providers {', '.join(providers.specs())}")
     return name
 
 
 class _Header(_Recorded):
-    """A run's own: how it goes on, too."""
+    """The header of a run, with the options that resuming needs."""
 
     spec_hash: str
     provider: Annotated[str, AfterValidator(_known_provider)]
@@ -112,7 +112,7 @@ class _Header(_Recorded):
     @model_validator(mode="after")
     def _numbered(self) -> _Header:
         if (self.candidate == 0) != (self.candidates == 0):
-            raise ValueError("a candidate has its number and how many there are")
+            raise ValueError("a candidate needs its number and the number of candidates")
         return self
 
 
@@ -157,7 +157,7 @@ class _Settled(_Shape):
 
 
 class _Judged(_Shape):
-    """A draft's or an attempt's source, and the gates' verdict."""
+    """The source of a draft or an attempt, with the verdict of the gates."""
 
     report: Report
     program: str | None
@@ -167,7 +167,7 @@ class _Judged(_Shape):
     @model_validator(mode="after")
     def _sound(self) -> _Judged:
         _check_report(self.report)
-        if self.program:  # then it was hashed and is written to files
+        if self.program:  # an empty program has no hash
             f"{self.source}{self.raw}".encode()
         return self
 
@@ -200,7 +200,7 @@ class _Piece(_Shape):
 
 
 class _Came(_Shape):
-    """A recording's verdict, maybe of an earlier protocol: of use is only what came of it."""
+    """A recording's verdict, perhaps of an earlier protocol. Only the status matters."""
 
     status: str
 
@@ -210,7 +210,7 @@ class _Listed(_Shape):
 
 
 class _Kernel(_Shape):
-    """What the compiler said of one kernel."""
+    """The compiler's figures for one kernel."""
 
     kernel: str
     tile: str | None
@@ -259,8 +259,8 @@ _KEPT: dict[str, Callable[[Mapping[str, Any]], object]] = {
 
 
 def glance(path: Path, before: Sequence[Event] = ()) -> tuple[dict[str, Any], list[Event]]:
-    """Header and events of the journal at ``path`` as committed at this moment, whoever has it open.
-    ``before``: its first events, which were read and checked earlier. Raises JournalError."""
+    """Header and events of the journal at ``path``, as committed now; another process may have it open.
+    ``before``: its first events, which were checked earlier. Raises JournalError."""
     header, new = journal.glance(path, before[-1].seq if before else 0)
     events = [*before, *new]
     _check(path, header, events, new)
@@ -268,7 +268,7 @@ def glance(path: Path, before: Sequence[Event] = ()) -> tuple[dict[str, Any], li
 
 
 def opened(path: Path) -> Journal:
-    """A journal that is open for this process alone. Raises JournalError."""
+    """Open a journal for this process alone. Raises JournalError."""
     found = Journal.open(path)
     try:
         _check(path, found.header, events := found.events(), events)
@@ -279,8 +279,7 @@ def opened(path: Path) -> Journal:
 
 
 def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
-    """Header and events of a run that was exported, which may be of an earlier protocol. Raises
-    JournalError."""
+    """Header and events of an exported run, perhaps of an earlier protocol. Raises JournalError."""
     header, events = journal.read_export(path)
     with _told(path, "header"):
         _Recorded.model_validate(header)
@@ -290,7 +289,7 @@ def recording(path: Path) -> tuple[dict[str, Any], list[Event]]:
 
 
 def check_programs(path: Path, events: Iterable[Event], spec: Spec) -> None:
-    """Raises DamagedError for a program in the journal at ``path`` that is none of the spec's."""
+    """Raise DamagedError for a program in the journal at ``path`` that does not fit the spec."""
     for event in events:
         if event.kind in ("report", "base") and event.payload["program"]:
             with _told(path, event.key):
@@ -298,15 +297,16 @@ def check_programs(path: Path, events: Iterable[Event], spec: Spec) -> None:
 
 
 def timings_of(report: Accepted | Checked | Rejected | Measurement | None) -> tuple[Timing, ...]:
-    """Those of a kernel that was measured, be it too slow."""
+    """The timings of a measured kernel, including one rejected as too slow."""
     if isinstance(report, Accepted | Measured):
         return report.timings
     rows = report.evidence.get("timings", ()) if isinstance(report, Rejected) else ()
-    return tuple(Timing.model_validate({"samples": {}} | row) for row in rows)  # evidence leaves those out
+    # evidence leaves out the samples
+    return tuple(Timing.model_validate({"samples": {}} | row) for row in rows)
 
 
 def uncharged(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """A payload as it was measured."""
+    """A measurement's payload without its charge."""
     return {key: value for key, value in payload.items() if key != GPU_SECONDS}
 
 
@@ -322,16 +322,16 @@ def _check(path: Path, header: Mapping[str, Any], events: Sequence[Event], new: 
         answered |= event.kind == "answer"
         with _told(path, event.key):
             if event.kind == "report" and not answered:
-                raise ValueError("no answer comes before it")
+                raise ValueError("no answer precedes it")
             if event.kind == "measurement":
                 _check_measured(payloads, event)
 
 
 def _check_measured(payloads: Mapping[str, Mapping[str, Any]], event: Event) -> None:
-    """Raises ValueError for a measurement of no report, or of another kernel than its report's."""
+    """Raise ValueError for a measurement without a report, or of another kernel than the report's."""
     report = payloads.get(event.key.replace("measurement", "report"))
     if report is None:
-        raise ValueError("there is no report that it is of")
+        raise ValueError("it has no report")
     measurement = MEASUREMENT.validate_python(uncharged(event.payload))
     joined(REPORT.validate_python(report["report"]), measurement)
 
@@ -340,7 +340,7 @@ def _check_event(path: Path, event: Event, checks: Mapping[str, Callable[..., ob
     with _told(path, f"event {event.seq}"):
         head = event.key.partition("/")[0]
         if head != event.kind and (head in checks or event.kind in checks):
-            raise ValueError(f"the key {event.key!r} is none of kind {event.kind!r}")
+            raise ValueError(f"the key {event.key!r} does not match kind {event.kind!r}")
         if event.kind in ("answer", "report", "measurement") and not _NUMBERED.fullmatch(event.key):
             raise ValueError(f"the key {event.key!r} has no number")
         _MOMENT.validate_python(event.time)
@@ -350,7 +350,7 @@ def _check_event(path: Path, event: Event, checks: Mapping[str, Callable[..., ob
 
 
 def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
-    """Raises ValueError or ProgramError for evidence that is computed with and could not be."""
+    """Raise ValueError or ProgramError for figures that later code could not compute with."""
     for gate in () if isinstance(report, Unmeasured) else report.gates:
         if gate.gate == "compile":
             _KERNELS.validate_python(gate.figures.get("kernels", []))
@@ -365,7 +365,7 @@ def _check_report(report: Accepted | Checked | Rejected | Measurement) -> None:
 
 @contextmanager
 def _told(path: Path, place: str) -> Iterator[None]:
-    """Within: a part of the record at ``path`` is checked. Raises DamagedError, which names it."""
+    """Check a part of the record at ``path`` in the block. Raises DamagedError, which names the part."""
     try:
         yield
     except ValidationError as error:

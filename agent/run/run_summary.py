@@ -1,6 +1,6 @@
-"""What a run's journal tells of its attempts.
+"""Summarize a run's journal by attempt.
 
-An attempt is a report with what led to it, drafts and answers, and what followed from it.
+An attempt is a report with the drafts and answers before it, and the measurements after it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import REPORT, Accepted, Checked, Rejected, Timing
 from coda_agent.verifier.spec.file import SpecError
 
-KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")  # others are only listed
+# events of other kinds are only listed
+KINDS = ("prompt", "answer", "draft", "report", "piece", "measurement", "void")
 Verdict = Accepted | Checked | Rejected
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What an author had checked on its way to an answer."""
+    """A draft that an author checked on its way to an answer."""
 
     source: str
     report: Verdict
@@ -36,10 +37,9 @@ class Draft:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What was written, and how it was judged; ``report`` is None until it is.
+    """One attempt: its source and its verdict. ``report`` is None until it is verified.
 
-    ``timings`` are those of a kernel that was measured, be it too slow; ``voids`` say why a measurement was
-    not believed.
+    ``timings`` include those of a kernel rejected as too slow. ``voids`` say why a measurement was invalid.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Step:
-    """An event: its attempt (0: the run's own), and the seconds since the event before it."""
+    """An event: its attempt (0: none) and the seconds since the previous event."""
 
     event: Event
     attempt: int
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Account:
-    """A run at one moment. ``edited``: its spec is not what it was when the run started."""
+    """A run at one moment. ``edited``: its spec has changed since the run started."""
 
     past: Past
     header: Mapping[str, Any]
@@ -77,7 +77,7 @@ class Account:
 
 
 def read(directory: Path) -> Account:
-    """What a run's folder tells; takes nothing from whoever has the run open. Raises JournalError."""
+    """Read a run's folder. The run may be open in another process. Raises JournalError."""
     journal = directory / JOURNAL
     header, events = record.glance(journal)
     yaml = directory / "spec.yaml"
@@ -101,9 +101,10 @@ def _edited(yaml: Path, header: Mapping[str, Any]) -> bool:
 
 
 def _grouped(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """Events by attempt, from 1; under 0 the prompt and what is not known here.
+    """Events by attempt, from 1; 0 holds the prompt and unknown events.
 
-    By their order: keys name turns, of which an attempt may take several."""
+    Attempts follow from the order of events: keys name turns, and one attempt may take several.
+    """
     grouped: dict[int, list[Event]] = {0: []}
     judged = 0
     for event in events:
@@ -123,7 +124,7 @@ def _steps(events: Sequence[Event], grouped: Mapping[int, Sequence[Event]]) -> t
     times = [datetime.fromisoformat(event.time) for event in events]
     waits = [(now - before).total_seconds() for before, now in zip(times[:1] + times, times, strict=False)]
     return tuple(
-        Step(event, attempts[event.seq], max(wait, 0.0))  # a clock may be set back
+        Step(event, attempts[event.seq], max(wait, 0.0))  # the clock may have been set back
         for event, wait in zip(events, waits, strict=True)
     )
 

@@ -28,7 +28,7 @@ def runs_dir() -> Path:
 
 @dataclass
 class Run:
-    """A run that is open in this process: its journal is locked until ``journal.close()``."""
+    """A run that is open in this process. Its journal stays locked until ``journal.close()``."""
 
     name: str
     journal: Journal
@@ -41,7 +41,7 @@ class Run:
 
 
 def start(path: Path, options: dict[str, Any]) -> Run:
-    """A new run of the spec at ``path``. Raises SpecError before anything is written."""
+    """Start a run of the spec at ``path``. Raises SpecError before anything is written."""
     spec = load(path)
     text = path.read_text(encoding="utf-8")
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -49,13 +49,13 @@ def start(path: Path, options: dict[str, Any]) -> Run:
         name = f"{spec.name}-{stamp}{suffix}"
         if _claim(runs_dir() / name, text):
             break
-    # The journal last: a folder without one is no run, so an interrupted start leaves none.
+    # The journal comes last: a folder without one is not a run, so an interrupted start leaves no run.
     header = {"run": name, "spec": spec.name, "spec_hash": spec.hash, **options}
     return Run(name, Journal.create(runs_dir() / name / JOURNAL, header), spec, text)
 
 
 def _claim(directory: Path, spec: str) -> bool:
-    """Create a run's folder with its spec; False where another run has it. Raises JournalError."""
+    """Create a run's folder with its spec; False if the name is taken. Raises JournalError."""
     try:
         directory.mkdir(parents=True)
         write_atomic(directory / "spec.yaml", spec)
@@ -64,26 +64,26 @@ def _claim(directory: Path, spec: str) -> bool:
     except OSError as error:
         full = error.errno == errno.ENOSPC
         remedy = (
-            "make room or set CODA_AGENT_RUNS" if full else "choose a directory that can be made and written"
+            "make room or set CODA_AGENT_RUNS" if full else "choose a writable directory"
         )
         raise JournalError(f"{directory}: {error.strerror}; {remedy}") from None
     return True
 
 
 def folder(name: str) -> Path:
-    """The folder of an existing run, by its name or its folder. Raises JournalError."""
+    """The folder of an existing run, by name or path. Raises JournalError."""
     given, name = Path(name), Path(name).name
     if not NAME.fullmatch(name) or not (runs_dir() / name).is_dir():
         known = ", ".join(names()[-5:]) or "none"
-        raise JournalError(f"{runs_dir()}: there is no run {name!r}; the latest are: {known}")
+        raise JournalError(f"{runs_dir()}: there is no run {name!r}; the latest runs are {known}")
     if given.is_dir() and given.resolve() != (runs_dir() / name).resolve():
-        raise JournalError(f"{given} is no run of {runs_dir()}; set CODA_AGENT_RUNS to the folder it is in")
+        raise JournalError(f"{given} is not a run in {runs_dir()}; set CODA_AGENT_RUNS to its parent folder")
     return runs_dir() / name
 
 
 def reopen(name: str) -> Run:
-    """An existing run with its original spec. Raises JournalError for a missing run, or one whose spec was
-    edited since."""
+    """Reopen an existing run with its original spec. Raises JournalError if the run is missing or its spec
+    was edited."""
     directory = folder(name)
     path = directory / JOURNAL
     journal = record.opened(path)
@@ -97,8 +97,8 @@ def reopen(name: str) -> Run:
 
 
 def look(name: str) -> tuple[Snapshot, Spec]:
-    """A run at this moment, even if another process has it open, and its spec. Raises JournalError as
-    ``reopen`` does."""
+    """Read a run and its spec, even if another process has the run open. Raises JournalError as ``reopen``
+    does."""
     path = folder(name) / JOURNAL
     taken = Snapshot(*record.glance(path))
     spec, _ = _spec(path.parent, taken.header)
@@ -108,14 +108,14 @@ def look(name: str) -> tuple[Snapshot, Spec]:
 
 def _spec(directory: Path, header: dict[str, Any]) -> tuple[Spec, str]:
     path = directory / "spec.yaml"
-    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # it was checked at the start
+    spec, text = load(path, check=False), path.read_text(encoding="utf-8")  # checked at the start of the run
     if spec.hash != header["spec_hash"]:
-        raise JournalError(f"{path}: not the spec that the run started with; undo the change")
+        raise JournalError(f"{path}: the spec has changed since the run started; undo the change")
     return spec, text
 
 
 def names() -> list[str]:
-    """All runs, oldest first; empty without a folder of them. OSError where it cannot be read."""
+    """All runs, oldest first; empty without a folder. Raises OSError if the folder cannot be read."""
     try:
         found = [*runs_dir().iterdir()]
     except FileNotFoundError:
@@ -124,6 +124,6 @@ def names() -> list[str]:
 
 
 def _age(name: str) -> tuple[str, int, str]:
-    """A run's start, and its place among those of that second, both from its name."""
+    """A run's start time, and its order among the runs of that second, both from its name."""
     stamp = STAMP.search(name)
     return (stamp[1], int(stamp[2] or 1), name) if stamp else ("", 0, name)

@@ -1,4 +1,4 @@
-"""The task of a run's author, and its judgement without a GPU."""
+"""The task of a run's author, and its check without a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Measure(Protocol):
-    """Runs the GPU gates; ``kept``: the incumbent; ``raw``: the edited text to run."""
+    """Run the GPU gates. ``kept`` is the incumbent; ``raw`` is the edited text to run."""
 
     def __call__(
         self, spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
@@ -30,7 +30,7 @@ class Measure(Protocol):
 
 
 class Work(Protocol):
-    """A task; ``raw``: its answer is an edited CuTeDSL text, not a kernel in the vocabulary."""
+    """A task. ``raw``: its answer is an edited CuTeDSL text instead of a kernel file."""
 
     raw: bool
 
@@ -38,22 +38,22 @@ class Work(Protocol):
         """The author's first message."""
 
     def rival(self) -> Incumbent | None:
-        """The incumbent of the first answer, besides the baseline."""
+        """The incumbent that the first answer must beat, besides the baseline."""
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
-        """Run the gates of any machine; ``schedules`` are the author's, by step."""
+        """Run the gates that need no GPU. ``schedules`` are the author's, by step."""
 
     def measuring(self, usual: Measure, progress: Progress) -> Measure:
-        """The function that measures it on a GPU; ``usual`` measures kernels."""
+        """The function that measures an answer on a GPU. ``usual`` measures kernels."""
 
     def accepted(self, report: Accepted, program: Program, rounds: int) -> str:
-        """The message after an acceptance, with the number of rounds left to make it faster."""
+        """The message after an acceptance. ``rounds`` remain to make the kernel faster."""
 
 
 @dataclass(frozen=True)
 class Authoring:
-    """A kernel for a spec, in the vocabulary. ``text``: the spec's YAML, as the author sees it; ``tips``: the
-    log's."""
+    """Author a kernel for a spec. ``text`` is the spec's YAML as the author sees it; ``tips`` come from the
+    log."""
 
     spec: Spec
     text: str

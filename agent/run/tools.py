@@ -1,7 +1,8 @@
-"""An author's tools before it answers: check a draft, read a page, propose a tip. A person can see every use.
+"""Tools that an author has before it answers: check a draft, read a page, propose a tip. The journal lists
+every use.
 
-Drafts go through the gates of this machine in the same jail as answers do, and stay in the journal: they are
-part of the kernel's cost.
+Drafts go through the gates of this machine, in the same jail as answers. They count towards the kernel's
+cost.
 """
 
 from __future__ import annotations
@@ -62,20 +63,20 @@ PROPOSE_TIP = _tool(
     fix="What mended it, in one line.",
 )
 TOOLS = (CHECK, SUBMIT, READ, PROPOSE_TIP)
-Judge = Callable[[str], dict[str, Any]]  # a source's report, with its program
+Judge = Callable[[str], dict[str, Any]]  # maps a source to its report with its program
 
 
 @dataclass(frozen=True)
 class Desk:
-    """The place where a run's tools are used: each use once, its result in the journal."""
+    """Execute a run's tool calls. Each call runs once; its result stays in the journal."""
 
     journal: Journal
     spec: Spec
     judge: Judge
 
     def answer(self, place: str, call: Call) -> str:
-        """The result of a use of ``check``, ``read`` or ``propose_tip``; ``place`` names it in the journal.
-        """
+        """The result of calling ``check``, ``read`` or ``propose_tip``. ``place`` is its name in the
+        journal."""
         arguments = _arguments(call)
         if isinstance(arguments, str):
             return arguments
@@ -101,8 +102,7 @@ def submission(turn: Turn) -> str | None:
 
 
 def results(turn: Turn, words: Mapping[str, str], text: str = "") -> Message:
-    """The message that answers a turn's calls, with results by their ids; ``text`` alone for a turn without
-    calls."""
+    """The message with the results of a turn's calls by id. A turn without calls gets ``text`` alone."""
     if not turn.calls:
         return Message("user", text)
     blocks = [
@@ -123,7 +123,7 @@ def checked(report: Mapping[str, Any]) -> str:
 
 
 def _arguments(call: Call) -> dict[str, str] | str:
-    """A call's input, or its fault in words."""
+    """The input of a call, or its error in words."""
     tool = next((t for t in TOOLS if t.name == call.name), None)
     if tool is None:
         return f"there is no tool {call.name!r}; there are {', '.join(t.name for t in TOOLS)}"
@@ -134,7 +134,7 @@ def _arguments(call: Call) -> dict[str, str] | str:
 
 
 def _tip(given: dict[str, str]) -> dict[str, str] | str:
-    """A tip, or the log's later objection, while its author can still correct it."""
+    """A tip, or the reason why the log would refuse it, while its author can still correct it."""
     longest = max(map(len, given.values()))
     if longest > LONGEST:
         return f"a tip's field has {longest} characters; {LONGEST} at most"

@@ -27,8 +27,8 @@ Report = Accepted | Checked | Rejected
 
 @dataclass(frozen=True)
 class Judged:
-    """An attempt with a report. ``number``: of the turn that submitted it. ``payload``: its report event's.
-    ``measured``: its measurement event's, without the charge, if there is one."""
+    """An attempt with a report. ``number`` is that of the turn that submitted it. ``payload`` is its report
+    event's. ``measured`` is its measurement event's, without the charge, if it was measured."""
 
     number: int
     payload: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Judged:
 
     @property
     def raw(self) -> str:
-        """The edited text; empty where the attempt is a program of the vocabulary."""
+        """The edited text; empty if the attempt is a kernel file."""
         return str(self.payload.get("raw", ""))
 
     @property
@@ -65,12 +65,12 @@ class Judged:
 
     @property
     def report(self) -> Report:
-        """The whole report, with the measurement if there is one."""
+        """The whole report, including the measurement if there is one."""
         return joined(self.checked, self.measurement)
 
 
 class RunView:
-    """A run's ``turns`` in order, and its ``attempts`` by their numbers."""
+    """A run's ``turns`` in order, and its ``attempts`` by number."""
 
     def __init__(self, events: Iterable[Event]):
         payloads = {event.key: event.payload for event in events}
@@ -93,7 +93,6 @@ class RunView:
 
     @property
     def standing(self) -> Judged | None:
-        """The attempt that the run stands at: the last accepted, as a change that beats nothing is not, else
-        the last."""
+        """The attempt that is the run's result: the last accepted one, else the last."""
         accepted = [number for number, attempt in self.attempts.items() if attempt.accepted]
         return self.attempts[max(accepted)] if accepted else self.last

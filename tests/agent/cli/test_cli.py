@@ -197,7 +197,7 @@ def test_an_unknown_run(command: Command, tmp_path: Path) -> None:
         ("bundle", "x", "-o", tmp_path / "b"),
     ):
         done = command(*arguments)
-        assert done.status == 3 and "there is no run 'x'; the latest are: none" in done.said()
+        assert done.status == 3 and "there is no run 'x'; the latest runs are none" in done.said()
     assert not (tmp_path / "b").exists()
 
 

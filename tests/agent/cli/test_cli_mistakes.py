@@ -118,7 +118,7 @@ def test_tips_are_measured_on_a_spec_s_name(
 
 def test_a_name_may_be_given_as_its_file(command: Command, place: Path) -> None:
     done = command("optimize", "specs/toy.yaml", "--provider", "handoff", "--no-gpu")
-    assert done.status == 3 and "no accepted kernel of toy" in done.said()
+    assert done.status == 3 and "no accepted kernel for toy" in done.said()
     for elsewhere in ("toy.yaml", "generated_kernels/toy.py"):
         wrong(command("optimize", elsewhere), f"{elsewhere}: is not in specs; give the name of one that is")
     proposed = "specs/primitives/softsign.yaml"

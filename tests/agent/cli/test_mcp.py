@@ -287,7 +287,7 @@ async def test_a_run_is_a_name_of_the_list(
         name = await begun(client)
         shutil.copytree(place / "runs" / name, place / "outside")
         for run in ("", ".", "..", "../outside", f"../runs/{name}", f"{name}/", f"runs/{name}", "\0"):
-            assert f"the latest are: {name}" in await refused(client, tool, run=run, **given), run
+            assert f"the latest runs are {name}" in await refused(client, tool, run=run, **given), run
     assert keys(name) == ["prompt"]
 
 

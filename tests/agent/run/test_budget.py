@@ -168,7 +168,7 @@ def test_tokens_shrink_an_answer_and_end_a_run(journal: Journal) -> None:
     with pytest.raises(OutOfBudget, match=r"10,000 of 10,000 tokens are used up.*--budget-tokens"):
         book.reserve(MODEL, 1, 3000)
     book = ledger(journal, tokens=15_000)
-    with pytest.raises(OutOfBudget, match="has 900 tokens for an answer, after 10,000 tokens"):
+    with pytest.raises(OutOfBudget, match="has 900 tokens left for an answer, after 10,000 tokens"):
         book.reserve(MODEL, 4100, 3000)
     assert book.reserve(MODEL, 5000 - FEWEST_TOKENS, 3000).max_tokens == FEWEST_TOKENS
     assert ledger(journal, tokens=16_000).reserve(MODEL, 300, 700).max_tokens == 700  # all that was asked for

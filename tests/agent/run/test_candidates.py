@@ -104,7 +104,7 @@ def test_one_that_may_not_ask_says_why(toy: Path, tmp_path: Path, number: int) -
     more = ("--candidates", str(number), "--budget-seconds", "0")
     done = coda_agent("generate", toy, *options(tmp_path / "hands"), *more)
     assert done.returncode == 1 and len(runs.names()) == number, done.stderr
-    why = r"0.\d+ of 0 seconds are used up; resume the run with a larger --budget-seconds\n"
+    why = r"0.\d+ of 0 seconds used; resume the run with a larger --budget-seconds\n"
     for name in runs.names():
         told = f"coda-agent: {why}" if number == 1 else f"{name}: authoring, stopped: {why}"
         assert re.search(told, done.stdout + done.stderr)
@@ -169,6 +169,6 @@ def test_the_table_has_what_journals_tell(toy: Path) -> None:
     assert lines[2][-3:] == ["2.000", "1.300", "7%"]
     assert lines[3][:3] == ["3", names[2], "rejected"]
     assert lines[3][-3:] == ["(2.000)", "(0.900)", "(7%)"]
-    assert "in parentheses: measured and not accepted" in capture.get()
+    assert "in parentheses: measured, but not accepted" in capture.get()
     ranked = sorted(map(history.of, names), key=candidates._merit)
     assert [past.run for past in ranked] == [names[1], names[0], names[2]]

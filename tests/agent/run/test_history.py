@@ -108,12 +108,12 @@ def test_what_stopped_a_run_is_told_until_it_goes_on(toy: Path) -> None:
     run = runs.start(toy, HEADER | {"provider": "handoff", "author": "Ada"})
     assert f"{run.name} running Ada" in listed(run.name)
     run.journal.close()
-    assert f"{run.name} cut off: resume it Ada" in listed(run.name)  # killed, or a machine that went down
-    stop(run.name, "5 of 4 tokens are used up; resume the run with a larger --budget-tokens")
-    assert f"{run.name} stopped: 5 of 4 tokens are used up Ada" in listed(run.name)
+    assert f"{run.name} interrupted: resume it Ada" in listed(run.name)  # killed, or a machine that went down
+    stop(run.name, "5 of 4 tokens used; resume the run with a larger --budget-tokens")
+    assert f"{run.name} stopped: 5 of 4 tokens used Ada" in listed(run.name)
     with Journal.open(run.directory / runs.JOURNAL) as journal:
         journal.once("prompt", "prompt", lambda: {"system": "", "task": ""})
-    assert history.of(run.name).stopped == "" and f"{run.name} cut off: resume it Ada" in listed(run.name)
+    assert history.of(run.name).stopped == "" and f"{run.name} interrupted: resume it Ada" in listed(run.name)
 
 
 def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_was_spent_is_the_ledgers_word(toy: Path) -> None:
     assert listed(lost.name).endswith(f"0 ~36,311 ~{first.spent.dollars:.2f} –")
     assert listed(paid.name).endswith(f"0 1,200 {second.spent.dollars:.2f} 72")
     assert listed("2 run(s)") == f"2 run(s) 0 ~37,511 ~{both} 72"
-    assert "36,311 tokens, $" in listed("nobody saw")
+    assert "36,311 tokens, $" in listed("unknown final cost")
     asked = json.loads(CliRunner().invoke(app, ["runs", "--json"]).output)
     assert (asked["total"]["runs"], asked["total"]["attempts"]) == (2, 0)
     assert Spent(**asked["total"]["spent"]) == first.spent + second.spent
@@ -151,7 +151,7 @@ def test_runs_are_read_on_a_disk_without_room(toy: Path, runs_home: Path) -> Non
     ("damage", "words"),
     [
         (lambda path: path.write_bytes(b"no database at all, but long enough to be one" * 9), "journal.db"),
-        (lambda path: path.write_bytes(b""), "no journal of coda-agent"),
+        (lambda path: path.write_bytes(b""), "not a journal of coda-agent"),
     ],
 )
 def test_a_journal_that_cannot_be_read_hides_no_other(
@@ -195,7 +195,7 @@ def test_a_glance_changes_nothing(toy: Path, runs_home: Path) -> None:
     assert path.read_bytes() == before
     with Journal.open(path) as journal:
         assert (header, events) == (journal.header, journal.events()) == glance(path)
-    with pytest.raises(JournalError, match="there is no journal"):
+    with pytest.raises(JournalError, match="no journal here"):
         glance(path.with_name("other.db"))
 
 
@@ -208,7 +208,7 @@ def test_the_command_lists_for_people_and_programs(toy: Path, runs_home: Path) -
     assert (run["run"], run["status"], run["spec"]) == (name, "checked", "toy")
     runs.start(toy, HEADER | {"provider": "handoff", "author": "Ada"}).journal.close()  # and nobody at it
     told = CliRunner().invoke(app, ["runs"])
-    assert "cut off: resume it" in told.output and "GPU s" not in told.output
+    assert "interrupted: resume it" in told.output and "GPU s" not in told.output
     shutil.rmtree(runs_home)
     assert "no runs yet" in CliRunner().invoke(app, ["runs"]).output
     runs_home.write_text("a file")

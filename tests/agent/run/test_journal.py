@@ -135,7 +135,7 @@ def test_a_step_that_fails_records_nothing(tmp_path: Path) -> None:
             journal.once("a", "answer", lambda: {"x": object()})
         assert journal.events() == []
         assert journal.once("a", "answer", lambda: {"x": 1}) == {"x": 1}
-        with pytest.raises(ValueError, match="'a' is recorded as 'answer', not as 'report'"):
+        with pytest.raises(ValueError, match="'a' is recorded as 'answer', not 'report'"):
             journal.once("a", "report", lambda: {})
 
 
@@ -216,7 +216,7 @@ def test_close_gives_the_journal_free_and_so_does_a_failed_open(tmp_path: Path) 
 
 def test_create_refuses_an_existing_run(tmp_path: Path) -> None:
     Journal.create(tmp_path / "run.db", {"a": 1}).close()
-    with pytest.raises(JournalError, match="run.db: this run exists; resume it"):
+    with pytest.raises(JournalError, match="run.db: this run already exists; resume it"):
         Journal.create(tmp_path / "run.db", {"a": 2})
     with Journal.open(tmp_path / "run.db") as journal:
         assert journal.header == {"a": 1}
@@ -229,7 +229,7 @@ def test_create_refuses_another_journals_log(tmp_path: Path) -> None:
 
 
 def test_missing(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match="run.db: there is no journal"):
+    with pytest.raises(JournalError, match="run.db: no journal here"):
         Journal.open(tmp_path / "run.db")
     assert list(tmp_path.iterdir()) == []
 
@@ -237,7 +237,7 @@ def test_missing(tmp_path: Path) -> None:
 def test_create_makes_directories_or_says_why_not(tmp_path: Path) -> None:
     Journal.create(tmp_path / "a" / "b" / "run.db", {}).close()
     (tmp_path / "file").touch()
-    with pytest.raises(JournalError, match="choose a directory that can be made and written"):
+    with pytest.raises(JournalError, match="choose a writable directory"):
         Journal.create(tmp_path / "file" / "run.db", {})
 
 
@@ -281,7 +281,7 @@ def test_another_programs_database_stays_as_it_is(tmp_path: Path) -> None:
     connection.execute("CREATE TABLE t (x)")
     connection.close()
     content = path.read_bytes()
-    with pytest.raises(JournalError, match="no journal of coda-agent"):
+    with pytest.raises(JournalError, match="not a journal of coda-agent"):
         Journal.open(path)
     assert path.read_bytes() == content
 
@@ -291,7 +291,7 @@ def test_another_schema(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "run.db")
     connection.execute("PRAGMA user_version = 2")
     connection.close()
-    with pytest.raises(JournalError, match="of schema 2, this version reads 1"):
+    with pytest.raises(JournalError, match="schema 2, but this version reads 1"):
         Journal.open(tmp_path / "run.db")
 
 
@@ -364,7 +364,7 @@ except JournalError as error:
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "run.db" in done.stdout and "what was committed is safe" in done.stdout
+    assert "run.db" in done.stdout and "committed steps are safe" in done.stdout
     with Journal.open(path) as journal:
         assert [event.key for event in journal.events()] == ["small"]
 
@@ -391,7 +391,7 @@ except JournalError as error:
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     read, refused = done.stdout.splitlines()
     assert "ended well" in read
-    assert refused.startswith(f"{killed}: cannot be read where it is (disk I/O error), nor from a copy (")
+    assert refused.startswith(f"{killed}: cannot be read in place (disk I/O error) or from a copy (")
     assert refused.endswith("make room on its disk, or set TMPDIR to a directory that has room")
     assert list((tmp_path / "temporary").iterdir()) == []
     assert [event.key for event in glance(killed)[1]] == ["a"]

@@ -64,12 +64,12 @@ def test_a_name_or_a_folder_will_do(runs_home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["nothing", "..", ".", "", "/", "a\0b", "-x", "x" * 300, "../../etc"])
 def test_an_unknown_run_names_the_latest(runs_home: Path, tmp_path: Path, name: str) -> None:
     known = make_run(write_toy(tmp_path))
-    with pytest.raises(JournalError, match=f"there is no run .*the latest are: {known}"):
+    with pytest.raises(JournalError, match=f"there is no run .*the latest runs are {known}"):
         runs.reopen(name)
 
 
 def test_no_runs_at_all(runs_home: Path) -> None:
-    with pytest.raises(JournalError, match="the latest are: none"):
+    with pytest.raises(JournalError, match="the latest runs are none"):
         runs.reopen("nothing")
 
 
@@ -130,7 +130,7 @@ def test_a_spec_that_was_edited_is_another(runs_home: Path, tmp_path: Path, old:
     name = make_run(write_toy(tmp_path))
     write_toy(runs_home / name, old, new).rename(runs_home / name / "spec.yaml")
     for open_it in (runs.reopen, runs.look):
-        with pytest.raises(JournalError, match="spec.yaml: not the spec that the run started with; undo"):
+        with pytest.raises(JournalError, match="spec.yaml: the spec has changed since the run started; undo"):
             open_it(name)
     write_toy(runs_home / name, "name: toy\n", "# a comment\nname: toy\n").rename(
         runs_home / name / "spec.yaml"
@@ -157,7 +157,7 @@ def test_no_room_for_a_run(runs_home: Path, tmp_path: Path, monkeypatch: pytest.
 def test_runs_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CODA_AGENT_RUNS", str(tmp_path / "file"))
-    with pytest.raises(JournalError, match="choose a directory that can be made and written"):
+    with pytest.raises(JournalError, match="choose a writable directory"):
         runs.start(write_toy(tmp_path), HEADER)
 
 
