@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping
 from coda_agent.primitives.derive.simplify import Simplifier
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, Type, reduction
-from coda_agent.primitives.lang.trace import Tensor
+from coda_agent.primitives.lang.trace import Tensor, apply
 
 POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid")  # where they are finite
+ALIKE = ("negative", "even", "odd", "transpose", "row_sums", "per_row", "head_sums", "per_head", "as_tile")
+SUMS = ("add", "subtract", "join")
 
 
 class Reverse:
@@ -28,6 +30,7 @@ class Reverse:
         self.known: dict[int, int] = {}
         self.stopped: dict[int, str] = {}
         self.notes: list[str] = []
+        self.given: Collection[int] = ()
 
     # Forward values
 
@@ -90,7 +93,7 @@ class Reverse:
 
     def gradients(self, given: Mapping[int, int], wrt: Collection[str]) -> dict[str, int]:
         """The gradients of inputs ``wrt`` by name, from those of nodes in the trace."""
-        active = self.active(wrt)
+        active, self.given = self.active(wrt), given.keys()
         found: dict[int, dict[Type, int]] = {i: {} for i in range(len(self.nodes))}
         for index, gradient in given.items():
             self.collect(found, index, gradient)
@@ -120,6 +123,9 @@ class Reverse:
         """Add a node's gradient, by its rule, to those of its arguments."""
         node = self.nodes[index]
         rule = OPERATIONS[node.op].derivative
+        if node.op == "per_row" and (early := self.early(index, found)) is not None:
+            self.collect(found, node.args[0], early)
+            return
         wanted = [a for a in node.args if a in active]
         scalars = [a for a in wanted if self.types[a].kind == "scalar" and self.types[index].kind != "scalar"]
         self.stop(scalars, "no primitive sums all of a tile to a scalar", active)
@@ -136,6 +142,59 @@ class Reverse:
         for argument, part in zip(node.args, parts, strict=True):
             if argument in active and argument not in scalars and part is not None:
                 self.collect(found, argument, part._index)
+
+    # Scales of rows
+
+    def early(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> int | None:
+        """The gradient of a scale of rows from stored values that grow with it, where its own rule computes a
+        product again: a value of degree k in the scale has k times itself as its derivative (Euler)."""
+        if all(map(self.cheap, self.nodes[index].args + self.beside(index))):
+            return None
+        (scale,) = self.nodes[index].args
+        ends = self.ends(index, found) if self.nonzero(scale) else None
+        if not ends:
+            return None
+        total: Tensor | None = None
+        for end, degree in ends.items():
+            (gradient,) = found[end].values()
+            part = apply("multiply", Tensor(gradient), Tensor(self.value(end)))
+            part = apply("row_sums", part) if self.types[end].kind == "tile" else part
+            part = part if degree == 1 else apply("multiply", part, degree)
+            total = part if total is None else apply("add", total, part)
+        return apply("divide", total, Tensor(self.value(scale)))._index
+
+    def beside(self, index: int) -> tuple[int, ...]:
+        """What a value meets."""
+        return tuple(a for node in self.nodes if index in node.args for a in node.args if a != index)
+
+    def ends(self, index: int, found: Mapping[int, Mapping[Type, int]]) -> dict[int, int] | None:
+        """The first stored values after a scale of rows with their degrees in it; None where some way from it
+        to a gradient has none."""
+        degrees, ends = {index: 1}, dict[int, int]()
+        for reader in range(index + 1, len(self.nodes)):
+            node = self.nodes[reader]
+            if not found[reader] or not degrees.keys() & set(node.args):
+                continue
+            degree = self.degree(node, [degrees.get(a, 0) for a in node.args])
+            stored = reader in self.stored
+            if degree is None or len(found[reader]) > 1 or (reader in self.given and not stored):
+                return None
+            (ends if stored else degrees)[reader] = degree
+        return ends
+
+    def degree(self, node: Node, given: list[int]) -> int | None:
+        """A value's degree in what its rows are scaled by, from its arguments'; None if it has none."""
+        if node.op in ALIKE:
+            return given[0]
+        if node.op in SUMS and given[0] == given[1]:
+            return given[0]
+        if node.op in ("multiply", "divide"):
+            return given[0] + given[1] * (1 if node.op == "multiply" else -1)
+        if node.op == "where" and not given[0] and given[1] == given[2]:
+            return given[1]
+        if node.op == "gemm" and not given[1] and self.nodes[node.args[0]].op != "transpose":
+            return given[0]
+        return None
 
     def stop(self, arguments: list[int], why: str, active: set[int]) -> None:
         """Note that these arguments, and all that they are made of, have no whole gradient."""

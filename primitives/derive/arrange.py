@@ -1,0 +1,298 @@
+"""One arrangement of a backward: what is computed in products, and what in the pointwise part before them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from coda_agent.primitives.derive.reverse import Reverse
+from coda_agent.primitives.derive.simplify import Simplifier
+from coda_agent.primitives.lang.dims import Dim, Unsolvable, solving_order
+from coda_agent.primitives.lang.errors import ProgramError
+from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType, reduction
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.trace import tracing
+
+NEXT = "NEXT"  # the dim that the next product adds
+LEAVES = ("tile", "vector")
+
+
+class Derived(NamedTuple):
+    """A backward. ``same``: gradients that are another value as it is; ``stored``: what it reads of the
+    forward, and ``saves`` of these what the forward does not return yet; ``left``: gradients that no program
+    gives, and why; ``notes``: where gradients stop; ``widths``: dims of the programs that stand for sizes of
+    the forward, whose own dims follow from no shape there."""
+
+    program: Program | None
+    head: Program | None
+    same: dict[str, str]
+    stored: tuple[str, ...]
+    saves: dict[str, int]
+    left: dict[str, str]
+    notes: tuple[str, ...]
+    widths: dict[str, Dim]
+
+
+class Attempt:
+    """One arrangement. ``save``: the forward stores its accumulators, and no product is computed again."""
+
+    def __init__(
+        self,
+        program: Program,
+        wrt: tuple[str, ...],
+        of: tuple[str, ...],
+        behind: str | None,
+        save: bool,
+        moves: bool,
+        positive: Collection[str],
+    ):
+        self.program, self.types, self.wrt, self.of, self.behind = program, program.types(), wrt, of, behind
+        self.moves, self.positive = moves, positive
+        signature = program.signature
+        self.narrow = next(
+            (t.dtype for t in signature.inputs.values() if len(t.shape) == 2 and t.dtype != "fp32"), "bf16"
+        )
+        self.inputs = signature.inputs | signature.outputs
+        outputs = program.outputs
+        self.stored = {i: n for n, i in outputs.items() if self.types[i].kind in LEAVES}
+        self.saves: dict[str, int] = {}
+        self.widths: dict[str, Dim] = {}
+        for index, node in enumerate(program.nodes):
+            if save and node.op == "gemm" and index not in self.stored:
+                self.saves[self.declare(f"saved_{index}", index)] = index
+        self.stored |= {i: n for n, i in self.saves.items()}
+
+    def declare(self, name: str, index: int) -> str:
+        """Name an input of the backward that is as large as a forward value."""
+        kind = self.types[index]
+        dtype = "fp32" if kind.kind == "vector" else self.narrow
+        while name in self.inputs:
+            name += "_"
+        self.inputs[name] = TensorType(kind.shape, dtype)
+        return name
+
+    def derive(self) -> Derived:
+        signature = self.program.signature
+        given = {self.program.outputs[n]: self.declare(f"d_{n}", self.program.outputs[n]) for n in self.of}
+        dims = signature.dims
+        if self.behind:
+            rows, columns = signature.outputs[self.behind].shape
+            self.inputs["d_next"] = TensorType((rows, Dim.parse(NEXT)), self.narrow)
+            self.inputs["w_next"] = TensorType((Dim.parse(NEXT), columns), self.narrow)
+            dims = (*dims, NEXT)
+        trace = Simplifier(
+            Signature(f"{signature.name}_backward", dims, self.inputs, {}, static=signature.static),
+            self.moves,
+        )
+        reverse = Reverse(self.program, trace, self.stored, self.positive)
+        with tracing(trace):
+            after = self.program.outputs[self.behind] if self.behind else -1
+            known: dict[int, int] = {}
+            for index, name in given.items():
+                node = Node("input", (), name)
+                if index == after:
+                    pair = [trace.add(Node("input", (), n)) for n in ("d_next", "w_next")]
+                    node = Node("gemm", tuple(pair))
+                known[index] = trace.add(node)
+            gradients = reverse.gradients(known, self.wrt)
+        if not gradients:
+            why = next(iter(reverse.stopped.values()), "nothing differentiable leads to an output")
+            raise ProgramError("wrt", f"no gradient of {', '.join(self.wrt)}: {why}")
+        return self.split(trace, gradients, reverse)
+
+    # Head and products
+
+    def split(self, trace: Simplifier, gradients: dict[str, int], reverse: Reverse) -> Derived:
+        same, outputs = self.aliases(trace, {f"d_{n}": i for n, i in gradients.items()})
+        left = {
+            name: next(
+                (reverse.stopped[i] for i in self.at(name) if i in reverse.stopped), "no output uses it"
+            )
+            for name in self.wrt
+            if name not in gradients
+        }
+        late = self.late(trace)
+        head = program = None
+        refusal: ProgramError | None = None
+        operands = self.operands(trace, outputs, late)
+        sums = operands | self.sums(trace, outputs, late)
+        for roots in ({}, operands, sums, self.frontier(trace, outputs, late)):
+            try:
+                program = self.products(trace, outputs, roots, late)
+                head = self.part(trace, f"{trace.signature.name}_head", {n: i for i, n in roots.items()}, {})
+                refusal = None
+                break
+            except ProgramError as error:
+                refusal = refusal or error
+        if refusal:
+            raise refusal
+        parts = [p for p in (program, head) if p]
+        read = {n for p in parts for n in p.signature.inputs}
+        own = self.program.signature
+        return Derived(
+            program,
+            head,
+            same,
+            tuple(n for n in (*own.inputs, *own.outputs, *self.saves) if n in read),
+            {n: i for n, i in self.saves.items() if n in read},
+            left,
+            tuple(dict.fromkeys(reverse.notes)),
+            self.widths,
+        )
+
+    def at(self, name: str) -> list[int]:
+        return [i for i, n in enumerate(self.program.nodes) if n.op == "input" and n.attribute == name]
+
+    def aliases(self, trace: Simplifier, outputs: dict[str, int]) -> tuple[dict[str, str], dict[str, int]]:
+        """Gradients that are an input or each other, and the rest."""
+        same: dict[str, str] = {}
+        rest: dict[int, str] = {}
+        for name, index in outputs.items():
+            node = trace.nodes[index]
+            if node.op == "input":
+                same[name] = str(node.attribute)
+            elif index in rest:
+                same[name] = rest[index]
+            else:
+                rest[index] = name
+        return same, {n: i for i, n in rest.items()}
+
+    def late(self, trace: Simplifier) -> list[bool]:
+        """Whether each value needs a product."""
+        found: list[bool] = []
+        for node in trace.nodes:
+            found.append(node.op == "gemm" or any(found[a] for a in node.args))
+        return found
+
+    def operands(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
+        """Operands of products that need no product themselves, and outputs that need none."""
+        roots = {i: n for n, i in outputs.items() if not late[i]}
+        for index in self.reached(trace, outputs.values()):
+            if trace.nodes[index].op == "gemm":
+                for operand in trace.nodes[index].args:
+                    node = trace.nodes[operand]
+                    source = node.args[0] if node.op == "transpose" else operand
+                    if not late[source] and trace.nodes[source].op != "input":
+                        roots.setdefault(source, f"head_{source}")
+        return roots
+
+    def sums(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
+        """Vectors made of sums that need no product, where what needs one reads them."""
+        made: list[bool] = []
+        for index, node in enumerate(trace.nodes):
+            own = reduction(node) is not None or any(made[a] for a in node.args)
+            made.append(own and not late[index] and trace.types[index].kind == "vector")
+        others = (i for i in self.reached(trace, outputs.values()) if not made[i])
+        return {a: f"head_{a}" for i in others for a in trace.nodes[i].args if made[a]}
+
+    def frontier(self, trace: Simplifier, outputs: dict[str, int], late: list[bool]) -> dict[int, str]:
+        """All that needs no product and is read by what does, and outputs that need none."""
+        roots = {i: n for n, i in outputs.items() if not late[i]}
+        pending = [a for i in self.reached(trace, outputs.values()) if late[i] for a in trace.nodes[i].args]
+        while pending:
+            index = pending.pop()
+            node = trace.nodes[index]
+            if late[index] or node.op in ("input", "constant", "dim") or trace.types[index].kind == "scalar":
+                continue
+            if trace.types[index].kind in LEAVES and node.op not in ("column_index", "as_tile"):
+                roots.setdefault(index, f"head_{index}")
+            else:
+                pending += node.args
+        return roots
+
+    def reached(self, trace: Simplifier, roots: Collection[int]) -> list[int]:
+        seen, pending = set[int](), list(roots)
+        while pending:
+            index = pending.pop()
+            if index not in seen:
+                seen.add(index)
+                pending += trace.nodes[index].args
+        return sorted(seen)
+
+    def products(
+        self, trace: Simplifier, outputs: dict[str, int], roots: dict[int, str], late: list[bool]
+    ) -> Program | None:
+        mine = {n: i for n, i in outputs.items() if i not in roots}
+        made = self.part(trace, trace.signature.name, mine, roots)
+        if made:
+            cut(made)
+            try:
+                solving_order({n: t.shape for n, t in made.signature.inputs.items()}, made.signature.dims)
+            except Unsolvable as error:
+                raise ProgramError("dim", f"{error} that the backward reads: widen --wrt") from None
+        return made
+
+    def part(
+        self, trace: Simplifier, name: str, outputs: dict[str, int], inputs: dict[int, str]
+    ) -> Program | None:
+        """The program of these outputs, which reads ``inputs`` instead of computing them."""
+        if not outputs:
+            return None
+        nodes: list[Node] = []
+        place: dict[int, int] = {}
+        needed, pending = set[int](), list(outputs.values())
+        while pending:
+            index = pending.pop()
+            if index not in needed:
+                needed.add(index)
+                pending += () if index in inputs else trace.nodes[index].args
+        read: dict[str, TensorType] = {}
+        for index in sorted(needed):
+            node = trace.nodes[index]
+            if index in inputs:
+                node = Node("input", (), inputs[index])
+                read[inputs[index]] = self.tensor(trace, inputs[index], index)
+            elif node.op == "input":
+                read[str(node.attribute)] = self.inputs[str(node.attribute)]
+            place[index] = len(nodes)
+            nodes.append(Node(node.op, tuple(place[a] for a in node.args), node.attribute))
+        made = {n: self.tensor(trace, n, i) for n, i in outputs.items()}
+        said = [Dim.parse(n.attribute) for n in nodes if isinstance(n.attribute, str) and n.op != "input"]
+        inner = {d for dim in said for d in dim.names}
+        tensors = {**read, **made}
+        if all(n.op != "per_head" for n in nodes):
+            tensors = self.solvable(trace.signature.dims, read, tensors, inner)
+        names = {d for t in tensors.values() for dim in t.shape for d in dim.names} | inner
+        signature = Signature(
+            name,
+            tuple(d for d in (*trace.signature.dims, *self.widths) if d in names),
+            {n: tensors[n] for n in sorted(read)},
+            {n: tensors[n] for n in made},
+            static=tuple(d for d in trace.signature.static if d in names),
+        )
+        return Program(signature, tuple(nodes), {n: place[i] for n, i in outputs.items()}).check()
+
+    def solvable(
+        self,
+        dims: tuple[str, ...],
+        read: Mapping[str, TensorType],
+        tensors: dict[str, TensorType],
+        inner: set[str],
+    ) -> dict[str, TensorType]:
+        """The tensors, with a dim of its own for a size such as 2*H*P where no input has P alone; not if a
+        node names it, as ``inner`` has it."""
+        shapes = {n: tensors[n].shape for n in read}
+        known = {d for s in shapes.values() for dim in s for d in dim.names}
+        try:
+            solving_order(shapes, [d for d in dims if d in known])
+            return tensors
+        except Unsolvable:
+            pass
+        fresh: dict[Dim, Dim] = {}
+        for dim in sorted({d for s in shapes.values() for d in s if len(d.names - inner) > 1}, key=str):
+            base, times = dim, 1
+            with suppress(ValueError):
+                while True:
+                    base, times = base.halved(), 2 * times
+            known_as = {b: n for n, b in self.widths.items()}
+            name = known_as.get(base, f"W{len(self.widths)}")
+            self.widths[name] = base
+            fresh[dim] = Dim.parse(f"{times}*{name}")
+        return {
+            n: t._replace(shape=tuple(fresh.get(d, d) for d in t.shape)) for n, t in tensors.items()
+        }
+
+    def tensor(self, trace: Simplifier, name: str, index: int) -> TensorType:
+        kind = trace.types[index]
+        return TensorType(kind.shape, "fp32" if kind.kind == "vector" else self.narrow)

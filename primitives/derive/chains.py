@@ -1,0 +1,159 @@
+"""The Transformer's chains as graphs, to derive backwards from.
+
+A chain begins and ends with a product, so that its gradients have products to ride on. It is no kernel: its
+norm begins inside, and several kernels compute it forward. Weights are as ``torch.nn.Linear`` keeps them,
+rows of gate and up interleaved, and those that are rotated together adjacent. Outputs are the results, and
+what the forward stores for the backward. ``eps`` and the like are scalars of the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from coda_agent.primitives import (
+    column_index,
+    gelu,
+    gemm,
+    join,
+    pairs,
+    per_column,
+    per_head,
+    per_row,
+    row_logsumexp,
+    row_select,
+    row_sums,
+    rsqrt,
+    silu,
+    tanh,
+    where,
+)
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType
+from coda_agent.primitives.lang.trace import Tensor, Trace, tracing
+
+Shapes = dict[str, str]  # by name: dims, and a dtype where it is not bf16, as "M, 2*F" or "M: fp32"
+Body = Callable[..., dict[str, Any]]
+SCALAR = ": fp32"
+
+
+class Chain(NamedTuple):
+    """A chain's inputs, and the function from them to its outputs, whose shapes are ``outputs``."""
+
+    inputs: Shapes
+    outputs: Shapes
+    body: Body
+    static: tuple[str, ...] = ()
+
+    def then(self, other: Chain, **linked: str) -> Chain:
+        """This chain and one that reads its results: ``linked`` are that one's inputs by these outputs. What
+        both have by one name is one tensor."""
+
+        def body(**given: Any) -> dict[str, Any]:
+            first = self.body(**{n: given[n] for n in self.inputs})
+            own = {n: given[n] for n in other.inputs if n not in linked}
+            return first | other.body(**own, **{n: first[o] for n, o in linked.items()})
+
+        later = {n: s for n, s in other.inputs.items() if n not in linked}
+        static = tuple(dict.fromkeys(self.static + other.static))
+        return Chain(self.inputs | later, self.outputs | other.outputs, body, static)
+
+    def program(self, name: str) -> Program:
+        """Its graph."""
+        inputs, outputs = ({n: _tensor(s) for n, s in each.items()} for each in (self.inputs, self.outputs))
+        shapes = [t.shape for t in (*inputs.values(), *outputs.values())]
+        dims = dict.fromkeys(d for shape in shapes for dim in shape for d in sorted(dim.names))
+        signature = Signature(name, tuple(dims), inputs, outputs, static=self.static)
+        trace = Trace(signature)
+        with tracing(trace):
+            made = self.body(**{n: Tensor(trace.add(Node("input", (), n))) for n in inputs})
+        return Program(signature, tuple(trace.nodes), {n: made[n]._index for n in outputs}).check()
+
+
+def _tensor(said: str) -> TensorType:
+    shape, _, dtype = said.partition(":")
+    return TensorType(tuple(Dim.parse(d.strip()) for d in shape.split(",") if d), dtype.strip() or "bf16")
+
+
+def _normed(h: Any, eps: Any) -> Any:
+    return rsqrt(row_sums(h * h) / h.columns + eps)
+
+
+ACTIVATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "swiglu": ("2*F", lambda z: _gated(silu, z)),
+    "geglu": ("2*F", lambda z: _gated(gelu, z)),
+    "gelu": ("F", gelu),
+}
+
+
+def _gated(function: Callable[[Any], Any], z: Any) -> Any:
+    gate, up = pairs(z)
+    return function(gate) * up
+
+
+def mlp(activation: str = "swiglu") -> Chain:
+    """Pre-norm MLP of the stream ``h`` with its residual. It stores rstd, z with the norm's row scale, and
+    act."""
+    width, act_of = ACTIVATIONS[activation]
+
+    def body(h: Any, gamma: Any, w_up: Any, w_down: Any, eps: Any) -> dict[str, Any]:
+        rstd = _normed(h, eps)
+        z = gemm(h * per_column(gamma), w_up.mT) * per_row(rstd)
+        act = act_of(z)
+        return {"rstd": rstd, "z": z, "act": act, "out": gemm(act, w_down.mT) + h}
+
+    inputs = {"h": "M, D", "gamma": "D", "w_up": f"{width}, D", "w_down": "D, F", "eps": SCALAR}
+    return Chain(inputs, {"rstd": "M: fp32", "z": f"M, {width}", "act": "M, F", "out": "M, D"}, body)
+
+
+def attention_out() -> Chain:
+    """Attention's result ``a``, projected and added to the stream ``x``."""
+
+    def body(a: Any, w_o: Any, x: Any) -> dict[str, Any]:
+        return {"h": gemm(a, w_o.mT) + x}
+
+    return Chain({"a": "M, A", "w_o": "D, A", "x": "M, D"}, {"h": "M, D"}, body)
+
+
+def attention_in() -> Chain:
+    """Pre-norm projection of the stream ``out`` to queries, keys and values, of which the first ``turned``
+    columns are rotated by ``cos_sin``. It stores rstd_in."""
+
+    def body(
+        out: Any, gamma_in: Any, w_qkv: Any, cos_sin: Any, turned: Any, eps: Any, P: Any = None
+    ) -> dict[str, Any]:
+        rstd = _normed(out, eps)
+        z = gemm(out * per_column(gamma_in), w_qkv.mT) * per_row(rstd)
+        even, odd = pairs(z)
+        cosine, sine = pairs(per_head(cos_sin))
+        rotated = join(even * cosine - odd * sine, even * sine + odd * cosine)
+        return {"rstd_in": rstd, "qkv": where(column_index(z) < turned, rotated, z)}
+
+    inputs = {"out": "M, D", "gamma_in": "D", "w_qkv": "2*H*P, D", "cos_sin": "M, 2*P"}
+    inputs |= {"turned": SCALAR, "eps": SCALAR}
+    return Chain(inputs, {"rstd_in": "M: fp32", "qkv": "M, 2*H*P"}, body, ("P",))
+
+
+def head(cap: bool = False) -> Chain:
+    """The final norm of the stream ``h`` and the cross-entropy of its logits, which are not stored: their
+    log-sum-exp, and the target's logit; soft-capped or not. It stores rstd and hg, h with the norm's weight,
+    from which the backward computes the logits again."""
+
+    def body(h: Any, gamma: Any, w: Any, target: Any, eps: Any, cap: Any = None) -> dict[str, Any]:
+        rstd = _normed(h, eps)
+        hg = h * per_column(gamma)
+        logits = gemm(hg, w.mT) * per_row(rstd)
+        if cap is not None:
+            logits = cap * tanh(logits / cap)
+        lse, chosen = row_logsumexp(logits), row_select(logits, target)
+        return {"rstd": rstd, "hg": hg, "lse": lse, "target_logit": chosen}
+
+    inputs = {"h": "M, D", "gamma": "D", "w": "V, D", "target": "M: int64", "eps": SCALAR}
+    inputs |= {"cap": SCALAR} if cap else {}
+    outputs = {"rstd": "M: fp32", "hg": "M, D", "lse": "M: fp32", "target_logit": "M: fp32"}
+    return Chain(inputs, outputs, body)
+
+
+def between_attentions(activation: str = "swiglu") -> Chain:
+    """From one attention's result to the next one's queries, keys and values: a layer of a whole stack."""
+    return attention_out().then(mlp(activation), h="h").then(attention_in(), out="out")
