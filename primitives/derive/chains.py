@@ -75,6 +75,23 @@ def _tensor(said: str) -> TensorType:
     return TensorType(tuple(Dim.parse(d.strip()) for d in shape.split(",") if d), dtype.strip() or "bf16")
 
 
+def _scaled(x: Any, w: Any, rstd: Any) -> Any:
+    product: Any = gemm(x, w.mT)
+    return product * per_row(rstd)
+
+
+def _added(x: Any, w: Any, stream: Any) -> Any:
+    product: Any = gemm(x, w.mT)
+    return product + stream
+
+
+def _rotated(z: Any, cos_sin: Any) -> Any:
+    even: Any
+    odd: Any
+    (even, odd), (cosine, sine) = pairs(z), pairs(per_head(cos_sin))
+    return join(even * cosine - odd * sine, even * sine + odd * cosine)
+
+
 def _normed(h: Any, eps: Any) -> Any:
     return rsqrt(row_sums(h * h) / h.columns + eps)
 
@@ -98,9 +115,9 @@ def mlp(activation: str = "swiglu") -> Chain:
 
     def body(h: Any, gamma: Any, w_up: Any, w_down: Any, eps: Any) -> dict[str, Any]:
         rstd = _normed(h, eps)
-        z = gemm(h * per_column(gamma), w_up.mT) * per_row(rstd)
+        z = _scaled(h * per_column(gamma), w_up, rstd)
         act = act_of(z)
-        return {"rstd": rstd, "z": z, "act": act, "out": gemm(act, w_down.mT) + h}
+        return {"rstd": rstd, "z": z, "act": act, "out": _added(act, w_down, h)}
 
     inputs = {"h": "M, D", "gamma": "D", "w_up": f"{width}, D", "w_down": "D, F", "eps": SCALAR}
     return Chain(inputs, {"rstd": "M: fp32", "z": f"M, {width}", "act": "M, F", "out": "M, D"}, body)
@@ -110,7 +127,7 @@ def attention_out() -> Chain:
     """Attention's result ``a``, projected and added to the stream ``x``."""
 
     def body(a: Any, w_o: Any, x: Any) -> dict[str, Any]:
-        return {"h": gemm(a, w_o.mT) + x}
+        return {"h": _added(a, w_o, x)}
 
     return Chain({"a": "M, A", "w_o": "D, A", "x": "M, D"}, {"h": "M, D"}, body)
 
@@ -119,15 +136,11 @@ def attention_in() -> Chain:
     """Pre-norm projection of the stream ``out`` to queries, keys and values, of which the first ``turned``
     columns are rotated by ``cos_sin``. It stores rstd_in."""
 
-    def body(
-        out: Any, gamma_in: Any, w_qkv: Any, cos_sin: Any, turned: Any, eps: Any, P: Any = None
-    ) -> dict[str, Any]:
+    def body(out: Any, gamma_in: Any, w_qkv: Any, cos_sin: Any, turned: Any, eps: Any) -> dict[str, Any]:
         rstd = _normed(out, eps)
-        z = gemm(out * per_column(gamma_in), w_qkv.mT) * per_row(rstd)
-        even, odd = pairs(z)
-        cosine, sine = pairs(per_head(cos_sin))
-        rotated = join(even * cosine - odd * sine, even * sine + odd * cosine)
-        return {"rstd_in": rstd, "qkv": where(column_index(z) < turned, rotated, z)}
+        z = _scaled(out * per_column(gamma_in), w_qkv, rstd)
+        turns: Any = column_index(z)
+        return {"rstd_in": rstd, "qkv": where(turns < turned, _rotated(z, cos_sin), z)}
 
     inputs = {"out": "M, D", "gamma_in": "D", "w_qkv": "2*H*P, D", "cos_sin": "M, 2*P"}
     inputs |= {"turned": SCALAR, "eps": SCALAR}
@@ -142,7 +155,7 @@ def head(cap: bool = False) -> Chain:
     def body(h: Any, gamma: Any, w: Any, target: Any, eps: Any, cap: Any = None) -> dict[str, Any]:
         rstd = _normed(h, eps)
         hg = h * per_column(gamma)
-        logits = gemm(hg, w.mT) * per_row(rstd)
+        logits = _scaled(hg, w, rstd)
         if cap is not None:
             logits = cap * tanh(logits / cap)
         lse, chosen = row_logsumexp(logits), row_select(logits, target)
