@@ -16,7 +16,7 @@ from checkout import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LAYERS, CIRCLES, JAIL = PROJECT["tool"]["importlinter"]["contracts"]
-PACKAGES = ("agent", "comparison", "primitives", "verifier")
+PACKAGES = ("agent", "comparison", "fused", "primitives", "verifier")
 LINT = "from importlinter.cli import lint_imports_command as lint; lint()"
 HEAVY = {
     "anthropic",

@@ -21,7 +21,7 @@ from coda_agent.agent.extras import EXTRAS, remedy
 pytestmark = pytest.mark.slow
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PACKAGES = ("agent", "comparison", "primitives", "verifier")
+PACKAGES = ("agent", "comparison", "fused", "primitives", "verifier")
 PARTS = (*PACKAGES, "generated_kernels", "specs")
 FILES = ("LICENSE", "README.md", "__init__.py", "pyproject.toml", "tips_log.md")
 COMMAND = [sys.executable, "-m", "coda_agent.agent.cli.main"]

@@ -21,6 +21,7 @@ from coda_agent.agent.cli.derive import derive
 from coda_agent.agent.cli.exit_codes import ABSENT, INTERRUPTED, OK, REJECTED, explained, finish
 from coda_agent.agent.cli.show import show
 from coda_agent.agent.cli.tips import tips
+from coda_agent.agent.cli.tune import tune
 from coda_agent.agent.options import Gpu, Json, Measuring, SpecPath, WeakJail, grouped, spelled
 from coda_agent.agent.reporting.safe_text import Commands, echo
 from coda_agent.primitives.errors import Absent, Refused
@@ -42,7 +43,7 @@ app.add_typer(tips, name="tips")
 
 Looked = Annotated[bool, typer.Option("--looked", help="You have read its text: raw CuTeDSL needs that.")]
 
-for _command in (generate, optimize, primitive, resume, derive):
+for _command in (generate, optimize, primitive, resume, derive, tune):
     app.command()(_command)
 
 

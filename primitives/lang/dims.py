@@ -164,17 +164,18 @@ def _only_unknown(formula: Dim, known: set[str]) -> str | None:
 
 
 def solve(shapes: Shapes, dims: Sequence[str], extents: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Dims from tensors' extents. ValueError naming the input and axis that do not agree."""
+    """Dims from tensors' extents, which may be symbols of torch.compile: these stay symbols. ValueError
+    naming the input and axis that do not agree."""
     sizes: dict[str, int] = {}
     for dim, name, axis in solving_order(shapes, dims):
         formula, extent = shapes[name][axis], extents[name][axis]
-        rest = formula(sizes | {dim: 0})
-        step = formula(sizes | {dim: 1}) - rest
+        rest = formula.value(sizes | {dim: 0})
+        step = formula.value(sizes | {dim: 1}) - rest
         if step == 0 or (extent - rest) % step or (extent - rest) // step <= 0:
             raise ValueError(f"input {name!r}, axis {axis}: no positive {dim} makes {formula} = {extent}")
         sizes[dim] = (extent - rest) // step
     for name, shape in shapes.items():
-        found, expected = tuple(extents[name]), tuple(d(sizes) for d in shape)
+        found, expected = tuple(extents[name]), tuple(d.value(sizes) for d in shape)
         if found != expected:
             said = ", ".join(map(str, shape))
             raise ValueError(f"input {name!r} has shape {found}; [{said}] is {expected} at {sizes}")

@@ -39,15 +39,16 @@ def solve_sizes(signature: Signature, shapes: Mapping[str, Sequence[int]]) -> di
 
 
 def interpret(
-    program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None
+    program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None, *, wide: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Run a checked program on tensors of its inputs' shapes and dtypes; outputs in theirs.
+    """Run a checked program on tensors of its inputs' shapes and dtypes; outputs in theirs. ``wide``: inputs
+    are fp32 where 16 bits are declared, and nothing is rounded.
 
     Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` sees each value of an
     operation or a size as it is computed (node, arguments, value), and returns the value to go on with.
     ValueError if shapes do not fit.
     """
-    run = _Run(program, inputs, watch)
+    run = _Run(program, inputs, watch, wide)
     run.finish(-1)
     for step in run.steps.gemms:
         run.epilogue(step)
@@ -58,8 +59,10 @@ def interpret(
 class _Run:
     """Steps in order. ``memory`` holds what lies there, in its dtype: a later step reads it rounded."""
 
-    def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None):
-        self.nodes, self.steps, self.watch = program.nodes, cut(program), watch
+    def __init__(
+        self, program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None, wide: bool = False
+    ):
+        self.nodes, self.steps, self.watch, self.wide = program.nodes, cut(program), watch, wide
         self.types = self.steps.types
         self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()})
         self.device = next(iter(inputs.values())).device
@@ -110,7 +113,8 @@ class _Run:
         return value.repeat(1, columns(self.sizes) // width)
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        self.memory[index] = value.to(torch_dtype(self.steps.dtypes.get(index, "fp32")))
+        dtype = "fp32" if self.wide else self.steps.dtypes.get(index, "fp32")
+        self.memory[index] = value.to(torch_dtype(dtype))
 
     def epilogue(self, step: GemmStep) -> None:
         """Compute one GEMM and all that rides on it, unrounded until it is stored."""

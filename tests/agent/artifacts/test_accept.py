@@ -502,7 +502,7 @@ def test_the_command_in_a_repository(spec: Path, repository: Path) -> None:
     shutil.copy(ROOT / "__init__.py", repository)
     (repository / "src").mkdir()
     (repository / "src" / "coda_agent").symlink_to("..")
-    for package in ("agent", "comparison", "primitives", "verifier"):
+    for package in ("agent", "comparison", "fused", "primitives", "verifier"):
         shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))
     name = accepted_run(spec, author="Ada [/x]")
     command = [sys.executable, "-m", "coda_agent.agent.cli.main", "accept", name, "--commit"]

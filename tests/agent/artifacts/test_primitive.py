@@ -221,7 +221,7 @@ def test_the_command_from_proposal_to_patch(
 
 def _check_merged(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
-    for folder in ("primitives", "verifier", "agent", "comparison", "tests", "specs"):
+    for folder in ("primitives", "fused", "verifier", "agent", "comparison", "tests", "specs"):
         files = [p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
         for path in files:
             (clone / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Accepted kernels for PyTorch programs."""

@@ -1,0 +1,103 @@
+"""Programs as PyTorch meets them: the accepted ones by name, and each at the dtypes of given tensors."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import DTYPES, Program
+
+KERNELS = Path(__file__).resolve().parent.parent / "generated_kernels"
+NARROW = ("bf16", "fp16")
+NAMES = {torch_dtype(name): name for name in DTYPES}
+Dtypes = tuple[tuple[str, torch.dtype], ...]
+
+
+class Order(NamedTuple):
+    """The order of a kernel's arguments and results: its spec's, since a program sorts both by name."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def accepted() -> dict[str, tuple[Program, Order]]:
+    """Every accepted kernel's program by name."""
+    texts = {path.name.removesuffix(".program.json"): path for path in KERNELS.glob("*.program.json")}
+    return {
+        name: (Program.from_json(path.read_text(encoding="utf-8")), _order(path.with_name(f"{name}.py")))
+        for name, path in sorted(texts.items())
+        if not name.endswith(".raw")
+    }
+
+
+def _order(kernel: Path) -> Order:
+    """The parameters of a kernel file's function and the entries of the dict that it returns."""
+    tree = ast.parse(kernel.read_text(encoding="utf-8"))
+    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == kernel.stem)
+    (returned,) = (n.value for n in function.body if isinstance(n, ast.Return))
+    keys = returned.keys if isinstance(returned, ast.Dict) else []
+    outputs = (key.value for key in keys if isinstance(key, ast.Constant))
+    return Order(tuple(a.arg for a in function.args.args), tuple(map(str, outputs)))
+
+
+def matrices(program: Program) -> str:
+    """The dtype of a program's matrices: the first one's that is not fp8."""
+    kinds = (t.dtype for t in program.signature.inputs.values() if len(t.shape) == 2 and t.dtype in DTYPES)
+    return next(kinds, "bf16")
+
+
+class Typed(NamedTuple):
+    """A program at the dtypes of given tensors. ``wide``: all in fp32, which only the interpreter runs."""
+
+    program: Program
+    wide: bool
+
+
+def typed(program: Program, given: Dtypes) -> Typed:
+    """The program for inputs of these dtypes: its 16-bit matrices may all be of another float dtype, and a
+    vector declared in theirs of any. TypeError for others."""
+    signature, own = program.signature, matrices(program)
+    found = {n: d for n, d in given if own in NARROW and signature.inputs[n].dtype == own}
+    first = next((d for n, d in found.items() if len(signature.inputs[n].shape) == 2), torch_dtype(own))
+    first = first if first in NAMES else torch_dtype(own)
+    wide = first == torch.float32 and own in NARROW
+    for name, dtype in given:
+        tensor = signature.inputs[name]
+        wanted = {first} if name in found else {torch_dtype(tensor.dtype)}
+        if name in found and len(tensor.shape) == 1:
+            wanted = {first, torch.float32}
+        if dtype not in wanted:
+            said = " or ".join(sorted(str(d) for d in wanted))
+            raise TypeError(f"{signature.name}: {name} is {dtype}; {said} is wanted")
+    if wide:
+        return Typed(program, True)
+    inputs = {n: t._replace(dtype=NAMES[found[n]]) if n in found else t for n, t in signature.inputs.items()}
+    outputs = {
+        n: t._replace(dtype=NAMES[first]) if found and t.dtype == own else t
+        for n, t in signature.outputs.items()
+    }
+    return Typed(program._replace(signature=signature._replace(inputs=inputs, outputs=outputs)), False)
+
+
+def output_dtype(how: Typed, name: str) -> torch.dtype:
+    declared = how.program.signature.outputs[name].dtype
+    return torch.float32 if how.wide else torch_dtype(declared)
+
+
+def arranged(program: Program, order: Order) -> Order:
+    """``order`` without constants and static dims. ValueError where it is not of this program."""
+    signature = program.signature
+    inputs = tuple(n for n in order.inputs if n in signature.inputs)
+    if set(inputs) != set(signature.inputs) or set(order.outputs) != set(signature.outputs):
+        raise ValueError(f"{signature.name} has {list(signature.inputs)} and {list(signature.outputs)}")
+    return Order(inputs, order.outputs)
+
+
+def dtypes(names: Iterable[str], inputs: Mapping[str, torch.Tensor]) -> Dtypes:
+    """The key of ``typed``."""
+    return tuple((name, inputs[name].dtype) for name in names)

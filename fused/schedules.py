@@ -1,0 +1,117 @@
+"""Schedules at any sizes without tuning: a tuned table's and the shipped reports' nearest.
+
+A row says which schedule was the fastest for one step at some sizes on one GPU. Rows of the same program come
+first, then those of any; of these the nearest, by the ratios of N and K, and of M to a power of two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from math import log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coda_agent.fused.programs import KERNELS
+from coda_agent.primitives.compiler.lower import GemmKernel, lower
+from coda_agent.primitives.compiler.probe_schedules import candidates, fits, probes
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.launchable import LaunchError
+from coda_agent.primitives.system.files import cache_dir, read_json, write_atomic
+
+
+class Row(NamedTuple):
+    """The fastest schedule of a step whose product is M x N x K, on a GPU."""
+
+    gpu: str
+    kernel: str
+    step: int
+    shape: tuple[int, int, int]
+    schedule: Schedule
+
+
+def chosen(program: Program, sizes: Mapping[str, int], gpu: str, rows: list[Row]) -> dict[int, Schedule]:
+    """A schedule for each step, of which its tile holds the heads. LaunchError where none does."""
+    shapes = products(program, sizes)
+    return {
+        kernel.step: program.schedule.get(kernel.step)
+        or _nearest(program, kernel, sizes, shapes[kernel.step], gpu, rows)
+        for kernel in lower(program).gemms
+    }
+
+
+def _nearest(
+    program: Program,
+    kernel: GemmKernel,
+    sizes: Mapping[str, int],
+    shape: tuple[int, int, int],
+    gpu: str,
+    rows: list[Row],
+) -> Schedule:
+    def distance(row: Row) -> tuple[float, ...]:
+        m, n, k = (abs(log2(a / b)) for a, b in zip(row.shape, shape, strict=True))
+        own = (row.kernel, row.step) == (program.signature.name, kernel.step)
+        return row.gpu != gpu, not own, n + k + round(m) / 2, m
+
+    fitting = (row for row in sorted(rows, key=distance) if fits(program, kernel, row.schedule, sizes))
+    first = next(fitting, None)
+    if first:
+        return first.schedule
+    usual = [*probes(program, kernel, sizes, [Schedule()]), *candidates(kernel, sizes)]
+    if not usual:
+        wish = kernel.wants(sizes)
+        raise LaunchError(f"{program.signature.name}, step {kernel.step}: no tile holds {wish}")
+    return usual[0]
+
+
+def products(program: Program, sizes: Mapping[str, int]) -> dict[int, tuple[int, int, int]]:
+    """M, N and K of each step's product."""
+    steps = cut(program)
+    found = {}
+    for step in steps.gemms:
+        (rows, columns), inner = steps.types[step.gemm].shape, steps.types[program.nodes[step.gemm].args[0]]
+        found[step.index] = rows(sizes), columns(sizes), inner.shape[1](sizes)
+    return found
+
+
+@cache
+def known() -> list[Row]:
+    """The rows of this machine's tables, then of the shipped reports."""
+    return [*_tables(), *_shipped()]
+
+
+def _tables() -> Iterator[Row]:
+    for path in sorted((cache_dir() / "schedules").glob("*.json")):
+        for row in read_json(path) or ():
+            yield Row(row["gpu"], row["kernel"], row["step"], tuple(row["shape"]), _schedule(row["schedule"]))
+
+
+def _shipped() -> Iterator[Row]:
+    for path in sorted(KERNELS.glob("*.report.json")):
+        name = path.name.removesuffix(".report.json")
+        report = read_json(path)
+        if report is None or name.endswith(".raw"):
+            continue
+        text = (KERNELS / f"{name}.program.json").read_text(encoding="utf-8")
+        program = Program.from_json(text)
+        for timing in report["timings"]:
+            shapes = products(program, timing["sizes"])
+            for step, fields in timing["schedules"].items():
+                yield Row(report["conditions"]["gpu"], name, int(step), shapes[int(step)], _schedule(fields))
+
+
+def _schedule(fields: Mapping[str, Any]) -> Schedule:
+    return Schedule.from_json(fields)
+
+
+def keep(name: str, rows: list[Row]) -> Path:
+    """Write this machine's table of one kernel. Later processes choose from it first."""
+    path = cache_dir() / "schedules" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    said = [row._asdict() | {"schedule": row.schedule.to_json()} for row in rows]
+    write_atomic(path, json.dumps(said, indent=1))
+    known.cache_clear()
+    return path

@@ -1,0 +1,115 @@
+"""Operators of accepted kernels: order, shapes and dtypes, opcheck, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkout import ROOT
+
+from coda_agent.fused import ops
+from coda_agent.fused.programs import Order
+from coda_agent.primitives.lang.interpret import interpret, torch_dtype
+from coda_agent.verifier.loading import load
+from coda_agent.verifier.numerics.inputs import trial
+
+NAMES = sorted(ops.defined)
+
+
+def drawn(name: str) -> tuple[Any, dict[str, Any]]:
+    """An operator and its arguments at small sizes, by name and in order."""
+    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
+    inputs = trial(spec)[1]
+    given = {n: inputs[n].to(torch_dtype(t.dtype)) for n, t in spec.inputs.items()}
+    op = getattr(torch.ops.coda_agent, name).default
+    return op, {n: t if t.ndim else float(t) for n, t in given.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operator_takes_and_gives_what_its_spec_says_in_order(name: str) -> None:
+    spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
+    op, inputs = drawn(name)
+    assert [a.name for a in op._schema.arguments] == list(spec.inputs)
+    found = op(*inputs.values())
+    found = found if isinstance(found, tuple) else (found,)
+    whole = {n: v if torch.is_tensor(v) else torch.tensor(v) for n, v in inputs.items()}
+    exact = interpret(ops.defined[name], whole)
+    assert len(found) == len(spec.outputs)
+    for tensor, output in zip(found, spec.outputs, strict=True):
+        assert torch.equal(tensor, exact[output]) and tensor.dtype == exact[output].dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck_passes(name: str) -> None:
+    op, inputs = drawn(name)
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if "fp8" in name:  # the test of a schema compares its inputs by a product, which fp8 has not on a CPU
+        utils.remove("test_schema")
+    done = torch.library.opcheck(op, tuple(inputs.values()), test_utils=utils)
+    assert done == dict.fromkeys(utils, "SUCCESS")
+
+
+def swiglu(dtype: torch.dtype, rows: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(rows, 16), (64, 16)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes] + [torch.rand(rows)]
+
+
+def test_matrices_may_all_be_of_another_float_dtype() -> None:
+    op = torch.ops.coda_agent.gemm_rmsnorm_swiglu
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, w, rstd = swiglu(dtype)
+        preact, act = op(x, w, rstd)
+        assert preact.dtype == act.dtype == dtype
+        wide = (x.double() @ w.double().mT) * rstd.double()[:, None]
+        assert torch.allclose(preact.double(), wide, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_mixed_dtypes_are_refused_with_the_place() -> None:
+    x, w, rstd = swiglu(torch.bfloat16)
+    with pytest.raises(TypeError, match=r"w is torch.float32; torch.bfloat16"):
+        torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w.float(), rstd)
+    with pytest.raises(TypeError, match=r"rstd is torch.bfloat16; torch.float32"):
+        torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w, rstd.bfloat16())
+
+
+def test_a_tensor_that_requires_grad_is_refused_while_gradients_are_recorded() -> None:
+    x, w, rstd = swiglu(torch.bfloat16)
+    with pytest.raises(ops.NoBackward, match="w requires grad"):
+        torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w.requires_grad_(), rstd)
+    with torch.no_grad():
+        torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w, rstd)
+
+
+def test_strided_inputs_give_the_same_numbers() -> None:
+    x, w, rstd = swiglu(torch.bfloat16)
+    op = torch.ops.coda_agent.gemm_rmsnorm_swiglu
+    for strided, plain in zip(op(x.mT.contiguous().mT, w, rstd), op(x, w, rstd), strict=True):
+        assert torch.equal(strided, plain)
+
+
+def test_a_name_is_one_program_s() -> None:
+    other = ops.defined["gemm_swiglu"]
+    with pytest.raises(ValueError, match="gemm_geglu is another program's"):
+        ops.define(other, Order(("x", "w"), ("preact", "act")), "gemm_geglu")
+
+
+def test_an_operator_is_compiled_whole_for_any_rows() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def layer(x: torch.Tensor, w: torch.Tensor, rstd: torch.Tensor) -> Any:
+        return torch.ops.coda_agent.gemm_rmsnorm_swiglu(x, w, rstd)
+
+    called = torch.compile(layer, backend=count, fullgraph=True)
+    for rows in (8, 16, 24, 40, 56):
+        given = swiglu(torch.bfloat16, rows)
+        for mine, plain in zip(called(*given), torch.ops.coda_agent.gemm_rmsnorm_swiglu(*given), strict=True):
+            assert torch.equal(mine, plain)
+    assert len(graphs) <= 2  # one for the first rows, one for any

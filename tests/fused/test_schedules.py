@@ -1,0 +1,151 @@
+"""Schedules at any sizes: a report's own, the nearest one's, a tuned table's; plans that use them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.fused import launching, ops, schedules
+from coda_agent.fused.programs import Typed
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.launchable import LaunchError
+
+H100 = "NVIDIA H100 80GB HBM3"
+WIDE = {"M": 16384, "D": 4096, "F": 11008}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
+    schedules.known.cache_clear()
+    yield
+    schedules.known.cache_clear()
+
+
+def rows(name: str) -> list[schedules.Row]:
+    return [row for row in schedules.known() if row.kernel == name]
+
+
+def chosen(name: str, sizes: dict[str, int]) -> dict[int, Schedule]:
+    return schedules.chosen(ops.defined[name], sizes, H100, schedules.known())
+
+
+def test_the_sizes_of_a_report_have_its_schedules() -> None:
+    for row in rows("gemm_swiglu_mlp"):
+        m, n, k = row.shape
+        sizes = {"M": m, "D": k, "F": n // 2} if row.step == 0 else {"M": m, "D": n, "F": k}
+        assert chosen("gemm_swiglu_mlp", sizes)[row.step] == row.schedule
+
+
+def test_other_sizes_have_the_nearest_ones() -> None:
+    usual = chosen("gemm_rmsnorm_swiglu", WIDE)
+    assert chosen("gemm_rmsnorm_swiglu", WIDE | {"M": 15000, "F": 11264}) == usual
+    small = chosen("gemm_rmsnorm_swiglu", WIDE | {"M": 100})
+    assert small == chosen("gemm_rmsnorm_swiglu", WIDE | {"M": 128}) != usual
+
+
+def test_a_program_without_a_report_takes_those_of_others() -> None:
+    program = ops.defined["gemm_swiglu"]
+    other = program._replace(signature=program.signature._replace(name="unknown"))
+    (found,) = schedules.chosen(other, WIDE, H100, schedules.known()).values()
+    near = [row.schedule for row in schedules.known() if row.shape == (16384, 22016, 4096)]
+    assert found in near
+
+
+@pytest.mark.parametrize("pairs", [16, 32, 64])
+def test_a_tile_holds_the_heads(pairs: int) -> None:
+    sizes = {"M": 96, "K": 1024, "H": 7, "P": pairs}
+    program = ops.defined["gemm_qk_norm_rope"]
+    (kernel,) = lower(program).gemms
+    assert kernel.admits(chosen("gemm_qk_norm_rope", sizes)[0], sizes)
+
+
+def test_heads_that_no_tile_holds_are_refused() -> None:
+    with pytest.raises(LaunchError, match="no tile holds"):
+        chosen("gemm_qk_norm_rope", {"M": 96, "K": 1024, "H": 7, "P": 3})
+
+
+def test_a_tuned_table_comes_first() -> None:
+    wanted = Schedule(128, 192, False, 1, 2)
+    assert chosen("gemm_rmsnorm_swiglu", WIDE)[0] != wanted
+    path = schedules.keep(
+        "gemm_rmsnorm_swiglu", [schedules.Row(H100, "gemm_rmsnorm_swiglu", 0, (16384, 22016, 4096), wanted)]
+    )
+    assert path.is_file()
+    assert chosen("gemm_rmsnorm_swiglu", WIDE)[0] == wanted
+
+
+class Counted:
+    """Stands for a plan, which takes a GPU."""
+
+    made: list[dict[str, int]] = []
+
+    def __init__(self, _: Any, sizes: dict[str, int], *more: Any):
+        self.made.append(dict(sizes))
+
+
+def drawn(rows: int) -> dict[str, torch.Tensor]:
+    x, w = torch.zeros(rows, 64).bfloat16(), torch.zeros(128, 64).bfloat16()
+    return {"x": x, "w": w, "rstd": torch.ones(rows)}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    monkeypatch.setattr(Counted, "made", [])
+    monkeypatch.setattr(launching, "Plan", Counted)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H100)
+    return Counted.made
+
+
+def test_plans_are_bounded_and_the_last_used_are_kept(counted: list[dict[str, int]]) -> None:
+    program, plans = ops.defined["gemm_rmsnorm_swiglu"], launching.Plans(most=3)
+    for rows in (8, 16, 24, 8, 32, 8, 16):
+        plans.get(program, drawn(rows), ("x", "w", "rstd"))
+        assert len(plans) <= 3
+    assert [sizes["M"] for sizes in counted] == [8, 16, 24, 32, 16]
+
+
+def test_threads_share_one_plan(counted: list[dict[str, int]]) -> None:
+    program, plans, found = ops.defined["gemm_rmsnorm_swiglu"], launching.Plans(), list[Any]()
+
+    def get() -> None:
+        found.append(plans.get(program, drawn(8), ("x", "w", "rstd")))
+
+    threads = [threading.Thread(target=get) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counted) == 1 and len({id(plan) for plan in found}) == 1
+
+
+def test_what_cannot_be_launched_says_so(counted: list[dict[str, int]]) -> None:
+    program, plans = ops.defined["gemm_rmsnorm_swiglu"], launching.Plans()
+    odd = {"x": torch.zeros(8, 6).bfloat16(), "w": torch.zeros(12, 6).bfloat16(), "rstd": torch.ones(8)}
+    with pytest.raises(LaunchError, match="rows of 6 bf16 are no multiple of 16 bytes"):
+        plans.get(program, odd, ("x", "w", "rstd"))
+    with pytest.raises(LaunchError, match="input 'x' has shape"):
+        plans.get(program, drawn(8) | {"w": torch.zeros(128, 56).bfloat16()}, ("x", "w", "rstd"))
+    with pytest.raises(LaunchError, match="matrices are fp32"):
+        launching.launch(Typed(program, True), drawn(8), ("x", "w", "rstd"), ("act",))
+
+
+def test_misaligned_tensors_are_copied() -> None:
+    flat = torch.arange(64 * 8 + 1).bfloat16()
+    view = flat[1:].view(64, 8)
+    copy = launching.launchable(view)
+    assert copy.data_ptr() % 16 == 0 and torch.equal(copy, view)
+    plain = torch.zeros(8, 8)
+    assert launching.launchable(plain) is plain
+
+
+def test_rows_are_compared_by_powers_of_two() -> None:
+    ms = sorted({log2(row.shape[0]) for row in rows("gemm_swiglu_bwd")})
+    assert ms[0] == 7 and ms[-1] == 14
