@@ -94,12 +94,20 @@ class _Span:
         return tensor.narrow(self.axis, self.first, self.past - self.first)
 
 
-def _picker(slots: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _picker(keys: Sequence[int | str]) -> Callable[[Any], tuple[Any, ...]]:
     """itemgetter that returns a tuple even for one item."""
-    if len(slots) > 1:
-        return itemgetter(*slots)
-    (only,) = slots
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    (only,) = keys
     return lambda values: (values[only],)
+
+
+def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Makes an uninitialised tensor of a size, strides and dtype, on the current device of this type: what
+    Inductor's code calls, at half the host time of ``torch.empty``."""
+    from torch._C._dynamo import guards
+
+    return guards._empty_strided_cpu if device.type == "cpu" else guards._empty_strided_cuda
 
 
 Launch = Callable[[Sequence[Any]], None]
@@ -138,6 +146,14 @@ class Plan:
         self._names |= {index: name for name, index in program.outputs.items()}
         self._inputs, self._outputs = tuple(program.signature.inputs), tuple(program.signature.outputs)
         self._slots = _Slots([*self._inputs, *self._outputs])
+        self._in_order, self._out_order = _picker(self._inputs), _picker(self._outputs)
+        self._empty = _allocator(self.device)
+        self._like: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
+        self._updates = tuple(program.signature.updates.items())
+        for name, t in program.signature.outputs.items():
+            like = torch.empty([d(self.sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device="meta")
+            self._like[name] = tuple(like.shape), like.stride(), like.dtype
+        self._fresh = [(n, like) for n, like in self._like.items() if n not in program.signature.updates]
         kernels: list[GemmKernel | VectorKernel] = [*self.lowered.gemms, *self.lowered.vectors]
         scalars = {(a.role, a.node) for k in kernels for a in k.arguments if a.role in ("scalar", "extent")}
         fixed = {key: self._scalar(*key) for key in sorted(scalars)} | self._allocate(workspace)
@@ -317,14 +333,7 @@ class Plan:
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Fresh, uninitialised outputs; those that update an input among them, too."""
-        import torch
-
-        return {
-            name: torch.empty(
-                [d(self.sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=self.device
-            )
-            for name, t in self.program.signature.outputs.items()
-        }
+        return {name: self._empty(*like) for name, like in self._like.items()}
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """Launch on the current stream. The caller guarantees shapes, dtypes and device. An output that
@@ -359,19 +368,19 @@ class Plan:
         for output, name in self._added:
             if outputs[output] is not inputs[name]:  # the kernel adds to its content
                 outputs[output].copy_(inputs[name])
-        slots: list[Any] = [inputs[name] for name in self._inputs]
-        slots += [outputs[name] for name in self._outputs]
-        slots += self._slots.fixed
+        slots = [*self._in_order(inputs), *self._out_order(outputs), *self._slots.fixed]
         for source, change in self._slots.derived:
             slots.append(change(slots[source]))
         return slots
 
     def in_place(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A caller's outputs: fresh ones, except those that overwrite an input."""
-        updated = {output: inputs[name] for output, name in self.program.signature.updates.items()}
-        return {**self.outputs(), **updated}
+        outputs = {name: self._empty(*like) for name, like in self._fresh}
+        for output, name in self._updates:
+            outputs[output] = inputs[name]
+        return outputs
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        outputs = self.outputs()
+        outputs = self.in_place(inputs)
         self.run(inputs, outputs)
         return outputs

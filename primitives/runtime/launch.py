@@ -9,20 +9,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule, all_by_step, by_step
 from coda_agent.primitives.runtime.executable import Plan
-from coda_agent.primitives.runtime.launchable import LaunchError, check_sizes, check_tensors, dense
+from coda_agent.primitives.runtime.launchable import (
+    Familiar,
+    LaunchError,
+    check_sizes,
+    check_tensors,
+    check_updates,
+    dense,
+)
 from coda_agent.primitives.runtime.tune import tuned
 from coda_agent.primitives.system.files import read_json
 
-if TYPE_CHECKING:
-    import torch
+FAMILIAR = 8  # kinds of tensors that a kernel recognizes without checking them
+HERE = nullcontext()  # PyTorch's current device is the right one
 
 
 class Kernel:
@@ -52,6 +62,9 @@ class Kernel:
         self.schedules = {**(schedules or {}), **program.schedule}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._planning = threading.Lock()
+        self._number, self._updates = len(program.signature.inputs), tuple(program.signature.updates.items())
+        self._in_order = itemgetter(*program.signature.inputs)  # a product has two inputs at least
+        self._familiar: tuple[tuple[Familiar, Plan], ...] = ()  # the last calls' tensors, newest first
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.program, self.schedules, self.known, self.raw)
@@ -103,14 +116,38 @@ class Kernel:
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Outputs by name; one that updates an input is that input's tensor, overwritten. LaunchError for
         inputs that cannot be launched on."""
-        import torch
+        plan, taken = self._known_plan(inputs), inputs
+        if plan is None:
+            plan, taken = self._checked_plan(inputs)
+        with _current(plan.device):
+            outputs = plan.in_place(taken)
+            plan.run(taken, outputs)
+        for output, name in self._updates:
+            outputs[output] = inputs[name]
+        return outputs
 
+    def _known_plan(self, inputs: Mapping[str, torch.Tensor]) -> Plan | None:
+        """The plan of an earlier call with tensors of the same kind; None if there is none."""
+        if len(inputs) != self._number:
+            return None
+        try:
+            tensors = self._in_order(inputs)
+        except KeyError:
+            return None
+        for familiar, plan in self._familiar:
+            if familiar(tensors):
+                if self._updates:
+                    check_updates(self.program.signature, inputs)
+                return plan
+        return None
+
+    def _checked_plan(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Plan, dict[str, torch.Tensor]]:
+        """The plan for tensors that no call had yet, and the tensors as the plan takes them."""
         taken = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
         plan = self.plan(taken)
-        outputs = plan.in_place(taken)
-        with _current(plan.device):
-            plan.run(taken, outputs)
-        return outputs | {output: inputs[name] for output, name in self.program.signature.updates.items()}
+        if (familiar := Familiar(self._in_order(taken)))(self._in_order(inputs)):
+            self._familiar = ((familiar, plan), *self._familiar[: FAMILIAR - 1])
+        return plan, taken
 
 
 def _proved(program: Program, text: str, path: Path) -> dict[int, list[Schedule]]:
@@ -125,8 +162,6 @@ def _proved(program: Program, text: str, path: Path) -> dict[int, list[Schedule]
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Within, ``device`` is PyTorch's current one, so that a kernel goes to its stream, wherever its tensors
     are."""
-    import torch
-
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+        return HERE
     return torch.cuda.device(device)

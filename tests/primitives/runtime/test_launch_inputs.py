@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,12 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime import launch
 from coda_agent.primitives.runtime.launch import Kernel
-from coda_agent.primitives.runtime.launchable import LaunchError, check_sizes, check_tensors
+from coda_agent.primitives.runtime.launchable import (
+    Familiar,
+    LaunchError,
+    check_sizes,
+    check_tensors,
+)
 
 SIZES = {"M": 100, "K": 64, "N": 200, "D": 64, "F": 104, "P": 64, "H": 3, "V": 200}
 
@@ -257,3 +262,42 @@ def test_outputs_without_elements_are_refused():
     bad = {"x": On(zeros(8, 64)), "w": On(zeros(8, 64)), "v": On(zeros(0))}
     with pytest.raises(LaunchError, match=r"v would be \[0\] at .*: every extent is at least 1"):
         check_inputs(program, bad)
+
+
+def passed() -> list[torch.Tensor]:
+    return [zeros(100, 64), zeros(200, 64), zeros(100, dtype=torch.float32)]
+
+
+def other_strides(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [zeros(64, 100).mT, *tensors[1:]]
+
+
+def misaligned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [zeros(100 * 64 + 1)[1:].view(100, 64), *tensors[1:]]
+
+
+STRANGERS: dict[str, Callable[[list[torch.Tensor]], list[Any]]] = {
+    "size": lambda t: [zeros(101, 64), *t[1:]],
+    "dtype": lambda t: [t[0].half(), *t[1:]],
+    "strides": other_strides,
+    "misaligned": misaligned,
+    "requires grad": lambda t: [t[0].clone().requires_grad_(), *t[1:]],
+    "one twice": lambda t: [t[0], t[1], t[1]],
+    "other class": lambda t: [On(t[0]), *t[1:]],
+    "no tensor": lambda t: [None, *t[1:]],
+}
+
+
+@pytest.mark.parametrize("change", STRANGERS.values(), ids=STRANGERS)
+def test_only_tensors_of_the_same_kind_are_familiar(change):
+    familiar = Familiar(passed())
+    assert familiar(passed())
+    assert not familiar(change(passed()))
+
+
+def test_parameters_are_familiar_only_where_no_gradient_is_recorded():
+    tensors = [each.requires_grad_(each.ndim == 2) for each in passed()]
+    familiar = Familiar(tensors)
+    assert not familiar(tensors)
+    with torch.no_grad():
+        assert familiar(tensors)

@@ -139,6 +139,20 @@ def at_once(call: Callable[[], object], threads: int = 4) -> None:
     assert not failed
 
 
+def test_tensors_of_a_kind_are_checked_once(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, inputs = Kernel(PROGRAM, dict.fromkeys(range(2), Schedule())), inputs_of(PROGRAM, TUNED_SIZES)
+    check, checks = launch.check_tensors, []
+    monkeypatch.setattr(launch, "check_tensors", lambda *given: checks.append(given) or check(*given))
+    fewer = inputs_of(PROGRAM, TUNED_SIZES | {"M": 16})
+    for given in (inputs, fewer, inputs, {name: inputs[name] for name in reversed(inputs)}, fewer):
+        rows = len(given["x"])
+        assert len(kernel(**given)["h"]) == rows
+    assert len(checks) == 2
+    with pytest.raises(ValueError):
+        kernel(**{f"other_{name}": tensor for name, tensor in inputs.items()})
+    assert len(checks) == 3
+
+
 def test_no_call_of_another_thread_comes_between_a_call_s_launches(launched: list[int]) -> None:
     kernel, inputs = Kernel(PROGRAM, dict.fromkeys(range(2), Schedule())), inputs_of(PROGRAM, TUNED_SIZES)
     plan = kernel.plan(inputs)

@@ -1,0 +1,127 @@
+"""Host time of a kernel's call: ``python -m benchmarks.host_time [--json] [KERNEL ...]``.
+
+Microseconds of Python and C++ before a call returns, beside ``torch.mm`` in the same rounds, at the case
+nearest to decoding. On a GPU the calls launch. Without one, stand-ins take the place of the compiled kernels
+and the tensors lie on the CPU, so the figures are those of the launcher alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
+from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.partition import cut
+from coda_agent.primitives.lang.schedule import by_step
+from coda_agent.primitives.runtime import launch
+from coda_agent.primitives.runtime.launch import Kernel
+from coda_agent.verifier.gpu.telemetry import device
+from coda_agent.verifier.statistics import ratio
+
+KERNELS = Path(__file__).resolve().parents[1] / "generated_kernels"
+ROUNDS, CALLS = 40, 100
+ROWS = 128  # at most: host time does not depend on sizes, and small kernels leave no queue on the GPU
+
+
+def main(arguments: list[str]) -> None:
+    names = [a for a in arguments if a != "--json"] or accepted()
+    on_gpu = torch.cuda.is_available()
+    with nullcontext() if on_gpu else stand_ins(), torch.no_grad():
+        rows = {name: measured(name, "cuda" if on_gpu else "cpu") for name in names}
+    if "--json" in arguments:
+        print(json.dumps({"where": device() if on_gpu else "CPU, stand-ins", "kernels": rows}, indent=1))
+        return
+    print("| kernel | steps | call, us | torch.mm, us | over torch.mm | more, us a step |")
+    print("|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        times, low, high = row["ratio"]
+        more = (row["call"] - row["mm"]) / row["steps"]
+        print(
+            f"| `{name}` | {row['steps']} | {row['call']:.1f} | {row['mm']:.1f} "
+            f"| {times:.2f} [{low:.2f}, {high:.2f}] | {more:.1f} |"
+        )
+
+
+def accepted() -> list[str]:
+    """Names of the accepted kernels."""
+    return sorted(
+        p.name.removesuffix(".program.json")
+        for p in KERNELS.glob("*.program.json")
+        if not p.name.endswith(".raw.program.json")
+    )
+
+
+def measured(name: str, where: str) -> dict[str, Any]:
+    """Medians in microseconds of a kernel's call and of ``torch.mm``, and their ratio with its interval."""
+    program = Program.from_json((KERNELS / f"{name}.program.json").read_text(encoding="utf-8"))
+    report = json.loads((KERNELS / f"{name}.report.json").read_text(encoding="utf-8"))
+    timing = min(report["timings"], key=lambda each: each["sizes"]["M"])
+    sizes = {d: min(n, ROWS) if d == "M" else n for d, n in timing["sizes"].items()}
+    inputs = {
+        n: torch.zeros([d(sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=where)
+        for n, t in program.signature.inputs.items()
+    }
+    kernel = Kernel(program, by_step(timing["schedules"]))
+    square = torch.zeros(8, 8, device=where)
+    calls: list[Callable[[], Any]] = [lambda: kernel(**inputs), lambda: torch.mm(square, square)]
+    own, mm = rounds(calls, torch.cuda.synchronize if where == "cuda" else lambda: None)
+    against = ratio(own, mm)
+    return {
+        "steps": len(cut(program).gemms),
+        "call": statistics.median(own),
+        "mm": statistics.median(mm),
+        "ratio": [against.estimate, against.low, against.high],
+    }
+
+
+def rounds(calls: Sequence[Callable[[], Any]], settle: Callable[[], Any]) -> list[list[float]]:
+    """By call, the microseconds of one in each round; the calls take turns in random order."""
+    for call in calls:
+        call()
+    times: list[list[float]] = [[] for _ in calls]
+    gc.disable()
+    for _ in range(ROUNDS):
+        for index in random.sample(range(len(calls)), len(calls)):
+            settle()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                calls[index]()
+            times[index].append((time.perf_counter() - start) / CALLS * 1e6)
+    gc.enable()
+    return times
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Kernels that do nothing, launched on CPU tensors."""
+    executable = "coda_agent.primitives.runtime.executable"
+
+    def compiled(*_: Any) -> Callable[..., None]:
+        return lambda *arguments: None
+
+    def checked(signature: Any, inputs: Any) -> dict[str, int]:
+        return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
+
+    with (
+        patch(f"{executable}.compile_gemm", compiled),
+        patch(f"{executable}.compile_vector", compiled),
+        patch("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size),
+        patch.object(launch, "check_tensors", checked),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
