@@ -107,7 +107,7 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     Inductor's code calls, at half the host time of ``torch.empty``."""
     from torch._C._dynamo import guards
 
-    return guards._empty_strided_cpu if device.type == "cpu" else guards._empty_strided_cuda
+    return getattr(guards, f"_empty_strided_{device.type}")  # which its type stubs lack
 
 
 Launch = Callable[[Sequence[Any]], None]
