@@ -17,9 +17,11 @@ from typing import Any
 
 import kernels
 import pytest
+import torch
 from test_launch import SIZES, inputs_of
 
 from coda_agent.primitives.lang.interpret import solve_sizes
+from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime import launch, tune
 from coda_agent.primitives.runtime.executable import Plan
@@ -100,6 +102,10 @@ def test_a_captured_stream_waits_for_nothing_and_is_not_waited_for() -> None:
     assert streams.log == [("wait", 2, 0)]
 
 
+def sizes_of(signature: Signature, given: dict[str, torch.Tensor]) -> dict[str, int]:
+    return solve_sizes(signature, {k: tuple(t.shape) for k, t in given.items()})
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The thread of each launch, in their order; each launch lets others run."""
@@ -115,8 +121,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_gemm", stand_in)
     monkeypatch.setattr("coda_agent.primitives.runtime.executable.compile_vector", stand_in)
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", lambda size: 132 // size)
-    sizes = lambda signature, given: solve_sizes(signature, {k: tuple(t.shape) for k, t in given.items()})  # noqa: E731
-    monkeypatch.setattr(launch, "check_tensors", sizes)  # a GPU's or not
+    monkeypatch.setattr(launch, "check_tensors", sizes_of)  # a GPU's or not
     return found
 
 
@@ -141,8 +146,13 @@ def at_once(call: Callable[[], object], threads: int = 4) -> None:
 
 def test_tensors_of_a_kind_are_checked_once(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, inputs = Kernel(PROGRAM, dict.fromkeys(range(2), Schedule())), inputs_of(PROGRAM, TUNED_SIZES)
-    check, checks = launch.check_tensors, []
-    monkeypatch.setattr(launch, "check_tensors", lambda *given: checks.append(given) or check(*given))
+    checks: list[Any] = []
+
+    def check(*given: Any) -> dict[str, int]:
+        checks.append(given)
+        return sizes_of(*given)
+
+    monkeypatch.setattr(launch, "check_tensors", check)
     fewer = inputs_of(PROGRAM, TUNED_SIZES | {"M": 16})
     for given in (inputs, fewer, inputs, {name: inputs[name] for name in reversed(inputs)}, fewer):
         rows = len(given["x"])
