@@ -137,9 +137,9 @@ def measured(width: str) -> dict[str, Any]:
     """All arms of one width: samples in milliseconds, and how far their results are from the first's."""
     begun = time.monotonic()
     row = LayerRow(width, True)
-    if row.contenders is None:
+    if row.kernels is None:
         raise LookupError(row.absent(PROGRAM))
-    kernels = {call: on_known_schedules(call, k, width) for call, k in row.contenders.items()}
+    kernels = {call: on_known_schedules(call, k, width) for call, k in row.kernels.items()}
     seats = LayerSeats(row.shape, (PROGRAM, COMPILE), kernels, ROUNDS, True)
     compiled([seats])
     drawn, runner = draw(row.shape, SEED), seats.runner()
