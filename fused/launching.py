@@ -13,7 +13,6 @@ from torch import Tensor
 
 from coda_agent.fused import schedules
 from coda_agent.fused.programs import Typed
-from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.executable import Plan
@@ -69,8 +68,7 @@ class Plans:
     def plan(self, program: Program, sizes: Mapping[str, int], device: torch.device) -> Plan:
         """A new plan at these sizes, on the schedules that are known to be good nearby."""
         gpu = torch.cuda.get_device_name(device)
-        chosen = schedules.chosen(program, sizes, gpu, schedules.known())
-        return Plan(KernelSource(program, chosen), sizes, device)
+        return Plan(program, sizes, schedules.chosen(program, sizes, gpu, schedules.known()), device)
 
 
 plans = Plans()

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.artifacts import accept
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import optimize, runs
-from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -140,7 +139,7 @@ class Proposing:
     spec: Spec
     text: str
     proposal: Proposal
-    edits = True
+    raw = True
 
     @classmethod
     def of(cls, run: runs.Run) -> Proposing:
@@ -173,10 +172,9 @@ class Proposing:
         """A primitive is right or wrong: nothing is timed."""
 
         def measure(
-            spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
+            spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
         ) -> Measurement:
-            assert kernel.edited is not None  # the functions are the answer
-            return proposal_gates.measure(self.proposal, spec, kernel.edited, progress)
+            return proposal_gates.measure(self.proposal, spec, raw, progress)
 
         return measure
 
@@ -282,7 +280,7 @@ def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROO
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
-    kept = accept.recording(name, edited=True).relative_to(accept.ROOT).as_posix()
+    kept = accept.recording(name, raw=True).relative_to(accept.ROOT).as_posix()
     paths = (VOCABULARY, FAMILY, LANGUAGE, kept)
     before = {path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()}
     after = {

@@ -50,10 +50,10 @@ def derive(
     from coda_agent.primitives.lang.errors import ProgramError
 
     kernel = arguments.accepted(kernel, "program.json")
-    loaded, source = read(kernel, spec, weak_jail)
+    loaded, program, _ = read(kernel, spec, weak_jail)
     try:
         derived = derived_of(
-            source.program,
+            program,
             loaded.cases[0].sizes,
             wrt=_names(wrt),
             of=_names(of),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import improve
-from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier import verify
@@ -23,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Measure(Protocol):
-    """Run the GPU gates. ``kept`` is the incumbent."""
+    """Run the GPU gates. ``kept`` is the incumbent; ``raw`` is the edited text to run."""
 
     def __call__(
-        self, spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
+        self, spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
     ) -> Measurement: ...
 
 
 class Work(Protocol):
-    """A task. ``edits``: its answer is CuTeDSL instead of a kernel file."""
+    """A task. ``raw``: its answer is an edited CuTeDSL text instead of a kernel file."""
 
-    edits: bool
+    raw: bool
 
     def opening(self) -> prompt.Prompt:
         """The author's first message."""
@@ -60,7 +59,7 @@ class Authoring:
     text: str
     tips: Sequence[Tip] | None = None
     weak_jail: bool = False
-    edits = False
+    raw = False
 
     def opening(self) -> prompt.Prompt:
         return prompt.assemble(self.spec, self.text, self.tips)

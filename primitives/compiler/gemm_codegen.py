@@ -12,7 +12,7 @@ from coda_agent.primitives.compiler.lowered import CUTE_DTYPES, GemmKernel, Writ
 from coda_agent.primitives.compiler.resources import StepResources
 from coda_agent.primitives.lang.assign_steps import untransposed, values_read
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Program
 from coda_agent.primitives.lang.partition import GemmStep, Steps
 
 Values = dict[int, list[str]]  # texts of a node's values in one pair of lanes: one, two or four
@@ -32,7 +32,7 @@ class StepWriter(Writer):
     def exact_nodes(self) -> set[int]:
         """Nodes that an fp32 or fp16 output can see, which coarse instructions must not reach."""
         pending = [self.nodes[r].args[0] for r in (*self.step.reductions, *self.step.statistics)]
-        pending += [i for i in self.step.stores if self.dtype(i) != "bf16"]
+        pending += [i for i in self.step.stores if self.dtype(i) not in ("bf16", *EIGHTS)]
         found: set[int] = set()
         while pending:
             index = pending.pop()
@@ -257,6 +257,9 @@ class StepWriter(Writer):
         store = next(s for s in self.resources.stores if s.node == index)
         if self.steps.types[index].kind == "head":
             yield f"put_head(place, {store.name}, 2 * i, {self.resources.heads(index)}, {got[0]})"
+            return
+        if store.role == "memory" and store.dtype in EIGHTS:
+            yield f"put_four(place, {store.name}, {self.where(len(got), 0)}, {', '.join(got)})"
             return
         for k, value in enumerate(got):
             if store.role == "memory":

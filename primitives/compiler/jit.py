@@ -29,7 +29,7 @@ def load_module(lowered: Lowered) -> ModuleType:
     child, where it may run, has imported it already."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
-    if lowered.edited:
+    if lowered.raw:
         raise ValueError(f"{lowered.module} is raw CuTeDSL: nothing imports it but a confined compiler")
     path = cache_dir() / "lowered" / f"{lowered.module}.py"
     if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
@@ -65,6 +65,7 @@ def numeric(dtype: str) -> Any:
         "fp16": cutlass.Float16,
         "fp32": cutlass.Float32,
         "fp8_e4m3": cutlass.Float8E4M3FN,
+        "fp8_e5m2": cutlass.Float8E5M2,
         "int32": cutlass.Int32,
         "int64": cutlass.Int64,
     }[dtype]
@@ -176,7 +177,7 @@ def compiled(
     It saves starting a worker, which takes longer than loading an object. Always None for an edited text: a
     worker inspects its object's stack every time.
     """
-    if lowered.edited:
+    if lowered.raw:
         return None
     own = _objects(lowered, kernel, schedule, sizes)
     if own[0].with_suffix(REFUSED).exists():

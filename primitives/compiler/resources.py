@@ -9,7 +9,7 @@ from typing import Literal
 
 from coda_agent.primitives.compiler.lowered import PAIR_GRAIN, Argument, Writer
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.ir import EIGHTS, Program
 from coda_agent.primitives.lang.partition import GemmStep, Steps
 
 HALF = {0.5: 2, 1.0: 1}  # columns of the GEMM for one column of a tile
@@ -64,7 +64,8 @@ class StepResources(Writer):
         dtype = self.dtype(index)
         head = self.steps.types[index].kind == "head"
         width = 0.0 if head else self.width(index)
-        role: Literal["store", "memory"] = "store" if not head and self.streams(width, dtype) else "memory"
+        streams = self.streams(width, dtype) or (dtype in EIGHTS and width < 1)
+        role: Literal["store", "memory"] = "store" if not head and streams else "memory"
         return Argument(f"o{index}", role, index, dtype, role == "store" and width == 2, rank=2)
 
     @staticmethod
@@ -110,8 +111,9 @@ class StepResources(Writer):
             if store.role == "memory":
                 yield store, f'Memory("{store.name}")'
             elif store is not self.d:
-                gated = ", gated=True" if self.width_of(store) < 1 else ""
-                yield store, f'TileStore("{store.name}"{gated})'
+                half = self.width_of(store) < 1
+                kind = "EightStore" if half and store.dtype in EIGHTS else "TileStore"
+                yield store, f'{kind}("{store.name}"{", gated=True" if half else ""})'
         for index in self.step.reductions:
             yield from self.reduced(index)
 

@@ -23,7 +23,7 @@ from coda_agent.primitives.lang.partition import GemmStep, Steps, cut
 from coda_agent.primitives.lang.schedule import TILES
 from coda_agent.primitives.target import TARGET, Machine
 
-ITEM_BYTES = {"fp8_e4m3": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
+ITEM_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
 PARTIAL_BYTES = 4  # partials are fp32
 # The largest tile each way: the fewest partials a row or a column.
 LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}

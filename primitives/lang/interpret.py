@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.lang.dims import Dim, solve
-from coda_agent.primitives.lang.ir import OPERATIONS, Node, Program, Signature
+from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Node, Program, Signature
 from coda_agent.primitives.lang.partition import GemmStep, cut
 
 if TYPE_CHECKING:
@@ -28,9 +28,26 @@ def torch_dtype(name: str) -> torch.dtype:
         "fp16": torch.float16,
         "fp32": torch.float32,
         "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
         "int32": torch.int32,
         "int64": torch.int64,
     }[name]
+
+
+def saturated(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Values within a dtype's range, as it stores them: fp8 has its ends for all beyond, infinities among
+    them. NaN stays NaN; other dtypes keep all values."""
+    import torch
+
+    if dtype not in EIGHTS:
+        return values
+    end = torch.finfo(torch_dtype(dtype)).max
+    return values.clamp(-end, end)
+
+
+def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Values rounded once to a dtype, saturated where it is fp8."""
+    return saturated(values, dtype).to(torch_dtype(dtype))
 
 
 def solve_sizes(signature: Signature, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -114,7 +131,7 @@ class _Run:
 
     def write(self, index: int, value: torch.Tensor) -> None:
         dtype = "fp32" if self.wide else self.steps.dtypes.get(index, "fp32")
-        self.memory[index] = value.to(torch_dtype(dtype))
+        self.memory[index] = rounded(value, dtype)
 
     def epilogue(self, step: GemmStep) -> None:
         """Compute one GEMM and all that rides on it, unrounded until it is stored."""

@@ -21,9 +21,11 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.schedule import Schedule, by_step
 
 DTYPES = ("bf16", "fp16", "fp32")
+EIGHTS = ("fp8_e4m3", "fp8_e5m2")  # outputs of tiles saturate: beyond the range they hold its end
 OPERANDS = ("fp8_e4m3",)  # only gemm reads these
 INDICES = ("int32", "int64")  # vectors of targets and positions
 READABLE = {0: ("fp32",), 1: DTYPES + INDICES, 2: DTYPES + OPERANDS}  # dtypes of inputs, by rank
+WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS}  # and of outputs
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # names in specs
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
@@ -35,8 +37,8 @@ FORMAT = 2
 class TensorType(NamedTuple):
     """A tensor outside the kernel: symbolic shape (rank 0 to 2) and dtype.
 
-    Inputs and outputs may be bf16, fp16 or fp32; matrices that only gemm reads also fp8_e4m3, vectors of
-    targets or positions int32 or int64; a scalar is fp32.
+    Inputs and outputs may be bf16, fp16 or fp32; matrices that only gemm reads also fp8_e4m3, tiles that
+    leave also fp8_e4m3 or fp8_e5m2; vectors of targets or positions int32 or int64; a scalar is fp32.
     """
 
     shape: tuple[Dim, ...]
@@ -132,7 +134,7 @@ def _readable(tensor: TensorType) -> bool:
 
 
 def _writable(tensor: TensorType) -> bool:
-    return len(tensor.shape) in (1, 2) and tensor.dtype in DTYPES
+    return tensor.dtype in WRITABLE.get(len(tensor.shape), ())
 
 
 Kind = Literal["tile", "operand", "vector", "row", "column", "scalar", "head", "spread", "repeated"]
@@ -404,6 +406,10 @@ def check_output_type(name: str, got: Type, signature: Signature, line: int | No
             "output_shape",
             f"output {name!r} is {got}, but the spec says {want} [{', '.join(map(str, expected.shape))}]",
             line,
+        )
+    if got.kind == "head" and expected.dtype in EIGHTS:
+        raise ProgramError(
+            "output_dtype", f"output {name!r} is {got}: say bf16, fp16 or fp32, not fp8", line
         )
 
 

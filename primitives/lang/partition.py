@@ -15,7 +15,7 @@ from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.assign_steps import Placement, place, untransposed, values_read
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import DTYPES, OPERANDS, OPERATIONS, Program, Type, reduction
+from coda_agent.primitives.lang.ir import DTYPES, EIGHTS, OPERATIONS, Program, Type, reduction
 
 WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its step's N
 
@@ -176,7 +176,7 @@ class _Cutter:
             )
         a, b = (self.nodes[i].op for i in self.nodes[step.gemm].args)
         own = all(map(self.program.input_tensor, sources))
-        if given[0] in OPERANDS and not (own and (a, b) == ("input", "transpose")):
+        if given[0] in EIGHTS and not (own and (a, b) == ("input", "transpose")):
             raise self.fail(
                 "dtype",
                 f"gemm of {given[0]} reads both operands along K: gemm(x, w.mT) of inputs [M, K] and [N, K]",
@@ -348,7 +348,13 @@ class _Cutter:
         home = self.placed.home[index]
         if home >= 0 and self.placed.after[index] < home < step.index:
             self.keep(index, home)
-            self.dtypes.setdefault(index, self.any_operand())
+            if self.dtypes.setdefault(index, self.any_operand()) in EIGHTS:
+                raise self.fail(
+                    "dtype",
+                    f"a tile that leaves step {home} in fp8 is used in step {step.index}, which would read "
+                    "it with four bits: use it in its own step alone",
+                    index,
+                )
             return True
         return False
 

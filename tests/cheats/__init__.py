@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cheats import blind, contract, documents, graphs, mathematics, sandbox, takeover
+from cheats import blind, contract, documents, eights, graphs, mathematics, sandbox, takeover
 
 THEMES = {
     "sandbox": sandbox.CHEATS,
@@ -11,6 +11,7 @@ THEMES = {
     "graphs": graphs.CHEATS,
     "documents": documents.CHEATS,
     "mathematics": mathematics.CHEATS,
+    "eights": eights.CHEATS,
     "blind": blind.CHEATS,
 }
 PROGRAMS = (*THEMES["graphs"], *THEMES["documents"])  # JSON that bypasses the tracer

@@ -68,6 +68,17 @@ FP8 = twin("gemm_fp8_row_scale", "x, w, sx, sw", """
 t = gemm(x, w.mT)
 return {"y": t * per_row(sx) * per_column(sw)}
 """)  # fmt: skip
+FP8_SWIGLU = twin("gemm_fp8_swiglu", "x, w, sx, sw, scale", """
+gate, up = pairs(gemm(x, w.mT) * per_row(sx) * per_column(sw))
+h = silu(gate) * up
+return {"act": h * scale, "amax": row_abs_max(h)}
+""")  # fmt: skip
+FP8_NORM = twin("gemm_fp8_residual_rmsnorm", "y, w, sy, sw, x, gamma, scale, eps", """
+h = gemm(y, w.mT) * per_row(sy) * per_column(sw) + x
+g = h * per_column(gamma)
+rstd = rsqrt(row_sums(h * h) / h.columns + eps)
+return {"h": h, "hg": g * scale, "rstd": rstd, "amax": row_abs_max(g)}
+""")  # fmt: skip
 # Rows and columns have one size here, by their shapes too.
 SQUARE = twin("square", "a, b, v", """
 t = gemm(a, b) * per_row(v)

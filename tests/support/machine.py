@@ -179,6 +179,19 @@ def put(place: Place, target: torch.Tensor, lane: int, twice: int, past: int, va
         target[:, across] = fp32(value).expand(place.rows + PAST)[: place.rows]
 
 
+def put_four(place: Place, target: torch.Tensor, lane: int, twice: int, past: int, *values: Any) -> None:
+    across = column(place, lane, twice, past)
+    assert (lane % 2, twice, past, target.shape[1] % 4) == (0, 1, 0, 0) and target.itemsize == 1
+    for k, value in enumerate(values if across < target.shape[1] else ()):
+        target[:, across + k] = stored(fp32(value).expand(place.rows + PAST)[: place.rows], target.dtype)
+
+
+def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As the conversion instruction rounds: to 8 bits it saturates."""
+    end = torch.finfo(dtype).max if dtype.itemsize == 1 else torch.inf
+    return values.clamp(-end, end).to(dtype)
+
+
 def put_head(place: Place, target: torch.Tensor, lane: int, width: int, value: Any) -> None:
     if lane % width == 0 and lane < place.columns:
         target[:, lane // width] = fp32(value).expand(place.rows + PAST)[: place.rows]
@@ -256,7 +269,7 @@ LANGUAGE: dict[str, Any] = {
     "column": column, "inside_columns": inside_columns, "inside_rows": inside_rows, "take": take,
     "repeated": repeated, "wrapped": lambda *given: repeated(*given[:-1]), "tabled": repeated,
     "table": lambda source: source,
-    "put": put, "put_head": put_head,
+    "put": put, "put_four": put_four, "put_head": put_head,
     "at_subtile": lambda gemm, name, states, at: states[name],
     "fold": lambda gemm, name, state, values: state.fold(values),
     "statistic": lambda gemm, name, state: state.fragment(),
@@ -264,8 +277,8 @@ LANGUAGE: dict[str, Any] = {
     "finish_select": finish_select,
     "finish_logsumexp": lambda partials, at, lane: _finished(partials[0, at], "logsumexp"),
     **{kind: _resource(kind) for kind in (
-        "ColVecLoad", "ColVecSelect", "ColumnPartials", "HeadSums", "HeadTable", "Memory", "OnlineLSEReduce",
-        "RowPartials", "RowVecLoad", "Scalar", "TileLoad", "TileStore",
+        "ColVecLoad", "ColVecSelect", "ColumnPartials", "EightStore", "HeadSums", "HeadTable", "Memory",
+        "OnlineLSEReduce", "RowPartials", "RowVecLoad", "Scalar", "TileLoad", "TileStore",
     )},
 }  # fmt: skip
 
@@ -407,7 +420,7 @@ class Machine:
         lanes = [fp32(lane).expand(place.rows + PAST) for lane in fragment.lanes[:keep]]
         tile = torch.stack(lanes, dim=1)[: place.rows]
         assert list(tile.shape) == self.shape(argument.node)
-        self.memory[argument.node] = tile.to(torch_dtype(argument.dtype))
+        self.memory[argument.node] = stored(tile, torch_dtype(argument.dtype))
 
     # Between steps
 

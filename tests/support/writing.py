@@ -372,7 +372,9 @@ class Writer:
         self.updates[new] = old
 
     def output(self, value: Tile | Vector | Statistic) -> None:
-        dtype = self.operands.get(value.name) or self.random.choice(("bf16", "bf16", "fp16", "fp32"))
+        last = isinstance(value, Tile) and value.home == self.gemms - 1  # no later step reads it back in fp8
+        eights = ("fp8_e4m3", "fp8_e5m2") if last else ()
+        dtype = self.operands.get(value.name) or self.random.choice(("bf16", "bf16", "fp16", "fp32", *eights))
         shape: tuple[str, ...]
         match value:
             case Tile(name, space, width):

@@ -166,23 +166,23 @@ def calls(name: str, spec: Spec, sets: Sets, sizes: Mapping[str, int]) -> Sequen
 def formulation(spec: Spec, sizes: Mapping[str, int]) -> Callable[..., dict[str, Tensor]]:
     """The spec's ``baseline``, else its ``reference``, as a function of the input tensors in order.
 
-    Only outputs are cast, to their declared dtypes: inputs (scalars, integers and fp8 too) keep theirs and
-    promote as PyTorch promotes. An output that ``updates`` an input is written into that input's tensor,
-    which is returned for it: every call changes its inputs.
+    Only outputs are cast, to their declared dtypes, to fp8 with saturation: inputs (scalars, integers and fp8
+    too) keep theirs and promote as PyTorch promotes. An output that ``updates`` an input is written into that
+    input's tensor, which is returned for it: every call changes its inputs.
     """
-    from coda_agent.verifier.numerics.inputs import DTYPES
+    from coda_agent.primitives.lang.interpret import rounded
     from coda_agent.verifier.numerics.reference import function
 
     text = function(spec, spec.baseline)
     names = tuple(spec.inputs)
     known = {dim: sizes[dim] for dim in spec.dims} | spec.constants
-    dtypes = {name: DTYPES[out.dtype] for name, out in spec.outputs.items()}
+    dtypes = {name: out.dtype for name, out in spec.outputs.items()}
     updates = spec.signature().updates
 
     def step(*tensors: Tensor) -> dict[str, Tensor]:
         given = dict(zip(names, tensors, strict=True))
         outs = text(**given, **known)
-        cast = {name: outs[name].to(dtype) for name, dtype in dtypes.items()}
+        cast = {name: rounded(outs[name], dtype) for name, dtype in dtypes.items()}
         return cast | {name: given[target].copy_(cast[name]) for name, target in updates.items()}
 
     step.__name__ = spec.name

@@ -14,7 +14,7 @@ from random import Random
 from typing import NamedTuple
 
 from coda_agent.primitives.lang.assign_steps import untransposed
-from coda_agent.primitives.lang.interpret import Watch, interpret
+from coda_agent.primitives.lang.interpret import Watch, interpret, saturated
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.numerics import error_gate, exactness, reference
 from coda_agent.verifier.numerics.error_gate import FEW, OutputError
@@ -127,6 +127,8 @@ class Comparison(NamedTuple):
     def _judged(self, spec: Spec, program: Program, limits: Limits, watch: Watch | None) -> list[OutputError]:
         yard = {name: self.values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
         made = interpret(program, self.inputs, watch)
+        if spec is not self.spec:  # left in fp32, an fp8 output still saturates
+            made = {name: saturated(made[name], output.dtype) for name, output in self.spec.outputs.items()}
         errors = error_gate.compare(spec, made, self.truth, yard, limits, self.exact)
         return [error for error in errors if error.name not in self.undefined]
 

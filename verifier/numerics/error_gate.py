@@ -24,7 +24,7 @@ FLOOR = 2.0**-24  # half an fp32 ulp: the least error that counts for a yardstic
 # such halves: the error that a value may keep from larger ones that cancel, as in g - g * sigmoid(-g)
 CANCELLED = 56
 SHARE = 2.0**-5  # relative error allowed for any value left in fp32
-LOST = 2.0**-8  # share of an output's RMS: a larger loss is more than a last rounding
+LOST = 2.0**-8  # share of an output's RMS: a larger loss is more than a last rounding, but for one to fp8
 # share of the truth's RMS: such a loss comes from 16-bit roundings, not from fp32 arithmetic
 COARSE = 2.0**-14
 
@@ -100,7 +100,8 @@ def undefined(family: str, truth: Tensors, yard: Tensors) -> frozenset[str]:
     if family not in BEYOND:
         return frozenset()
     losses = {name: loss(yard[name], true, yard[name])[0] for name, true in truth.items()}
-    return frozenset(name for name, lost in losses.items() if not lost <= LOST)
+    allowed = {name: max(LOST, torch.finfo(stored.dtype).eps / 2) for name, stored in yard.items()}
+    return frozenset(name for name, lost in losses.items() if not lost <= allowed[name])
 
 
 @dataclass
@@ -235,9 +236,9 @@ def _accumulate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add one block of rows to ``stats``; return its tiles' sums of e^2 and r^2, and their element counts."""
     t, g, r = (values.double() for values in (truth, got, yard))
-    rounded = truth.to(dtype)
-    if not _finite(rounded, got, yard):
-        usable = _usable(stats, start, rounded.isfinite(), got, t, yard)
+    rounded = truth if dtype.itemsize == 1 else truth.to(dtype)  # fp8 saturates: it holds all that is finite
+    if not _finite(rounded, g, r):
+        usable = _usable(stats, start, rounded.isfinite(), g, t, r)
         t, g, r = (values.where(usable, 0.0) for values in (t, g, r))
     stats.zeros += int(((g == 0) & (t != 0)).sum())
     stats.g2 += float(g.square().sum())

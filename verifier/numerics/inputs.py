@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import DTYPES as FLOATS
-from coda_agent.primitives.lang.ir import INDICES, OPERANDS
+from coda_agent.primitives.lang.ir import EIGHTS, INDICES
 from coda_agent.verifier.numerics.sizes import row_dims
 from coda_agent.verifier.numerics.stretch import STRETCHED, Typical, stretched
 from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
@@ -21,7 +21,7 @@ from coda_agent.verifier.spec.model import BadReference, Spec
 from coda_agent.verifier.spec.parts import TensorSpec
 
 Sizes = Mapping[str, int]
-DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *OPERANDS, *INDICES)}
+DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *EIGHTS, *INDICES)}
 
 
 class _Drawn(NamedTuple):

@@ -17,6 +17,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from coda_agent.primitives.lang.interpret import torch_dtype
+from coda_agent.primitives.lang.ir import EIGHTS
 from coda_agent.verifier.numerics.reference import Product
 from coda_agent.verifier.numerics.reference_mutations import slips
 from coda_agent.verifier.numerics.sizes import TILE
@@ -25,7 +27,7 @@ from coda_agent.verifier.spec.model import Spec
 Outputs = dict[str, Tensor]
 TAIL = 16  # elements of K that one tensor-core instruction multiplies
 E4M3_LARGEST = 448.0
-FEWER_BITS = {"bf16": 16, "fp16": 13}  # fewer bits of mantissa than fp32 has
+FEWER_BITS = {"bf16": 16, "fp16": 13, "fp8_e4m3": 20, "fp8_e5m2": 21}  # of mantissa than fp32 has
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ def _wrong_outputs(spec: Spec, text: str) -> Iterator[Mutant]:
         if output.dtype != "fp32":
             cut = partial(_truncated, bits=FEWER_BITS[output.dtype])
             yield Mutant(f"{name} truncated, not rounded", text, after=_changed(name, cut))
+        if output.dtype in EIGHTS:
+            end = torch.finfo(torch_dtype(output.dtype)).max
+            yield Mutant(f"{name} not saturated", text, after=_changed(name, partial(_overflown, end=end)))
+            half = partial(torch.clamp, min=-end / 2, max=end / 2)
+            yield Mutant(f"{name} within half its range", text, after=_changed(name, half))
     for a, b in combinations(spec.outputs, 2):
         if (spec.outputs[a].shape, spec.outputs[a].dtype) == (spec.outputs[b].shape, spec.outputs[b].dtype):
             yield Mutant(f"{a} and {b} swapped", f"{text}\n{a}, {b} = ({b}, {a})")
@@ -106,6 +113,11 @@ def _one_wrong_row(output: Tensor) -> Tensor:
 def _truncated(output: Tensor, bits: int) -> Tensor:
     """fp32 values without this many of their last bits, as from a cast by shifting."""
     return (output.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
+
+
+def _overflown(output: Tensor, end: float) -> Tensor:
+    """Saturated values as NaN, as from a cast that does not saturate."""
+    return output.where(output.abs() < end, torch.nan)
 
 
 # --- matmuls ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.interpret import saturated
 from coda_agent.verifier.numerics.inputs import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
@@ -87,7 +88,8 @@ def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> d
 
 
 def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
-    """Truth: the reference (or another ``text``) in fp64, in blocks of rows."""
+    """Truth: the reference (or another ``text``) in fp64, in blocks of rows; as ``fp32``, within the range of
+    an fp8 output."""
     outputs = dict.fromkeys(spec.outputs, torch.float64)
     return _evaluate(spec, inputs, sizes, torch.float64, outputs, text)
 
@@ -226,7 +228,12 @@ def _whole(
     text: str | None = None,
 ) -> dict[str, Tensor]:
     outputs = run(spec, {name: cast(t, dtype) for name, t in inputs.items()}, sizes, text)
-    return {name: value.to(dtypes[name], copy=True) for name, value in outputs.items()}
+    return {name: _held(spec, name, value).to(dtypes[name], copy=True) for name, value in outputs.items()}
+
+
+def _held(spec: Spec, name: str, value: Tensor) -> Tensor:
+    """An output's values within its declared dtype's range: an fp8 output saturates, whatever computes it."""
+    return saturated(value, spec.outputs[name].dtype)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -257,14 +264,15 @@ def _in_blocks(
         seen = dict(sizes) if row.whole else {**sizes, row.name: stop - start}
         for name, value in run(spec, {**common, **part}, seen, text).items():
             if _leads(spec.outputs[name], row.name):
-                result[name][start:stop] = value
+                result[name][start:stop] = _held(spec, name, value)
             else:
                 result[name] += value
 
     total = sizes[row.name]
     for start in range(0, total, rows):
         block(start, min(start + rows, total))
-    return {name: value.to(dtypes[name]) for name, value in result.items()}
+    summed = {n: _held(spec, n, t) for n, t in result.items() if not _leads(spec.outputs[n], row.name)}
+    return {name: value.to(dtypes[name]) for name, value in (result | summed).items()}
 
 
 @contextmanager

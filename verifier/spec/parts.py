@@ -25,7 +25,7 @@ def _dim(value: object) -> Dim:
 
 
 Size = Annotated[Dim, BeforeValidator(_dim)]
-Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int32", "int64"]
+Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int32", "int64"]
 
 
 def _bench(value: object) -> object:

@@ -13,11 +13,12 @@ from typing import Literal
 
 from coda_agent.primitives.lang.dims import NAME as DIM_NAME
 from coda_agent.primitives.lang.dims import Unsolvable, solving_order
-from coda_agent.primitives.lang.ir import DTYPES, INDICES, OPERANDS, READABLE, VALUE_NAME
+from coda_agent.primitives.lang.ir import INDICES, OPERANDS, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, OutputSpec, TensorSpec
 
 RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
+KINDS = ("scalar", "vector", "matrix")  # by rank
 
 
 def check(spec: Declared) -> None:
@@ -76,12 +77,13 @@ def _check_shapes(spec: Declared) -> None:
 def _check_kinds(spec: Declared) -> None:
     """Check which dtypes may have which rank, and which inits."""
     for name, output in spec.outputs.items():
-        if output.dtype not in DTYPES:
-            message = f"output {name} is {output.dtype}, which only inputs may be; use bf16, fp16 or fp32"
+        rank = len(output.shape)
+        if rank not in WRITABLE:
+            raise fault(f"output {name} has {rank} axes; give it one or two", "outputs", name, "shape")
+        if output.dtype not in WRITABLE[rank]:
+            known = ", ".join(WRITABLE[rank])
+            message = f"output {name} is a {KINDS[rank]} of {output.dtype}; it may be {known}"
             raise fault(message, "outputs", name, "dtype")
-        if len(output.shape) not in (1, 2):
-            message = f"output {name} has {len(output.shape)} axes; give it one or two"
-            raise fault(message, "outputs", name, "shape")
     for name, tensor in spec.inputs.items():
         _check_rank(name, tensor)
         _check_init(name, tensor)
@@ -95,7 +97,7 @@ def _check_rank(name: str, tensor: TensorSpec) -> None:
     if rank > 2:
         raise fault(f"input {name} has {rank} axes; give it at most two", "inputs", name, "shape")
     if dtype not in READABLE[rank]:
-        kind = ("scalar", "vector", "matrix")[rank]
+        kind = KINDS[rank]
         message = f"input {name} is a {kind} of {dtype}; a {kind} may be {', '.join(READABLE[rank])}"
         raise fault(message, "inputs", name, "dtype")
 

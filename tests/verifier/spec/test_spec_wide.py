@@ -87,8 +87,8 @@ def test_static_dims_and_updates_reach_the_signature(write):
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
-        ("dtype: bf16}", "dtype: fp8_e4m3}", 14, "output c is fp8_e4m3, which only inputs may be"),
-        ("fp32, updates: old", "int64, updates: old", 15, "t is int64, which only inputs may"),
+        ("dtype: bf16}", "dtype: int32}", 14, "output c is a matrix of int32; it may be bf16, fp16,"),
+        ("fp32, updates: old", "fp8_e4m3, updates: old", 15, "t is a vector of fp8_e4m3; it may be bf16"),
         ("  t: {shape: [M]", "  t: {shape: []", 15, "output t has 0 axes; give it one or two"),
         ("[M], dtype: int64", "[M, N], dtype: int64", 8, "target is a matrix of int64; a matrix may be"),
         ("scale: {shape: [], dtype: fp32", "scale: {shape: [], dtype: bf16", 7, "scalar may be fp32"),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from checkout import ROOT
 from torch import Tensor
 
+from coda_agent.primitives.lang.interpret import saturated
 from coda_agent.verifier.baselines.pytorch import formulation
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
@@ -173,6 +174,36 @@ def _(i: Tensors) -> Tensors:
     return {"y": torch.einsum("mk,nk,m,n->mn", i["x"], i["w"], i["sx"], i["sw"])}
 
 
+def scaled(i: Tensors, a: str, scale: str) -> Tensor:
+    return torch.einsum("mk,nk,m,n->mn", i[a], i["w"], i[scale], i["sw"])
+
+
+def quantised(i: Tensors, t: Tensor) -> Tensor:
+    """By the delayed scale, where the end of e4m3's range stands for all beyond."""
+    return torch.minimum((t * i["scale"]).abs(), torch.tensor(448.0)) * t.sign()
+
+
+@truth("fp8_swiglu")
+def _(i: Tensors) -> Tensors:
+    gate, up = halves(scaled(i, "x", "sx"))
+    act = gate * up / (1 + torch.exp(-gate))
+    return {"act": quantised(i, act), "amax": torch.linalg.vector_norm(act, math.inf, 1)}
+
+
+@truth("fp8_bias_gelu")
+def _(i: Tensors) -> Tensors:
+    act = F.gelu(scaled(i, "x", "sx") + i["bias"], approximate="tanh")
+    return {"act": quantised(i, act), "amax": torch.linalg.vector_norm(act, math.inf, 1)}
+
+
+@truth("fp8_residual_rmsnorm")
+def _(i: Tensors) -> Tensors:
+    h = scaled(i, "y", "sy") + i["x"]
+    amax = torch.linalg.vector_norm(h * i["gamma"], math.inf, 1)
+    rstd = 1 / (h.square().sum(1) / h.shape[1] + EPS).sqrt()
+    return {"h": h, "hg": quantised(i, h * i["gamma"]), "rstd": rstd, "amax": amax}
+
+
 @truth("partial_cross_entropy", "partial_cross_entropy_unstored", "rmsnorm_partial_cross_entropy")
 def _(i: Tensors) -> Tensors:
     return losses(F.linear(i["x"], i["w"]) * i.get("rstd", torch.ones(1))[:, None], i["target"])
@@ -261,8 +292,9 @@ def test_reference_and_baseline_are_the_layer(name):
     expected = TRUTHS[name](inputs)
     texts = [text for text in (spec.reference, spec.baseline) if text and "_scaled_mm" not in text]
     for got in (reference.run(spec, inputs, sizes, text) for text in texts):
-        for output in spec.outputs:
-            torch.testing.assert_close(got[output], expected[output], rtol=1e-9, atol=1e-11)
+        for output, declared in spec.outputs.items():
+            held = saturated(got[output], declared.dtype)
+            torch.testing.assert_close(held, expected[output], rtol=1e-9, atol=1e-11)
 
 
 # --- what is measured -------------------------------------------------------------------------------
@@ -278,7 +310,8 @@ def test_the_measured_formulation_runs_on_the_inputs_as_they_are(name):
     for output, declared in spec.outputs.items():
         assert got[output].dtype == DTYPES[declared.dtype]
         error = got[output].double() - expected[output]
-        assert error.square().mean().sqrt() < 0.02 * expected[output].square().mean().sqrt(), output
+        allowed = max(0.02, torch.finfo(got[output].dtype).eps / 3)
+        assert error.square().mean().sqrt() < allowed * expected[output].square().mean().sqrt(), output
 
 
 @pytest.mark.parametrize("name", SHIPPED)

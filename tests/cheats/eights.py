@@ -1,0 +1,82 @@
+"""Wrong fp8 outputs: ranges, scales and maxima that a rounding of four bits seems to hide."""
+
+from __future__ import annotations
+
+from cheats.corpus import rejected, wrong
+from cheats.mathematics import BF16, FP8_E4M3, rounded
+from cheats.twins import FP8_NORM, FP8_SWIGLU
+
+CHEATS = (
+    FP8_SWIGLU.cheat(
+        "half the range",
+        "Clips at 240, where another e4m3 ends.",
+        {"h * scale": "maximum(minimum(h * scale, 240), -240)"},
+        wrong("act"),
+    ),
+    FP8_SWIGLU.cheat(
+        "no saturation",
+        "What lies beyond the range is lost, as by a cast without saturation.",
+        {"h * scale": "where(abs(h * scale) > 448, 0, h * scale)"},
+        wrong("act"),
+    ),
+    FP8_SWIGLU.cheat(
+        "beyond the range around to its other end",
+        "An integer's overflow.",
+        {"h * scale": "where(h * scale > 448, h * scale - 896, h * scale)"},
+        wrong("act"),
+    ),
+    FP8_SWIGLU.cheat(
+        "rounded before the scale",
+        "Four bits are four bits, and the scale is not a power of two.",
+        {"h * scale": f"{rounded('h', FP8_E4M3)} * scale"},
+        wrong("act"),
+    ),
+    FP8_SWIGLU.cheat(
+        "small values flushed",
+        "What e4m3 would store as a subnormal is zero.",
+        {"h * scale": "where(abs(h * scale) < 0.015625, 0, h * scale)"},
+        wrong("act"),
+    ),
+    FP8_SWIGLU.cheat(
+        "the maximum of what was stored",
+        "amax of the scaled values, scaled back, which ends where they saturate.",
+        {"row_abs_max(h)": "row_abs_max(minimum(abs(h * scale), 448)) / scale"},
+        wrong("amax"),
+    ),
+    FP8_SWIGLU.cheat(
+        "the maximum of positive values",
+        "Activations are mostly positive.",
+        {"row_abs_max(h)": "row_max(h)"},
+        wrong("amax"),
+    ),
+    FP8_SWIGLU.cheat(
+        "a scale of its own",
+        "Scales each row by its largest value, which is not known before the whole row is.",
+        {"h * scale": "h * per_row(448 / row_abs_max(h))"},
+        rejected("trace", "pending", "output 'act'"),
+    ),
+    FP8_SWIGLU.cheat(
+        "channel scales in bf16",
+        "Eight bits for a factor of four-bit values.",
+        {"per_column(sw)": rounded("per_column(sw)", BF16)},
+        wrong("amax"),
+    ),
+    FP8_NORM.cheat(
+        "the scale in the stream",
+        "The residual is handed on scaled as the fp8 copy is.",
+        {'"h": h': '"h": h * scale'},
+        wrong("h"),
+    ),
+    FP8_NORM.cheat(
+        "the norm of the weighted rows",
+        "rstd of h * gamma, which hardly differs where gamma is near one.",
+        {"row_sums(h * h)": "row_sums(g * g)"},
+        wrong("rstd"),
+    ),
+    FP8_NORM.cheat(
+        "the maximum of half a row",
+        "The largest of the first half of the columns.",
+        {"row_abs_max(g)": "row_abs_max(where(column_index(g) * 2 < g.columns, g, 0))"},
+        wrong("amax"),
+    ),
+)
