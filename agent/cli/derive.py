@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,17 +13,16 @@ from coda_agent.agent.options import WeakJail
 from coda_agent.agent.reporting.safe_text import echo
 
 if TYPE_CHECKING:
+    from coda_agent.agent.backward import Pair
     from coda_agent.primitives.derive import Derived
     from coda_agent.primitives.lang.ir import Program
     from coda_agent.verifier.spec.model import Spec
 
-WIDTH = 2048  # of the next product where its size is not known
+KERNEL_OR_SPEC = "An accepted kernel's name or program.json, a kernel's file, or a spec that one is of."
 
 
 def derive(
-    kernel: Annotated[
-        Path, typer.Argument(metavar="KERNEL", help="An accepted kernel's name or program.json, or a file.")
-    ],
+    kernel: Annotated[Path, typer.Argument(metavar="KERNEL_OR_SPEC", help=KERNEL_OR_SPEC)],
     spec: Annotated[
         Path | None, typer.Option(help="Its spec. Default: NAME.yaml beside NAME.py, or in specs/.")
     ] = None,
@@ -42,14 +40,19 @@ def derive(
         int | None,
         typer.Option(help="At most so many bytes a row are stored for the backward, beside the inputs."),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Judge it with its forward against fp64 autograd, as verify does."),
+    ] = False,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path(),
     weak_jail: WeakJail = False,
 ) -> None:
     """Derive a kernel's backward: programs of products with what rides on them, and their spec."""
+    from coda_agent.agent.backward import pair
     from coda_agent.primitives.derive import derive as derived_of
     from coda_agent.primitives.lang.errors import ProgramError
 
-    kernel = arguments.accepted(kernel, "program.json")
+    kernel, spec = _kernel(kernel, spec)
     loaded, program, _ = read(kernel, spec, weak_jail)
     try:
         derived = derived_of(
@@ -61,12 +64,44 @@ def derive(
             save_bytes=save_bytes,
             positive={n for n, t in loaded.inputs.items() if t.domain == "positive"},
         )
+        made = pair(loaded, program, derived, behind)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
     if not out.is_dir():
         raise typer.BadParameter(f"--out {out}: there is no such folder")
-    for line in (*_told(derived, loaded), *_written(derived, loaded, out)):
+    for line in (*_told(derived, loaded), *_written(derived, made, out)):
         echo(line)
+    if check:
+        refused = _refused(made) if made else "it has no products"
+        echo(f"refused: {refused}" if refused else "right: a pair with its forward, by fp64 autograd")
+        raise typer.Exit(bool(refused))
+
+
+def _kernel(given: Path, spec: Path | None) -> tuple[Path, Path | None]:
+    """The kernel's file and its spec: of a spec, the kernel beside it, or the accepted one."""
+    if given.suffix not in (".yaml", ".yml"):
+        return arguments.accepted(given, "program.json"), spec
+    if spec:
+        raise typer.BadParameter(f"--spec {spec}: {given} is a spec itself; give one of them")
+    beside = [given.with_suffix(ending) for ending in (".program.json", ".py")]
+    accepted = arguments.shipped(arguments.KERNELS / f"{given.stem}.program.json")
+    found = [path for path in (*beside, accepted) if path.is_file()]
+    if not found:
+        words = f"no kernel of it: neither {' nor '.join(map(str, (*beside, accepted)))} is there"
+        raise typer.BadParameter(f"{given}: {words}; author one first: coda-agent generate {given}")
+    return found[0], given
+
+
+def _refused(made: Pair) -> str:
+    """Why the pair is refused; empty where it passes."""
+    from coda_agent.verifier.spec.file import SpecError
+    from coda_agent.verifier.verify import check_program
+
+    try:
+        rejected = check_program(made.spec, made.program)
+    except SpecError as error:
+        return error.message
+    return f"{rejected.code}: {rejected.message}" if rejected else ""
 
 
 def _names(given: str | None) -> list[str] | None:
@@ -75,6 +110,7 @@ def _names(given: str | None) -> list[str] | None:
 
 def _told(derived: Derived, spec: Spec) -> list[str]:
     """Lines about the steps, what is stored and recomputed, bytes and FLOPs, and what is left."""
+    from coda_agent.agent.backward import WIDTH
     from coda_agent.primitives.derive import NEXT, all_sizes, ledger
     from coda_agent.primitives.lang.partition import cut
 
@@ -119,61 +155,18 @@ def _step(program: Program, step: Any) -> str:
     return "; ".join(parts)
 
 
-def _written(derived: Derived, spec: Spec, out: Path) -> list[str]:
+def _written(derived: Derived, made: Pair | None, out: Path) -> list[str]:
     """Write the files; a line for each."""
     from coda_agent.primitives.derive.reference import reference
-    from coda_agent.primitives.lang.errors import ProgramError
 
     texts: dict[str, str] = {}
-    lines: list[str] = []
-    for part in (derived.program, derived.head):
-        if part:
-            texts[f"{part.signature.name}.program.json"] = part.to_json()
-    if derived.program:
-        name = derived.program.signature.name
-        try:
-            texts[f"{name}.yaml"] = _spec(derived, derived.program, spec)
-        except ProgramError as error:
-            lines.append(f"no spec: {error.message}")
+    if made:
+        name = made.program.signature.name
+        texts |= {f"{name}.program.json": made.program.to_json(), f"{name}.yaml": made.text}
     if derived.head:
-        try:
-            text = reference(derived.head)
-            texts[f"{derived.head.signature.name}.txt"] = text
-        except ProgramError as error:
-            lines.append(f"no PyTorch text of the head: {error.message}")
+        name = derived.head.signature.name
+        texts |= {f"{name}.program.json": derived.head.to_json(), f"{name}.txt": reference(derived.head)}
     for name, text in texts.items():
         with arguments.named(out / name):
             (out / name).write_text(text, encoding="utf-8")
-        lines.append(str(out / name))
-    return lines
-
-
-def _spec(derived: Derived, program: Program, forward: Spec) -> str:
-    """The YAML of a spec whose reference is what the program computes."""
-    from coda_agent.primitives.derive import NEXT, all_sizes
-    from coda_agent.primitives.derive.reference import reference
-
-    signature = program.signature
-    lines = [f"name: {signature.name}", f"summary: Backward of {forward.name}, derived from its program."]
-    said = {d: forward.dims.get(d, "width") for d in signature.dims}
-    lines += [f"dims: {json.dumps(said)}", "inputs:"]
-    for name, tensor in signature.inputs.items():
-        entry: dict[str, Any] = {"shape": [str(d) for d in tensor.shape], "dtype": tensor.dtype}
-        known = forward.inputs.get(name)
-        if known:
-            entry |= known.model_dump(mode="json", include={"init", "domain"}, exclude_none=True)
-        lines.append(f"  {name}: {json.dumps(entry)}")
-    if signature.static:
-        lines.append(f"static: {json.dumps(list(signature.static))}")
-    lines.append("outputs:")
-    for name, tensor in signature.outputs.items():
-        shape = [str(d) for d in tensor.shape]
-        lines.append(f"  {name}: {json.dumps({'shape': shape, 'dtype': tensor.dtype})}")
-    for key, cast in (("reference", False), ("baseline", True)):
-        lines += [f"{key}: |", *(f"  {line}" for line in reference(program, cast).splitlines())]
-    lines.append("cases:")
-    for case in forward.cases:
-        sized = all_sizes(derived, {NEXT: WIDTH, **case.sizes})
-        sizes = {d: sized[d] for d in signature.dims}
-        lines.append(f"  - {json.dumps({'name': case.name, **sizes, 'bench': case.bench})}")
-    return "\n".join([*lines, "accept: {speedup: 1.0}"]) + "\n"
+    return [str(out / name) for name in texts]

@@ -114,7 +114,7 @@ def _tried(
 
 
 def _found(draft: Draft, name: str, first: Tensor, second: Tensor) -> Found:
-    from coda_agent.verifier.numerics.inputs import DTYPES as TORCH
+    from coda_agent.verifier.numerics.values import DTYPES as TORCH
 
     both = list(first.shape), list(second.shape)
     shape = tuple(_formula(draft, list(extents)) for extents in zip(*both, strict=True))

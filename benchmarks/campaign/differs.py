@@ -14,7 +14,7 @@ from benchmarks.campaign import fp64
 from benchmarks.campaign.draws import Draw, draws, fitted, long, made, small
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.verifier.numerics import error_gate, reference
-from coda_agent.verifier.numerics.inputs import DTYPES
+from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
 AIMED = 24  # draws towards the values that a mutant's conditions are about

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Node, Program
+from coda_agent.primitives.lang.ir import Node, Program, Type
 
 NARROW = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 INFIX = {
@@ -27,12 +27,15 @@ FORMS = {
     "per_column": "{0}[None, :]",
     "transpose": "{0}.mT",
     "gemm": "{0} @ {1}",
-    "even": "{0}[:, 0::2]",
-    "odd": "{0}[:, 1::2]",
+    "even": "{0}[..., 0::2]",
+    "odd": "{0}[..., 1::2]",
     "join": "torch.stack(({0}, {1}), -1).flatten(1)",
     "row_sums": "{0}.sum(-1)",
     "column_sums": "{0}.sum(0)",
     "row_logsumexp": "logsumexp({0}, -1)",
+    "row_select": "({0} * (torch.arange({0}.shape[1], device={0}.device) == {1}[:, None])).sum(-1)",
+    "head_sums": "{0}.unflatten(1, (-1, {size})).sum(-1)",
+    "per_head": "{0}",
     "as_tile": "torch.broadcast_to(torch.as_tensor({0}, device={1}.device), {1}.shape)",
     "column_index": "torch.arange({0}.shape[1], device={0}.device)[None, :]",
 }
@@ -45,9 +48,15 @@ def reference(program: Program, cast: bool = False) -> str:
     taken = {*program.signature.inputs, *program.signature.outputs, *program.signature.dims}
     names: list[str] = []
     lines: list[str] = []
+    types = program.types()
     chosen = {i: n for n, i in program.outputs.items()}
+    used = set(program.outputs.values())
+    for index in range(len(program.nodes) - 1, -1, -1):
+        used.update(program.nodes[index].args if index in used else ())
     for index, node in enumerate(program.nodes):
-        if node.op in ("input", "dim"):
+        if index not in used:
+            names.append("")
+        elif node.op in ("input", "dim"):
             said = str(node.attribute)
             names.append(said if said.isidentifier() else f"({said})")
         elif node.op == "constant":
@@ -56,12 +65,22 @@ def reference(program: Program, cast: bool = False) -> str:
             name = chosen.get(index, f"v{index}")
             while index not in chosen and name in taken:
                 name += "_"
-            given = [names[a] for a in node.args]
+            given = [_wide(names[a], types[a], types[index]) for a in node.args]
             if cast and narrow and node.op == "gemm":
                 given = [f"{each}.to({narrow})" for each in given]
             lines.append(f"{name} = {_said(node, given)}")
             names.append(name)
     return "\n".join(lines) + "\n"
+
+
+def _wide(name: str, given: Type, wanted: Type) -> str:
+    """A value of heads as wide as the tile that it meets."""
+    if wanted.kind != "tile" or given.period is None:
+        return name
+    if given.kind == "spread":
+        return f"{name}.repeat_interleave({given.period}, 1)"
+    once = "1, " * (len(given.shape) - 1)
+    return f"{name}.repeat({once}({wanted.shape[1]}) // ({given.period}))"
 
 
 def _said(node: Node, given: list[str]) -> str:
@@ -71,7 +90,7 @@ def _said(node: Node, given: list[str]) -> str:
     if node.op in CALLS:
         return f"{node.op}({given[0]})"
     if node.op in FORMS:
-        return FORMS[node.op].format(*given)
+        return FORMS[node.op].format(*given, size=node.attribute)
     if node.op in ("maximum", "minimum"):
         bounds = [f"torch.as_tensor({each}, device={given[0]}.device)" for each in given[1:]]
         return f"{node.op}({given[0]}, {bounds[0]})"

@@ -19,6 +19,7 @@ FOLDED: dict[str, Callable[..., float]] = {
     "negative": lambda a: -a,
 }
 UNIT = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}  # of the right argument
+EXTREMA = {"greater": "maximum", "less": "minimum"}
 SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
 
 
@@ -54,6 +55,8 @@ class Simplifier(Trace):
             return self.sums(node, op.removesuffix("_sums"))
         if op == "gemm":
             return self.product(*node.args)
+        if op == "where" and (chosen := self.chosen(node)) != node:
+            return self.add(chosen)
         if (reads := OPERATIONS[op].reads) is not None:
             shapes = (self.shaped(a) for a in node.args[reads:])
             other = node._replace(args=(*node.args[:reads], *shapes))
@@ -61,6 +64,31 @@ class Simplifier(Trace):
         if OPERATIONS[op].cute and not OPERATIONS[op].lanes:
             return self.arithmetic(node)
         return None
+
+    def chosen(self, node: Node) -> Node:
+        """A choice by which of two values is larger, with that value in place of their extremum."""
+        condition, *branches = node.args
+        compared = self.nodes[condition]
+        extremum = EXTREMA.get(compared.op)
+        if extremum is None:
+            return node
+        whole = {self.at(Node(extremum, args)) for args in (compared.args, compared.args[::-1])}
+        known = zip(branches, compared.args, strict=True)
+        return node._replace(args=(condition, *(self.instead(b, whole, value) for b, value in known)))
+
+    def at(self, node: Node) -> int:
+        """Where a node stands; -1 where it does not."""
+        return self.nodes.index(node) if node in self.nodes else -1
+
+    def instead(self, index: int, whole: set[int], value: int) -> int:
+        """An elementwise value with another in place of some of its parts."""
+        if index in whole:
+            return value
+        node = self.nodes[index]
+        if not OPERATIONS[node.op].cute:
+            return index
+        args = tuple(self.instead(a, whole, value) for a in node.args)
+        return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
         """A tile of the same shape, an input if there is one: of some arguments the shape alone is used."""

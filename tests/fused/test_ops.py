@@ -12,7 +12,7 @@ from coda_agent.fused import ops
 from coda_agent.fused.programs import Order
 from coda_agent.primitives.lang.interpret import interpret, torch_dtype
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics.inputs import trial
+from coda_agent.verifier.numerics.values import trial
 
 NAMES = sorted(ops.defined)
 

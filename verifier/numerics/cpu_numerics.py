@@ -16,9 +16,9 @@ from typing import NamedTuple
 from coda_agent.primitives.lang.assign_steps import untransposed
 from coda_agent.primitives.lang.interpret import Watch, interpret, saturated
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.verifier.numerics import error_gate, exactness, reference
+from coda_agent.verifier.numerics import error_gate, exactness, gradients, reference
 from coda_agent.verifier.numerics.error_gate import FEW, OutputError
-from coda_agent.verifier.numerics.inputs import DTYPES, FAMILIES, ON_CPU, draw
+from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw_free
 from coda_agent.verifier.numerics.limits import Limits, of_stored, of_unrounded
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import (
@@ -30,7 +30,8 @@ from coda_agent.verifier.numerics.sizes import (
     stretched,
     together,
 )
-from coda_agent.verifier.numerics.stretch import STRETCHED
+from coda_agent.verifier.numerics.stretch import BEYOND, STRETCHED
+from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 
@@ -94,19 +95,26 @@ class Comparison(NamedTuple):
     undefined: frozenset[str]  # outputs in which the reference loses its meaning on these inputs
 
     @classmethod
-    def of(cls, spec: Spec, run: Run, inputs: Tensors | None = None) -> Comparison:
-        """Compute a run's truth; ``inputs`` come from a search and replace the family's.
+    def of(cls, spec: Spec, run: Run, drawn: Tensors | None = None) -> Comparison:
+        """Compute a run's truth; ``drawn`` inputs come from a search and replace the family's.
 
-        Raises SpecError where the reference raises: it was tried at small sizes alone.
+        Raises SpecError where the reference raises, or is not the gradient of its forward: it was tried at
+        small sizes alone.
         """
-        inputs = inputs or draw(spec, run.sizes, run.seed, family=run.family)
+        drawn = drawn or draw_free(spec, run.sizes, run.seed, family=run.family)
         try:
+            inputs = reference.finished(spec, drawn, run.sizes)
             truth, values = (of(spec, inputs, run.sizes) for of in (reference.oracle, reference.fp32))
         except reference.MISTAKES as error:
             message = f"its reference raises {type(error).__name__} on {run}: {error}"
             raise SpecError(f"spec {spec.name}", None, message) from error
         exact = exactness.exact_outputs(values, truth) if run.family == "integers" else frozenset()
         undefined = error_gate.undefined(run.family, truth, values)
+        # a long extent may show what a kernel does there, and PyTorch's own functions have no such places
+        off = {} if run.long else gradients.wrong(spec, drawn, run.sizes, run.family in BEYOND)
+        for name, share in off.items():
+            message = f"{name} is not the gradient of its forward: off by {share:.2g} of its RMS on {run}"
+            raise SpecError(f"spec {spec.name}", None, message)
         return cls(spec, run, inputs, truth, values, exact, undefined)
 
     def errors(self, program: Program, watch: Watch | None = None) -> Iterator[tuple[str, list[OutputError]]]:

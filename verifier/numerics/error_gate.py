@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from coda_agent.verifier.numerics.exactness import matrix, rows_at_once, unequal
-from coda_agent.verifier.numerics.inputs import DTYPES
 from coda_agent.verifier.numerics.limits import USUAL, Limits
 from coda_agent.verifier.numerics.reference import Tensors
 from coda_agent.verifier.numerics.sizes import TILE
 from coda_agent.verifier.numerics.stretch import BEYOND
+from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
 FEW = 32  # elements: with n of them, chance can make the yardstick's error and RMS 2**(10/n) times too small

@@ -16,6 +16,7 @@ from coda_agent.verifier.gates import Failed, judge
 from coda_agent.verifier.numerics.choices import Counting, Coverage, Forcing
 from coda_agent.verifier.numerics.cpu_numerics import Comparison, Run, unrounded
 from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.numerics.reference import finished
 from coda_agent.verifier.numerics.search import LARGEST, searches
 from coda_agent.verifier.numerics.sizes import hidden
 from coda_agent.verifier.numerics.stretch import SEARCHED
@@ -47,14 +48,14 @@ def reach(
 
     Raises Failed for a program that is wrong there, or for a side that no inputs of the domain need.
     """
-    for sizes, drawn, inputs in searches(spec, program, seed) if coverage.open else ():
+    for sizes, drawn_from, drawn in searches(spec, program, seed) if coverage.open else ():
         deadline.check()
         counts = Counting(program, coverage.open)
-        interpret(program, inputs, counts)
+        interpret(program, finished(spec, drawn, sizes), counts)
         if not any(count.decided for count in counts.counts.values()):
             continue
-        run = Run(sizes, SEARCHED, drawn)
-        compared = Comparison.of(spec, run, inputs)
+        run = Run(sizes, SEARCHED, drawn_from)
+        compared = Comparison.of(spec, run, drawn)
         if len(compared.undefined) == len(spec.outputs):
             continue
         for how, errors in compared.errors(program):

@@ -1,27 +1,21 @@
-"""Inputs for a spec: drawn at a case's sizes in one of several families, or tiny ones for a trial of the
-reference."""
+"""Inputs for a spec, drawn at a case's sizes in one of several families."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import DTYPES as FLOATS
-from coda_agent.primitives.lang.ir import EIGHTS, INDICES
+from coda_agent.verifier.numerics.reference import finished
 from coda_agent.verifier.numerics.sizes import row_dims
 from coda_agent.verifier.numerics.stretch import STRETCHED, Typical, stretched
-from coda_agent.verifier.spec.init import IGNORED_SHARE, Init
-from coda_agent.verifier.spec.model import BadReference, Spec
+from coda_agent.verifier.numerics.values import DTYPES, Sizes, values_of
+from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import TensorSpec
-
-Sizes = Mapping[str, int]
-DTYPES = {name: torch_dtype(name) for name in (*FLOATS, *EIGHTS, *INDICES)}
 
 
 class _Drawn(NamedTuple):
@@ -167,13 +161,21 @@ def draw(
 ) -> dict[str, Tensor]:
     """Draw inputs by name, in the spec's shapes and dtypes, on ``device``.
 
-    A seed and an input's name fix its values on one kind of device; a GPU draws other values than a CPU.
+    A seed and an input's name fix its values on one kind of device; a GPU draws other values than a CPU. Of a
+    backward, what the forward stores follows from what is drawn.
     """
+    return finished(spec, draw_free(spec, sizes, seed, device, family), sizes)
+
+
+def draw_free(
+    spec: Spec, sizes: Sizes, seed: int, device: str | torch.device = "cpu", family: str = "normal"
+) -> dict[str, Tensor]:
+    """``draw``, of a backward what its forward reads and the gradients that come in."""
     known = (*EVERY, *ON_CPU)
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; use one of {', '.join(known)}")
     rows = row_dims(spec)
-    return {name: _draw(t, name, sizes, seed, device, family, rows) for name, t in spec.inputs.items()}
+    return {name: _draw(t, name, sizes, seed, device, family, rows) for name, t in spec.drawn.items()}
 
 
 def _draw(
@@ -187,7 +189,7 @@ def _draw(
 ) -> Tensor:
     own, init = _generator(f"{seed}/{name}", device), tensor.init
     shape, dtype = [d(sizes) for d in tensor.shape], DTYPES[tensor.dtype]
-    values = _values(init, shape, sizes, own)
+    values = values_of(init, shape, sizes, own)
     fp8 = dtype == torch.float8_e4m3fn
     if family in STRETCHED:
         values = stretched(_typical(tensor, values, sizes, own), family)
@@ -205,7 +207,7 @@ def _draw(
 def typical(tensor: TensorSpec, name: str, sizes: Sizes, seed: int) -> Typical:
     """An input's typical values on a CPU, as the base of stretched ones."""
     own = _generator(f"{seed}/{name}", "cpu")
-    return _typical(tensor, _values(tensor.init, [d(sizes) for d in tensor.shape], sizes, own), sizes, own)
+    return _typical(tensor, values_of(tensor.init, [d(sizes) for d in tensor.shape], sizes, own), sizes, own)
 
 
 def _typical(tensor: TensorSpec, values: Tensor, sizes: Sizes, own: torch.Generator) -> Typical:
@@ -232,67 +234,3 @@ def _on_grid(values: Tensor, low: float, high: float) -> Tensor:
         return values.log2_().round_().clamp_(least, most).exp2_()
     unit = 2.0 ** math.floor(math.log2((high - low) / 8))
     return values.div_(unit).round_().clamp_(math.ceil(low / unit), math.floor(high / unit)).mul_(unit)
-
-
-def _values(init: Init, shape: list[int], sizes: Sizes, generator: torch.Generator) -> Tensor:
-    """The init's values before they are cast: fp32, fp64 for a series, int64 for integers."""
-    device = generator.device
-    if init.integers:
-        low, high = init.range_at(sizes)
-        values = torch.randint(low, high + 1, shape, generator=generator, device=device)
-        if init.ignored is not None:
-            share = torch.rand(shape, generator=generator, device=device)
-            values.masked_fill_(share < IGNORED_SHARE, init.ignored)
-        return _with_ends(values, low, high, generator)
-    if init.count is not None:
-        period = init.range_at(sizes)[1] + 1
-        rows = torch.arange(shape[0] if shape else 1, device=device) % period
-        return _spread(rows.reshape(-1, *[1] * (len(shape) - 1)), shape)
-    if init.geometric:
-        low_end, high_end = init.geometric
-        steps = torch.arange(n := shape[-1] if shape else 1, device=device, dtype=torch.float64) / n
-        return _spread(low_end * (high_end / low_end) ** steps, shape)
-    values = torch.empty(shape, device=device)
-    if init.uniform:
-        return values.uniform_(*init.uniform, generator=generator)
-    return values.normal_(std=init.normal.at(sizes) if init.normal else 1.0, generator=generator)
-
-
-def _with_ends(values: Tensor, low: int, high: int, generator: torch.Generator) -> Tensor:
-    """Put both ends of an integer range somewhere among the values, where there are two: a slip in a
-    comparison mistakes a vocabulary's first or last word, and these are hardly ever drawn."""
-    half = values.numel() // 2
-    if half:
-        first, last = torch.randint(half, (2,), generator=generator, device=values.device).tolist()
-        values.view(-1)[first], values.view(-1)[half + last] = low, high
-    return values
-
-
-def _spread(series: Tensor, shape: list[int]) -> Tensor:
-    return series.expand(shape).contiguous() if shape else series[0].clone()
-
-
-def trial(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Tiny sizes, even and distinct so that equal numbers hide no mistake, and inputs at these sizes.
-
-    Integers are drawn as the spec says, one of them ``ignored`` where it has such a value; all else is fp64
-    in [0.5, 1.5). Raises BadReference where the range of integers is empty at such sizes.
-    """
-    primes = [p for p in range(3, 400) if all(p % q for q in range(2, p))]
-    sizes = {dim: 2 * prime for dim, prime in zip(spec.dims, primes, strict=False)}
-    generator = torch.Generator().manual_seed(0)
-    return sizes, {name: _tried(t, name, sizes, generator) for name, t in spec.inputs.items()}
-
-
-def _tried(tensor: TensorSpec, name: str, sizes: Sizes, generator: torch.Generator) -> Tensor:
-    shape = [d(sizes) for d in tensor.shape]
-    if tensor.dtype not in ("int32", "int64"):
-        return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
-    try:
-        values = _values(tensor.init, shape, sizes, generator)
-    except ValueError as error:
-        message = f"input {name!r}: {tensor.init.form} {error} at the tiny sizes of a trial; write it in dims"
-        raise BadReference(message, key="inputs") from None
-    if tensor.init.ignored is not None:
-        values[-1] = tensor.init.ignored
-    return values.to(DTYPES[tensor.dtype])

@@ -9,10 +9,11 @@ import torch
 
 from coda_agent.verifier.numerics import error_gate, exactness, reference
 from coda_agent.verifier.numerics.error_gate import OutputError
-from coda_agent.verifier.numerics.inputs import DTYPES, FAMILIES, ON_CPU, Sizes, draw
+from coda_agent.verifier.numerics.inputs import FAMILIES, ON_CPU, draw
 from coda_agent.verifier.numerics.limits import Limits, of_stored, of_unrounded
 from coda_agent.verifier.numerics.mutants import Mutant, mutants
 from coda_agent.verifier.numerics.reference import Tensors
+from coda_agent.verifier.numerics.values import DTYPES, Sizes
 from coda_agent.verifier.spec.model import Spec
 
 SAME = 1e-12  # relative difference that another way to compute a value may make in fp64

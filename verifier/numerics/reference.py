@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import saturated
-from coda_agent.verifier.numerics.inputs import DTYPES, Sizes, trial
+from coda_agent.verifier.numerics.values import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
@@ -87,6 +87,26 @@ def run(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> d
     return function(spec, text)(**tensors, **dims, **spec.constants)
 
 
+def finished(spec: Spec, drawn: Tensors, sizes: Sizes) -> dict[str, Tensor]:
+    """The inputs of a spec from those that are drawn: of a backward, its forward and head run in fp64, and
+    what each stores is rounded once."""
+    known = dict(drawn)
+    for part in (spec.before, spec.head):
+        if part:
+            dtypes = {name: DTYPES[output.dtype] for name, output in part.outputs.items()}
+            known |= _evaluate(part, known, sizes, torch.float64, dtypes)
+    return {name: known[name] for name in spec.inputs}
+
+
+def tried(spec: Spec) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Tiny sizes, and the spec's inputs there in fp64: those of ``inputs.trial``, and what a forward makes of
+    them."""
+    sizes, known = trial(spec)
+    for part in (spec.before, spec.head):
+        known |= run(part, known, sizes) if part else {}
+    return sizes, known
+
+
 def oracle(spec: Spec, inputs: Tensors, sizes: Sizes, text: str | None = None) -> dict[str, Tensor]:
     """Truth: the reference (or another ``text``) in fp64, in blocks of rows; as ``fp32``, within the range of
     an fp8 output."""
@@ -120,7 +140,7 @@ def row_dim(spec: Spec) -> RowDim | None:
     outputs with the dim are concatenated, the others are summed over blocks.
     """
     tensors: list[TensorSpec | OutputSpec] = [*spec.outputs.values(), *spec.inputs.values()]
-    sizes, inputs = trial(spec)
+    sizes, inputs = tried(spec)
     for name in dict.fromkeys(n for t in tensors for n in spec.dims if _leads(t, n)):
         inner = {n for t in tensors for d in (t.shape[1:] if _leads(t, name) else t.shape) for n in d.names}
         if name in inner:

@@ -13,9 +13,10 @@ from random import Random
 from torch import Tensor
 
 from coda_agent.primitives.lang.ir import Program
-from coda_agent.verifier.numerics.inputs import DTYPES, Sizes, typical
+from coda_agent.verifier.numerics.inputs import typical
 from coda_agent.verifier.numerics.sizes import hidden
 from coda_agent.verifier.numerics.stretch import SEARCHED, STRETCHED, Typical, far, legal, near
+from coda_agent.verifier.numerics.values import DTYPES, Sizes
 from coda_agent.verifier.spec.model import Spec
 
 SEARCHES = 160  # draws
@@ -26,7 +27,7 @@ LARGEST = 32  # extents
 def searches(
     spec: Spec, program: Program, seed: int
 ) -> Iterator[tuple[dict[str, int], int, dict[str, Tensor]]]:
-    """Sizes, a seed, and the inputs that it gives there."""
+    """Sizes, a seed, and the inputs that it draws there."""
     random, numbers = Random(seed), _numbers(program)
     for _ in range(SEARCHES // DRAWS_A_SIZE):
         sizes = hidden(spec, random.getrandbits(48), LARGEST)
@@ -39,13 +40,13 @@ def search(spec: Spec, sizes: Sizes, seed: int, numbers: Sequence[float]) -> dic
     """One draw of the search: legal inputs in the spec's dtypes."""
     random = Random(f"{seed}/{SEARCHED}")
     single = random.random() < 1 / 3
-    farthest = random.choice([*spec.inputs, None])
+    farthest = random.choice([*spec.drawn, None])
     ways: dict[str, Callable[[Typical], Tensor]] = STRETCHED | {
         "typical": lambda of: of.values,
         "near": lambda of: near(of, numbers),
     }
     inputs = {}
-    for name, tensor in spec.inputs.items():
+    for name, tensor in spec.drawn.items():
         of, way = typical(tensor, name, sizes, seed), random.choice(list(ways))
         values = far(of) if name == farthest else ways[way](of)
         if single and values.dim() > 1:

@@ -214,9 +214,11 @@ def _beside(spec: Spec, kept: Mapping[str, int], random: Random, short: int = SH
 
 def row_dims(spec: Spec) -> frozenset[str]:
     """Dims that only count rows, and in more than one tensor (M of the cases): inputs that they lead are
-    activations, other matrices are weights."""
-    leading = Counter(name for t in _tensors(spec) for d in t.shape[:1] for name in d.names)
-    inner = {name for t in _tensors(spec) for d in t.shape[1:] for name in d.names}
+    activations, other matrices are weights. A backward has its forward's: a weight's gradient counts no
+    rows."""
+    tensors = _tensors(spec.before or spec)
+    leading = Counter(name for t in tensors for d in t.shape[:1] for name in d.names)
+    inner = {name for t in tensors for d in t.shape[1:] for name in d.names}
     return frozenset(name for name, tensors in leading.items() if tensors > 1 and name not in inner)
 
 
@@ -278,7 +280,7 @@ def _aligned(spec: Spec, sizes: dict[str, int]) -> bool:
 def _drawable(spec: Spec, sizes: dict[str, int]) -> bool:
     """Whether the ranges of integers are not empty at these sizes."""
     try:
-        for tensor in spec.inputs.values():
+        for tensor in spec.drawn.values():
             if tensor.init.integers or tensor.init.count is not None:
                 tensor.init.range_at(sizes)
     except ValueError:

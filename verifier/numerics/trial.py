@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coda_agent.verifier.numerics.inputs import DTYPES, Sizes, trial
+from coda_agent.verifier.numerics import gradients
 from coda_agent.verifier.numerics.reference import MISTAKES, TEXT, Tensors, cast, run, scope
+from coda_agent.verifier.numerics.values import DTYPES, Sizes, trial
 from coda_agent.verifier.spec.model import BadReference, Spec
 
 
@@ -23,9 +24,14 @@ def check_reference(spec: Spec) -> None:
     dtypes, and so does its trial; operations that this machine lacks in those (``torch.mm`` with an
     ``out_dtype`` on a CPU) are left to a machine that has them.
     """
-    sizes, inputs = trial(spec)
+    sizes, drawn = trial(spec)
+    inputs = dict(drawn)
+    for part in (spec.before, spec.head):
+        inputs |= _try(part, "forward", inputs, sizes) if part else {}
     _try(spec, "reference", inputs, sizes)
-    own = {name: cast(t, DTYPES[spec.inputs[name].dtype]) for name, t in inputs.items()}
+    for name, share in gradients.wrong(spec, drawn, sizes).items():
+        raise BadReference(f"{name} is not the gradient of forward: off by {share:.2g} of its RMS")
+    own = {name: cast(inputs[name], DTYPES[t.dtype]) for name, t in spec.inputs.items()}
     try:
         _try(spec, "reference" if spec.baseline is None else "baseline", own, sizes)
     except _Untriable:
@@ -47,13 +53,16 @@ def _lacking(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "INTERNAL ASSERT FAILED" in str(error)
 
 
-def _try(spec: Spec, key: Literal["reference", "baseline"], inputs: Tensors, sizes: Sizes) -> None:
-    text = getattr(spec, key)
+def _try(
+    spec: Spec, key: Literal["forward", "reference", "baseline"], inputs: Tensors, sizes: Sizes
+) -> dict[str, Tensor]:
+    text = (key == "baseline" and spec.baseline) or spec.reference
     try:
         _check_defined(spec, text)
         outputs = _attempt(spec, inputs, sizes, text)
         for name in spec.outputs:
             _check_output(spec, name, outputs[name], sizes)
+        return outputs
     except BadReference as error:
         raise type(error)(f"{key}: {error.message}", error.line, key) from None
 

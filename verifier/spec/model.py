@@ -9,6 +9,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -16,8 +17,8 @@ from pydantic import model_validator
 from coda_agent.primitives.lang.dims import solve
 from coda_agent.primitives.lang.ir import Signature, TensorType
 from coda_agent.verifier.spec.fields import instead
-from coda_agent.verifier.spec.parts import Case, Declared
-from coda_agent.verifier.spec.rules import check, describe
+from coda_agent.verifier.spec.parts import Case, Declared, OutputSpec, TensorSpec
+from coda_agent.verifier.spec.rules import assigned, check, describe
 
 
 class BadReference(Exception):
@@ -66,14 +67,43 @@ class Spec(Declared):
         # exclude_none: a form of init added later leaves the hashes of specs without it as they are
         meaning = self.model_dump(mode="json", include=said, exclude_none=True)
         for kind in ("inputs", "outputs"):
-            meaning[kind] = {
-                name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)
-                | {"shape": [str(d) for d in t.shape]}
-                for name, t in getattr(self, kind).items()
-            }
+            meaning[kind] = _said(getattr(self, kind))
         for text in ("reference", "baseline"):
             meaning[text] = ast.unparse(ast.parse(getattr(self, text) or ""))
+        if self.forward:
+            texts = {n: ast.unparse(ast.parse(getattr(self.forward, n))) for n in ("reference", "head")}
+            meaning["forward"] = {"inputs": _said(self.forward.inputs), **texts}
         return meaning | {"dims": sorted(self.dims), "static": sorted(self.static)}
+
+    @cached_property
+    def before(self) -> Spec | None:
+        """The forward of a backward, as a spec whose outputs are what it stores."""
+        if not self.forward:
+            return None
+        made = assigned(self.forward.reference) | assigned(self.forward.head)
+        known = self.inputs | self.forward.inputs
+        return self._part(self.forward.reference, {n: t for n, t in known.items() if n not in made})
+
+    @cached_property
+    def head(self) -> Spec | None:
+        """The part of a backward that runs before its products, as a spec; None without one."""
+        if not (self.forward and self.before and self.forward.head):
+            return None
+        made = assigned(self.forward.head)
+        known = self.inputs | self.forward.inputs
+        return self._part(self.forward.head, {n: t for n, t in known.items() if n not in made})
+
+    def _part(self, text: str, inputs: dict[str, TensorSpec]) -> Spec:
+        known = self.inputs | (self.forward.inputs if self.forward else {})
+        made = [n for n in known if n in assigned(text)]
+        outputs = {n: OutputSpec(shape=known[n].shape, dtype=known[n].dtype) for n in made}
+        changes = {"inputs": inputs, "outputs": outputs, "reference": text}
+        return self.model_copy(update=changes | {"forward": None, "baseline": None})
+
+    @property
+    def drawn(self) -> dict[str, TensorSpec]:
+        """The inputs that are drawn; of a backward those of its forward and the gradients that come in."""
+        return (self.before or self).inputs
 
     def case(self, name: str) -> Case:
         """The case of this name; KeyError lists the known ones."""
@@ -88,6 +118,15 @@ class Spec(Declared):
             if len(shapes[name]) != len(tensor.shape):
                 raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {describe(tensor)}")
         return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes)
+
+
+def _said(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:
+    """Tensors for a hash; a domain decides what is tried, not what is computed."""
+    return {
+        name: t.model_dump(mode="json", exclude={"shape", "domain"}, exclude_none=True)
+        | {"shape": [str(d) for d in t.shape]}
+        for name, t in tensors.items()
+    }
 
 
 def _digest(meaning: Mapping[str, Any]) -> str:

@@ -107,6 +107,18 @@ class Tolerance(Model):
         return self
 
 
+class Forward(Model):
+    """What runs before a backward: its forward's reference and ``head``, the part of the backward that comes
+    before its products. ``inputs``: what only these read. Inputs that they assign follow from the others.
+
+    An input ``d_y`` is the gradient of the forward's value ``y``, an output ``d_x`` that of an input ``x``.
+    """
+
+    inputs: dict[str, TensorSpec] = {}
+    reference: str
+    head: str = ""
+
+
 class Declared(Model):
     """All parts of a spec, before the rules are checked."""
 
@@ -119,6 +131,7 @@ class Declared(Model):
     static: tuple[str, ...] = ()
     reference: str
     baseline: str | None = None
+    forward: Forward | None = None
     cases: tuple[Case, ...]
     accept: Accept = Accept()
     tolerance: Tolerance | None = None

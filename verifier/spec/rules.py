@@ -15,7 +15,7 @@ from coda_agent.primitives.lang.dims import NAME as DIM_NAME
 from coda_agent.primitives.lang.dims import Unsolvable, solving_order
 from coda_agent.primitives.lang.ir import INDICES, OPERANDS, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.verifier.spec.fields import fault, instead
-from coda_agent.verifier.spec.parts import Case, Declared, OutputSpec, TensorSpec
+from coda_agent.verifier.spec.parts import Case, Declared, Forward, OutputSpec, TensorSpec
 
 RESERVED = ("name", "sizes", "bench")  # a case's own keys, beside its sizes
 KINDS = ("scalar", "vector", "matrix")  # by rank
@@ -32,6 +32,8 @@ def check(spec: Declared) -> None:
     _check_text(spec, "reference")
     if spec.baseline is not None:
         _check_text(spec, "baseline")
+    if spec.forward:
+        _check_forward(spec, spec.forward)
 
 
 def _check_names(spec: Declared) -> None:
@@ -212,17 +214,51 @@ def _check_domain(name: str, tensor: TensorSpec, case: Case) -> None:
 
 
 def _check_text(spec: Declared, key: Literal["reference", "baseline"]) -> None:
-    text = getattr(spec, key)
+    stored = _parsed(getattr(spec, key), key)
+    for output in spec.outputs:
+        if output not in stored:
+            raise fault(f"{key} never assigns output {output!r}; add a line '{output} = ...'", key)
+
+
+def _check_forward(spec: Declared, forward: Forward) -> None:
+    """Check the names of a backward: each output is the gradient of one of the forward's inputs."""
+    place = "forward"
+    for name, tensor in forward.inputs.items():
+        if name in (*spec.inputs, *spec.outputs, *spec.dims, *spec.constants):
+            raise fault(f"{name!r} is declared above; leave it out here", place, "inputs", name)
+        for unknown in sorted({d for dim in tensor.shape for d in dim.names} - set(spec.dims)):
+            message = f"dim {unknown!r} is not declared; {instead(unknown, spec.dims)}"
+            raise fault(message, place, "inputs", name, "shape")
+        _check_name(name, place, "inputs", name)
+        _check_rank(name, tensor)
+        _check_init(name, tensor)
+    stored = _parsed(forward.reference, place, "reference") | _parsed(forward.head, place, "head")
+    read = {n: t for n, t in (spec.inputs | forward.inputs).items() if n not in stored}
+    floats = [n for n, t in read.items() if t.dtype not in INDICES]
+    if not any(n.startswith("d_") and n[2:] in stored for n in floats):
+        raise fault("no input is the gradient of what forward assigns; name it d_ and the value", place)
+    for name in spec.outputs:
+        if not (name.startswith("d_") and name[2:] in floats):
+            message = f"output {name!r} is the gradient of no float that is drawn; name it d_ and the input"
+            raise fault(message, "outputs", name)
+
+
+def assigned(text: str) -> set[str]:
+    """The names that a text assigns."""
+    nodes = ast.walk(ast.parse(text))
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def _parsed(text: str, *place: str) -> set[str]:
+    """The names that a text assigns; a fault where it is no plain PyTorch."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # nested too deep, too
         line = getattr(error, "lineno", None) or 1
         words = getattr(error, "msg", error) if str(error) else "it is nested too deep"
-        raise fault(f"{key}: {words}", key, line) from None
+        raise fault(f"{place[-1]}: {words}", *place, line) from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            raise fault(f"{key}: needs no import: torch and its names are in scope", key, node.lineno)
-    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    for output in spec.outputs:
-        if output not in stored:
-            raise fault(f"{key} never assigns output {output!r}; add a line '{output} = ...'", key)
+            words = f"{place[-1]}: needs no import: torch and its names are in scope"
+            raise fault(words, *place, node.lineno)
+    return assigned(text)

@@ -69,3 +69,18 @@ def test_bad_input_has_one_line(
     (line,) = [each for each in done.err.splitlines() if each.startswith("Error")]
     assert said in line
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_spec_with_its_kernel_is_derived_and_judged(command: Command, tmp_path: Path) -> None:
+    done = command("derive", ROOT / "specs" / "gemm_row_abs_max.yaml", "--check", "--out", tmp_path)
+    assert done.status == 0 and done.out.splitlines()[-1].startswith("right: ")
+    lone = tmp_path / "lone.yaml"
+    lone.write_text("name: lone\n")
+    refused = command("derive", lone)
+    assert refused.status == 2 and "lone.program.json" in refused.err and "Traceback" not in refused.err
+
+
+def test_a_backward_that_loses_its_values_is_refused(command: Command, tmp_path: Path) -> None:
+    done = command("derive", kernel("gemm_residual_rmsnorm_gemm_bwd"), "--check", "--out", tmp_path)
+    assert done.status == 1 and done.out.splitlines()[-1].startswith("refused: numerics: ")

@@ -20,8 +20,9 @@ from coda_agent.agent.cli import main
 from coda_agent.agent.run.journal import read_export
 from coda_agent.agent.scaffold.function import read
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics.inputs import DTYPES, draw
+from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.reference import run
+from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
 OPS = '''\

@@ -26,7 +26,7 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.trace import Tensor, Trace, tracing
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
-from coda_agent.verifier.numerics.inputs import trial
+from coda_agent.verifier.numerics.values import trial
 
 NAMES = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 REFUSED = {"gemm_fp8_row_scale": "dtype", "gemm_fp8_tensor_scale": "dtype", "gemm_grad_accumulate": "updates"}

@@ -10,9 +10,10 @@ from authoring import SHIPPED, SPECS, TOY
 from spec_files import write_changed
 
 from coda_agent.verifier.loading import load
-from coda_agent.verifier.numerics.inputs import DTYPES, draw
+from coda_agent.verifier.numerics.inputs import draw
 from coda_agent.verifier.numerics.sizes import hidden
 from coda_agent.verifier.numerics.stretch import STRETCHED
+from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import Spec
 

@@ -15,8 +15,8 @@ from spec_files import fails, write_changed
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
-from coda_agent.verifier.numerics.inputs import DTYPES
 from coda_agent.verifier.numerics.trial import check_reference
+from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.file import SpecError
 from coda_agent.verifier.spec.model import BadReference, Spec
 

@@ -11,7 +11,8 @@ from spec_files import fails, write_changed
 
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import reference
-from coda_agent.verifier.numerics.inputs import draw, trial
+from coda_agent.verifier.numerics.inputs import draw
+from coda_agent.verifier.numerics.values import trial
 from coda_agent.verifier.spec.model import Spec
 
 WIDE = """\

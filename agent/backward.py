@@ -1,0 +1,151 @@
+"""A derived backward as a spec: its text, its forward's text, and sizes as the forward has them.
+
+The ordinary gates then judge forward and backward as a pair: inputs are drawn for the forward, what it stores
+follows from them, and the text of the backward is held against autograd of the forward's own reference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coda_agent.primitives.derive import NEXT, Derived, all_sizes
+from coda_agent.primitives.derive.reference import reference
+from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.ir import Program, TensorType
+from coda_agent.verifier.numerics.trial import check_reference
+from coda_agent.verifier.spec import file
+from coda_agent.verifier.spec.model import Spec
+
+WIDTH = 2048  # of the next product where its size is not known
+NEXT_VALUE = "next"  # of which d_next is the gradient
+
+
+class Pair(NamedTuple):
+    """The backward's products with their spec, and the YAML of that."""
+
+    program: Program
+    text: str
+
+    @property
+    def spec(self) -> Spec:
+        """The spec, tried. Raises SpecError, also where the text is not the gradient of its forward."""
+        return file.of_text(Path(f"{self.program.signature.name}.yaml"), self.text, Spec, check_reference)
+
+
+def pair(spec: Spec, program: Program, derived: Derived, behind: str | None = None) -> Pair | None:
+    """The spec of a derived backward; None where it has no products. Raises ProgramError for an operation
+    without a PyTorch text."""
+    if derived.program is None:
+        return None
+    fixed = _fixed(spec, derived)
+    made = fixed(derived.program) if derived.widths else derived.program
+    signature = made.signature
+    forward, head = _forward(spec, program, derived, behind), _head(spec, derived)
+    fixes = [f"{dim} = {spec.cases[0].sizes[dim]}" for dim in fixed.dims]
+    constants = [f"{name} = {value!r}" for name, value in spec.constants.items()]
+    own = {n: t for n, t in spec.signature().inputs.items() if n not in signature.inputs}
+    alone = own | {n: t for n, t in _read(derived).items() if n not in signature.inputs}
+    read = {n: fixed.tensor(t) for n, t in alone.items()}
+    lines = [
+        f"name: {signature.name}",
+        f"summary: Backward of {spec.name}, derived from its program.",
+        f"dims: {json.dumps({d: spec.dims.get(d, 'width') for d in signature.dims})}",
+        "inputs:",
+        *_inputs(spec, signature.inputs, "  "),
+        *([f"static: {json.dumps(list(signature.static))}"] if signature.static else []),
+        "outputs:",
+        *(f"  {name}: {json.dumps(_entry(t))}" for name, t in signature.outputs.items()),
+        "forward:",
+        *(["  inputs:", *_inputs(spec, read, "    ")] if read else []),
+        *_block("  reference", [*fixes, *constants, *forward]),
+        *(_block("  head", [*fixes, *head]) if head else []),
+        *_block("reference", reference(made).splitlines()),
+        *_block("baseline", reference(made, cast=True).splitlines()),
+        "cases:",
+        *_cases(spec, derived, signature.dims, fixed.dims),
+        "accept: {speedup: 1.0}",
+    ]
+    return Pair(made, "\n".join(lines) + "\n")
+
+
+class _Fixed(NamedTuple):
+    """Static dims as the numbers that the first case gives them, where a width of the backward has them as
+    factors: a product of two dims follows from no shape alone."""
+
+    widths: Mapping[str, Dim]
+    dims: Mapping[str, int]
+
+    def tensor(self, tensor: TensorType) -> TensorType:
+        return tensor._replace(shape=tuple(map(self.dim, tensor.shape)))
+
+    def dim(self, dim: Dim) -> Dim:
+        known = {n: f"({d})" for n, d in self.widths.items()}
+        text = re.sub(r"\w+", lambda found: known.get(found[0], found[0]), str(dim))
+        return Dim.parse(re.sub(r"\w+", lambda found: str(self.dims.get(found[0], found[0])), text))
+
+    def __call__(self, program: Program) -> Program:
+        own = program.signature
+        inputs = {n: self.tensor(t) for n, t in own.inputs.items()}
+        outputs = {n: self.tensor(t) for n, t in own.outputs.items()}
+        names = {n for t in (*inputs.values(), *outputs.values()) for d in t.shape for n in d.names}
+        kept = (*(d for d in own.dims if d not in self.widths), *sorted(names - set(own.dims)))
+        return program._replace(
+            signature=own._replace(inputs=inputs, outputs=outputs, dims=kept)
+        ).check()
+
+
+def _fixed(spec: Spec, derived: Derived) -> _Fixed:
+    names = {name for width in derived.widths.values() for name in width.names} & set(spec.static)
+    return _Fixed(derived.widths, {name: spec.cases[0].sizes[name] for name in sorted(names)})
+
+
+def _forward(spec: Spec, program: Program, derived: Derived, behind: str | None) -> list[str]:
+    """The forward's own reference, what it must also store, and the next product."""
+    text = spec.reference
+    if derived.saves:
+        text = f"{text.rstrip()}\n{reference(program._replace(outputs=dict(derived.saves)))}"
+    return [*text.splitlines(), *([f"{NEXT_VALUE} = {behind} @ w_next.mT"] if behind else [])]
+
+
+def _head(spec: Spec, derived: Derived) -> list[str]:
+    """The head, and gradients that are another value as it is."""
+    inputs = {*spec.inputs, *_read(derived)}
+    same = [f"{name} = {other}" for name, other in derived.same.items() if other in inputs]
+    return [*(reference(derived.head).splitlines() if derived.head else []), *same]
+
+
+def _read(derived: Derived) -> dict[str, TensorType]:
+    parts = [part for part in (derived.program, derived.head) if part]
+    return {name: tensor for part in parts for name, tensor in part.signature.inputs.items()}
+
+
+def _inputs(spec: Spec, tensors: Mapping[str, TensorType], indent: str) -> Iterable[str]:
+    for name, tensor in tensors.items():
+        entry = _entry(tensor)
+        if name in spec.inputs:
+            known = spec.inputs[name]
+            entry |= known.model_dump(mode="json", include={"init", "domain"}, exclude_none=True)
+        yield f"{indent}{name}: {json.dumps(entry)}"
+
+
+def _entry(tensor: TensorType) -> dict[str, Any]:
+    return {"shape": [str(d) for d in tensor.shape], "dtype": tensor.dtype}
+
+
+def _block(key: str, lines: Iterable[str]) -> list[str]:
+    indent = " " * (len(key) - len(key.lstrip()) + 2)
+    return [f"{key}: |", *(indent + line for line in lines)]
+
+
+def _cases(
+    spec: Spec, derived: Derived, dims: Iterable[str], fixed: Mapping[str, int]
+) -> Iterable[str]:
+    for case in spec.cases:
+        if all(case.sizes[dim] == size for dim, size in fixed.items()):
+            sized = all_sizes(derived, {NEXT: WIDTH, **case.sizes})
+            sizes = {d: sized[d] for d in dims}
+            yield f"  - {json.dumps({'name': case.name, **sizes, 'bench': case.bench})}"

@@ -1,0 +1,99 @@
+"""A backward's texts against autograd of its forward, in fp64.
+
+Both see the same drawn inputs, and nothing is rounded: the backward reads what the forward stores as fp64 has
+it. What is left is fp64's own error, larger where small values are differences of large ones. Both in fp32,
+the backward from stored values that are off in their last bits, say how much.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from coda_agent.verifier.numerics.error_gate import LOST
+from coda_agent.verifier.numerics.reference import Tensors, cast, run
+from coda_agent.verifier.numerics.values import Sizes
+from coda_agent.verifier.spec.model import Spec
+from coda_agent.verifier.spec.parts import OutputSpec
+from coda_agent.verifier.spec.rules import assigned
+
+LEAST = 2.0**-30  # share of the RMS that counts as an error
+CHANGE = 2.0**-24  # relative change of stored values
+NARROWER = 2.0**-20  # share of its effect that fp64 may lose: of the 29 bits that fp32 lacks, 9 are slack
+
+
+def wrong(spec: Spec, drawn: Tensors, sizes: Sizes, beyond: bool = False) -> dict[str, float]:
+    """The gradients of a backward that are not autograd's, each with the RMS of its error over its own RMS.
+
+    Empty for a spec that has no forward. ``beyond`` typical inputs, gradients that are lost with the last
+    bits of what is stored are left out, as ``error_gate.undefined`` leaves out outputs.
+    """
+    if spec.before is None:
+        return {}
+    leaves = {name: cast(t.detach(), torch.float64) for name, t in drawn.items()}
+    truth, made = _autograd(spec, spec.before, leaves, sizes)
+    found = _backward(spec, leaves | made, sizes)
+    off = {name: _distance(found[name], true, true) for name, true in truth.items()}
+    off = {name: share for name, share in off.items() if not share <= LEAST}
+    if not off:
+        return {}
+    own = torch.Generator().manual_seed(0)
+    noise = {n: torch.rand(t.shape, generator=own, dtype=t.dtype) for n, t in made.items()}
+    changed = {n: t * (1 + CHANGE * (2 * noise[n] - 1)) for n, t in made.items()}
+    narrow = {n: cast(t, torch.float32) for n, t in (leaves | changed).items()}
+    other, true = _backward(spec, narrow, sizes), _autograd(spec, spec.before, narrow, sizes)[0]
+    pairs = {n: ((other[n], found[n]), (true[n], truth[n])) for n in off}
+    lost = {n: max(_distance(a.double(), b, truth[n]) for a, b in each) for n, each in pairs.items()}
+    off = {name: share for name, share in off.items() if not share <= NARROWER * lost[name]}
+    return {name: share for name, share in off.items() if not beyond or lost[name] <= LOST}
+
+
+def _autograd(
+    spec: Spec, before: Spec, leaves: Tensors, sizes: Sizes
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The true gradients, and what the forward stores."""
+    known = assigned(before.reference)
+    into = {name[2:]: name for name in leaves if name.startswith("d_") and name[2:] in known}
+    asked = {name: leaves[name].clone().requires_grad_() for name in map(_of, _gradients(spec))}
+    outputs = dict.fromkeys((*before.outputs, *into), OutputSpec(shape=(), dtype="fp32"))
+    with torch.inference_mode(False), torch.enable_grad():
+        values = run(before.model_copy(update={"outputs": outputs}), {**leaves, **asked}, sizes)
+        total = torch.stack([(values[y] * leaves[d]).sum() for y, d in into.items()]).sum()
+        found = torch.autograd.grad(total, list(asked.values()), allow_unused=True)
+    by_input = dict(zip(asked, found, strict=True))
+    truth = {d: _or_zeros(by_input[_of(d)], leaves[_of(d)]) for d in _gradients(spec)}
+    return truth, {name: values[name].detach() for name in before.outputs}
+
+
+def _backward(spec: Spec, known: Tensors, sizes: Sizes) -> dict[str, Tensor]:
+    """The gradients by the texts of head and backward."""
+    found: dict[str, Tensor] = {}
+    if spec.head:
+        own = dict.fromkeys((*spec.head.outputs, *_gradients(spec.head)), OutputSpec(shape=(), dtype="fp32"))
+        found = run(spec.head.model_copy(update={"outputs": own}), known, sizes)
+    return found | run(spec, {**known, **found}, sizes)
+
+
+def _gradients(spec: Spec) -> list[str]:
+    """The gradients that a backward gives, its head's included."""
+    if spec.head:
+        return [*_gradients(spec.head), *spec.outputs]
+    named = sorted(n for n in assigned(spec.reference) if n.startswith("d_"))
+    return [n for n in named if n in spec.outputs or _of(n) in spec.inputs]
+
+
+def _of(gradient: str) -> str:
+    return gradient[2:]
+
+
+def _or_zeros(gradient: Tensor | None, of: Tensor) -> Tensor:
+    return torch.zeros_like(of) if gradient is None else gradient
+
+
+def _distance(found: Tensor, other: Tensor, true: Tensor) -> float:
+    """The RMS of a difference over the true RMS."""
+    if found.shape != true.shape:
+        return math.inf
+    return float((found - other).norm() / true.norm().clamp_min(2.0**-900))
