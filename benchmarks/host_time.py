@@ -111,8 +111,8 @@ def stand_ins() -> Iterator[None]:
     def compiled(*_: Any) -> Callable[..., None]:
         return lambda *arguments: None
 
-    def checked(signature: Any, inputs: Any) -> dict[str, int]:
-        return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
+    def checked(signature: Any, inputs: Any, given: Any) -> dict[str, int]:
+        return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
 
     with (
         patch(f"{executable}.compile_gemm", compiled),

@@ -117,7 +117,7 @@ def prepare(arm: str, seats: Seats, inputs: Mapping[str, Tensor]) -> Prepared:
 
     spec, sizes = seats.spec, seats.sizes
     if arm in seats.kernels:
-        return _launched(seats.kernels[arm], inputs)
+        return _launched(seats.kernels[arm], inputs, sizes)
     if arm == ANCHOR:
         return Prepared(pytorch.matmul(spec, inputs, sizes), lambda _: {})
     if arm in pytorch.BASELINES:
@@ -132,7 +132,7 @@ def _as_given(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return outputs
 
 
-def _launched(kernel: Contender, inputs: Mapping[str, Tensor]) -> Prepared:
-    plan = kernel.made().plan(inputs)
+def _launched(kernel: Contender, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Prepared:
+    plan = kernel.made().plan(inputs, sizes)
     outputs = plan.in_place(inputs)
     return Prepared(partial(plan.run, inputs, outputs), lambda _: outputs)

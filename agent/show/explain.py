@@ -20,7 +20,7 @@ from coda_agent.primitives.compiler.roofline import (
 from coda_agent.primitives.compiler.vector_codegen import FinishWriter, finish_writers
 from coda_agent.primitives.lang.assign_steps import untransposed, values_read
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, reduction, sizes_named
 from coda_agent.primitives.lang.partition import GemmStep, cut
 
 Verb = Literal["load", "sweep", "compute", "store", "reduce"]
@@ -206,7 +206,7 @@ class _Writer(Writer):
     def call(self, index: int, known: Mapping[int, str]) -> str:
         node = self.nodes[index]
         given = [self.term(a, known)[0] for a in node.args]
-        given += [str(Dim.parse(str(node.attribute)))] if OPERATIONS[node.op].statistic else []
+        given += sizes_named(node)
         return f"{node.op}({', '.join(given)})"
 
     def bound(self, index: int, known: Mapping[int, str], strength: int) -> str:

@@ -80,7 +80,7 @@ class Launched:
     def _plan(self, call: Call, inputs: Tensors) -> Plan:
         if call not in self.kernels:
             raise LookupError(f"there is no kernel for {call.operator} at {dict(call.sizes)}")
-        plan = self.kernels[call].plan(inputs)
+        plan = self.kernels[call].plan(inputs, dict(call.sizes))
         _agree(call, plan.sizes)
         return plan
 
@@ -94,8 +94,9 @@ class Interpreted:
     def run(self, call: Call, inputs: Tensors) -> dict[str, Tensor]:
         """Raises ValueError for inputs that fit no sizes, LaunchError for those of other sizes."""
         program = self.programs[call.operator]
-        _agree(call, solve_sizes(program.signature, {name: t.shape for name, t in inputs.items()}))
-        return interpret(program, inputs)
+        shapes = {name: t.shape for name, t in inputs.items()}
+        _agree(call, solve_sizes(program.signature, shapes, dict(call.sizes)))
+        return interpret(program, inputs, sizes=dict(call.sizes))
 
 
 def _agree(call: Call, sizes: Mapping[str, int]) -> None:

@@ -96,6 +96,7 @@ class StepWriter(Writer):
             tuple(self.resources.periods),
             self.resources.grains(),
             self.resources.sums[1] if self.resources.sums else None,
+            self.resources.starts(),
         )
 
     # The class
@@ -190,7 +191,7 @@ class StepWriter(Writer):
                 yield f"w{store.node} = wide_fragment(accumulator)"
             if store.role == "memory":
                 yield f'{store.name} = resources["{store.name}"]'
-            elif store is not self.resources.d:
+            elif store.role == "store" and store is not self.resources.d:
                 half = self.resources.width_of(store) < 1
                 yield f"{store.name} = {'half_fragment' if half else 'fragment'}(accumulator)"
         for index in self.step.reductions:
@@ -223,7 +224,8 @@ class StepWriter(Writer):
         for index in self.step.body:
             if not sums or index != sums[0]:
                 yield from self.compute(index, values)
-        for index in self.step.stores:
+        apart = {s.node for s in self.resources.stores if s.role == "range"}  # their first one is kept
+        for index in (i for i in self.step.stores if i not in apart):
             yield from self.keep(index, self.value(sums[2] if sums and index == sums[0] else index, values))
         for index in self.step.reductions:
             if index not in self.blocked:

@@ -75,7 +75,7 @@ def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, An
     """The key of a resource's argument in QuACK's compile (``host_arg_key``)."""
     dtype = _cute_dtype(argument)
     match argument.role:
-        case "load" | "store":
+        case "load" | "store" | "range":
             key: Any = (dtype, "n")
         case "scalar":
             key = ("immediate", dtype)
@@ -146,7 +146,9 @@ def _attributes(
     kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> tuple[tuple[str, Any], ...]:
     """Attributes of the step's class that its object also depends on."""
+    starts = (("range_starts", kernel.range_starts(sizes)),) if kernel.starts else ()
     return (
+        *starts,
         ("deep", schedule.deep),
         ("evict_loads", schedule.evict_loads),
         ("evict_stores", schedule.evict_stores),

@@ -27,6 +27,7 @@ PAIR_GRAIN = Dim.parse(32)  # tile_n is a multiple of this where TMA stores a ti
 Role = Literal[
     "load",
     "store",
+    "range",
     "row",
     "column",
     "index",
@@ -46,11 +47,12 @@ Role = Literal[
 class Argument:
     """One tensor or number that a kernel takes: a node of the program under an invented name.
 
-    ``load`` and ``store`` are tiles through TMA, ``memory`` is a tile that threads address themselves,
-    ``table`` one that each head reads again; ``row`` and ``column`` are vectors, ``index`` integers, ``head``
-    the width of heads, ``scalar`` a number, ``pointer`` a number in memory, ``extent`` a tile's columns.
-    ``packed``: 16-bit values, twice as wide as the GEMM, passed as 32-bit lanes. ``part``: of two partial
-    sums for twice as many columns as the GEMM's. ``period``: the width of heads.
+    ``load`` and ``store`` are tiles through TMA, ``range`` is a further range of a store's columns,
+    ``memory`` is a tile that threads address themselves, ``table`` one that each head reads again; ``row``
+    and ``column`` are vectors, ``index`` integers, ``head`` the width of heads, ``scalar`` a number,
+    ``pointer`` a number in memory, ``extent`` a tile's columns. ``packed``: 16-bit values, twice as wide as
+    the GEMM, passed as 32-bit lanes. ``part``: of two partial sums for twice as many columns as the GEMM's.
+    ``period``: the width of heads.
     """
 
     name: str
@@ -73,7 +75,7 @@ class GemmKernel:
     """A step's class and its arguments. ``c`` and ``d`` are the mainloop's own epilogue load and store;
     further ones are among ``arguments``. ``shape``: its rows and columns. ``periods``: heads' widths in the
     GEMM's columns. ``grains``: divisors of its tiles' columns, some heads' widths among them. ``adds``: the
-    input that D is added to, where D overwrites it."""
+    input that D is added to, where D overwrites it. ``starts``: the first columns of ranges, by name."""
 
     step: int
     name: str
@@ -89,6 +91,7 @@ class GemmKernel:
     periods: tuple[Dim, ...]
     grains: tuple[Dim, ...]
     adds: int | None = None
+    starts: tuple[tuple[str, Dim], ...] = ()
 
     def admits(self, schedule: Schedule, sizes: Mapping[str, int]) -> bool:
         """Whether a schedule's tile holds whole heads and whole pairs; ``sizes`` has the static dims."""
@@ -121,6 +124,10 @@ class GemmKernel:
         tiles = {n for _, n, _ in TILES if n % pairs == 0}
         step = SUM_GRAIN if sums else HEAD_GRAIN
         return tuple(w for w in range(step, max(tiles) + 1, step) if any(n % w == 0 for n in tiles))
+
+    def range_starts(self, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """``starts`` at these sizes of the static dims."""
+        return tuple((name, first(sizes)) for name, first in self.starts)
 
     def head_widths(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """``periods`` at these sizes of the static dims."""

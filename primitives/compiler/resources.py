@@ -9,7 +9,7 @@ from typing import Literal
 
 from coda_agent.primitives.compiler.lowered import PAIR_GRAIN, Argument, Writer
 from coda_agent.primitives.lang.dims import Dim
-from coda_agent.primitives.lang.ir import EIGHTS, Program
+from coda_agent.primitives.lang.ir import EIGHTS, Program, sizes_named
 from coda_agent.primitives.lang.partition import GemmStep, Steps
 
 HALF = {0.5: 2, 1.0: 1}  # columns of the GEMM for one column of a tile
@@ -23,10 +23,15 @@ class StepResources(Writer):
         self.step = step
         self.sums = self.accumulated()
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
+        self.ranges = self.shared_ranges()
         self.stores = [self.store(i) for i in step.stores]
         # The widest tiles become the mainloop's own operand and output, which size its epilogue tile.
         self.c = max((a for a in self.loads if a.role == "load"), key=self.width_of, default=None)
-        wide = [s for s in self.stores if s.role == "store" and self.width_of(s) >= 1]
+        wide = [
+            s
+            for s in self.stores
+            if s.role == "store" and s.node not in self.ranges and self.width_of(s) >= 1
+        ]
         self.d = max(wide, key=self.width_of, default=None)
         if self.sums:
             self.d = next(s for s in wide if self.sums and s.node == self.sums[0])
@@ -55,6 +60,19 @@ class StepResources(Writer):
                     return index, old, new
         return None
 
+    def shared_ranges(self) -> dict[int, list[int]]:
+        """By the first range of a tile: all that are stored in one dtype, which share a stage."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for index in self.step.stores:
+            if self.steps.types[index].kind == "range":
+                found.setdefault((self.nodes[index].args[0], self.dtype(index)), []).append(index)
+        return {members[0]: members for members in found.values()}
+
+    def starts(self) -> tuple[tuple[str, Dim], ...]:
+        """The first column of each range, by name."""
+        members = [i for shared in self.ranges.values() for i in shared]
+        return tuple((f"o{i}", Dim.parse(sizes_named(self.nodes[i])[0])) for i in members)
+
     def load(self, index: int) -> Argument:
         width, dtype = self.width(index), self.dtype(index)
         role: Literal["load", "memory"] = "load" if self.streams(width, dtype) and width >= 1 else "memory"
@@ -65,7 +83,9 @@ class StepResources(Writer):
         head = self.steps.types[index].kind == "head"
         width = 0.0 if head else self.width(index)
         streams = self.streams(width, dtype) or (dtype in EIGHTS and width < 1)
-        role: Literal["store", "memory"] = "store" if not head and streams else "memory"
+        role: Literal["store", "range", "memory"] = "store" if not head and streams else "memory"
+        if self.steps.types[index].kind == "range" and index not in self.ranges:
+            role = "range"
         return Argument(f"o{index}", role, index, dtype, role == "store" and width == 2, rank=2)
 
     @staticmethod
@@ -110,6 +130,11 @@ class StepResources(Writer):
         for store in self.stores:
             if store.role == "memory":
                 yield store, f'Memory("{store.name}")'
+            elif store.role == "range":
+                yield store, f'Range("{store.name}")'
+            elif store.node in self.ranges:
+                names = ", ".join(f'"o{i}"' for i in self.ranges[store.node])
+                yield store, f"RangeStore({names})"
             elif store is not self.d:
                 half = self.width_of(store) < 1
                 kind = "EightStore" if half and store.dtype in EIGHTS else "TileStore"

@@ -85,10 +85,10 @@ def _given(program: Program, of: Collection[str] | None, behind: str | None) -> 
     if behind and len(outputs[behind].shape) != 2:
         raise ProgramError("behind", f"output {behind!r} is a vector, and no product reads one")
     types = program.types()
-    heads = [n for n in outputs if types[program.outputs[n]].kind == "head"]
+    heads = {n: t for n in outputs if (t := types[program.outputs[n]]).kind in ("head", "range")}
     for name in (*(of or ()), *([behind] if behind else [])):
         if name in heads:
-            raise ProgramError("of", f"output {name!r} is a statistic of heads: its gradient is no input yet")
+            raise ProgramError("of", f"output {name!r} is {heads[name]}: its gradient is no input yet")
     chosen = tuple(n for n in outputs if n not in heads) if of is None else tuple(of)
     return chosen if behind is None or behind in chosen else (*chosen, behind)
 

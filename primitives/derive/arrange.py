@@ -10,7 +10,7 @@ from coda_agent.primitives.derive.reverse import Reverse
 from coda_agent.primitives.derive.simplify import Simplifier
 from coda_agent.primitives.lang.dims import Dim, Unsolvable, solving_order
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType, reduction
+from coda_agent.primitives.lang.ir import Node, Program, Signature, TensorType, reduction, sizes_named
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.trace import tracing
 
@@ -218,7 +218,7 @@ class Attempt:
         if made:
             cut(made)
             try:
-                solving_order({n: t.shape for n, t in made.signature.inputs.items()}, made.signature.dims)
+                solving_order(made.signature.shapes, made.signature.dims, made.signature.named)
             except Unsolvable as error:
                 raise ProgramError("dim", f"{error} that the backward reads: widen --wrt") from None
         return made
@@ -248,7 +248,8 @@ class Attempt:
             place[index] = len(nodes)
             nodes.append(Node(node.op, tuple(place[a] for a in node.args), node.attribute))
         made = {n: self.tensor(trace, n, i) for n, i in outputs.items()}
-        said = [Dim.parse(n.attribute) for n in nodes if isinstance(n.attribute, str) and n.op != "input"]
+        said = [Dim.parse(str(n.attribute)) for n in nodes if n.op == "dim"]
+        said += [Dim.parse(size) for n in nodes for size in sizes_named(n)]
         inner = {d for dim in said for d in dim.names}
         tensors = {**read, **made}
         if all(n.op != "per_head" for n in nodes):

@@ -123,7 +123,7 @@ class _Placer:
         """By node: the input tiles that it reads through tiles; a gemm's operands do not count."""
         found: list[set[int]] = []
         for index, node in enumerate(self.nodes):
-            if self.types[index].kind != "tile" or node.op == "gemm":
+            if self.types[index].kind not in ("tile", "range") or node.op == "gemm":
                 found.append(set())
             else:
                 own = set().union(*(found[a] for a in values_read(self.program, index)))

@@ -89,6 +89,7 @@ def reduced(op: str) -> Use:
     return Use(f"the argument of {op}", _RIDING, f"{sums}{_ELSEWHERE}")
 
 
+RANGE = "of pairs, take the range before they part or after they join, so that it has both"
 SELECT = "write row_sums(where(column_index(t) == per_row(index), t, 0)), which takes any width"
 NARROW_HEADS = "of a tile half as wide write head_sums(join(t, 0 * t), 2 * W) for heads of W columns"
 WIDE_HEADS = (

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
@@ -66,6 +67,16 @@ class Dim:
         pairs = list(zip(self.terms, other.terms, strict=True))
         quotients = {_reduced(a, b) if m == n else None for (m, a), (n, b) in pairs}
         return quotients.pop() if len(quotients) == 1 else None
+
+    def never_negative(self) -> bool:
+        """Whether it is 0 or more wherever all dims are at least 1, as far as its terms show."""
+        total = Dim({})
+        for monomial, coefficient in self.terms:
+            product = Dim({(): coefficient})
+            for name in monomial:
+                product = product * Dim({(name,): 1, (): 1})  # a dim, and the 1 that it has at least
+            total = total + product
+        return all(coefficient > 0 for _, coefficient in total.terms)
 
     def halved(self) -> Dim:
         """self / 2; ValueError where that is not an integer polynomial."""
@@ -132,28 +143,40 @@ class Dim:
 
 
 class Unsolvable(ValueError):
-    """No axis of any shape determines a dim."""
+    """No axis of any shape determines some dims; ``dim`` is one of them."""
 
-    def __init__(self, dim: str):
-        super().__init__(f"dim {dim!r} follows from no shape")
-        self.dim = dim
+    def __init__(self, dims: Collection[str]):
+        self.dims, self.dim = frozenset(dims), min(dims)
+        super().__init__(f"dim {self.dim!r} follows from no shape")
 
 
 Shapes = Mapping[str, Sequence[Dim]]
 
 
-def solving_order(shapes: Shapes, dims: Sequence[str]) -> list[tuple[str, str, int]]:
-    """(dim, tensor, axis): in this order each dim follows from one axis and the dims before it."""
+def solving_order(
+    shapes: Shapes, dims: Sequence[str], given: Collection[str] = ()
+) -> list[tuple[str, str, int]]:
+    """(dim, tensor, axis): in this order each dim follows from one axis, the ``given`` dims and those before
+    it."""
     axes = [(d, name, axis) for name, shape in shapes.items() for axis, d in enumerate(shape)]
     order: list[tuple[str, str, int]] = []
-    known: set[str] = set()
+    known = set(given)
     while len(known) < len(dims):
         step = next(((u, n, a) for d, n, a in axes if (u := _only_unknown(d, known))), None)
         if step is None:
-            raise Unsolvable(min(set(dims) - known))
+            raise Unsolvable(set(dims) - known)
         order.append(step)
         known.add(step[0])
     return order
+
+
+def named_by_callers(shapes: Shapes, dims: Sequence[str], static: Collection[str]) -> tuple[str, ...]:
+    """The static dims that follow from no shape, such as H and G where heads are packed, [(H + 2*G)*W, K]."""
+    try:
+        solving_order(shapes, dims)
+    except Unsolvable as error:
+        return tuple(dim for dim in static if dim in error.dims)
+    return ()
 
 
 def _only_unknown(formula: Dim, known: set[str]) -> str | None:
@@ -163,11 +186,16 @@ def _only_unknown(formula: Dim, known: set[str]) -> str | None:
     return next(iter(unknown)) if len(unknown) == 1 and linear else None
 
 
-def solve(shapes: Shapes, dims: Sequence[str], extents: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Dims from tensors' extents, which may be symbols of torch.compile: these stay symbols. ValueError
-    naming the input and axis that do not agree."""
-    sizes: dict[str, int] = {}
-    for dim, name, axis in solving_order(shapes, dims):
+def solve(
+    shapes: Shapes,
+    dims: Sequence[str],
+    extents: Mapping[str, Sequence[int]],
+    given: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, int]:
+    """Dims from the ``given`` ones and tensors' extents, which may be symbols of torch.compile: these stay
+    symbols. ValueError naming the input and axis that do not agree."""
+    sizes = dict(given)
+    for dim, name, axis in solving_order(shapes, dims, given):
         formula, extent = shapes[name][axis], extents[name][axis]
         rest = formula.value(sizes | {dim: 0})
         step = formula.value(sizes | {dim: 1}) - rest

@@ -7,10 +7,11 @@ step, once, in the dtype they are stored in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.lang.dims import Dim, solve
-from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Node, Program, Signature
+from coda_agent.primitives.lang.ir import EIGHTS, OPERATIONS, Node, Program, Signature, sizes_named
 from coda_agent.primitives.lang.partition import GemmStep, cut
 
 if TYPE_CHECKING:
@@ -50,22 +51,33 @@ def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
     return saturated(values, dtype).to(torch_dtype(dtype))
 
 
-def solve_sizes(signature: Signature, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Each dim's value from the inputs' shapes. ValueError where they do not fit the signature."""
-    return solve({name: t.shape for name, t in signature.inputs.items()}, signature.dims, shapes)
+def solve_sizes(
+    signature: Signature, shapes: Mapping[str, Sequence[int]], given: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """Each dim's value from the inputs' shapes and, for dims that callers name, from ``given``, which may
+    have others too. ValueError where they do not fit the signature."""
+    for dim in signature.named:
+        if type(given.get(dim)) is not int or given[dim] < 1:
+            raise ValueError(f"{dim} follows from no input's shape: give it by name, as a positive integer")
+    return solve(signature.shapes, signature.dims, shapes, {dim: given[dim] for dim in signature.named})
 
 
 def interpret(
-    program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None, *, wide: bool = False
+    program: Program,
+    inputs: Mapping[str, torch.Tensor],
+    watch: Watch | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    *,
+    wide: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Run a checked program on tensors of its inputs' shapes and dtypes; outputs in theirs. ``wide``: inputs
     are fp32 where 16 bits are declared, and nothing is rounded.
 
     Arithmetic is fp32 on the inputs' device, with fp32 accumulation. ``watch`` sees each value of an
     operation or a size as it is computed (node, arguments, value), and returns the value to go on with.
-    ValueError if shapes do not fit.
+    ``sizes`` has the dims that follow from no shape. ValueError if shapes do not fit.
     """
-    run = _Run(program, inputs, watch, wide)
+    run = _Run(program, inputs, watch, sizes, wide)
     run.finish(-1)
     for step in run.steps.gemms:
         run.epilogue(step)
@@ -77,11 +89,16 @@ class _Run:
     """Steps in order. ``memory`` holds what lies there, in its dtype: a later step reads it rounded."""
 
     def __init__(
-        self, program: Program, inputs: Mapping[str, torch.Tensor], watch: Watch | None, wide: bool = False
+        self,
+        program: Program,
+        inputs: Mapping[str, torch.Tensor],
+        watch: Watch | None,
+        sizes: Mapping[str, int],
+        wide: bool = False,
     ):
         self.nodes, self.steps, self.watch, self.wide = program.nodes, cut(program), watch, wide
         self.types = self.steps.types
-        self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()})
+        self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()}, sizes)
         self.device = next(iter(inputs.values())).device
         self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(self.nodes) if n.op == "input"}
         self.reduced: dict[int, torch.Tensor] = {}
@@ -110,8 +127,7 @@ class _Run:
         meaning = operation.torch
         assert meaning is not None  # inputs, constants, dims and gemms are handled elsewhere
         arguments: list[torch.Tensor | int] = [self.met(a, index, values) for a in node.args]
-        if operation.statistic:
-            arguments.append(Dim.parse(str(node.attribute))(self.sizes))
+        arguments += [Dim.parse(size)(self.sizes) for size in sizes_named(node)]
         return self.seen(index, arguments, meaning(torch, *arguments))
 
     def seen(self, index: int, arguments: Sequence[Any], value: torch.Tensor) -> torch.Tensor:

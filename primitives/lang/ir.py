@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from coda_agent.primitives.lang.cutedsl import Reduction, Spread, Statistic
 from coda_agent.primitives.lang.dims import NAME as DIM_NAME
-from coda_agent.primitives.lang.dims import Dim
+from coda_agent.primitives.lang.dims import Dim, named_by_callers
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.schedule import Schedule, by_step
 
@@ -123,6 +123,16 @@ class Signature(NamedTuple):
         if bad:
             raise ProgramError("signature", f"the program's signature has an unusable {bad}")
 
+    @property
+    def shapes(self) -> dict[str, tuple[Dim, ...]]:
+        """The inputs' shapes, from which dims follow."""
+        return {name: tensor.shape for name, tensor in self.inputs.items()}
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The static dims that follow from no input's shape: a caller gives them by name."""
+        return named_by_callers(self.shapes, self.dims, self.static)
+
     def _updatable(self, output: str) -> bool:
         target = self.updates[output]
         alone = list(self.updates.values()).count(target) == 1
@@ -137,14 +147,14 @@ def _writable(tensor: TensorType) -> bool:
     return tensor.dtype in WRITABLE.get(len(tensor.shape), ())
 
 
-Kind = Literal["tile", "operand", "vector", "row", "column", "scalar", "head", "spread", "repeated"]
+Kind = Literal["tile", "range", "operand", "vector", "row", "column", "scalar", "head", "spread", "repeated"]
 
 
 class Type(NamedTuple):
-    """The type of a node: a tile [M, N], a gemm operand x.mT, a vector [M], a vector spread over a tile by
-    per_row (``row``) or per_column (``column``), or a scalar. With heads ``period`` columns wide: a statistic
-    [M, heads] (``head``), the same spread over the heads' columns (``spread``), and a vector [period] or a
-    tile [M, period] that is ``repeated`` for each head."""
+    """The type of a node: a tile [M, N], a ``range`` of its columns, a gemm operand x.mT, a vector [M], a
+    vector spread over a tile by per_row (``row``) or per_column (``column``), or a scalar. With heads
+    ``period`` columns wide: a statistic [M, heads] (``head``), the same spread over the heads' columns
+    (``spread``), and a vector [period] or a tile [M, period] that is ``repeated`` for each head."""
 
     kind: Kind
     shape: tuple[Dim, ...] = ()
@@ -157,6 +167,7 @@ class Type(NamedTuple):
             "column": f"per_column of [{size}]",
             "scalar": "a scalar",
             "head": f"head statistic [{size}]",
+            "range": f"a column_range [{size}]",
             "spread": f"per_head of a statistic [{size}]",
             "repeated": f"per_head of [{size}]",
         }
@@ -178,15 +189,16 @@ class Node(NamedTuple):
 class Operation(NamedTuple):
     """An operation's meanings: typing rule, PyTorch, and CuTeDSL text.
 
-    ``torch`` takes (torch, *values), for a statistic also the heads' width, and returns a value. ``cute`` is
-    a template over fp32 register values ``{0}``, ``{1}``; ``fast`` is one that may round coarser, used where
-    only a bf16 output can see it. ``lanes`` instead, where no instruction is needed: from the texts of a pair
-    of lanes' values, an argument each, to its own; ``at``: a template over a lane's place. Beyond the first
-    ``reads`` arguments it uses the shape alone. ``sides``, for an operation that chooses: (torch, *values) ->
-    for each of its two sides a mask of the elements that it decides, and its value. ``limit``, for a function
-    that is constant or straight away from zero: (torch, value) -> its value there. ``derivative``: from the
-    traced gradient of the value, the value and its arguments to each argument's gradient, as large as the
-    value, or None for one that is zero everywhere. An operation without a derivative stops gradients.
+    ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a template over fp32 register
+    values ``{0}``, ``{1}``; ``fast`` is one that may round coarser, used where only a bf16 output can see it.
+    ``lanes`` instead, where no instruction is needed: from the texts of a pair of lanes' values, an argument
+    each, to its own; ``at``: a template over a lane's place. Beyond the first ``reads`` arguments it uses the
+    shape alone. ``sizes``: how many its attribute names. ``sides``, for an operation that chooses: (torch,
+    *values) -> for each of its two sides a mask of the elements that it decides, and its value. ``limit``,
+    for a function that is constant or straight away from zero: (torch, value) -> its value there.
+    ``derivative``: from the traced gradient of the value, the value and its arguments to each argument's
+    gradient, as large as the value, or None for one that is zero everywhere. An operation without a
+    derivative stops gradients.
     """
 
     name: str
@@ -197,6 +209,7 @@ class Operation(NamedTuple):
     lanes: Callable[..., list[str]] | None = None
     at: str = ""
     reads: int | None = None
+    sizes: int = 0
     reduction: Reduction | None = None
     statistic: Statistic | None = None
     spread: Spread | None = None
@@ -209,12 +222,17 @@ Derivative = Callable[..., tuple[Any, ...]]
 Sides = tuple[tuple[Any, Any], tuple[Any, Any]]
 OPERATIONS: dict[str, Operation] = {}
 LEAVES = ("input", "constant", "dim")
-IN_STEP = ("tile", "head", "spread", "repeated")  # kinds that live in one step's registers
+IN_STEP = ("tile", "range", "head", "spread", "repeated")  # kinds that live in one step's registers
 
 
 def reduction(node: Node) -> Reduction | None:
     """A node's reduction of a tile to a vector; None if it is none."""
     return OPERATIONS[node.op].reduction
+
+
+def sizes_named(node: Node) -> tuple[str, ...]:
+    """The sizes that an operation is given beside its arguments."""
+    return tuple(str(node.attribute).split(", ")) if OPERATIONS[node.op].sizes else ()
 
 
 def register(operation: Operation) -> Operation:
@@ -252,7 +270,7 @@ class Program(NamedTuple):
                 raise ProgramError(
                     "graph", f"node {index} reads {list(node.args)}: only earlier nodes can be read"
                 )
-            if node.attribute is not None and node.op not in LEAVES and not operation.statistic:
+            if node.attribute is not None and node.op not in LEAVES and not operation.sizes:
                 raise ProgramError(
                     "arguments", f"node {index}: {node.op} names nothing, but has {node.attribute!r}"
                 )
@@ -268,8 +286,8 @@ class Program(NamedTuple):
             raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
         types = self.types()
         for index, node in enumerate(self.nodes):
-            if node.op == "dim" or OPERATIONS[node.op].statistic:
-                self._check_size(index, str(node.attribute))
+            for size in (str(node.attribute),) if node.op == "dim" else sizes_named(node):
+                self._check_size(index, size)
             self._check_reading(node, lines[index] if lines else None)
         self._check_choices(types, lines)
         check_output_names(self.outputs, self.signature)
@@ -400,11 +418,13 @@ def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
 def check_output_type(name: str, got: Type, signature: Signature, line: int | None = None) -> None:
     """ProgramError if a value cannot be that output."""
     expected = signature.outputs[name]
-    if got.kind not in ("tile", "vector", "head") or got.shape != expected.shape:
+    if got.kind not in ("tile", "range", "vector", "head") or got.shape != expected.shape:
         want = "tile" if len(expected.shape) == 2 else "vector"
+        part = got.kind == want == "tile" and got.shape[0] == expected.shape[0]
         raise ProgramError(
             "output_shape",
-            f"output {name!r} is {got}, but the spec says {want} [{', '.join(map(str, expected.shape))}]",
+            f"output {name!r} is {got}, but the spec says {want} [{', '.join(map(str, expected.shape))}]"
+            f"{'; some of its columns are column_range(t, first, width)' if part else ''}",
             line,
         )
     if got.kind == "head" and expected.dtype in EIGHTS:

@@ -15,7 +15,15 @@ from coda_agent.primitives.lang import diagnostics
 from coda_agent.primitives.lang.assign_steps import Placement, place, untransposed, values_read
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import DTYPES, EIGHTS, OPERATIONS, Program, Type, reduction
+from coda_agent.primitives.lang.ir import (
+    DTYPES,
+    EIGHTS,
+    OPERATIONS,
+    Program,
+    Type,
+    reduction,
+    sizes_named,
+)
 
 WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its step's N
 
@@ -202,7 +210,7 @@ class _Cutter:
                 for i in readers
                 if self.nodes[i].op in ("gemm", "transpose", "per_row", "per_column", "per_head")
             ]
-            if self.types[target].kind == "tile":
+            if self.types[target].kind in ("tile", "range"):
                 home = self.placed.home[target]
                 apart += [
                     s.gemm
@@ -321,6 +329,8 @@ class _Cutter:
             if self.comes_loaded(index, step):
                 step.loads.append(index)
                 return ()
+        elif kind == "range":
+            self.check_range(index, step)
         elif kind in ("head", "spread") and self.placed.home[index] not in (-1, step.index):
             raise self.fail(
                 "pending",
@@ -340,6 +350,22 @@ class _Cutter:
             return ()
         body.append(index)
         return () if node.op == "gemm" else read
+
+    def check_range(self, index: int, step: GemmStep) -> None:
+        """Check that a tile whose columns are stored apart has the accumulator's, at places known to the
+        compiler."""
+        first, _ = map(Dim.parse, sizes_named(self.nodes[index]))
+        if missing := sorted(first.names - set(self.program.signature.static)):
+            raise self.fail(
+                "static",
+                f"column_range from {first}: the spec must declare {', '.join(missing)} static",
+                index,
+            )
+        if self.relative(self.nodes[index].args[0], step, reader=index) != 1:
+            raise self.fail(
+                "width", f"column_range takes a tile as wide as its gemm: {diagnostics.RANGE}", index
+            )
+        self.width[step.index, index] = 1
 
     def comes_loaded(self, index: int, step: GemmStep) -> bool:
         """Whether a tile lies in memory: an input, or a tile of an earlier step, which then stores it."""

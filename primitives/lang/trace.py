@@ -414,13 +414,13 @@ def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int
 
 
 def size_of(value: Any) -> str:
-    """The size that a static dim, or a product of such dims, stands for."""
-    if _current is not None and isinstance(value, Tensor):
-        found = _size(_current.nodes, value._index)
+    """The size that a whole number or a static dim, or sums and products of these, stand for."""
+    if _current is not None and isinstance(value, Tensor | int) and not isinstance(value, bool):
+        found = _size(_current.nodes, lift(value, "a size")._index)
         if found is not None:
             return str(found)
     raise ProgramError(
-        "argument", "head_sums: the width is a static dim, a parameter of the kernel, or 2 * such a dim"
+        "argument", "a size is made of static dims, parameters of the kernel, by + and *, as 2 * W"
     )
 
 
@@ -435,6 +435,14 @@ def _size(nodes: list[Node], index: int) -> Dim | None:
     if len(parts) == 2 and parts[0] is not None and parts[1] is not None:
         return parts[0] + parts[1] if node.op == "add" else parts[0] * parts[1]
     return None
+
+
+def size_attributes(attribute: Attribute, count: int) -> list[Dim]:
+    """The sizes of an operation that takes some; ProgramError where there are others."""
+    texts = attribute.split(", ") if isinstance(attribute, str) else []
+    if len(texts) != count:
+        raise ProgramError("dim", f"{attribute!r} is not {count} size(s)")
+    return [dim_attribute(text) for text in texts]
 
 
 def dim_attribute(attribute: Attribute) -> Dim:

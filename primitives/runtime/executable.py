@@ -314,7 +314,7 @@ class Plan:
                 if self._along_columns(argument.node):
                     first, past = first // schedule.tile_m, -(-past // schedule.tile_m)
                 return self._slots.derive(slot, _Span(1, first, past))
-            case "load" | "store" | "table" | "row" | "index" | "partial":
+            case "load" | "store" | "range" | "table" | "row" | "index" | "partial":
                 return self._slots.derive(slot, _Span(0, first, past))
             case "memory" if argument.rank == 2:
                 return self._slots.derive(slot, _Span(0, first, past))

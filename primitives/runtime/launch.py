@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from coda_agent.primitives.runtime.tune import tuned
 from coda_agent.primitives.system.files import read_json
 
 FAMILIAR = 8  # kinds of tensors that a kernel recognizes without checking them
+NONE: Mapping[str, int] = MappingProxyType({})
 HERE = nullcontext()  # PyTorch's current device is the right one
 
 
@@ -60,11 +62,13 @@ class Kernel:
     ):
         self.program, self.known, self.raw = program, known, raw
         self.schedules = {**(schedules or {}), **program.schedule}
+        self._named = program.signature.named
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._planning = threading.Lock()
         self._number, self._updates = len(program.signature.inputs), tuple(program.signature.updates.items())
         self._in_order = itemgetter(*program.signature.inputs)  # a product has two inputs at least
-        self._familiar: tuple[tuple[Familiar, Plan], ...] = ()  # the last calls' tensors, newest first
+        # The last calls' tensors and dims, newest first.
+        self._familiar: tuple[tuple[Familiar, Mapping[str, int], Plan], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.program, self.schedules, self.known, self.raw)
@@ -81,9 +85,12 @@ class Kernel:
         known = _proved(program, edited, Path(raw)) if raw else None
         return cls(program, schedules, known, edited)
 
-    def plan(self, inputs: Mapping[str, torch.Tensor]) -> Plan:
-        """The plan for tensors like these. LaunchError for inputs that cannot be launched on."""
-        sizes = check_tensors(self.program.signature, inputs)
+    def plan(
+        self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = NONE
+    ) -> Plan:
+        """The plan for tensors like these, and for dims ``given`` by name. LaunchError for inputs that cannot
+        be launched on."""
+        sizes = check_tensors(self.program.signature, inputs, given)
         device = next(iter(inputs.values())).device
         key = (device, *sorted(sizes.items()))
         found = self._plans.get(key)
@@ -113,12 +120,14 @@ class Kernel:
                     "these sizes admit: give schedules, or leave raw out"
                 )
 
-    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Outputs by name; one that updates an input is that input's tensor, overwritten. LaunchError for
-        inputs that cannot be launched on."""
-        plan, taken = self._known_plan(inputs), inputs
+    def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
+        """Outputs by name; one that updates an input is that input's tensor, overwritten. Beside tensors it
+        takes, as integers, the static dims that follow from no input's shape. LaunchError for inputs that
+        cannot be launched on."""
+        given = {dim: inputs.pop(dim) for dim in self._named if dim in inputs} if self._named else NONE
+        plan, taken = self._known_plan(inputs, given), inputs
         if plan is None:
-            plan, taken = self._checked_plan(inputs)
+            plan, taken = self._checked_plan(inputs, given)
         with _current(plan.device):
             outputs = plan.in_place(taken)
             plan.run(taken, outputs)
@@ -126,7 +135,7 @@ class Kernel:
             outputs[output] = inputs[name]
         return outputs
 
-    def _known_plan(self, inputs: Mapping[str, torch.Tensor]) -> Plan | None:
+    def _known_plan(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int]) -> Plan | None:
         """The plan of an earlier call with tensors of the same kind; None if there is none."""
         if len(inputs) != self._number:
             return None
@@ -134,19 +143,21 @@ class Kernel:
             tensors = self._in_order(inputs)
         except KeyError:
             return None
-        for familiar, plan in self._familiar:
-            if familiar(tensors):
+        for familiar, dims, plan in self._familiar:
+            if dims == given and familiar(tensors):
                 if self._updates:
                     check_updates(self.program.signature, inputs)
                 return plan
         return None
 
-    def _checked_plan(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Plan, dict[str, torch.Tensor]]:
+    def _checked_plan(
+        self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int]
+    ) -> tuple[Plan, dict[str, torch.Tensor]]:
         """The plan for tensors that no call had yet, and the tensors as the plan takes them."""
         taken = {name: dense(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
-        plan = self.plan(taken)
+        plan = self.plan(taken, given)
         if (familiar := Familiar(self._in_order(taken)))(self._in_order(inputs)):
-            self._familiar = ((familiar, plan), *self._familiar[: FAMILIAR - 1])
+            self._familiar = ((familiar, given, plan), *self._familiar[: FAMILIAR - 1])
         return plan, taken
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from coda_agent.primitives.compiler.roofline import ITEM_BYTES
@@ -47,8 +48,10 @@ def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
         raise LaunchError("; ".join(errors))
 
 
-def check_tensors(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sizes of tensors that match the signature; LaunchError where they do not.
+def check_tensors(
+    signature: Signature, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """The sizes of tensors that match the signature, some of them ``given``; LaunchError where they do not.
 
     A tensor that requires grad is refused while PyTorch records gradients: a kernel has no autograd, so a
     loss made of its outputs would silently train nothing.
@@ -86,7 +89,7 @@ def check_tensors(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> d
             )
     check_updates(signature, inputs)
     try:
-        return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()})
+        return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
     except ValueError as error:
         raise LaunchError(str(error)) from None
 

@@ -10,7 +10,7 @@ import torch
 from coda_agent.primitives.derive import Derived, all_sizes
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import solve_sizes
-from coda_agent.primitives.lang.ir import OPERATIONS, Program
+from coda_agent.primitives.lang.ir import OPERATIONS, Program, sizes_named
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -40,8 +40,7 @@ def evaluate(program: Program, inputs: Tensors, sizes: Mapping[str, int]) -> dic
         elif node.op == "gemm":
             value = given[0] @ given[1]
         else:
-            if operation.statistic:
-                given.append(Dim.parse(str(node.attribute))(sizes))
+            given += [Dim.parse(size)(sizes) for size in sizes_named(node)]
             assert operation.torch is not None
             value = operation.torch(torch, *given)
         values.append(value.double() if node.op != "input" or value.is_floating_point() else value)
@@ -58,7 +57,7 @@ def backward(
     for part in (derived.head, derived.program):
         if part:
             shapes = {n: tuple(known[n].shape) for n in part.signature.inputs}
-            own = solve_sizes(part.signature, shapes) if part is derived.program else {}
+            own = solve_sizes(part.signature, shapes, sizes) if part is derived.program else {}
             known |= evaluate(part, known, all_sizes(derived, sizes) | own)
     known |= {name: known[other] for name, other in derived.same.items()}
     return {name: known[name] for name in known.keys() - memory.keys() if name.startswith("d_")}

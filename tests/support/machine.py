@@ -8,7 +8,7 @@ the edge, so that a mask that is missing shows.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,7 +278,8 @@ LANGUAGE: dict[str, Any] = {
     "finish_logsumexp": lambda partials, at, lane: _finished(partials[0, at], "logsumexp"),
     **{kind: _resource(kind) for kind in (
         "ColVecLoad", "ColVecSelect", "ColumnPartials", "EightStore", "HeadSums", "HeadTable", "Memory",
-        "OnlineLSEReduce", "RowPartials", "RowVecLoad", "Scalar", "TileLoad", "TileStore",
+        "OnlineLSEReduce", "Range", "RangeStore", "RowPartials", "RowVecLoad", "Scalar", "TileLoad",
+        "TileStore",
     )},
 }  # fmt: skip
 
@@ -289,9 +290,9 @@ for _proposal in MERGED:
 class Machine:
     """One program on given inputs; ``memory`` by node, ``partials`` by node and part."""
 
-    def __init__(self, program: Program, inputs: Tensors):
+    def __init__(self, program: Program, inputs: Tensors, sizes: Mapping[str, int]):
         self.program, self.lowered = program, lower(program)
-        self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()})
+        self.sizes = solve_sizes(program.signature, {k: tuple(t.shape) for k, t in inputs.items()}, sizes)
         self.types = program.types()
         self.memory = {i: inputs[str(n.attribute)] for i, n in enumerate(program.nodes) if n.op == "input"}
         self.partials: dict[tuple[int, int], torch.Tensor] = {}
@@ -346,7 +347,11 @@ class Machine:
         stored = made.epi_visit_subtile(None, resources, accumulator, operand)
         stores = [argument for argument in kernel.arguments if argument.role == "store"]
         for argument, fragment in zip(stores, stored, strict=True):
-            self.store(argument, fragment, place)
+            kind, *others = kinds[argument.name]
+            self.store(argument, fragment, place, kernel if kind == "RangeStore" else None)
+            for further in (a for a in kernel.arguments if kind == "RangeStore" and a.name in others):
+                assert kinds[further.name] == ("Range",)
+                self.store(further, fragment, place, kernel)
         if kernel.d:
             self.store(kernel.d, accumulator, place)
         assert made.EpilogueArguments == (kernel.adds is not None)
@@ -415,10 +420,15 @@ class Machine:
         assert argument.packed == (tile.shape[1] == 2 * place.columns)
         return Lanes([*torch.nn.functional.pad(tile, (0, across, 0, PAST)).unbind(1)])
 
-    def store(self, argument: Argument, fragment: Lanes, place: Place) -> None:
+    def store(
+        self, argument: Argument, fragment: Lanes, place: Place, ranges: GemmKernel | None = None
+    ) -> None:
         keep = len(fragment.lanes) * place.columns // (place.columns + PAST)
         lanes = [fp32(lane).expand(place.rows + PAST) for lane in fragment.lanes[:keep]]
         tile = torch.stack(lanes, dim=1)[: place.rows]
+        if ranges:
+            first = dict(ranges.range_starts(self.sizes))[argument.name]
+            tile = tile[:, first : first + self.shape(argument.node)[1]]
         assert list(tile.shape) == self.shape(argument.node)
         self.memory[argument.node] = stored(tile, torch_dtype(argument.dtype))
 
@@ -455,9 +465,11 @@ def kernel_names(lowered: Lowered) -> list[str]:
     return [g.name for g in lowered.gemms] + [v.name for v in lowered.vectors]
 
 
-def run_lowered(program: Program, inputs: Tensors) -> Tensors:
+def run_lowered(
+    program: Program, inputs: Tensors, sizes: Mapping[str, int] = types.MappingProxyType({})
+) -> Tensors:
     """Outputs of the lowered text, by name."""
-    machine = Machine(program, inputs)
+    machine = Machine(program, inputs, sizes)
     kernels: list[GemmKernel | VectorKernel] = [*machine.lowered.gemms, *machine.lowered.vectors]
     for kernel in sorted(kernels, key=lambda k: (k.step, isinstance(k, VectorKernel))):
         if isinstance(kernel, GemmKernel):

@@ -134,7 +134,7 @@ class Comparison(NamedTuple):
 
     def _judged(self, spec: Spec, program: Program, limits: Limits, watch: Watch | None) -> list[OutputError]:
         yard = {name: self.values[name].to(DTYPES[output.dtype]) for name, output in spec.outputs.items()}
-        made = interpret(program, self.inputs, watch)
+        made = interpret(program, self.inputs, watch, self.run.sizes)
         if spec is not self.spec:  # left in fp32, an fp8 output still saturates
             made = {name: saturated(made[name], output.dtype) for name, output in self.spec.outputs.items()}
         errors = error_gate.compare(spec, made, self.truth, yard, limits, self.exact)

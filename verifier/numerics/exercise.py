@@ -51,7 +51,7 @@ def reach(
     for sizes, drawn_from, drawn in searches(spec, program, seed) if coverage.open else ():
         deadline.check()
         counts = Counting(program, coverage.open)
-        interpret(program, finished(spec, drawn, sizes), counts)
+        interpret(program, finished(spec, drawn, sizes), counts, sizes)
         if not any(count.decided for count in counts.counts.values()):
             continue
         run = Run(sizes, SEARCHED, drawn_from)
@@ -97,7 +97,7 @@ def smooth(spec: Spec, program: Program, seed: int) -> None:
         def resized(index: int, arguments: Sequence[Any], value: Tensor) -> Tensor:
             return torch.full_like(value, sized[index].value(at)) if index in sized else value
 
-        return list(interpret(wide, inputs, resized).values())
+        return list(interpret(wide, inputs, resized, sizes).values())
 
     for case in spec.cases if dims else ():
         deadline.check()

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -112,12 +113,15 @@ class Spec(Declared):
             raise KeyError(f"no case {name!r}; {instead(name, (c.name for c in self.cases))}")
         return found[0]
 
-    def solve(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Dims from the inputs' shapes; ValueError naming the input and axis that do not agree."""
+    def solve(
+        self, shapes: Mapping[str, Sequence[int]], given: Mapping[str, int] = MappingProxyType({})
+    ) -> dict[str, int]:
+        """Dims from the inputs' shapes and the ``given`` ones; ValueError naming the input and axis that do
+        not agree."""
         for name, tensor in self.inputs.items():
             if len(shapes[name]) != len(tensor.shape):
                 raise ValueError(f"input {name!r} has {len(shapes[name])} axes; it is {describe(tensor)}")
-        return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes)
+        return solve({name: t.shape for name, t in self.inputs.items()}, tuple(self.dims), shapes, given)
 
 
 def _said(tensors: Mapping[str, TensorSpec | OutputSpec]) -> dict[str, Any]:

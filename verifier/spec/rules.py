@@ -12,7 +12,7 @@ import math
 from typing import Literal
 
 from coda_agent.primitives.lang.dims import NAME as DIM_NAME
-from coda_agent.primitives.lang.dims import Unsolvable, solving_order
+from coda_agent.primitives.lang.dims import Unsolvable, named_by_callers, solving_order
 from coda_agent.primitives.lang.ir import INDICES, OPERANDS, READABLE, VALUE_NAME, WRITABLE
 from coda_agent.verifier.spec.fields import fault, instead
 from coda_agent.verifier.spec.parts import Case, Declared, Forward, OutputSpec, TensorSpec
@@ -116,11 +116,12 @@ def _check_init(name: str, tensor: TensorSpec) -> None:
 
 
 def _check_solvable(spec: Declared) -> None:
+    shapes, dims = {name: t.shape for name, t in spec.inputs.items()}, tuple(spec.dims)
     try:
-        solving_order({name: t.shape for name, t in spec.inputs.items()}, tuple(spec.dims))
+        solving_order(shapes, dims, named_by_callers(shapes, dims, spec.static))
     except Unsolvable as error:
-        message = f"dim {error.dim!r} follows from no input's shape; give some input an axis of {error.dim}"
-        raise fault(message, "dims", error.dim) from None
+        message = f"dim {error.dim!r} follows from no input's shape; give some input an axis of {error.dim}, "
+        raise fault(f"{message}or make it static, which callers then name", "dims", error.dim) from None
 
 
 def _check_updates(spec: Declared) -> None:

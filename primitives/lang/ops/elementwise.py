@@ -29,6 +29,11 @@ def broadcast(name: str, types: tuple[Type, ...]) -> Type:
 
 
 def _meet(name: str, a: Type, b: Type) -> Type:
+    if b.kind == "range":
+        raise ProgramError(
+            "broadcast",
+            f"{name}: {b} is an output's alone; compute over the whole tile, and cut it last",
+        )
     if a.kind == "scalar":
         return b
     if b.kind == "scalar" or a == b:

@@ -9,7 +9,7 @@ from coda_agent.primitives.lang.cutedsl import Reduction, Statistic
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, Sides, Type, register
 from coda_agent.primitives.lang.ops.reductions import reduces
-from coda_agent.primitives.lang.trace import Tensor, apply, dim_attribute, size_of
+from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
 
 
 def _selected(types: tuple[Type, ...], attribute: Attribute) -> Type:
@@ -27,7 +27,7 @@ def _heads(types: tuple[Type, ...], attribute: Attribute) -> Type:
             "arguments", f"head_sums takes one tile, not {', '.join(map(str, types)) or 'nothing'}"
         )
     rows, columns = types[0].shape
-    width = dim_attribute(attribute)
+    (width,) = size_attributes(attribute, 1)
     try:
         return Type("head", (rows, columns.divided(width)), width)
     except ValueError as error:
@@ -126,6 +126,7 @@ register(
         _heads,
         _head_sums,
         statistic=_HEADS,
+        sizes=1,
         derivative=lambda g, y, t: (apply("as_tile", apply("per_head", g), t),),
     )
 )

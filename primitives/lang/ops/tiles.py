@@ -10,7 +10,7 @@ from typing import Any
 
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, Type, register
-from coda_agent.primitives.lang.trace import Tensor, apply
+from coda_agent.primitives.lang.trace import Tensor, apply, size_attributes, size_of
 
 
 def _transpose(types: tuple[Type, ...], attribute: Attribute) -> Type:
@@ -175,6 +175,45 @@ register(
         derivative=lambda g, y, t: (None,),
     )
 )
+
+
+def _range(types: tuple[Type, ...], attribute: Attribute) -> Type:
+    if [t.kind for t in types] != ["tile"]:
+        raise ProgramError("arguments", f"column_range takes one tile, not {', '.join(map(str, types))}")
+    rows, columns = types[0].shape
+    first, width = size_attributes(attribute, 2)
+    if not all(size.never_negative() for size in (first, width, columns + -first + -width)):
+        raise ProgramError(
+            "shapes",
+            f"column_range of {width} columns from {first} on: {columns} columns do not have them at every "
+            "size",
+        )
+    return Type("range", (rows, width))
+
+
+register(
+    Operation(
+        "column_range",
+        _range,
+        lambda torch, t, first, width: t[:, first : first + width],
+        lanes=lambda t: t,
+        sizes=2,
+    )
+)
+
+
+def column_range(t: Tensor, first: Tensor, width: Tensor) -> Tensor:
+    """Some columns of a tile, for an output of their own: nothing else takes them. Compute over the whole
+    tile, choosing by column_index, and cut it last.
+
+    Shapes: [M, N] to [M, width]; ``first`` and ``width`` are made of static dims (parameters of the kernel)
+    and whole numbers; the tile has its gemm's width. Dtypes: as stored. Cost: none beyond the store, and the
+    ranges of one tile share that. Paper: family 3, tiles.
+
+        left = column_range(t, 0, P)
+        right = column_range(t, P, P)
+    """
+    return apply("column_range", t, attribute=f"{size_of(first)}, {size_of(width)}")
 
 
 def column_index(t: Tensor) -> Tensor:

@@ -358,6 +358,22 @@ def test_shapes_that_do_not_fit_are_refused(given: dict[str, tuple[int, ...]]) -
         solve_sizes(declared, given)
 
 
+PACKED = {"x": tensor("M, K"), "w": tensor("H*W + 2*G*W, K"), "g": tensor("W")}
+
+
+def test_callers_name_static_dims_that_follow_from_no_shape() -> None:
+    declared = signature(PACKED, {})._replace(dims=("M", "K", "H", "G", "W"), static=("H", "G", "W"))
+    assert declared.named == ("H", "G")  # W follows from g
+    shapes = {"x": (3, 4), "w": (80, 4), "g": (8,)}
+    assert solve_sizes(declared, shapes, {"H": 6, "G": 2, "M": 9}) == {"M": 3, "K": 4, "H": 6, "G": 2, "W": 8}
+    assert declared._replace(static=("G",)).named == ("G",)  # and H then from w
+    assert solve_sizes(declared._replace(static=("G",)), shapes, {"G": 2})["H"] == 6
+    wrong: list[dict[str, int]] = [{}, {"H": 6}, {"H": 6, "G": 0}, {"H": 6, "G": True}, {"H": 6, "G": 3}]
+    for given in wrong:
+        with pytest.raises(ValueError, match=r"give it by name|no positive W makes"):
+            solve_sizes(declared, shapes, given)
+
+
 REDUCTIONS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "row_sums(h)": ("M", lambda h: h @ torch.ones(8).double()),
     "row_max(h - 9)": ("M", lambda h: h.sort(1).values[:, -1] - 9),

@@ -268,12 +268,13 @@ def test_rope_is_made_of_other_primitives() -> None:
     assert {n.op for n in made.nodes[3:]} == spread | {"gemm", "even", "odd", "add", "subtract", "join"}
 
 
-SUMS = "head_sums: the width is a static dim, a parameter of the kernel, or 2 * such a dim"
+SUMS = "a size is made of static dims, parameters of the kernel, by + and *"
 SWEEP = "the sweep sees the accumulator, its vectors and scalars alone"
 MISUSES: list[tuple[str, str, int, str]] = [
     # statement on line 5, after "t = gemm(x, w.mT)" on line 4; if it is no "return", its value is returned
     ("head_sums(t)", "python", 5, "TypeError"),
-    ("head_sums(t, 4)", "argument", 5, SUMS),
+    ("head_sums(t, 4)", "width", 5, "2*H*P is not divisible by 4"),
+    ("head_sums(t, True)", "argument", 5, SUMS),
     ("head_sums(t, '2*P')", "argument", 5, SUMS),
     ("head_sums(t, alpha)", "argument", 5, SUMS),
     ("head_sums(t, t)", "argument", 5, SUMS),
@@ -292,6 +293,17 @@ MISUSES: list[tuple[str, str, int, str]] = [
         5,
         "heads of 2*H*P columns: the spec must declare H static",
     ),
+    ("column_range(t, 0, 2 * P) * 2", "broadcast", 5, "is an output's alone"),
+    ("exp(column_range(t, 0, 2 * P))", "broadcast", 5, "is an output's alone"),
+    ("row_sums(column_range(t, 0, 2 * P))", "arguments", 5, "row_sums takes one tile, not a column_range"),
+    ("gemm(column_range(t, 0, 2 * P), x)", "arguments", 5, "gemm takes two matrices, not a column_range"),
+    ("column_range(t, P, t.columns)", "shapes", 5, "2*H*P columns do not have them at every size"),
+    ("column_range(t, 0, 3 * P)", "shapes", 5, "column_range of 3*P columns from 0 on"),
+    ("column_range(t, -2 * P, 2 * P)", "shapes", 5, "2*P columns from -2*P on"),
+    ("column_range(t, 0, v)", "argument", 5, SUMS),
+    ("column_range(v, 0, P)", "arguments", 5, "column_range takes one tile, not vector [M]"),
+    ("column_range(t, 0, 2 * P)", "output_shape", 6, "'o' is a column_range [M, 2*P], but the spec says"),
+    ("gemm(t, q.mT) + r + column_index(x)", "broadcast", 5, "are different sizes"),
     ("t * per_head(head_sums(r, 2 * P))", "sweep", 5, SWEEP),
     ("t * per_head(head_sums(t + r, 2 * P))", "sweep", 5, SWEEP),
     ("t * per_head(head_sums(t * per_head(gamma), 2 * P))", "sweep", 5, SWEEP),

@@ -24,7 +24,7 @@ COLUMNS = {
     "H*W": "W",
     "2*H*P": "P",
 }  # of the examples' tile, in pairs or heads, and what is static
-OUTPUTS = ("M, {0}", "M, F", "M, K", "M, H", "M", "{0}")
+OUTPUTS = ("M, {0}", "M, F", "M, K", "M, H", "M, {1}", "M", "{0}")
 NODES = {"pairs": "even", "rope": "sin"}  # what a page's primitive is in a program, where not its own name
 
 
@@ -60,7 +60,8 @@ def programs(lines: list[str]) -> Iterator[Program]:
             "steps": tensor("M", "int32"), "index": tensor("M", "int64"),
         }  # fmt: skip
         for shape in OUTPUTS:
-            output = {"o": tensor(shape.format(columns), "fp32" if shape in ("M", "{0}", "M, H") else "bf16")}
+            dtype = "fp32" if shape in ("M", "{0}", "M, H") else "bf16"
+            output = {"o": tensor(shape.format(columns, static), dtype)}
             try:
                 sized = signature(declared, output, (static,))
                 yield trace(sized, "t = gemm(left, right.mT)", *lines, f"return {{'o': {result}}}")

@@ -102,8 +102,8 @@ def test_a_captured_stream_waits_for_nothing_and_is_not_waited_for() -> None:
     assert streams.log == [("wait", 2, 0)]
 
 
-def sizes_of(signature: Signature, given: dict[str, torch.Tensor]) -> dict[str, int]:
-    return solve_sizes(signature, {k: tuple(t.shape) for k, t in given.items()})
+def sizes_of(signature: Signature, inputs: dict[str, torch.Tensor], given: Any) -> dict[str, int]:
+    return solve_sizes(signature, {k: tuple(t.shape) for k, t in inputs.items()}, given)
 
 
 @pytest.fixture

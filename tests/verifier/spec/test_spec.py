@@ -227,6 +227,15 @@ def test_dims_solve_through_one_another(write):
     assert "dim 'N' follows from no input's shape" in fails(path, check=False)
 
 
+def test_static_dims_need_no_axis(write):
+    path = write("columns}", "columns, H: heads}")
+    text = path.read_text().replace("N: 4}", "N: 4, H: 5}").replace("N: 12\n", "N: 12\n    H: 5\n")
+    path.write_text(text)
+    assert "or make it static, which callers then name" in fails(path, check=False)
+    path.write_text(text.replace("static: [K]", "static: [K, H]"))
+    assert load(path, check=False).signature().named == ("H",)
+
+
 def test_the_hash_sees_meaning_alone(write):
     first = load(write()).hash
     same = [
