@@ -114,8 +114,8 @@ def kernel_source(kernel: Path) -> str:
     """``source`` of a kernel's file, after completing an interrupted acceptance of that kernel."""
     from coda_agent.agent.artifacts.accept import settled
 
-    name, raw = kernel.name.partition(".")[0], ".raw." in kernel.name
-    with suppress(FileNotFoundError), settled(name, kernel.parent, raw=raw):
+    name, edited = kernel.name.partition(".")[0], ".raw." in kernel.name
+    with suppress(FileNotFoundError), settled(name, kernel.parent, edited=edited):
         return _kernel(kernel)
     return _kernel(kernel)
 

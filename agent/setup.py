@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.run.loop import Listener, Outcome
     from coda_agent.agent.run.runs import Run
     from coda_agent.agent.run.task import Measure, Work
-    from coda_agent.primitives.lang.ir import Program
+    from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.verifier.incumbent import Incumbent
     from coda_agent.verifier.measure import Checkpoint, Options
     from coda_agent.verifier.report import Measurement
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 NO_H100 = "no H100 (CUDA capability 9.0) here"
 
 
-def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:
-    """The provider's name; for auto, the first that can author here. ``raw``: a run that edits CuTeDSL."""
+def choose_provider(provider: str, spec: str, *, edits: bool = False) -> str:
+    """The provider's name; for auto, the first that can author here. ``edits``: a run that edits CuTeDSL."""
     if provider != AUTO:
         return provider
-    run, lacking = _context(spec, Path(spec), raw), []
+    run, lacking = _context(spec, Path(spec), edits), []
     for name, auto in providers.automatic():
         if not (lacks := auto.lacks(run)):
             return name
@@ -44,17 +44,17 @@ def choose_provider(provider: str, spec: str, *, raw: bool = False) -> str:
 
 
 def new_header(
-    name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, raw: bool = False
+    name: str, authoring: Authoring, limits: Limits, directory: Path | None, *, edits: bool = False
 ) -> dict[str, Any]:
     """Of a new run's journal: who writes ``name`` or plays back which run, where a handoff's files go, and
     what it may cost. What cannot work says so here, before there is a run."""
-    provider = choose_provider(authoring.provider, name, raw=raw)
+    provider = choose_provider(authoring.provider, name, edits=edits)
     refuse_idle(provider, *spelled(authoring), *(["--directory"] if directory else ()))
     given = {"directory": str(directory)} if directory else {}
-    given |= providers.named(provider).header(_context(name, Path(name), raw))
+    given |= providers.named(provider).header(_context(name, Path(name), edits))
     refuse_uncounted(provider, limits, authoring.model)
     header = authoring.header() | {"provider": provider, "limits": limits.to_json()} | given
-    make_provider(header, name, Path(name), raw=raw)
+    make_provider(header, name, Path(name), edits=edits)
     return header
 
 
@@ -127,24 +127,24 @@ def work_of(run: Run) -> Work:
 def provider_of(run: Run, header: Mapping[str, Any] | None = None) -> Provider:
     """The provider that the run's header names, or the one given in its place. Raises ProviderError."""
     header = header or run.journal.header
-    return make_provider(header, run.spec.name, run.directory, raw=_raw(header))
+    return make_provider(header, run.spec.name, run.directory, edits=_edits(header))
 
 
-def make_provider(header: Mapping[str, Any], spec: str, run: Path, *, raw: bool) -> Provider:
+def make_provider(header: Mapping[str, Any], spec: str, run: Path, *, edits: bool) -> Provider:
     """The provider that a header names, for a run of ``spec`` in the folder ``run``, which need not be there
-    yet. ``raw``: as in ``choose_provider``. Raises ProviderError."""
+    yet. ``edits``: as in ``choose_provider``. Raises ProviderError."""
     name = header["provider"]
-    options = providers.named(name).arguments(header, _context(spec, run, raw))
+    options = providers.named(name).arguments(header, _context(spec, run, edits))
     return providers.make(name, **{k: v for k, v in options.items() if v is not None})
 
 
-def _context(spec: str, folder: Path, raw: bool) -> RunContext:
+def _context(spec: str, folder: Path, edits: bool) -> RunContext:
     from coda_agent.agent.artifacts.accept import recording
 
-    return RunContext(f"{spec}'s CuTeDSL" if raw else spec, folder, recording(spec, raw=raw))
+    return RunContext(f"{spec}'s CuTeDSL" if edits else spec, folder, recording(spec, edited=edits))
 
 
-def _raw(header: Mapping[str, Any]) -> bool:
+def _edits(header: Mapping[str, Any]) -> bool:
     return bool(header.keys() & {"optimizes", "proposes"})
 
 
@@ -176,16 +176,15 @@ def measurer(gpu: bool | None, options: Options, watch: Listener) -> Measure | N
     from coda_agent.verifier.measure import measure as run_gates
 
     def measure(
-        spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
+        spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
     ) -> Measurement:
         return run_gates(
             spec,
-            program,
+            kernel,
             options,
             progress=watch.gate,
             keep=keep,
             kept=kept,
-            raw=raw,
             quack=quack(spec),
         )
 

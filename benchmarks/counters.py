@@ -19,6 +19,7 @@ from pathlib import Path
 
 from coda_agent.agent.show import beside, tuned
 from coda_agent.agent.show.counters import heading, wanted
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.loading import load
@@ -114,7 +115,8 @@ def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
     from coda_agent.primitives.runtime.executable import Plan
     from coda_agent.verifier.numerics.inputs import draw
 
-    plan = Plan(program, chosen.sizes, schedules, raw=raw.read_text(encoding="utf-8") if raw else "")
+    source = KernelSource(program, schedules, raw.read_text(encoding="utf-8") if raw else None)
+    plan = Plan(source, chosen.sizes)
     inputs, outputs = draw(spec, chosen.sizes, 0, device="cuda"), plan.outputs()
     for _ in range(times):
         plan.run(inputs, outputs)

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
@@ -73,7 +74,7 @@ def measured(name: str, where: str) -> dict[str, Any]:
         n: torch.zeros([d(sizes) for d in t.shape], dtype=torch_dtype(t.dtype), device=where)
         for n, t in program.signature.inputs.items()
     }
-    kernel = Kernel(program, by_step(timing["schedules"]))
+    kernel = Kernel(KernelSource(program, by_step(timing["schedules"])))
     square = torch.zeros(8, 8, device=where)
     calls: list[Callable[[], Any]] = [lambda: kernel(**inputs), lambda: torch.mm(square, square)]
     own, mm = rounds(calls, torch.cuda.synchronize if where == "cuda" else lambda: None)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gpu.telemetry import device
@@ -42,9 +43,9 @@ def prove(stem: str) -> dict[str, object]:
     spec = load(SPECS / f"{name}.yaml", check=False)
     report = Accepted.model_validate_json((KERNELS / f"{stem}.report.json").read_text())
     program = Program.from_json((KERNELS / f"{stem}.program.json").read_text(), spec.signature())
-    raw = (KERNELS / f"{stem}.py").read_text() if edited else ""
+    text = (KERNELS / f"{stem}.py").read_text() if edited else None
     start = time.monotonic()
-    found = proved(spec, program, report.timings, raw=raw)
+    found = proved(spec, KernelSource(program, edited=text), report.timings)
     told = {"lowered_hash": report.identity.lowered_hash, "seconds": round(time.monotonic() - start, 1)}
     told |= {"protocol": PROTOCOL, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     if isinstance(found, Rejected):

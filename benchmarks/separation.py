@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.ir import Program
@@ -99,7 +100,7 @@ def _plans(program: Program, sizes: Sizes) -> Iterator[Plan]:
     gemms = lower(program).gemms
     for probe in PROBES:
         if all(g.admits(probe, sizes) for g in gemms):
-            yield Plan(program, sizes, {g.step: probe for g in gemms})
+            yield Plan(KernelSource(program, {g.step: probe for g in gemms}), sizes)
 
 
 if __name__ == "__main__":

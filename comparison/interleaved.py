@@ -14,12 +14,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from coda_agent.primitives.lang.ir import Program
-from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system import workers
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
@@ -27,7 +24,7 @@ from coda_agent.verifier.gpu.benchmark import milliseconds, rotating, timed
 from coda_agent.verifier.gpu.worker import cuda_error, report
 
 if TYPE_CHECKING:
-    from coda_agent.primitives.runtime.launch import Kernel
+    pass
 
 SAID = 300  # characters of an arm's error
 GATE = "compare"
@@ -44,49 +41,6 @@ OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's, by its name
 WORST = 0.1
 
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An accepted kernel: its program, or an edited text of it. ``schedules`` are those tuned at these sizes;
-    where there are none, it is tuned here, an edited text over the ``known`` schedules alone."""
-
-    program: Program
-    raw: str = ""
-    schedules: Mapping[int, Schedule] | None = None
-    known: Mapping[int, Sequence[Schedule]] | None = None
-
-    def made(self) -> Kernel:
-        """The kernel as a function of CUDA tensors."""
-        from coda_agent.primitives.runtime.launch import Kernel
-
-        return Kernel(self.program, self.schedules, self.known, self.raw)
-
-    @property
-    def fixed(self) -> dict[int, Schedule]:
-        """By step, the schedules that are not tuned."""
-        return {**(self.schedules or {}), **self.program.schedule}
-
-    def to_compile(self, sizes: Mapping[str, int]) -> list[workers.Job]:
-        """Compile jobs for the schedules that it runs on, or that tuning tries first."""
-        from coda_agent.primitives.compiler.lower import lower
-        from coda_agent.primitives.compiler.probe_schedules import candidates
-        from coda_agent.primitives.runtime import tune
-
-        fixed, known, fitting = self.fixed, self.known or {}, []
-        for kernel in lower(self.program).gemms:
-            step = kernel.step
-            raced = [fixed[step]] if step in fixed else known.get(step) or candidates(kernel, sizes)
-            fitting += [(step, schedule) for schedule in raced if kernel.admits(schedule, sizes)]
-        return tune.to_compile(self.program, sizes, fitting, self.raw)
-
-    def is_tuned(self, sizes: Mapping[str, int]) -> bool:
-        """Whether its schedules at these sizes are known. Asks for the GPU's name."""
-        from coda_agent.primitives.lang.partition import cut
-        from coda_agent.primitives.runtime import tune
-
-        steps = {step.index for step in cut(self.program).gemms}
-        return steps <= self.fixed.keys() or bool(tune.kept(self.program, sizes, self.known, self.raw))
 
 
 class Seated(Protocol):

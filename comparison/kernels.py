@@ -4,37 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.artifacts import accept
 from coda_agent.comparison.competitors import EDITED, PROGRAM
-from coda_agent.comparison.interleaved import Contender
-from coda_agent.primitives.compiler.lower import PACKAGES, lower
+from coda_agent.primitives.compiler.lower import PACKAGES
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.target import H100, Machine
 from coda_agent.verifier.incumbent import Incumbent
 from coda_agent.verifier.spec.model import Spec
 
+if TYPE_CHECKING:
+    from coda_agent.primitives.runtime.launch import Kernel
 
-def contenders(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Contender]:
+
+def by_arm(spec: Spec, sizes: Mapping[str, int]) -> dict[str, Kernel]:
     """An operator's accepted kernels by arm, with the schedules tuned at these sizes or none. An edited text
     is tuned over its report's schedules alone: on others nobody saw that it is right."""
-    found = {PROGRAM: tuned(spec, raw=False), EDITED: tuned(spec, raw=True)}
-    return {arm: _contender(spec, kept, sizes) for arm, kept in found.items() if kept}
+    found = {PROGRAM: tuned(spec, edited=False), EDITED: tuned(spec, edited=True)}
+    return {arm: _kernel(spec, kept, sizes) for arm, kept in found.items() if kept}
 
 
-def tuned(spec: Spec, *, raw: bool) -> Incumbent | None:
+def tuned(spec: Spec, *, edited: bool) -> Incumbent | None:
     """An operator's accepted kernel with its tuning; None where there is none, or where these versions lower
     it to another text than the measured one. Raises KernelError."""
-    found = accept.read(spec, raw=raw)
+    found = accept.read(spec, edited=edited)
     if found is None or not _as_measured(found):
         return None
-    return Incumbent.of(found.program, found.report.timings, found.raw)
+    return Incumbent.of(found.kernel, found.report.timings)
 
 
-def outdated(spec: Spec, *, raw: bool) -> str | None:
+def outdated(spec: Spec, *, edited: bool) -> str | None:
     """Why ``tuned`` gives None for an accepted kernel, and the remedy; None where it does not, or there is no
     kernel. Raises KernelError."""
-    found = accept.read(spec, raw=raw)
+    found = accept.read(spec, edited=edited)
     if found is None or _as_measured(found):
         return None
     made = {name: found.report.identity.versions.get(name, "unknown") for name in PACKAGES}
@@ -61,13 +64,15 @@ def machine(ceilings: Mapping[str, float]) -> Machine:
     return H100._replace(**measured)
 
 
-def _as_measured(kernel: accept.Kernel) -> bool:
+def _as_measured(accepted: accept.AcceptedKernel) -> bool:
     """Whether these versions lower it to the measured text."""
-    return lower(kernel.program, kernel.raw).hash == kernel.report.identity.lowered_hash
+    return accepted.kernel.lowered.hash == accepted.report.identity.lowered_hash
 
 
-def _contender(spec: Spec, kept: Incumbent, sizes: Mapping[str, int]) -> Contender:
+def _kernel(spec: Spec, kept: Incumbent, sizes: Mapping[str, int]) -> Kernel:
+    from coda_agent.primitives.runtime.launch import Kernel
+
     for case in spec.cases:
         if case.name in kept.schedules and dict(case.sizes) == dict(sizes):
-            return Contender(kept.program, kept.raw, kept.schedules[case.name])
-    return Contender(kept.program, kept.raw, known=kept.proved if kept.raw else None)
+            return Kernel(kept.kernel.on(kept.schedules[case.name]))
+    return Kernel(kept.kernel, known=kept.proved if kept.kernel.edited else None)

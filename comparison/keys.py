@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.comparison import environment
 from coda_agent.comparison.competitors import COLUMNS, UPSTREAM
-from coda_agent.comparison.interleaved import Contender
 from coda_agent.comparison.rows import Row
-from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.runtime.tune import FORMAT as SEARCHED
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.runtime.launch import Kernel
 
 PACKAGES = {arm: column.packages for column in COLUMNS for arm in column.arms}
 REVISIONS = {arm: column.revision for column in COLUMNS for arm in column.arms}
@@ -38,13 +39,13 @@ def keyed(row: Row, arm: str, upstream: str | None, build: str) -> Keyed | str:
     return Keyed(", ".join([*parts, *map(text, row.made_of(arm)), build]), versions)
 
 
-def text(kernel: Contender) -> str:
+def text(kernel: Kernel) -> str:
     """A kernel's key: its lowered text and schedules or, where these are to be tuned, the search."""
-    chosen: list[Any] = sorted({**(kernel.known or {}), **kernel.fixed}.items())
-    if not kernel.schedules:
+    chosen: list[Any] = sorted({**(kernel.known or {}), **kernel.source.fixed}.items())
+    if not kernel.source.schedules:
         chosen.append(SEARCHED)
     schedules = hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:8]
-    return f"text {lower(kernel.program, kernel.raw).hash[:16]} on schedules {schedules}"
+    return f"text {kernel.source.lowered.hash[:16]} on schedules {schedules}"
 
 
 def _versions(arm: str, upstream: str | None) -> dict[str, str] | str:

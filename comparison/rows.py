@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from coda_agent.agent.artifacts import accept, quack_tunings
 from coda_agent.agent.reporting.table import DECODE, GROUPS, RMSNORM_BACKWARD, SQUARE_WEIGHTS, WIDTHS
 from coda_agent.comparison import competitors, kernels, session
-from coda_agent.comparison.interleaved import Contender
 from coda_agent.comparison.layers import VARIANTS
 from coda_agent.comparison.results import LAYER_BOTH as BOTH
 from coda_agent.comparison.results import LAYER_FORWARD as FORWARD
@@ -21,6 +20,9 @@ from coda_agent.verifier.gpu.worker import Task
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.report import QuackTuned
 from coda_agent.verifier.spec.model import Spec
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.runtime.launch import Kernel
 
 SPECS = accept.ROOT / "specs"
 TEN = GROUPS["CODA's ten"]
@@ -51,7 +53,7 @@ class Row(Protocol):
     def absent(self, arm: str) -> str | None:
         """Why an arm cannot take part, as far as is known without a trial."""
 
-    def made_of(self, arm: str) -> list[Contender]:
+    def made_of(self, arm: str) -> list[Kernel]:
         """The accepted kernels behind this arm; none for a library's."""
 
     def note(self, arm: str) -> str:
@@ -83,8 +85,8 @@ class OperatorRow:
         return f"{self.spec.operator_hash} at {dict(self.sizes)}"
 
     @cached_property
-    def contenders(self) -> dict[str, Contender]:
-        return kernels.contenders(self.spec, self.sizes)
+    def kernels(self) -> dict[str, Kernel]:
+        return kernels.by_arm(self.spec, self.sizes)
 
     @cached_property
     def quack(self) -> QuackTuned | None:
@@ -92,13 +94,13 @@ class OperatorRow:
         return quack_tunings.quack(self.spec).get(self.case)
 
     def absent(self, arm: str) -> str | None:
-        if arm in (competitors.PROGRAM, competitors.EDITED) and arm not in self.contenders:
+        if arm in (competitors.PROGRAM, competitors.EDITED) and arm not in self.kernels:
             none = "no accepted kernel" if arm == competitors.PROGRAM else "its CuTeDSL was not edited"
-            return kernels.outdated(self.spec, raw=arm == competitors.EDITED) or none
+            return kernels.outdated(self.spec, edited=arm == competitors.EDITED) or none
         return competitors.absent(self.spec, arm)
 
-    def made_of(self, arm: str) -> list[Contender]:
-        return [self.contenders[arm]] if arm in self.contenders else []
+    def made_of(self, arm: str) -> list[Kernel]:
+        return [self.kernels[arm]] if arm in self.kernels else []
 
     def note(self, arm: str) -> str:
         return competitors.note(self.spec, arm)
@@ -109,7 +111,7 @@ class OperatorRow:
         return roofline(program, self.sizes, kernels.machine(ceilings)).seconds
 
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
-        return session.sit, session.Seats(self.spec, self.sizes, arms, self.contenders, rounds, self.quack)
+        return session.sit, session.Seats(self.spec, self.sizes, arms, self.kernels, rounds, self.quack)
 
 
 @dataclass(frozen=True)
@@ -141,21 +143,21 @@ class LayerRow:
         return f"layer {self.sizes}, revision {LAYERS}"
 
     @cached_property
-    def contenders(self) -> dict[Any, Contender] | None:
+    def kernels(self) -> dict[Any, Kernel] | None:
         """Kernels by call; None where one of them has not been accepted."""
         from coda_agent.comparison.layers.runners import calls
 
         found = {}
         for call in calls(self.shape, backward=self.backward).values():
             spec = load(SPECS / f"{call.operator}.yaml", check=False)
-            kernel = kernels.contenders(spec, dict(call.sizes)).get(competitors.PROGRAM)
+            kernel = kernels.by_arm(spec, dict(call.sizes)).get(competitors.PROGRAM)
             if kernel is None:
                 return None
             found[call] = kernel
         return found
 
     def absent(self, arm: str) -> str | None:
-        if arm == competitors.PROGRAM and self.contenders is None:
+        if arm == competitors.PROGRAM and self.kernels is None:
             return self._outdated() or "not all of its kernels are accepted"
         return None if arm in VARIANTS else "no layer of it"
 
@@ -164,12 +166,12 @@ class LayerRow:
         from coda_agent.comparison.layers.runners import calls
 
         for call in calls(self.shape, backward=self.backward).values():
-            if why := kernels.outdated(load(SPECS / f"{call.operator}.yaml", check=False), raw=False):
+            if why := kernels.outdated(load(SPECS / f"{call.operator}.yaml", check=False), edited=False):
                 return f"{call.operator}: {why}"
         return None
 
-    def made_of(self, arm: str) -> list[Contender]:
-        return list((self.contenders or {}).values()) if arm == competitors.PROGRAM else []
+    def made_of(self, arm: str) -> list[Kernel]:
+        return list((self.kernels or {}).values()) if arm == competitors.PROGRAM else []
 
     def note(self, arm: str) -> str:
         return {
@@ -189,7 +191,7 @@ class LayerRow:
     def task(self, arms: tuple[str, ...], rounds: int) -> tuple[Task, Any]:
         from coda_agent.comparison.layers import session as layers
 
-        return layers.sit, layers.LayerSeats(self.shape, arms, self.contenders or {}, rounds, self.backward)
+        return layers.sit, layers.LayerSeats(self.shape, arms, self.kernels or {}, rounds, self.backward)
 
 
 def chosen(only: Collection[str], cases: Collection[str], *, everything: bool, quick: bool) -> list[Row]:

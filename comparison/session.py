@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors import ANCHOR, entries
 from coda_agent.comparison.competitors.entry import Given, Prepared
-from coda_agent.comparison.interleaved import Contender, Entrant, Stage, contest
+from coda_agent.comparison.interleaved import Entrant, Stage, contest
 from coda_agent.primitives.system.workers import Job
 from coda_agent.verifier.gpu.benchmark import sets_wanted
 from coda_agent.verifier.report import QuackTuned
@@ -18,6 +19,8 @@ from coda_agent.verifier.spec.model import Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from coda_agent.primitives.runtime.launch import Kernel
 
 FEW_BITS = ("bf16", "fp16", "fp8_e4m3")
 
@@ -30,7 +33,7 @@ class Seats:
     spec: Spec
     sizes: Mapping[str, int]
     arms: tuple[str, ...]
-    kernels: Mapping[str, Contender]
+    kernels: Mapping[str, Kernel]
     rounds: int
     quack: QuackTuned | None = None
 
@@ -39,7 +42,7 @@ class Seats:
 
         for arm in self.arms:
             if arm in self.kernels:
-                yield partial(self.kernels[arm].to_compile, self.sizes)
+                yield partial(self.kernels[arm].compile_jobs, self.sizes)
             elif arm in ARMS:
                 yield partial(to_compile, arm, self.spec, self.sizes, self.quack)
 
@@ -132,7 +135,7 @@ def _as_given(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return outputs
 
 
-def _launched(kernel: Contender, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Prepared:
-    plan = kernel.made().plan(inputs, sizes)
+def _launched(kernel: Kernel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Prepared:
+    plan = copy(kernel).plan(inputs, sizes)  # a copy plans anew: each set of inputs has a workspace of its own
     outputs = plan.in_place(inputs)
     return Prepared(partial(plan.run, inputs, outputs), lambda _: outputs)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coda_agent.fused import schedules
 from coda_agent.fused.programs import Typed
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.executable import Plan
@@ -68,7 +69,8 @@ class Plans:
     def plan(self, program: Program, sizes: Mapping[str, int], device: torch.device) -> Plan:
         """A new plan at these sizes, on the schedules that are known to be good nearby."""
         gpu = torch.cuda.get_device_name(device)
-        return Plan(program, sizes, schedules.chosen(program, sizes, gpu, schedules.known()), device)
+        chosen = schedules.chosen(program, sizes, gpu, schedules.known())
+        return Plan(KernelSource(program, chosen), sizes, device)
 
 
 plans = Plans()

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from coda_agent.fused import launching, programs
 from coda_agent.fused.programs import Order, Typed
+from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import interpret, solve_sizes
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.lang.ir import Program, TensorType
 
 NAMESPACE = "coda_agent"
-_library = torch.library.Library(NAMESPACE, "DEF")
+library = torch.library.Library(NAMESPACE, "DEF")
 _defining = threading.Lock()
+ROWS = Dim.parse("M")
+Run = Callable[[Typed, dict[str, Any]], list[Tensor]]
 defined: dict[str, Program] = {}
 
 
@@ -29,12 +32,16 @@ class NoBackward(RuntimeError):
 
 
 class _Op:
-    def __init__(self, program: Program, order: Order):
+    """``rows``: at most so many at a time, so that no tile between products has more."""
+
+    def __init__(self, program: Program, order: Order, declared: Mapping[str, TensorType], rows: int):
         self.program, (self.order, self.outputs) = program, order
-        given = program.signature.inputs
-        self.tensors = tuple(n for n in self.order if given[n].shape)
+        self.tensors = tuple(n for n in self.order if n in program.signature.inputs and declared[n].shape)
+        self.rows, signature = rows, program.signature
+        together = {**signature.inputs, **signature.outputs}
+        self.by_row = {n for n, t in together.items() if t.shape and t.shape[0] == ROWS}
         self._typed: dict[programs.Dtypes, Typed] = {}
-        said = (f"{'Tensor' if given[n].shape else 'float'} {n}" for n in order.inputs)
+        said = (f"{'Tensor' if declared[n].shape else 'float'} {n}" for n in order.inputs)
         made = ", ".join("Tensor" for _ in self.outputs)
         self.schema = f"({', '.join(said)}) -> {made if len(self.outputs) == 1 else f'({made})'}"
 
@@ -45,9 +52,14 @@ class _Op:
             self._typed.setdefault(key, programs.typed(self.program, key))
         return self._typed[key]
 
+    def named(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The program's inputs by name."""
+        given, read = zip(self.order, arguments, strict=True), self.program.signature.inputs
+        return {name: value for name, value in given if name in read}
+
     def given(self, arguments: Sequence[Any]) -> tuple[Typed, dict[str, Any]]:
         """The program at the tensors' dtypes, and inputs by name. TypeError, NoBackward."""
-        inputs = dict(zip(self.order, arguments, strict=True))
+        inputs = self.named(arguments)
         if torch.is_grad_enabled():
             for name in self.tensors:
                 if inputs[name].requires_grad:
@@ -61,7 +73,30 @@ class _Op:
         return tuple(found) if len(self.outputs) > 1 else found[0]
 
     def on_cpu(self, *arguments: Any) -> Any:
-        (program, wide), inputs = self.given(arguments)
+        return self.results(self.in_parts(self.interpreted, *self.given(arguments)))
+
+    def on_cuda(self, *arguments: Any) -> Any:
+        return self.results(self.in_parts(self.launched, *self.given(arguments)))
+
+    def in_parts(self, run: Run, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
+        """The outputs, from all rows at once or from ``rows`` at a time: sums over rows are added up."""
+        total = inputs[self.tensors[0]].shape[0] if self.rows else 0
+        if total <= self.rows:
+            return run(how, inputs)
+        parts = []
+        for first in range(0, total, self.rows):
+            own = {n: inputs[n][first : first + self.rows] for n in self.by_row if n in inputs}
+            parts.append(run(how, inputs | own))
+        return [
+            torch.cat(each) if name in self.by_row else sum(each[1:], each[0])
+            for name, each in zip(self.outputs, zip(*parts, strict=True), strict=True)
+        ]
+
+    def launched(self, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
+        return launching.launch(how, inputs, self.tensors, self.outputs)
+
+    def interpreted(self, how: Typed, inputs: dict[str, Any]) -> list[Tensor]:
+        program, wide = how
         device = inputs[self.tensors[0]].device
         whole = {n: v if isinstance(v, Tensor) else torch.tensor(v, device=device) for n, v in inputs.items()}
         made = interpret(program, whole, wide=wide)
@@ -71,14 +106,10 @@ class _Op:
             shared = tensor.untyped_storage().data_ptr() in taken  # an operator's results are its own
             found.append(tensor.clone() if shared else tensor)
             taken.add(found[-1].untyped_storage().data_ptr())
-        return self.results(found)
-
-    def on_cuda(self, *arguments: Any) -> Any:
-        how, inputs = self.given(arguments)
-        return self.results(launching.launch(how, inputs, self.tensors, self.outputs))
+        return found
 
     def fake(self, *arguments: Any) -> Any:
-        inputs = dict(zip(self.order, arguments, strict=True))
+        inputs = self.named(arguments)
         how, first = self.typed(inputs), inputs[self.tensors[0]]
         signature = how.program.signature
         sizes = solve_sizes(
@@ -90,17 +121,24 @@ class _Op:
         )
 
 
-def define(program: Program, order: Order, name: str = "") -> Callable[..., Any]:
-    """The operator of a program, which is made once: ``torch.ops.coda_agent.NAME``. ValueError where another
-    program has that name."""
-    name = name or program.signature.name
+def define(
+    program: Program,
+    order: Order,
+    name: str,
+    declared: Mapping[str, TensorType] | None = None,
+    rows: int = 0,
+) -> Callable[..., Any]:
+    """The operator of a program, which is made once: ``torch.ops.coda_agent.NAME``. ``declared``: types of
+    its arguments, if autograd wants more than the program reads. ``rows``: at most so many of M at a time.
+    ValueError where another program has that name."""
+    declared = declared or program.signature.inputs
     with _defining:
         if name not in defined:
-            op = _Op(program, programs.arranged(program, order))
-            _library.define(name + op.schema)
-            _library.impl(name, op.on_cpu, "CPU")
-            _library.impl(name, op.on_cuda, "CUDA")
-            torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=_library)
+            op = _Op(program, programs.arranged(program, order, declared), declared, rows)
+            library.define(name + op.schema)
+            library.impl(name, op.on_cpu, "CPU")
+            library.impl(name, op.on_cuda, "CUDA")
+            torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=library)
             defined[name] = program
     if defined[name] != program:
         raise ValueError(f"operator {name} is another program's")

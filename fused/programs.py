@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import DTYPES, Program
+from coda_agent.primitives.lang.ir import DTYPES, Program, TensorType
 
 KERNELS = Path(__file__).resolve().parent.parent / "generated_kernels"
 NARROW = ("bf16", "fp16")
@@ -89,11 +89,11 @@ def output_dtype(how: Typed, name: str) -> torch.dtype:
     return torch.float32 if how.wide else torch_dtype(declared)
 
 
-def arranged(program: Program, order: Order) -> Order:
+def arranged(program: Program, order: Order, declared: Mapping[str, TensorType]) -> Order:
     """``order`` without constants and static dims. ValueError where it is not of this program."""
     signature = program.signature
-    inputs = tuple(n for n in order.inputs if n in signature.inputs)
-    if set(inputs) != set(signature.inputs) or set(order.outputs) != set(signature.outputs):
+    inputs = tuple(n for n in order.inputs if n in declared)
+    if not set(inputs) >= set(signature.inputs) or set(order.outputs) != set(signature.outputs):
         raise ValueError(f"{signature.name} has {list(signature.inputs)} and {list(signature.outputs)}")
     return Order(inputs, order.outputs)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from authoring import KERNELS, RECORDINGS, SPECS
 from checkout import ROOT
 
-from coda_agent.primitives.compiler.lower import DEVICE, lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import DEVICE
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.loading import load
 
@@ -34,8 +35,8 @@ def computed() -> dict[str, dict[str, str]]:
         stem = path.name.removesuffix(".program.json")
         name = stem.removesuffix(".raw")
         program = Program.from_json(path.read_text(), specs[name].signature())
-        raw = (KERNELS / f"{stem}.py").read_text() if stem != name else ""
-        golden["program"][stem], golden["lowered"][stem] = program.hash, lower(program, raw).hash
+        kernel = KernelSource(program, edited=(KERNELS / f"{stem}.py").read_text() if stem != name else None)
+        golden["program"][stem], golden["lowered"][stem] = program.hash, kernel.lowered.hash
     folders = {"kernels": KERNELS, "device": DEVICE, "recordings": RECORDINGS, "comparison": RESULTS}
     for group, folder in folders.items():
         files = sorted(p for p in folder.iterdir() if p.suffix in (".py", ".json", ".jsonl"))

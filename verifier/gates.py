@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from coda_agent.primitives.compiler.lower import PACKAGES, lower
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import PACKAGES
 from coda_agent.verifier.report import Gate, Identity, Rejected
 from coda_agent.verifier.spec.model import Spec
 
@@ -71,16 +71,16 @@ def silent(gate: str, words: str) -> None:
     """A Progress that reports to nobody."""
 
 
-def identity(spec: Spec, program: Program, raw: str = "") -> Identity:
-    """The hashes and versions that bind evidence to this program, or to an edited text of it."""
+def identity(spec: Spec, kernel: KernelSource) -> Identity:
+    """The hashes and versions that bind evidence to this kernel."""
     packages = (*PACKAGES, "torch", "triton", "apache-tvm-ffi")
     return Identity(
         spec=spec.name,
         spec_hash=spec.hash,
-        program_hash=program.hash,
-        lowered_hash=lower(program, raw).hash,
+        program_hash=kernel.program.hash,
+        lowered_hash=kernel.lowered.hash,
         versions={name: version(name) for name in packages},
-        raw=bool(raw),
+        raw=kernel.edited is not None,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.schedule import Schedule, all_by_step, by_step
 from coda_agent.verifier.gpu.checks import KernelCase
 from coda_agent.verifier.report import Timing
@@ -19,31 +19,29 @@ Known = Mapping[int, Sequence[Schedule]]  # by step, schedules worth timing
 @dataclass(frozen=True)
 class Incumbent:
     """An accepted kernel that a change has to beat: tuned schedules by case and step, and the last candidates
-    of its tuning. ``raw``: its edited text, if it has one."""
+    of its tuning."""
 
-    program: Program
+    kernel: KernelSource
     schedules: Mapping[str, Mapping[int, Schedule]]
     finalists: Mapping[str, Known]
-    raw: str = ""
 
     @classmethod
-    def of(cls, program: Program, timings: Iterable[Timing], raw: str = "") -> Incumbent:
+    def of(cls, kernel: KernelSource, timings: Iterable[Timing]) -> Incumbent:
         """The incumbent of a report. Raises ProgramError."""
         timed = list(timings)
         tuned = {t.case: t.schedules for t in timed}
-        return cls.parsed(program, tuned, {t.case: t.finalists for t in timed}, raw)
+        return cls.parsed(kernel, tuned, {t.case: t.finalists for t in timed})
 
     @classmethod
     def parsed(
         cls,
-        program: Program,
+        kernel: KernelSource,
         schedules: Mapping[str, Mapping[str, Any]],
         finalists: Mapping[str, Mapping[str, Sequence[Any]]],
-        raw: str = "",
     ) -> Incumbent:
         """The incumbent with schedules in JSON's terms. Raises ProgramError."""
         tuned = {case: by_step(steps) for case, steps in schedules.items()}
-        return cls(program, tuned, raced(finalists), raw)
+        return cls(kernel, tuned, raced(finalists))
 
     @property
     def proved(self) -> Known:
@@ -53,7 +51,7 @@ class Incumbent:
     def job(self, spec: Spec, case: Case) -> KernelCase:
         """A job that tunes it again over its known schedules, which may be from another GPU."""
         known = worth_racing(self.schedules.get(case.name, {}), self.finalists.get(case.name, {}))
-        return KernelCase(spec, self.program, case.name, case.sizes, known=known, afresh=True, raw=self.raw)
+        return KernelCase(spec, self.kernel, case.name, case.sizes, known=known, afresh=True)
 
 
 def worth_racing(chosen: Mapping[int, Schedule], last: Known) -> Known:

@@ -19,9 +19,9 @@ from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import roofline
-from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import by_step
 from coda_agent.verifier.baselines.pytorch import CUBLAS
 from coda_agent.verifier.baselines.quack import MATMUL, admitted
@@ -86,27 +86,26 @@ class Checkpoint(Protocol):
 
 def measure(
     spec: Spec,
-    program: Program,
+    kernel: KernelSource,
     options: Options | None = None,
     *,
     progress: Progress = silent,
     keep: Checkpoint | None = None,
     known: Mapping[str, Known] | None = None,
     kept: Incumbent | None = None,
-    raw: str = "",
     quack: Mapping[str, QuackTuned] | None = None,
     ahead: Sequence[Worker] = (),
 ) -> Measurement:
     """Run the GPU gates on every case of the spec.
 
     ``known``: by case and step, schedules worth timing. ``kept``: the incumbent that the decision compares
-    with, besides the baseline. ``raw``: an edited text, which runs in place of the program's; without known
-    schedules it is tuned over those that ``kept`` was just tuned to. ``quack``: by case, known schedules of
-    QuACK's arms. ``ahead``: workers from ``started``, which this function closes.
+    with, besides the baseline; without known schedules an edited text is tuned over those that ``kept`` was
+    just tuned to. ``quack``: by case, known schedules of QuACK's arms. ``ahead``: workers from ``started``,
+    which this function closes.
     """
     gates = Gates(progress)
     options, known, quack = options or Options(), known or {}, quack or {}
-    session = _Session(spec, program, options, gates, keep, known, kept, raw, quack, [*ahead])
+    session = _Session(spec, kernel, options, gates, keep, known, kept, quack, [*ahead])
     try:
         return session.run()
     except Stop as stop:
@@ -118,12 +117,12 @@ def measure(
 
 
 def proved(
-    spec: Spec, program: Program, timings: Sequence[Timing], *, raw: str = "", progress: Progress = silent
+    spec: Spec, kernel: KernelSource, timings: Sequence[Timing], *, progress: Progress = silent
 ) -> tuple[tuple[Gate, ...], dict[str, int]] | Rejected:
     """Numerics and stability by the present protocol, for a kernel that an earlier one tuned and timed: the
     gates, and the seeds of their inputs."""
     gates = Gates(progress)
-    session = _Session(spec, program, Options(), gates, _Tuned(timings), {}, None, raw)
+    session = _Session(spec, kernel, Options(), gates, _Tuned(timings), {}, None)
     try:
         session.prove()
     except Stop as stop:
@@ -156,13 +155,12 @@ class _Session:
     """One measurement: its gates so far, and its workers."""
 
     spec: Spec
-    program: Program
+    kernel: KernelSource
     options: Options
     gates: Gates
     keep: Checkpoint | None
     known: Mapping[str, Known]
     kept: Incumbent | None
-    raw: str
     quack: Mapping[str, QuackTuned] = field(default_factory=dict)
     ahead: list[Worker] = field(default_factory=list)
     workers: dict[int | None, Worker] = field(default_factory=dict)  # by scoring process; None proves
@@ -185,10 +183,10 @@ class _Session:
             conditions = {name: p["conditions"] for name, p in self.found.items() if "conditions" in p}
             figures["findings"] = findings(conditions)
         with gates.gate("decision") as figures:
-            decide(self.spec, self.program, timings, figures)
+            decide(self.spec, self.kernel.program, timings, figures)
         return Measured(
             protocol=PROTOCOL,
-            identity=identity(self.spec, self.program, self.raw),
+            identity=identity(self.spec, self.kernel),
             rival=self._beaten(),
             gates=tuple(gates.passed),
             timings=timings,
@@ -265,7 +263,7 @@ class _Session:
         return self.found[name]
 
     def _beaten(self) -> str:
-        return identity(self.spec, self.kept.program, self.kept.raw).lowered_hash if self.kept else ""
+        return identity(self.spec, self.kept.kernel).lowered_hash if self.kept else ""
 
     def _asked(self) -> str:
         """The key of a score: other arms or rounds give another one."""
@@ -421,10 +419,10 @@ class _Session:
         return [case for case in self.spec.cases if case.bench]
 
     def _arms(self) -> tuple[str, ...]:
-        return admitted(self.spec, self.options.arms, beside_kept=bool(self.raw and self.kept))
+        return admitted(self.spec, self.options.arms, beside_kept=bool(self.kernel.edited and self.kept))
 
     def _bound(self, case: Case) -> float:
-        return roofline(self.program, case.sizes).seconds
+        return roofline(self.kernel.program, case.sizes).seconds
 
     def _stages(self) -> dict[str, float]:
         return {stage: round(seconds, 1) for stage, seconds in self.seconds.items()}
@@ -440,7 +438,7 @@ class _Session:
         """A measured case as tuned; on every family of inputs where the oracle is fast."""
         from coda_agent.verifier.numerics.inputs import EVERY
 
-        flops = roofline(self.program, case.sizes).flops
+        flops = roofline(self.kernel.program, case.sizes).flops
         families = EVERY if flops <= FEW_FLOPS else ROUTINE
         tuned = by_step(self._tuned(case)["schedules"])
         return self._of(case.name, case.sizes, schedules=(tuned,), families=families)
@@ -454,7 +452,7 @@ class _Session:
     def _to_race(self, case: Case) -> Known | None:
         """Schedules to time: known good ones or, for an edited text, those that the incumbent was just tuned
         over. On others the schedules would be compared, not the texts."""
-        if not (self.raw and self.kept) or case.name in self.known:
+        if not (self.kernel.edited and self.kept) or case.name in self.known:
             return self.known.get(case.name)
         rival = self._rival_tuned(case)
         return worth_racing(by_step(rival["schedules"]), raced({case.name: rival["finalists"]})[case.name])
@@ -476,7 +474,7 @@ class _Session:
 
     def _of(self, name: str, sizes: Mapping[str, int], **more: Any) -> KernelCase:
         """A job of this kernel, with ``more`` of its fields."""
-        return KernelCase(self.spec, self.program, name, sizes, raw=self.raw, **more)
+        return KernelCase(self.spec, self.kernel, name, sizes, **more)
 
     def _small(self, tuned: Sequence[Schedules] = ()) -> list[KernelCase]:
         """The unmeasured cases and hidden sizes that no candidate has seen, each on the ``tuned`` schedules
@@ -484,14 +482,15 @@ class _Session:
         from coda_agent.primitives.compiler.probe_schedules import choices, fits
         from coda_agent.verifier.numerics.inputs import EVERY
 
-        gemms = lower(self.program).gemms
+        program = self.kernel.program
+        gemms = lower(program).gemms
         named = [(case.name, dict(case.sizes)) for case in self.spec.cases if not case.bench]
         named += self._kept("hidden", partial(_hidden, self.spec))["sizes"].items()
         jobs = []
         for name, sizes in named:
-            tried: Sequence[Schedules] = choices(self.program, gemms, sizes)
+            tried: Sequence[Schedules] = choices(program, gemms, sizes)
             if tuned:
-                fitting = [s for s in tuned if all(fits(self.program, g, s[g.step], sizes) for g in gemms)]
+                fitting = [s for s in tuned if all(fits(program, g, s[g.step], sizes) for g in gemms)]
                 tried = fitting or tried[:1]
             families = SINGLE_ROW if name == ONE_ROW else EVERY
             jobs.append(self._of(name, sizes, schedules=tuple(tried), families=families))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.raw.arithmetic import Answer, Calls, answer
 from coda_agent.primitives.raw.error import RawError
@@ -33,22 +34,22 @@ UNMEASURED = "checked; what the hardware's functions lose, only an H100 can tell
 def check(proposal: Proposal, spec: Spec, source: str, progress: Progress = silent) -> verify.Verdict:
     """The gates of any machine: the functions' form, their arithmetic in fp32, a compile in confinement."""
     sys.audit(
-        "coda_agent.verifier.verify.check_raw", source
+        "coda_agent.verifier.verify.check_edited", source
     )  # as for an edited text: it must not run anywhere else
     gates = Gates(progress)
     program = proposal.program(spec)
     try:
         with gates.gate("form") as figures:
             form = _answer(proposal, source)
-            raw = proposal.framed(spec, source, form.fast)
+            kernel = KernelSource(program, edited=proposal.framed(spec, source, form.fast))
             figures["lines"] = source.count("\n")
         with gates.gate("interpret") as figures:
             _interpret(proposal, spec, source, figures)
         with gates.gate("compile") as figures:
-            verify.compile_gate(spec, program, PROBES[:1], figures, raw=raw)
+            verify.compile_gate(spec, kernel, PROBES[:1], figures)
     except Stop as stop:
         return verify.Verdict(stop.rejected, None)
-    made = Checked(identity=identity(spec, program, raw), gates=tuple(gates.passed), unmeasured=UNMEASURED)
+    made = Checked(identity=identity(spec, kernel), gates=tuple(gates.passed), unmeasured=UNMEASURED)
     return verify.Verdict(made, program)
 
 
@@ -135,8 +136,8 @@ def measure(
         try:
             with gates.gate("numerics") as figures:
                 form = _answer(proposal, source)
-                raw = proposal.framed(spec, source, form.fast)
-                job = Proof(spec, program, "frame", SIZES, schedules, FAMILIES, raw=raw, proposal=proposal)
+                kernel = KernelSource(program, edited=proposal.framed(spec, source, form.fast))
+                job = Proof(spec, kernel, "frame", SIZES, schedules, FAMILIES, proposal=proposal)
                 found = asked.ask(numerics, job, patience=PATIENCE, progress=progress)
                 conditions = found.pop("conditions")
                 seeds |= found.pop("seeds")
@@ -148,7 +149,7 @@ def measure(
         except Stop as stop:
             return stop.rejected
     return Measured(
-        identity=identity(spec, program, raw),
+        identity=identity(spec, kernel),
         gates=tuple(gates.passed),
         timings=(),
         conditions=conditions,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import Lowered, lower
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
@@ -25,13 +26,13 @@ from coda_agent.verifier.spec.model import Spec
 UNTOLD = f"it is not told what {KEPT} was, and what it was tuned to"
 
 
-def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> list[str]:
+def problems(name: str, kernels: Path, specs: Path, *, edited: bool = False) -> list[str]:
     """The faults of the evidence of ``kernels/NAME.*`` for ``specs/NAME.yaml``; empty where it holds.
-    ``raw``: of the edited text ``kernels/NAME.raw.*`` instead.
+    ``edited``: of the edited text ``kernels/NAME.raw.*`` instead.
 
     Raises JailUnavailable where nothing can be traced.
     """
-    stem = f"{name}.raw" if raw else name
+    stem = f"{name}.raw" if edited else name
     try:
         spec = load(specs / f"{name}.yaml", check=False)
         report = Accepted.model_validate_json(_text(kernels / f"{stem}.report.json"))
@@ -48,7 +49,7 @@ def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> lis
         return [f"{stem}.program.json is no program of {name}: {error.message}"]
     bound = (
         _edited(stem, report, program, whole, source)
-        if raw
+        if edited
         else [*_traced(name, spec, source, program), *_lowered(name, report, program, cutedsl)]
     )
     return [
@@ -56,7 +57,7 @@ def problems(name: str, kernels: Path, specs: Path, *, raw: bool = False) -> lis
         *bound,
         *_gates(stem, report),
         *unfounded(stem, spec, program, report),
-        *(_beaten(stem, report) if raw else ()),
+        *(_beaten(stem, report) if edited else ()),
     ]
 
 
@@ -109,7 +110,7 @@ def _edited(name: str, report: Accepted, program: Program, own: Program, text: s
         found.append(f"{name}.program.json is another program than the kernel's own: optimize it again")
     if not report.identity.raw:
         found.append(f"{name}: the report is of no raw CuTeDSL: optimize it again")
-    return found + _same_text(name, report, lower(program, text))
+    return found + _same_text(name, report, KernelSource(program, edited=text).lowered)
 
 
 def _same_text(name: str, report: Accepted, lowered: Lowered) -> list[str]:

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES, fits
 from coda_agent.primitives.lang.errors import ProgramError
@@ -58,16 +59,17 @@ def check(
             program = _scheduled(traced.program, schedules)
         _check_program(spec, program, gates, traced.lines)
         with gates.gate("compile") as figures:
-            compile_gate(spec, program, _tried(program), figures, lines=traced.lines)
+            kernel = KernelSource(program)
+            compile_gate(spec, kernel, _tried(program), figures, lines=traced.lines)
     except Stop as stop:
         return Verdict(stop.rejected, None)
-    return Verdict(_checked(spec, program, gates), program)
+    return Verdict(_checked(spec, kernel, gates), program)
 
 
-def check_raw(
+def check_edited(
     spec: Spec,
     program: Program,
-    raw: str,
+    text: str,
     *,
     schedules: Mapping[int, Schedule] | None = None,
     tuned: Sequence[Schedule] = (),
@@ -76,19 +78,20 @@ def check_raw(
     """``check`` for an edited text of a program: it compiles in confinement, on the ``tuned`` schedules too.
     Only a GPU can tell what it computes."""
     sys.audit(
-        "coda_agent.verifier.verify.check_raw", raw
+        "coda_agent.verifier.verify.check_edited", text
     )  # this tells an audit hook what must not run anywhere else
     gates = Gates(progress)
     try:
         with gates.gate("edit") as figures:
             program = _scheduled(program, schedules)
-            figures["lines"] = raw.count("\n")
+            figures["lines"] = text.count("\n")
         _check_program(spec, program, gates)
         with gates.gate("compile") as figures:
-            compile_gate(spec, program, _tried(program, tuned), figures, raw=raw)
+            kernel = KernelSource(program, edited=text)
+            compile_gate(spec, kernel, _tried(program, tuned), figures)
     except Stop as stop:
         return Verdict(stop.rejected, None)
-    return Verdict(_checked(spec, program, gates, raw), program)
+    return Verdict(_checked(spec, kernel, gates), program)
 
 
 def verify(
@@ -115,7 +118,8 @@ def verify(
         if program is None or not isinstance(report, Checked):
             return Verdict(report, program)
         pieces = keep(report.identity) if keep else None
-        found = measure(spec, program, options, progress=progress, keep=pieces, quack=quack, ahead=ahead)
+        kernel = KernelSource(program)
+        found = measure(spec, kernel, options, progress=progress, keep=pieces, quack=quack, ahead=ahead)
         return Verdict(joined(report, found), program)
 
 
@@ -163,8 +167,8 @@ def _tried(program: Program, tuned: Sequence[Schedule] = ()) -> tuple[Schedule, 
     return tuple(dict.fromkeys([*PROBES, *program.schedule.values(), *tuned]))
 
 
-def _checked(spec: Spec, program: Program, gates: Gates, raw: str = "") -> Checked:
-    return Checked(identity=identity(spec, program, raw), gates=tuple(gates.passed), unmeasured=_unmeasured())
+def _checked(spec: Spec, kernel: KernelSource, gates: Gates) -> Checked:
+    return Checked(identity=identity(spec, kernel), gates=tuple(gates.passed), unmeasured=_unmeasured())
 
 
 def _unmeasured() -> str:
@@ -272,19 +276,18 @@ def _at(dims: Mapping[str, int]) -> str:
 
 
 def _compiled(
-    program: Program,
+    kernel: KernelSource,
     dims: Mapping[str, int],
     schedules: Iterable[Schedule],
     lines: Sequence[int | None],
-    raw: str,
 ) -> Sequence[Resources]:
     """The compiler's report; Failed with its message, and the line of the kernel file where known."""
     from coda_agent.primitives.runtime.compile import report
 
     try:
-        return report(program, dims, schedules, raw)
+        return report(kernel, dims, schedules)
     except CompileError as error:
-        if raw:
+        if kernel.edited is not None:
             raise Failed(error.code, str(error), error.line) from None
         if error.code == CROWDED:
             line = lines[error.node] if error.node is not None and error.node < len(lines) else None
@@ -308,11 +311,10 @@ def _left_out(
 
 def compile_gate(
     spec: Spec,
-    program: Program,
+    kernel: KernelSource,
     schedules: Iterable[Schedule],
     figures: dict[str, Any],
     lines: Sequence[int | None] = (),
-    raw: str = "",
 ) -> None:
     """Compile every step on those of the schedules that it fits, once for each set of static dims among the
     spec's cases, and vectors once."""
@@ -321,10 +323,10 @@ def compile_gate(
     resources: list[tuple[dict[str, int], Resources]] = []
     figures["findings"] = []
     for dims in several:
-        found = _compiled(program, dims, schedules, lines, raw)
+        found = _compiled(kernel, dims, schedules, lines)
         shown = dims if len(several) > 1 else {}
         resources += [(shown, r) for r in found if r.schedule or dims == several[0]]
-        figures["findings"] += _left_out(program, dims, schedules, shown)
+        figures["findings"] += _left_out(kernel.program, dims, schedules, shown)
     figures["kernels"] = [
         {k: getattr(r, k) for k in ("kernel", "registers", "stack", "spill_loads", "spill_stores", "hgmma")}
         | {

@@ -24,7 +24,8 @@ from coda_agent.agent.run import record
 from coda_agent.agent.run.journal import Record, Snapshot
 from coda_agent.agent.run.loop import PIECE, STOPPED, Outcome
 from coda_agent.agent.run.runs import JOURNAL, folder
-from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.errors import InvalidInput, Refused
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
@@ -50,42 +51,39 @@ class KernelError(InvalidInput):
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """An accepted kernel from its files. ``raw``: its edited text, if it has one."""
+class AcceptedKernel:
+    """An accepted kernel from its files."""
 
-    program: Program
+    kernel: KernelSource
     report: Accepted
-    raw: str = ""
 
 
 SUFFIXES = ("py", "program.json", "cutedsl.py", "report.json")
 RAW_SUFFIXES = ("raw.py", "raw.program.json", "raw.report.json")
 
 
-def files(name: str, directory: Path = KERNELS, *, raw: bool = False) -> list[Path]:
+def files(name: str, directory: Path = KERNELS, *, edited: bool = False) -> list[Path]:
     """The files of a kernel: the source first, then the program; the report last."""
-    return [directory / f"{name}.{suffix}" for suffix in (RAW_SUFFIXES if raw else SUFFIXES)]
+    return [directory / f"{name}.{suffix}" for suffix in (RAW_SUFFIXES if edited else SUFFIXES)]
 
 
 @contextmanager
-def settled(name: str, directory: Path | None = None, *, raw: bool = False) -> Iterator[list[Path]]:
+def settled(name: str, directory: Path | None = None, *, edited: bool = False) -> Iterator[list[Path]]:
     """Within, a kernel's ``files``, by default in generated_kernels/, are from one acceptance: an interrupted
     one is completed first, and others wait. Raises OSError, FileNotFoundError without a directory."""
-    *others, evidence = files(name, directory or KERNELS, raw=raw)
+    *others, evidence = files(name, directory or KERNELS, edited=edited)
     with atomic_files.settled(evidence.parent, evidence.name):
         yield [*others, evidence]
 
 
-def read(spec: Spec, directory: Path | None = None, *, raw: bool = False) -> Kernel | None:
+def read(spec: Spec, directory: Path | None = None, *, edited: bool = False) -> AcceptedKernel | None:
     """The accepted kernel of a spec, by default in generated_kernels/, or its edited text; None if there is
     none. ``verifier.provenance`` checks whether the report is about these files. Raises KernelError."""
     try:
-        with settled(spec.name, directory, raw=raw) as (source, program, *_, evidence):
-            return Kernel(
-                Program.from_json(program.read_text(encoding="utf-8"), spec.signature()),
-                report(evidence),
-                source.read_text(encoding="utf-8") if raw else "",
-            )
+        with settled(spec.name, directory, edited=edited) as (source, program, *_, evidence):
+            text = source.read_text(encoding="utf-8") if edited else None
+            traced = Program.from_json(program.read_text(encoding="utf-8"), spec.signature())
+            return AcceptedKernel(KernelSource(traced, edited=text), report(evidence))
     except FileNotFoundError:
         return None
     except (ProgramError, UnicodeDecodeError) as error:
@@ -119,9 +117,9 @@ def report(path: Path) -> Accepted:
     return found
 
 
-def recording(name: str, directory: Path = RECORDINGS, *, raw: bool = False) -> Path:
-    """The recording of the run that made a kernel; ``raw``: that edited its text, or wrote a primitive."""
-    return directory / (f"{name}.raw.jsonl" if raw else f"{name}.jsonl")
+def recording(name: str, directory: Path = RECORDINGS, *, edited: bool = False) -> Path:
+    """The recording of the run that made a kernel; ``edited``: that edited its text, or wrote a primitive."""
+    return directory / (f"{name}.raw.jsonl" if edited else f"{name}.jsonl")
 
 
 def recorded(journal: Record) -> str:
@@ -150,30 +148,31 @@ def accept(
     """Write an accepted kernel's files and its run's recording, all or none of them. ``looked``: a person has
     read it, which an edited text needs. Raises Refused for anything but an accepted kernel, or where
     writing fails."""
-    report, program = outcome.report, outcome.program
+    report, kernel = outcome.report, outcome.kernel
     if "proposes" in journal.header:
         primitive = journal.header["spec"]
         raise Refused(f"{primitive} is no kernel; merge it: coda-agent primitive {primitive} --merge")
     given = journal.header["run"]  # a replay's own run: the authorship is the recorded run's
-    if not isinstance(report, Accepted) or program is None:
+    if not isinstance(report, Accepted) or kernel is None:
         raise Refused(
             f"run {given} is {report.status}, not accepted: "
             "only a kernel measured on an H100 and found faster can be accepted"
         )
-    name, raw = report.identity.spec, bool(outcome.raw)
-    if raw and not looked:
+    name, edited = report.identity.spec, kernel.edited is not None
+    if edited and not looked:
         raise Refused(
             f"{name}: this is raw CuTeDSL, code that nobody vouches for: read it (coda-agent review "
             f"{given}), then say --looked"
         )
-    lowered = lower(program, outcome.raw)
-    if lowered.hash != report.identity.lowered_hash or program.hash != report.identity.program_hash:
+    lowered = kernel.lowered
+    if lowered.hash != report.identity.lowered_hash or kernel.program.hash != report.identity.program_hash:
         raise Refused(f"{name}: the evidence is for another lowering (other versions?): measure again")
     report = report.model_copy(update={"authorship": outcome.authorship})
-    written = dict(zip(files(name, directory, raw=raw), (outcome.source, program.to_json()), strict=False))
-    if not raw:
+    texts = (outcome.source, kernel.program.to_json())
+    written = dict(zip(files(name, directory, edited=edited), texts, strict=False))
+    if not edited:
         written[directory / f"{name}.cutedsl.py"] = lowered.text
-    evidence, run = files(name, directory, raw=raw)[-1], recording(name, recordings, raw=raw)
+    evidence, run = files(name, directory, edited=edited)[-1], recording(name, recordings, edited=edited)
     if not journal.header.get("replays"):  # otherwise the recording there is the run that it replays
         written[run] = recorded(journal)
     written[evidence] = report.model_dump_json(indent=1) + "\n"
@@ -191,19 +190,20 @@ def changes(outcome: Outcome, directory: Path = KERNELS) -> str:
     if there is none, or no change."""
     if isinstance(outcome.report, Rejected):
         return ""
-    program, raw = outcome.program, outcome.raw
-    assert program is not None  # a rejected one has no changes to show
-    if raw and lower(program, raw).hash != outcome.report.identity.lowered_hash:
+    kernel = outcome.kernel
+    assert kernel is not None  # a rejected one has no changes to show
+    edited = kernel.edited is not None
+    if edited and kernel.lowered.hash != outcome.report.identity.lowered_hash:
         return ""  # a primitive's functions, not a program's text
     name = outcome.report.identity.spec
-    path, *_ = files(name, directory, raw=bool(raw))
+    path, *_ = files(name, directory, edited=edited)
     try:
-        with settled(name, directory, raw=bool(raw)):
+        with settled(name, directory, edited=edited):
             before = path.read_text(encoding="utf-8")
     except OSError:
-        if not raw:
+        if not edited:
             return ""
-        before = editable(program)  # the edit's starting point
+        before = editable(kernel.program)  # the edit's starting point
     old, new = (text.splitlines(keepends=True) for text in (before, outcome.source))
     return "".join(unified_diff(old, new, fromfile=path.name, tofile=f"run {outcome.authorship.run}"))
 

@@ -22,10 +22,9 @@ from coda_agent.agent.run import runs
 from coda_agent.agent.run.view import RunView
 from coda_agent.agent.setup import work_of
 from coda_agent.primitives.compiler.compile_error import CompileError
-from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.gates import Progress, identity, silent
 from coda_agent.verifier.report import (
@@ -68,7 +67,7 @@ class Rival(_File):
     @classmethod
     def of(cls, kept: Incumbent) -> Rival:
         return cls(
-            program=kept.program.to_json(),
+            program=kept.kernel.program.to_json(),
             schedules={
                 case: {str(step): dict(s.to_json()) for step, s in steps.items()}
                 for case, steps in kept.schedules.items()
@@ -77,7 +76,7 @@ class Rival(_File):
                 case: {str(step): tuple(dict(s.to_json()) for s in raced) for step, raced in steps.items()}
                 for case, steps in kept.finalists.items()
             },
-            raw=kept.raw,
+            raw=kept.kernel.edited or "",
         )
 
 
@@ -139,26 +138,26 @@ def _entry(name: str, progress: Progress) -> Entry:
         last = view.last
         if last is None or not isinstance(last.checked, Checked) or last.measured:
             raise InvalidInput(f"run {run.name} awaits no measurement: only a checked kernel can be bundled")
-        assert last.program_text is not None  # a checked kernel has one
-        kept, raw, report = _kept(run, view), last.raw, last.checked
+        kernel, kept, report = last.kernel(run.spec), _kept(run, view), last.checked
+        assert kernel is not None  # a checked one is there
         return Entry(
             run=run.name,
             attempt=last.number,
             spec_text=run.text,
-            program=last.program_text,
+            program=kernel.program.to_json(),
             identity=report.identity,
             known=_known(run.spec, report.identity),
             quack=quack_tunings.quack(run.spec),
             kept=Rival.of(kept) if kept else None,
-            raw=raw,
-            objects=_objects(run.spec, last.program_text, raw, kept, progress) if raw else {},
+            raw=kernel.edited or "",
+            objects=_objects(run.spec, kernel, kept, progress) if kernel.edited else {},
         )
     finally:
         run.journal.close()
 
 
 def _objects(
-    spec: Spec, text: str, raw: str, kept: Incumbent | None, progress: Progress = silent
+    spec: Spec, kernel: KernelSource, kept: Incumbent | None, progress: Progress = silent
 ) -> dict[str, str]:
     """An edited text's objects on all schedules that a measurement needs: the compile gate's, and those that
     the incumbent may be tuned to."""
@@ -166,11 +165,10 @@ def _objects(
     from coda_agent.primitives.raw import packed
     from coda_agent.primitives.runtime.tune import compile_all, within_reach
 
-    program = Program.from_json(text, spec.signature())
-    lowered = lower(program, raw)
+    program, lowered = kernel.program, kernel.lowered
     for case in spec.cases:
         raced = dict(kept.finalists.get(case.name, {})) if kept and case.bench else {}
-        if kept and not kept.raw:
+        if kept and not kept.kernel.edited:
             raced |= {
                 g.step: within_reach(g, case.sizes, raced[g.step]) for g in lowered.gemms if g.step in raced
             }
@@ -182,7 +180,7 @@ def _objects(
         ]
         wanted += list(program.schedule.items())
         progress("compile", f"{spec.name}, case {case.name}: {len(set(wanted))} schedules")
-        compile_all(program, case.sizes, wanted, raw)
+        compile_all(kernel, case.sizes, wanted)
     return packed(lowered)
 
 
@@ -190,9 +188,9 @@ def _kept(run: runs.Run, view: RunView) -> Incumbent | None:
     from coda_agent.verifier.incumbent import Incumbent
 
     at = view.standing
-    program = at.program(run.spec) if at else None
-    if at and program and isinstance(at.measurement, Measured):
-        return Incumbent.of(program, at.measurement.timings, at.raw)
+    kernel = at.kernel(run.spec) if at else None
+    if at and kernel and isinstance(at.measurement, Measured):
+        return Incumbent.of(kernel, at.measurement.timings)
     return work_of(run).rival()
 
 
@@ -235,12 +233,12 @@ def measure(
     done, here, waiting = Results(results=()), [], started()
     try:
         checked = [_verified(path, entry) for entry in bundle.entries]
-        for place, (entry, (spec, program)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
+        for place, (entry, (spec, kernel)) in enumerate(zip(bundle.entries, checked, strict=True), 1):
             # The next entry's workers import meanwhile.
             here, waiting = waiting, started() if place < len(checked) else []
             keep, said = _pieces(out, entry, options), progress(entry.run)
-            found = _whole(keep, partial(_measured, path, entry, spec, program, options, keep, said, here))
-            made = identity(spec, program, entry.raw)
+            found = _whole(keep, partial(_measured, path, entry, spec, kernel, options, keep, said, here))
+            made = identity(spec, kernel)
             result = Result(run=entry.run, attempt=entry.attempt, identity=made, measurement=found)
             done = Results(results=(*done.results, result))
             _write(out, done)
@@ -272,7 +270,7 @@ def _measured(
     path: Path,
     entry: Entry,
     spec: Spec,
-    program: Program,
+    kernel: KernelSource,
     options: Options,
     keep: FilePieces,
     progress: Progress,
@@ -280,27 +278,26 @@ def _measured(
 ) -> Measurement:
     from coda_agent.verifier.measure import measure as measure_program
 
-    if entry.raw:
-        _unpack(path, entry, program)
+    if kernel.edited:
+        _unpack(path, entry, kernel)
     return measure_program(
         spec,
-        program,
+        kernel,
         options,
         progress=progress,
         keep=keep,
         known=_schedules(path, entry),
         kept=_rival(path, entry, spec),
-        raw=entry.raw,
         quack=_quack(path, entry),
         ahead=ahead,
     )
 
 
-def _unpack(path: Path, entry: Entry, program: Program) -> None:
+def _unpack(path: Path, entry: Entry, kernel: KernelSource) -> None:
     from coda_agent.primitives.raw import unpack
 
     try:
-        unpack(lower(program, entry.raw), entry.objects)
+        unpack(kernel.lowered, entry.objects)
     except CompileError as error:
         raise InvalidInput(
             f"{path}: run {entry.run}: an object is refused: {error}; bundle it again"
@@ -337,24 +334,24 @@ def _rival(path: Path, entry: Entry, spec: Spec) -> Incumbent | None:
     if entry.kept is None:
         return None
     try:
-        program = Program.from_json(entry.kept.program, spec.signature())
-        steps = {str(gemm.step) for gemm in lower(program).gemms}
+        kernel = KernelSource.from_json(dict(entry.kept), spec.signature())
+        steps = {str(gemm.step) for gemm in kernel.lowered.gemms}
         for case in (case.name for case in spec.cases if case.bench):
             if steps - entry.kept.schedules.get(case, {}).keys():
                 raise ValueError(f"it has no schedule of every step at case {case}")
-        return Incumbent.parsed(program, entry.kept.schedules, entry.kept.finalists, entry.kept.raw)
+        return Incumbent.parsed(kernel, entry.kept.schedules, entry.kept.finalists)
     except (ProgramError, ValueError) as error:
         raise InvalidInput(
             f"{path}: run {entry.run}: the kernel to beat is refused: {error}; bundle it again"
         ) from None
 
 
-def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:
+def _verified(path: Path, entry: Entry) -> tuple[Spec, KernelSource]:
     """Lower again here and compare with what was checked there."""
     spec = _spec(path, entry)
     try:
-        program = Program.from_json(entry.program, spec.signature())
-        hashes = (spec.hash, program.hash, lower(program, entry.raw).hash)
+        kernel = KernelSource.from_json(dict(entry), spec.signature())
+        hashes = (spec.hash, kernel.program.hash, kernel.lowered.hash)
     except ProgramError as error:
         raise InvalidInput(f"{path}: run {entry.run}: its program is refused: {error.message}") from None
     expected = (entry.identity.spec_hash, entry.identity.program_hash, entry.identity.lowered_hash)
@@ -365,7 +362,7 @@ def _verified(path: Path, entry: Entry) -> tuple[Spec, Program]:
                 f"({here[:12]} here, {there[:12]} there): install the versions it was made with "
                 f"({', '.join(f'{k} {v}' for k, v in entry.identity.versions.items())})"
             )
-    return spec, program
+    return spec, kernel
 
 
 def _spec(path: Path, entry: Entry) -> Spec:

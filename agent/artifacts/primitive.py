@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.artifacts import accept
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import optimize, runs
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -139,7 +140,7 @@ class Proposing:
     spec: Spec
     text: str
     proposal: Proposal
-    raw = True
+    edits = True
 
     @classmethod
     def of(cls, run: runs.Run) -> Proposing:
@@ -172,9 +173,10 @@ class Proposing:
         """A primitive is right or wrong: nothing is timed."""
 
         def measure(
-            spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
+            spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
         ) -> Measurement:
-            return proposal_gates.measure(self.proposal, spec, raw, progress)
+            assert kernel.edited is not None  # the functions are the answer
+            return proposal_gates.measure(self.proposal, spec, kernel.edited, progress)
 
         return measure
 
@@ -280,7 +282,7 @@ def patch(proposal: Proposal, source: str, recording: str = "", root: Path = ROO
     name = proposal.name
     form = answer(source, name, len(proposal.arguments))
     device = f"{DEVICE}/{name}.py"
-    kept = accept.recording(name, raw=True).relative_to(accept.ROOT).as_posix()
+    kept = accept.recording(name, edited=True).relative_to(accept.ROOT).as_posix()
     paths = (VOCABULARY, FAMILY, LANGUAGE, kept)
     before = {path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()}
     after = {

@@ -86,7 +86,7 @@ def optimize(
     name = typed.name_in(typed.SPECS, name)
     path = typed.shipped(typed.SPECS / f"{name}.yaml")
     base(load(path, check=False))  # a missing kernel is reported first
-    header = setup.new_header(name, authoring, budget.limits(), directory, raw=True)
+    header = setup.new_header(name, authoring, budget.limits(), directory, edits=True)
     header |= {"improve": improve, "optimizes": name}
     setup.need_gpu(gpu, *spelled(measuring))
     _go(runs.start(path, header), gpu, measuring, as_json)
@@ -135,7 +135,7 @@ def primitive(
         echo(f"{path}:\n{typed.source(path)}\nComplete it, then: coda-agent primitive {name}")
         return
     path = proposals.proposed(name)
-    header = setup.new_header(name, authoring, budget.limits(), directory, raw=True)
+    header = setup.new_header(name, authoring, budget.limits(), directory, edits=True)
     setup.need_gpu(gpu)
     _go(proposals.start(path, header), gpu, Measuring(), as_json)
 

@@ -53,10 +53,10 @@ def derive(
     from coda_agent.primitives.lang.errors import ProgramError
 
     kernel, spec = _kernel(kernel, spec)
-    loaded, program, _ = read(kernel, spec, weak_jail)
+    loaded, source = read(kernel, spec, weak_jail)
     try:
         derived = derived_of(
-            program,
+            source.program,
             loaded.cases[0].sizes,
             wrt=_names(wrt),
             of=_names(of),

@@ -14,6 +14,7 @@ from coda_agent.agent.reporting.safe_text import echo
 
 if TYPE_CHECKING:
     from coda_agent.primitives.compiler.cubin import Resources
+    from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.primitives.lang.ir import Program
     from coda_agent.verifier.spec.model import Spec
 
@@ -58,21 +59,22 @@ def show(
     from coda_agent.primitives.runtime.sass import disassemble
 
     kernel = arguments.accepted(kernel, "program.json")
-    loaded, program, raw = read(kernel, spec, weak_jail)
+    loaded, source = read(kernel, spec, weak_jail)
     sizes = {each.name: each.sizes for each in loaded.cases}
     if case is not None and case not in sizes:
         raise typer.BadParameter(f"--case {case}: {loaded.name} has the cases {', '.join(sizes)}")
     _refuse_idle(sass, counters or counters_from is not None, full, case)
-    resources = _resources(kernel, program, loaded, raw)
-    shown = showing.Shown(program, loaded.name, resources, sizes, cutedsl, raw)
+    resources = _resources(kernel, source, loaded)
+    shown = showing.Shown(source, loaded.name, resources, sizes, cutedsl)
     listings = export = found = None
     if sass:
         chosen = case or loaded.cases[0].name
-        listings = disassemble(program, sizes[chosen], showing.tuned(kernel, program, chosen), raw)
+        listings = disassemble(source.on(showing.tuned(kernel, source.program, chosen)), sizes[chosen])
     if counters or counters_from:
-        path = counters_from or showing.beside(kernel, "raw.counters.csv" if raw else "counters.csv")
+        export_name = "raw.counters.csv" if source.edited else "counters.csv"
+        path = counters_from or showing.beside(kernel, export_name)
         with arguments.named(path):
-            export, found = counting.counted(program, loaded, kernel, path, case, raw)
+            export, found = counting.counted(source, loaded, kernel, path, case)
     if as_json:
         data = shown.to_dict()
         data["sass"] = listings and listing.as_dict(listings, full=full)
@@ -94,26 +96,27 @@ def _refuse_idle(sass: bool, counters: bool, full: bool, case: str | None) -> No
         )
 
 
-def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, Program, str]:
-    """A kernel's spec, program and, if it is edited, text."""
+def read(kernel: Path, given: Path | None, weak_jail: bool) -> tuple[Spec, KernelSource]:
+    """A kernel and its spec."""
     from coda_agent.agent.show import beside, edited
+    from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.verifier.loading import load
 
     arguments.refuse_no_source(kernel, "show", ".raw.py", ".program.json", ".json")
     source = arguments.kernel_source(kernel)  # a missing kernel is reported before its spec
     spec = load(arguments.spec_for(kernel, given), check=False)
-    if raw := edited(kernel):
+    if text := edited(kernel):
         kernel = beside(kernel, "raw.program.json")
         source = arguments.kernel_source(kernel)
-    return spec, _program(kernel, source, spec, weak_jail), raw
+    return spec, KernelSource(_program(kernel, source, spec, weak_jail), edited=text)
 
 
-def _resources(kernel: Path, program: Program, spec: Spec, raw: str) -> tuple[Resources, ...]:
+def _resources(kernel: Path, source: KernelSource, spec: Spec) -> tuple[Resources, ...]:
     from coda_agent.primitives.lang.errors import ProgramError
     from coda_agent.primitives.runtime.compile import report
 
     try:
-        return report(program, spec.cases[0].sizes, raw=raw)
+        return report(source, spec.cases[0].sizes)
     except ProgramError as error:
         raise typer.BadParameter(f"{kernel}: {error.message}") from None
 

@@ -30,12 +30,13 @@ def tune(
     import torch
 
     from coda_agent.fused import schedules
+    from coda_agent.primitives.compiler.kernel_source import KernelSource
     from coda_agent.primitives.runtime.tune import tuned
 
     rows, gpu = [], torch.cuda.get_device_name()
     for each in wanted:
         shapes = schedules.products(program, each)
-        for step, schedule in tuned(program, _drawn(program, each), each).items():
+        for step, schedule in tuned(KernelSource(program), _drawn(program, each), each).items():
             rows.append(schedules.Row(gpu, program.signature.name, step, shapes[step], schedule))
     echo(f"{len(rows)} schedules in {schedules.keep(program.signature.name, rows)}")
 

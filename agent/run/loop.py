@@ -27,8 +27,8 @@ from coda_agent.agent.run.journal import GPU_SECONDS, Journal, JournalError, Rec
 from coda_agent.agent.run.record import uncharged
 from coda_agent.agent.run.task import Measure, Work
 from coda_agent.agent.run.view import Judged, RunView
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.errors import ProgramError
-from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.system.deadline import Late, until
 from coda_agent.verifier.report import (
     MEASUREMENT,
@@ -63,15 +63,14 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The current result of a run: the last report, its source and the spending. ``raw`` is the source if it
-    is an edited text of ``program``. ``stopped`` says why the run ended early."""
+    """The current result of a run: the last report, its source, the kernel if it passed the first gates, and
+    the spending. ``stopped`` says why the run ended early."""
 
     report: Accepted | Checked | Rejected
     source: str
-    program: Program | None
+    kernel: KernelSource | None
     authorship: Authorship
     usage: Usage
-    raw: str = ""
     stopped: str = ""
 
 
@@ -146,8 +145,8 @@ class Loop:
     def _reply(self, outcome: Outcome, left: int) -> str:
         if isinstance(outcome.report, Rejected):
             return prompt.feedback(outcome.report)
-        assert isinstance(outcome.report, Accepted) and outcome.program is not None
-        return self.work.accepted(outcome.report, outcome.program, left)
+        assert isinstance(outcome.report, Accepted) and outcome.kernel is not None
+        return self.work.accepted(outcome.report, outcome.kernel.program, left)
 
     def opening(self) -> prompt.Prompt:
         """The prompt of the run's start: lessons learned since then are for later runs."""
@@ -198,16 +197,16 @@ class Loop:
         submitted = tools.submission(turn)
         source = extract(turn.text) or "" if submitted is None else submitted
         # only a kernel that is known to be correct may set schedules
-        text = turn.text if kept or self.work.raw else ""
+        text = turn.text if kept or self.work.edits else ""
         payload = self.journal.once(f"report/{number}", "report", lambda: self._check(source, text))
         judged = Judged(number, payload)
-        program, found = judged.program(self.spec), None
-        if isinstance(judged.checked, Checked) and program is not None:
-            found = self._measured(number, program, judged.raw, kept)
+        kernel, found = judged.kernel(self.spec), None
+        if isinstance(judged.checked, Checked) and kernel is not None:
+            found = self._measured(number, kernel, kept)
         final = joined(judged.checked, found)
         self.listener.report(number, final)
         usage = RunView(self.journal.events()).usage
-        return Outcome(final, source, program, _authorship(self.journal, turn, number), usage, judged.raw)
+        return Outcome(final, source, kernel, _authorship(self.journal, turn, number), usage)
 
     def _check(self, source: str, schedules: str = "") -> dict[str, Any]:
         if not source:
@@ -225,7 +224,7 @@ class Loop:
             "program": program.to_json() if program else None,
             "source": source,
         }
-        return made | {"raw": source} if self.work.raw else made
+        return made | {"raw": source} if self.work.edits else made
 
     @contextmanager
     def _timely(self) -> Iterator[None]:
@@ -250,7 +249,7 @@ class Loop:
                 raise
             yield
 
-    def _measured(self, number: int, program: Program, raw: str, kept: Outcome | None) -> Measurement | None:
+    def _measured(self, number: int, kernel: KernelSource, kept: Outcome | None) -> Measurement | None:
         attempts = RunView(self.journal.events()).attempts
         if again := _rejected_before(attempts, number):
             self.listener.text("this kernel was measured and rejected before; it is not measured again\n")
@@ -265,7 +264,7 @@ class Loop:
                 self.ledger.afford_gpu()
                 pieces = JournalPieces.of(self.journal, number)
                 with self._timely():
-                    found = self.measure(self.spec, program, pieces, rival, raw)
+                    found = self.measure(self.spec, kernel, pieces, rival)
                 payload = found.model_dump(mode="json") | pieces.charge()
         except OutOfBudget as ended:  # the checked kernel can be measured later, or elsewhere
             self.listener.text(f"not measured: {ended}\n")
@@ -288,13 +287,14 @@ def _rejected_before(attempts: Mapping[int, Judged], number: int) -> dict[str, A
         other = attempts[earlier]
         if other.accepted:  # the incumbent has changed since
             return None
-        if other.measured and attempt.program_text == other.program_text and _same(attempt.raw, other.raw):
+        alike = attempt.program_text == other.program_text and _same(attempt.edited, other.edited)
+        if other.measured and alike:
             return dict(other.measured)
     return None
 
 
-def _same(text: str, other: str) -> bool:
-    """Whether two checked edited texts are equal but for comments and white space."""
+def _same(text: str | None, other: str | None) -> bool:
+    """Whether two checked edited texts, or none, are equal but for comments and white space."""
     return text == other or bool(text and other and _tokens(text) == _tokens(other))
 
 
@@ -346,15 +346,15 @@ def standing(journal: Record, spec: Spec) -> Outcome | None:
     if at is None:
         return None
     authorship = _authorship(journal, run.turns[-1], at.number)
-    return Outcome(at.report, at.source, at.program(spec), authorship, run.usage, at.raw)
+    return Outcome(at.report, at.source, at.kernel(spec), authorship, run.usage)
 
 
 def as_incumbent(outcome: Outcome) -> Incumbent:
     """An accepted kernel and its schedules, as the incumbent."""
     from coda_agent.verifier.incumbent import Incumbent
 
-    assert isinstance(outcome.report, Accepted) and outcome.program is not None
-    return Incumbent.of(outcome.program, outcome.report.timings, outcome.raw)
+    assert isinstance(outcome.report, Accepted) and outcome.kernel is not None
+    return Incumbent.of(outcome.kernel, outcome.report.timings)
 
 
 def _authorship(journal: Record, turn: Turn, number: int) -> Authorship:

@@ -18,7 +18,7 @@ from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import improve
 from coda_agent.agent.show import counters
 from coda_agent.agent.tips import CUTEDSL, in_prompts, kept, read_tips
-from coda_agent.primitives.compiler.lower import editable
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import Absent
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -46,30 +46,21 @@ at least (the lower end of its interval above 1, in the same run) and slower in 
 
 @dataclass(frozen=True)
 class Base:
-    """The accepted kernel that an edit starts from. ``raw``: its text if it is an edit itself. ``counted``:
-    its hardware counters in words, if an export of them exists."""
+    """The accepted kernel that an edit starts from, perhaps an edit too. ``counted``: its hardware counters
+    in words, if an export of them exists."""
 
-    program: Program
+    kernel: KernelSource
     report: Accepted
-    raw: str = ""
     counted: str = ""
 
-    @property
-    def text(self) -> str:
-        return self.raw or editable(self.program)
-
     def to_json(self) -> dict[str, Any]:
-        return {
-            "program": self.program.to_json(),
-            "report": self.report.model_dump(mode="json"),
-            "raw": self.raw,
-            "counted": self.counted,
-        }
+        found = {"report": self.report.model_dump(mode="json"), "counted": self.counted}
+        return self.kernel.to_json() | found
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], spec: Spec) -> Base:
-        program = Program.from_json(found["program"], spec.signature())
-        return cls(program, Accepted.model_validate(found["report"]), found["raw"], found["counted"])
+        kernel = KernelSource.from_json(found, spec.signature())
+        return cls(kernel, Accepted.model_validate(found["report"]), found["counted"])
 
 
 def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> Base:
@@ -78,7 +69,7 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
     KernelError for damaged files."""
     directory = directory or accept.KERNELS
     found = accept.read(spec, directory)
-    edit = None if afresh else accept.read(spec, directory, raw=True)
+    edit = None if afresh else accept.read(spec, directory, edited=True)
     if edit and found and not accept.superseded(edit.report, found.report):
         found = edit
     if found is None:
@@ -86,18 +77,16 @@ def base(spec: Spec, directory: Path | None = None, *, afresh: bool = False) -> 
             f"{directory}: no accepted kernel for {spec.name}; author one first: coda-agent generate "
             f"specs/{spec.name}.yaml"
         )
-    counted = _counted(spec, found.program, directory, found.raw)
-    return Base(found.program, _bare(found.report), found.raw, counted)
+    return Base(found.kernel, _bare(found.report), _counted(spec, found.kernel, directory))
 
 
-def _counted(spec: Spec, program: Program, directory: Path, raw: str) -> str:
+def _counted(spec: Spec, kernel: KernelSource, directory: Path) -> str:
     """The hardware counters in words; "" if they were counted with another schedule than the measured one."""
-    name = f"{spec.name}{'.raw' if raw else ''}"
+    name = f"{spec.name}{'.raw' if kernel.edited else ''}"
     path = directory / f"{name}.counters.csv"
     if not path.exists():
         return ""
-    kernel = directory / f"{name}.program.json"
-    export, found = counters.counted(program, spec, kernel, path, raw=raw)
+    export, found = counters.counted(kernel, spec, directory / f"{name}.program.json", path)
     if any(c.other_schedule for c in found):
         return ""
     return f"At {export.case or spec.cases[0].name}:\n\n{counters.words(found)}"
@@ -117,7 +106,7 @@ class Editing:
     spec: Spec
     text: str
     base: Base
-    raw = True
+    edits = True
 
     @classmethod
     def of(cls, run: Run) -> Editing:
@@ -138,9 +127,9 @@ class Editing:
         parts = [
             "Make this kernel faster. Its spec, whose `reference` is the mathematics:\n\n"
             f"```yaml\n{self.text.strip()}\n```",
-            f"The CuTeDSL module that computes it now:\n\n```python\n{self.base.text.strip()}\n```",
+            f"The CuTeDSL module that computes it now:\n\n```python\n{self.base.kernel.text.strip()}\n```",
             "What was measured of it, from a cold L2:",
-            *improve.account(self.spec, self.base.report, self.base.program),
+            *improve.account(self.spec, self.base.report, self.base.kernel.program),
             self.base.counted and f"Hardware counters:\n\n{self.base.counted}",
             HOW,
         ]
@@ -149,12 +138,12 @@ class Editing:
     def rival(self) -> Incumbent:
         from coda_agent.verifier.incumbent import Incumbent
 
-        return Incumbent.of(self.base.program, self.base.report.timings, self.base.raw)
+        return Incumbent.of(self.base.kernel, self.base.report.timings)
 
     def check(self, source: str, schedules: Mapping[int, Schedule], progress: Progress) -> verify.Verdict:
-        return verify.check_raw(
+        return verify.check_edited(
             self.spec,
-            self.base.program._replace(schedule={}),
+            self.base.kernel.program._replace(schedule={}),
             source,
             schedules=schedules,
             tuned=self._tuned,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from coda_agent.agent.prompts import prompt
 from coda_agent.agent.run import improve
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier import verify
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class Measure(Protocol):
-    """Run the GPU gates. ``kept`` is the incumbent; ``raw`` is the edited text to run."""
+    """Run the GPU gates. ``kept`` is the incumbent."""
 
     def __call__(
-        self, spec: Spec, program: Program, keep: Checkpoint, kept: Incumbent | None, raw: str
+        self, spec: Spec, kernel: KernelSource, keep: Checkpoint, kept: Incumbent | None
     ) -> Measurement: ...
 
 
 class Work(Protocol):
-    """A task. ``raw``: its answer is an edited CuTeDSL text instead of a kernel file."""
+    """A task. ``edits``: its answer is CuTeDSL instead of a kernel file."""
 
-    raw: bool
+    edits: bool
 
     def opening(self) -> prompt.Prompt:
         """The author's first message."""
@@ -59,7 +60,7 @@ class Authoring:
     text: str
     tips: Sequence[Tip] | None = None
     weak_jail: bool = False
-    raw = False
+    edits = False
 
     def opening(self) -> prompt.Prompt:
         return prompt.assemble(self.spec, self.text, self.tips)

@@ -10,6 +10,7 @@ from typing import Any
 from coda_agent.agent.providers import Turn, Usage
 from coda_agent.agent.run.journal import Event
 from coda_agent.agent.run.record import uncharged
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.report import (
     MEASUREMENT,
@@ -39,16 +40,18 @@ class Judged:
         return str(self.payload["source"])
 
     @property
-    def raw(self) -> str:
-        """The edited text; empty if the attempt is a kernel file."""
-        return str(self.payload.get("raw", ""))
+    def edited(self) -> str | None:
+        """The edited text; None if the attempt is a kernel file."""
+        return self.payload.get("raw") or None
 
     @property
     def program_text(self) -> str | None:
         return self.payload["program"]
 
-    def program(self, spec: Spec) -> Program | None:
-        return Program.from_json(self.program_text, spec.signature()) if self.program_text else None
+    def kernel(self, spec: Spec) -> KernelSource | None:
+        if not self.program_text:
+            return None
+        return KernelSource(Program.from_json(self.program_text, spec.signature()), edited=self.edited)
 
     @cached_property
     def checked(self) -> Report:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.show.explain import StepText, steps
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import Roofline, StepFloor, roofline
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, by_step
@@ -36,9 +37,9 @@ def beside(kernel: Path, suffix: str) -> Path:
     return kernel.with_name(f"{kernel.name.partition('.')[0]}.{suffix}")
 
 
-def edited(kernel: Path) -> str:
-    """The text of NAME.raw.py if the kernel is one of NAME.raw.*, else "". Raises OSError."""
-    return beside(kernel, "raw.py").read_text(encoding="utf-8") if ".raw." in kernel.name else ""
+def edited(kernel: Path) -> str | None:
+    """The text of NAME.raw.py if the kernel is one of NAME.raw.*, else None. Raises OSError."""
+    return beside(kernel, "raw.py").read_text(encoding="utf-8") if ".raw." in kernel.name else None
 
 
 def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
@@ -59,15 +60,18 @@ def tuned(kernel: Path, program: Program, case: str) -> dict[int, Schedule]:
 
 @dataclass(frozen=True)
 class Shown:
-    """A program and its description: steps; where given, resources and the roofline at each case's sizes; on
-    request the CuTeDSL text, ``raw`` if it is edited."""
+    """A kernel and its description: steps; where given, resources and the roofline at each case's sizes; on
+    request the CuTeDSL text."""
 
-    program: Program
+    kernel: KernelSource
     name: str = ""  # the spec's name
     resources: Sequence[Resources] | None = None
     sizes: Cases = field(default_factory=dict)
     cutedsl: bool = False
-    raw: str = ""
+
+    @property
+    def program(self) -> Program:
+        return self.kernel.program
 
     @property
     def title(self) -> str:
@@ -82,7 +86,7 @@ class Shown:
             "schedule": {str(k): s.to_json() for k, s in sorted(self.program.schedule.items())},
             "resources": None if self.resources is None else [asdict(r) for r in self.resources],
             "roofline": {case: floor.to_dict() for case, floor in floors(self.program, self.sizes).items()},
-            "cutedsl": self._lowered() if self.cutedsl else None,
+            "cutedsl": self.kernel.lowered.text if self.cutedsl else None,
         }
 
     def render(self) -> Group:
@@ -99,13 +103,8 @@ class Shown:
         if self.cutedsl:
             from rich.syntax import Syntax
 
-            parts.append(Syntax(self._lowered(), "python", theme="ansi_dark", word_wrap=True))
+            parts.append(Syntax(self.kernel.lowered.text, "python", theme="ansi_dark", word_wrap=True))
         return Group(*parts)
-
-    def _lowered(self) -> str:
-        from coda_agent.primitives.compiler.lower import lower
-
-        return lower(self.program, self.raw).text
 
 
 def step_table(step: StepText) -> Table:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.show import new_table, tuned
-from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import StepFloor, roofline
 from coda_agent.primitives.errors import InvalidInput
-from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system.markdown_table import markdown_table
 
@@ -239,28 +238,24 @@ def _value(text: str, unit: str) -> float | None:
 
 
 def counters(
-    program: Program,
-    export: Export,
-    sizes: Mapping[str, int] | None = None,
-    raw: str = "",
-    schedules: Mapping[int, Schedule] | None = None,
+    source: KernelSource, export: Export, sizes: Mapping[str, int] | None = None
 ) -> tuple[Counters, ...]:
-    """An export's figures for each kernel that it has of a program, or of an edited text ``raw``, in the
-    order they run; ``sizes`` are its case's, and ``schedules`` those of the report. InvalidInput if it has
-    none."""
-    name = program.signature.name + (".raw" if raw else "")
+    """An export's figures for each kernel that it has of this source, on the schedules of its report, in the
+    order they run; ``sizes`` are its case's. InvalidInput if it has none."""
+    program, edited = source.program, source.edited is not None
+    name = program.signature.name + (".raw" if edited else "")
     if export.program not in (None, name):
         raise InvalidInput(f"{export.path}: is of {export.program}, not {name}; profile {name}")
-    lowered = lower(program, raw)
+    lowered = source.lowered
     another = export.text is not None and not lowered.hash.startswith(export.text)
     floors = {(f.step, str(f.kind)): f for f in roofline(program, sizes).steps} if sizes else {}
     kernels = [(g.step, "gemm", g.name) for g in lowered.gemms]
     kernels += [(v.step, "vector", v.name) for v in lowered.vectors]
-    ran = {step: spelled(s) for step, s in (schedules or {}).items()}
+    ran = {step: spelled(s) for step, s in source.schedules.items()}
     found = []
     for step, kind, name in sorted(kernels):
-        stem, digest = (name, None) if raw else name.rsplit("_", 1)  # an edited text's names hold no hash
-        module = f"coda_{'edited' if raw else 'lowered'}_"
+        stem, digest = (name, None) if edited else name.rsplit("_", 1)  # an edited text's names hold no hash
+        module = f"coda_{'edited' if edited else 'lowered'}_"
         pattern = re.compile(rf"{module}.*?{stem}(?:_([0-9a-f]{{12}}))?(?![0-9A-Za-z]|_\d)")
         own = [(m[1], values) for text, values in export.launches if (m := pattern.search(text))]
         other = another or any(d != digest for d, _ in own)
@@ -371,15 +366,15 @@ def _short(value: float) -> str:
 
 
 def counted(
-    program: Program, spec: Spec, kernel: Path, path: Path, case: str | None = None, raw: str = ""
+    source: KernelSource, spec: Spec, kernel: Path, path: Path, case: str | None = None
 ) -> tuple[Export, tuple[Counters, ...]]:
-    """A file's export and its figures, for an edited text where one is given, at the sizes of the case that
-    it names, else of the spec's first; beside the schedules of the report beside ``kernel``. Raises
-    InvalidInput, and KernelError for an unreadable report."""
+    """A file's export and its figures, at the sizes of the case that it names, else of the spec's first;
+    beside the schedules of the report beside ``kernel``. Raises InvalidInput, and KernelError for an
+    unreadable report."""
     export = read(path, case)
     at = export.case or spec.cases[0].name
     sizes = {each.name: each.sizes for each in spec.cases}
-    return export, counters(program, export, sizes.get(at), raw, tuned(kernel, program, at))
+    return export, counters(source.on(tuned(kernel, source.program, at)), export, sizes.get(at))
 
 
 def words(found: Sequence[Counters]) -> str:

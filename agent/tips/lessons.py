@@ -107,7 +107,7 @@ def _began_with(directory: Path, events: Sequence[Event]) -> str | None:
         return None
     spec = load(directory / "spec.yaml", check=False)
     record.check_programs(directory / JOURNAL, events, spec)
-    return Base.from_json(found, spec).text
+    return Base.from_json(found, spec).kernel.text
 
 
 def _failures(

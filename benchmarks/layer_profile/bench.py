@@ -7,7 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.layer_profile.traces import operators, regions, summary
 from coda_agent.comparison import kernels as accepted
 from coda_agent.comparison.competitors import PROGRAM
-from coda_agent.comparison.interleaved import Contender, compiled
+from coda_agent.comparison.interleaved import compiled
 from coda_agent.comparison.layers import variant
 from coda_agent.comparison.layers.session import LayerSeats
 from coda_agent.comparison.rows import SPECS, LayerRow
@@ -23,6 +23,7 @@ from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime import tune
+from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.verifier.gpu.benchmark import milliseconds, timed
 from coda_agent.verifier.gpu.telemetry import Monitor
 from coda_agent.verifier.incumbent import worth_racing
@@ -73,9 +74,9 @@ class Bench:
         from coda_agent.comparison.layers.shape import draw
 
         row = LayerRow(self.width, True)
-        if row.contenders is None:
+        if row.kernels is None:
             raise LookupError(row.absent(PROGRAM))
-        kernels = {call: on_known_schedules(call, k, self.width) for call, k in row.contenders.items()}
+        kernels = {call: on_known_schedules(call, k, self.width) for call, k in row.kernels.items()}
         seats = LayerSeats(row.shape, self.names, kernels, ROUNDS, True)
         compiled([seats])
         drawn, runner = draw(row.shape, SEED), seats.runner()
@@ -195,12 +196,12 @@ def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]
     return found
 
 
-def on_known_schedules(call: Call, kernel: Contender, case: str) -> Contender:
+def on_known_schedules(call: Call, kernel: Kernel, case: str) -> Kernel:
     """A kernel that no report has a schedule for at these sizes races the best that its last race had at
     ``case``: a whole search takes minutes."""
-    if kernel.schedules:
+    if kernel.source.schedules:
         return kernel
-    kept = accepted.tuned(load(SPECS / f"{call.operator}.yaml", check=False), raw=False)
+    kept = accepted.tuned(load(SPECS / f"{call.operator}.yaml", check=False), edited=False)
     if kept is None or case not in kept.schedules:
         return kernel
     raced = worth_racing(kept.schedules[case], kept.finalists.get(case, {}))
@@ -209,10 +210,10 @@ def on_known_schedules(call: Call, kernel: Contender, case: str) -> Contender:
     for step, found in raced.items():
         few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))  # of each tile one, or all would race
         known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
-    return replace(kernel, known=known)
+    return Kernel(kernel.source, known=known)
 
 
-def backward_parts(shape: Shape, kernels: Mapping[Call, Contender]) -> list[dict[str, Any]]:
+def backward_parts(shape: Shape, kernels: Mapping[Call, Kernel]) -> list[dict[str, Any]]:
     """Our kernels of the backward in the order they run: names, schedules, FLOPs and compulsory bytes."""
     from coda_agent.comparison.layers.runners import calls
 
@@ -226,10 +227,10 @@ def backward_parts(shape: Shape, kernels: Mapping[Call, Contender]) -> list[dict
     ]
 
 
-def _parts(place: str, call: Call, kernel: Contender) -> Iterator[dict[str, Any]]:
+def _parts(place: str, call: Call, kernel: Kernel) -> Iterator[dict[str, Any]]:
     at = dict(call.sizes)
     chosen = _chosen(kernel, at)
-    lowered = lower(kernel.program, kernel.raw)
+    lowered = kernel.source.lowered
     names = {("gemm", k.step): k.name for k in lowered.gemms}
     names |= {("vector", k.step): k.name for k in lowered.vectors}
     for floor in roofline(kernel.program._replace(schedule=chosen), at).steps:
@@ -246,10 +247,10 @@ def _parts(place: str, call: Call, kernel: Contender) -> Iterator[dict[str, Any]
         }
 
 
-def _chosen(kernel: Contender, at: Mapping[str, int]) -> dict[int, Schedule]:
+def _chosen(kernel: Kernel, at: Mapping[str, int]) -> dict[int, Schedule]:
     """By step, what it runs on: as the report has it, or as it was tuned here."""
-    raced = {} if kernel.schedules else tune.kept(kernel.program, at, kernel.known, kernel.raw) or {}
-    return {**raced, **kernel.fixed}
+    raced = {} if kernel.source.schedules else tune.cached(kernel.source, at, kernel.known) or {}
+    return {**raced, **kernel.source.fixed}
 
 
 def sizes(shape: Shape) -> dict[str, int]:

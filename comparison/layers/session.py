@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.comparison.competitors import EAGER, PROGRAM
-from coda_agent.comparison.interleaved import Contender, Entrant, Stage, contest
+from coda_agent.comparison.interleaved import Entrant, Stage, contest
 from coda_agent.comparison.layers import variant
 from coda_agent.primitives.system.workers import Job
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from coda_agent.comparison.layers.layer import Layer
     from coda_agent.comparison.layers.runners import Call, Runner
     from coda_agent.comparison.layers.shape import Shape
+    from coda_agent.primitives.runtime.launch import Kernel
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,14 @@ class LayerSeats:
 
     shape: Shape
     arms: tuple[str, ...]
-    kernels: Mapping[Call, Contender]
+    kernels: Mapping[Call, Kernel]
     rounds: int
     backward: bool
 
     def compiles(self) -> Iterator[Callable[[], list[Job]]]:
         if PROGRAM in self.arms:
             for call, kernel in self.kernels.items():
-                yield partial(kernel.to_compile, dict(call.sizes))
+                yield partial(kernel.compile_jobs, dict(call.sizes))
 
     def tunes(self) -> Iterator[Callable[[], object]]:
         if PROGRAM in self.arms:
@@ -58,7 +60,7 @@ class LayerSeats:
         """Where the LLM's variant runs its kernels: each is planned when it is first called."""
         from coda_agent.comparison.layers.runners import Launched
 
-        return Launched({call: kernel.made() for call, kernel in self.kernels.items()})
+        return Launched({call: copy(kernel) for call, kernel in self.kernels.items()})
 
 
 def sit(seats: LayerSeats) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def load_module(lowered: Lowered) -> ModuleType:
     child, where it may run, has imported it already."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
-    if lowered.raw:
+    if lowered.edited:
         raise ValueError(f"{lowered.module} is raw CuTeDSL: nothing imports it but a confined compiler")
     path = cache_dir() / "lowered" / f"{lowered.module}.py"
     if not path.exists() or path.read_text(encoding="utf-8") != lowered.text:
@@ -179,7 +179,7 @@ def compiled(
     It saves starting a worker, which takes longer than loading an object. Always None for an edited text: a
     worker inspects its object's stack every time.
     """
-    if lowered.raw:
+    if lowered.edited:
         return None
     own = _objects(lowered, kernel, schedule, sizes)
     if own[0].with_suffix(REFUSED).exists():

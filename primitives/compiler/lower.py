@@ -24,16 +24,17 @@ from coda_agent.primitives.lang.partition import cut
 PACKAGES = ("nvidia-cutlass-dsl", "quack-kernels")
 
 
-def lower(program: Program, raw: str = "") -> Lowered:
-    """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would.
+def lower(program: Program) -> Lowered:
+    """Lower a checked program. ProgramError where QuACK's resources do not reach, saying what would."""
+    return _lowered(program)
 
-    ``raw``: what an author made of ``editable``'s text, taken as it is in place of the program's own.
-    """
-    if not raw:
-        return _lowered(program)
+
+def lower_edited(program: Program, text: str) -> Lowered:
+    """The lowering with a ``text`` that an author made of ``editable``'s, taken as it is."""
     plain = _lowered(program, hashed=False)
-    named = [module for module in exports() if re.search(rf"\b{module}\b", raw)]
-    return replace(plain, text=raw, hash=_digest([raw, plain.hash, *_device_sources(named)]), given=plain)
+    named = [module for module in exports() if re.search(rf"\b{module}\b", text)]
+    digest = _digest([text, plain.hash, *_device_sources(named)])
+    return replace(plain, text=text, hash=digest, unedited=plain)
 
 
 def editable(program: Program) -> str:
@@ -140,5 +141,6 @@ __all__ = [
     "editable",
     "exports",
     "lower",
+    "lower_edited",
     "resources",
 ]

@@ -146,23 +146,23 @@ class VectorKernel:
 
 @dataclass(frozen=True)
 class Lowered:
-    """``text`` is the product; the rest says how to call it, and also follows from the program. ``given``:
+    """``text`` is the product; the rest says how to call it, and also follows from the program. ``unedited``:
     the text that an edited one was made from; an edited text is untrusted code."""
 
     text: str
     hash: str
     gemms: tuple[GemmKernel, ...]
     vectors: tuple[VectorKernel, ...]
-    given: Lowered | None = None
+    unedited: Lowered | None = None
 
     @property
-    def raw(self) -> bool:
-        return self.given is not None
+    def edited(self) -> bool:
+        return self.unedited is not None
 
     @property
     def module(self) -> str:
         """The module name to import it by; all edits share the name of the text that they were made from."""
-        return f"coda_edited_{self.given.hash[:16]}" if self.given else f"coda_lowered_{self.hash[:16]}"
+        return f"coda_edited_{self.unedited.hash[:16]}" if self.unedited else f"coda_lowered_{self.hash[:16]}"
 
 
 def literal(value: float) -> str:

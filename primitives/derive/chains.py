@@ -16,6 +16,7 @@ from coda_agent.primitives import (
     gelu,
     gemm,
     join,
+    maximum,
     pairs,
     per_column,
     per_head,
@@ -100,6 +101,7 @@ ACTIVATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "swiglu": ("2*F", lambda z: _gated(silu, z)),
     "geglu": ("2*F", lambda z: _gated(gelu, z)),
     "gelu": ("F", gelu),
+    "relu2": ("F", lambda z: maximum(z, 0.0) ** 2),
 }
 
 
@@ -108,16 +110,17 @@ def _gated(function: Callable[[Any], Any], z: Any) -> Any:
     return function(gate) * up
 
 
-def mlp(activation: str = "swiglu") -> Chain:
-    """Pre-norm MLP of the stream ``h`` with its residual. It stores rstd, z with the norm's row scale, and
-    act."""
+def mlp(activation: str = "swiglu", residual: bool = True) -> Chain:
+    """Pre-norm MLP of the stream ``h``, with its residual or without. It stores rstd, z with the norm's row
+    scale, and act."""
     width, act_of = ACTIVATIONS[activation]
 
     def body(h: Any, gamma: Any, w_up: Any, w_down: Any, eps: Any) -> dict[str, Any]:
         rstd = _normed(h, eps)
         z = _scaled(h * per_column(gamma), w_up, rstd)
         act = act_of(z)
-        return {"rstd": rstd, "z": z, "act": act, "out": _added(act, w_down, h)}
+        out = _added(act, w_down, h) if residual else gemm(act, w_down.mT)
+        return {"rstd": rstd, "z": z, "act": act, "out": out}
 
     inputs = {"h": "M, D", "gamma": "D", "w_up": f"{width}, D", "w_down": "D, F", "eps": SCALAR}
     return Chain(inputs, {"rstd": "M: fp32", "z": f"M, {width}", "act": "M, F", "out": "M, D"}, body)
@@ -132,19 +135,45 @@ def attention_out() -> Chain:
     return Chain({"a": "M, A", "w_o": "D, A", "x": "M, D"}, {"h": "M, D"}, body)
 
 
-def attention_in() -> Chain:
-    """Pre-norm projection of the stream ``out`` to queries, keys and values, of which the first ``turned``
-    columns are rotated by ``cos_sin``. It stores rstd_in."""
+def attention_in(bias: bool = False, rotates: bool = True) -> Chain:
+    """Pre-norm projection of the stream ``out`` to queries, keys and values, with a bias or without. Of these
+    the first ``turned`` columns are rotated by ``cos_sin``, if any are. It stores rstd_in."""
 
-    def body(out: Any, gamma_in: Any, w_qkv: Any, cos_sin: Any, turned: Any, eps: Any) -> dict[str, Any]:
+    def body(
+        out: Any,
+        gamma_in: Any,
+        w_qkv: Any,
+        eps: Any,
+        b_qkv: Any = None,
+        cos_sin: Any = None,
+        turned: Any = None,
+    ) -> dict[str, Any]:
         rstd = _normed(out, eps)
         z = _scaled(out * per_column(gamma_in), w_qkv, rstd)
+        z = z + per_column(b_qkv) if bias else z
+        if not rotates:
+            return {"rstd_in": rstd, "qkv": z}
         turns: Any = column_index(z)
         return {"rstd_in": rstd, "qkv": where(turns < turned, _rotated(z, cos_sin), z)}
 
-    inputs = {"out": "M, D", "gamma_in": "D", "w_qkv": "2*H*P, D", "cos_sin": "M, 2*P"}
-    inputs |= {"turned": SCALAR, "eps": SCALAR}
-    return Chain(inputs, {"rstd_in": "M: fp32", "qkv": "M, 2*H*P"}, body, ("P",))
+    width = "2*H*P" if rotates else "N"
+    inputs = {"out": "M, D", "gamma_in": "D", "w_qkv": f"{width}, D"}
+    inputs |= {"b_qkv": width} if bias else {}
+    inputs |= {"cos_sin": "M, 2*P", "turned": SCALAR} if rotates else {}
+    inputs |= {"eps": SCALAR}
+    outputs = {"rstd_in": "M: fp32", "qkv": f"M, {width}"}
+    return Chain(inputs, outputs, body, ("P",) if rotates else ())
+
+
+def loss() -> Chain:
+    """The cross-entropy of the logits of ``h``, which are not stored: their log-sum-exp, and the target's."""
+
+    def body(h: Any, w: Any, target: Any) -> dict[str, Any]:
+        logits = gemm(h, w.mT)
+        return {"lse": row_logsumexp(logits), "target_logit": row_select(logits, target)}
+
+    inputs = {"h": "M, D", "w": "V, D", "target": "M: int64"}
+    return Chain(inputs, {"lse": "M: fp32", "target_logit": "M: fp32"}, body)
 
 
 def head(cap: bool = False) -> Chain:

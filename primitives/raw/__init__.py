@@ -161,9 +161,9 @@ def build(wanted: Wanted, scratch: Path) -> Built:
 def _before(wanted: Wanted, scratch: Path) -> bytes:
     """The object of the same kernel before the edit, shared by all edits. RawError where it does not compile.
     """
-    given = wanted.lowered.given
-    assert given is not None  # otherwise it is no edit
-    honest = replace(wanted, lowered=replace(wanted.lowered, text=given.text, hash=given.hash))
+    plain = wanted.lowered.unedited
+    assert plain is not None  # otherwise it is no edit
+    honest = replace(wanted, lowered=replace(wanted.lowered, text=plain.text, hash=plain.hash))
     path = honest.path()
     if not path.exists():
         write_atomic(path, _compiled(honest, scratch)[1])

@@ -24,7 +24,8 @@ from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError, refusal
 from coda_agent.primitives.compiler.cubin import Resources, inspect_cubin
 from coda_agent.primitives.compiler.jit import cached_gemm, cached_vector, compile_kernel, noting_stages
-from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel, lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel
 from coda_agent.primitives.compiler.probe_schedules import (
     PROBES,
     candidates,
@@ -49,35 +50,35 @@ def compile_gemm(
     A is passed as [M, K], whatever its strides; B as stored: [K, N], or [N, K] where ``b_transposed``. For a
     raw text this is the object of a confined child, now or before; CompileError where it refuses.
     """
-    if lowered.raw:
+    if lowered.edited:
         return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
     return cached_gemm(lowered, kernel, schedule, sizes)
 
 
 def compile_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
     """Compile the kernel for vectors between steps."""
-    if lowered.raw:
+    if lowered.edited:
         return raw.load(raw.Wanted(lowered, kernel, None, {}))
     return cached_vector(lowered, kernel)
 
 
 def report(
-    program: Program, sizes: Mapping[str, int], schedules: Iterable[Schedule] = PROBES, raw: str = ""
+    kernel: KernelSource, sizes: Mapping[str, int], schedules: Iterable[Schedule] = PROBES
 ) -> tuple[Resources, ...]:
     """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins; an edited text
-    (``raw``) compiles in a confined child of the child.
+    compiles in a confined child of the child.
 
     ``sizes`` holds the static dims. Schedules that a step does not fit are left out; if none is left, one
     that it fits is taken (``probe_schedules``). Runs in a child process, since a compiler can crash, and is
     cached by content. Raises CompileError, with the code CROWDED where a step fits no tile, and CacheError.
     """
-    lowered = lower(program, raw)
+    program, lowered = kernel.program, kernel.lowered
     static = {dim: sizes[dim] for dim in program.signature.static}
     tried = _tried(program, lowered, sizes, tuple(schedules))
     key = json.dumps(
         [FORMAT, program._replace(schedule={}).hash, lowered.hash, static, tried], sort_keys=True
     )
-    asked = {"program": program.to_json(), "sizes": static, "schedules": tried, "raw": raw}
+    asked = kernel.to_json() | {"sizes": static, "schedules": tried}
     rows = kept("resources", key, lambda: _run_child(json.dumps(asked)))
     return tuple(Resources(**row | {"stages": row["stages"] and tuple(row["stages"])}) for row in rows)
 
@@ -193,7 +194,7 @@ def _serve(scratch: Path) -> None:
 
 
 def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    lowered = lower(Program.from_json(request["program"]), request["raw"])
+    lowered = KernelSource.from_json(request).lowered
     sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None]]()
     for gemm, tried in zip(lowered.gemms, request["schedules"], strict=True):
         wanted += [(gemm, each) for fields in tried for each in Schedule.from_json(fields).launches]
@@ -209,7 +210,7 @@ def _resources(
     sizes: Mapping[str, int],
 ) -> Resources:
     fields = schedule.to_json() if schedule else None
-    if lowered.raw:
+    if lowered.edited:
         built = raw.build(raw.Wanted(lowered, kernel, schedule, sizes), scratch)
         cubin = scratch / "built.cubin"
         cubin.write_bytes(built.cubin)

@@ -9,11 +9,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from coda_agent.primitives.compiler.jit import load_module
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import Argument, GemmKernel, VectorKernel, lower
 from coda_agent.primitives.compiler.split import share
 from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.interpret import torch_dtype
-from coda_agent.primitives.lang.ir import Program, reduction
+from coda_agent.primitives.lang.ir import reduction
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime.compile import compile_gemm, compile_vector
@@ -116,31 +117,29 @@ Part = tuple[Literal["gemm", "vector"], int]
 
 
 class Plan:
-    """A program bound to sizes, schedules and a device.
+    """A kernel on schedules of all its steps, bound to sizes and a device.
 
     ``plan(inputs)`` returns fresh outputs; ``plan.run(inputs, outputs)`` writes into given ones with
     no allocation and no decision. Tensors must have the shapes, dtypes and device of the plan.
     The workspace (bytes; made where none, or too small a one, is given) is shared between calls. Any threads
     and streams may call: the calls run one after the other on the GPU (``turns``). Plans that are given one
     workspace do not wait for each other.
-    ``raw``: an edited text to compile in place of the program's own, in a confined child.
     ``parts``: what is launched, in order; ``gaps``: bytes of the workspace in which nothing lies.
     """
 
     def __init__(
         self,
-        program: Program,
+        kernel: KernelSource,
         sizes: Mapping[str, int],
-        schedules: Mapping[int, Schedule],
         device: torch.device | str = "cuda",
         workspace: torch.Tensor | None = None,
-        raw: str = "",
     ):
         import torch
 
+        program = kernel.program
         self.program, self.sizes, self.device = program, dict(sizes), torch.device(device)
-        self.lowered = lower(program, raw)
-        self.schedules = {g.step: schedules[g.step] for g in self.lowered.gemms}
+        self.lowered = kernel.lowered
+        self.schedules = {g.step: kernel.schedules[g.step] for g in self.lowered.gemms}
         self._steps = cut(program)
         self._names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
         self._names |= {index: name for name, index in program.outputs.items()}
@@ -322,7 +321,7 @@ class Plan:
 
     def _epilogue_arguments(self, step: int) -> Any:
         """The class of a step's epilogue arguments; an edited text uses the program's own."""
-        lowered = lower(self.program) if self.lowered.raw else self.lowered
+        lowered = lower(self.program) if self.lowered.edited else self.lowered
         name = next(g.name for g in lowered.gemms if g.step == step)
         return getattr(load_module(lowered), name).EpilogueArguments
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import Schedule, all_by_step, by_step
@@ -29,7 +32,8 @@ from coda_agent.primitives.runtime.launchable import (
     check_updates,
     dense,
 )
-from coda_agent.primitives.runtime.tune import tuned
+from coda_agent.primitives.runtime.tune import cached, to_compile, tuned
+from coda_agent.primitives.system import workers
 from coda_agent.primitives.system.files import read_json
 
 FAMILIAR = 8  # kinds of tensors that a kernel recognizes without checking them
@@ -42,8 +46,8 @@ class Kernel:
 
     It launches on the tensors' device, on that one's current stream. The first call with new shapes plans
     and tunes (seconds to minutes, kept on disk); later ones launch.
-    ``schedules`` by step replace tuning; with ``known`` ones it only races those. ``raw``: as for ``Plan``;
-    such a text is raced over ``known`` schedules alone, since on others nobody saw that it is right.
+    The source's schedules replace tuning; with ``known`` ones, by step, tuning only races those. An edited
+    text is raced over ``known`` schedules alone, since on others nobody saw that it is right.
 
     Any threads and CUDA streams may call it at once. Calls of the same shapes share a workspace, so they run
     one after the other on the GPU: a stream waits for the stream of the call before. For calls that overlap,
@@ -54,40 +58,38 @@ class Kernel:
     """
 
     def __init__(
-        self,
-        program: Program,
-        schedules: Mapping[int, Schedule] | None = None,
-        known: Mapping[int, Sequence[Schedule]] | None = None,
-        raw: str = "",
+        self, source: KernelSource | Program, *, known: Mapping[int, Sequence[Schedule]] | None = None
     ):
-        self.program, self.known, self.raw = program, known, raw
-        self.schedules = {**(schedules or {}), **program.schedule}
-        self._named = program.signature.named
+        self.source = KernelSource(source) if isinstance(source, Program) else source
+        self.program, self.known = self.source.program, known
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._planning = threading.Lock()
-        self._number, self._updates = len(program.signature.inputs), tuple(program.signature.updates.items())
-        self._in_order = itemgetter(*program.signature.inputs)  # a product has two inputs at least
+        signature = self.program.signature
+        self._named = signature.named
+        self._number, self._updates = len(signature.inputs), tuple(signature.updates.items())
+        self._in_order = itemgetter(*signature.inputs)  # a product has two inputs at least
         # The last calls' tensors and dims, newest first.
         self._familiar: tuple[tuple[Familiar, Mapping[str, int], Plan], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.program, self.schedules, self.known, self.raw)
+        return partial(type(self), known=self.known), (self.source,)
 
     @classmethod
     def load(
-        cls, path: str | Path, schedules: Mapping[int, Schedule] | None = None, raw: str | Path | None = None
+        cls,
+        path: str | Path,
+        schedules: Mapping[int, Schedule] | None = None,
+        edited: str | Path | None = None,
     ) -> Kernel:
-        """Read a NAME.program.json and, with ``raw``, a NAME.raw.py, which is compiled in confinement and
+        """Read a NAME.program.json and, with ``edited``, a NAME.raw.py, which is compiled in confinement and
         replaces the program's own text, on the schedules that the report beside it was measured on. Raises
         OSError, or ProgramError for an invalid program."""
-        text, edited = (Path(p).read_text(encoding="utf-8") if p else "" for p in (path, raw))
-        program = Program.from_json(text)
-        known = _proved(program, edited, Path(raw)) if raw else None
-        return cls(program, schedules, known, edited)
+        program = Program.from_json(Path(path).read_text(encoding="utf-8"))
+        text = Path(edited).read_text(encoding="utf-8") if edited else None
+        source = KernelSource(program, schedules or {}, text)
+        return cls(source, known=_proved(source, Path(edited)) if edited else None)
 
-    def plan(
-        self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = NONE
-    ) -> Plan:
+    def plan(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, int] = NONE) -> Plan:
         """The plan for tensors like these, and for dims ``given`` by name. LaunchError for inputs that cannot
         be launched on."""
         sizes = check_tensors(self.program.signature, inputs, given)
@@ -101,23 +103,37 @@ class Kernel:
                 self._plans[key] = found
         return found
 
+    def compile_jobs(self, sizes: Mapping[str, int]) -> list[workers.Job]:
+        """Compile jobs for the schedules that it runs on at these sizes, or that tuning tries first."""
+        fixed, known, wanted = self.source.fixed, self.known or {}, list[tuple[int, Schedule]]()
+        for gemm in lower(self.program).gemms:
+            step = gemm.step
+            raced = [fixed[step]] if step in fixed else known.get(step) or candidates(gemm, sizes)
+            wanted += [(step, schedule) for schedule in raced if gemm.admits(schedule, sizes)]
+        return to_compile(self.source, sizes, wanted)
+
+    def is_tuned(self, sizes: Mapping[str, int]) -> bool:
+        """Whether its schedules at these sizes are known. Asks for the GPU's name."""
+        steps = {step.index for step in cut(self.program).gemms}
+        return steps <= self.source.fixed.keys() or bool(cached(self.source, sizes, self.known))
+
     def _planned(
         self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int], device: torch.device
     ) -> Plan:
         steps = {n for n, _ in enumerate(cut(self.program).gemms)}
-        schedules = self.schedules
+        schedules = self.source.fixed
         if not steps <= schedules.keys():
             self._expect_proved(sizes)
-            schedules = {**tuned(self.program, inputs, sizes, self.known, self.raw), **schedules}
-        return Plan(self.program, sizes, schedules, device, raw=self.raw)
+            schedules = tuned(self.source, inputs, sizes, self.known) | schedules
+        return Plan(self.source.on(schedules), sizes, device)
 
     def _expect_proved(self, sizes: Mapping[str, int]) -> None:
-        for gemm in lower(self.program).gemms if self.raw else ():
+        for gemm in lower(self.program).gemms if self.source.edited else ():
             known = (self.known or {}).get(gemm.step, ())
-            if gemm.step not in self.schedules and not any(gemm.admits(s, sizes) for s in known):
+            if gemm.step not in self.source.fixed and not any(gemm.admits(s, sizes) for s in known):
                 raise LaunchError(
                     f"step {gemm.step}: no report says that the edited text is right on a schedule which "
-                    "these sizes admit: give schedules, or leave raw out"
+                    "these sizes admit: give schedules, or leave edited out"
                 )
 
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
@@ -161,11 +177,11 @@ class Kernel:
         return plan, taken
 
 
-def _proved(program: Program, text: str, path: Path) -> dict[int, list[Schedule]]:
+def _proved(source: KernelSource, path: Path) -> dict[int, list[Schedule]]:
     """By step, the schedules that an edited text was measured on by the report beside it; none without a
     report of this text."""
     report = read_json(path.with_name(f"{path.name.removesuffix('.py')}.report.json")) or {}
-    if report.get("identity", {}).get("lowered_hash") != lower(program, text).hash:
+    if report.get("identity", {}).get("lowered_hash") != source.lowered.hash:
         return {}
     return all_by_step(by_step(timing["schedules"]) for timing in report["timings"])
 

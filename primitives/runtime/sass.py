@@ -26,9 +26,9 @@ from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError, refusal
 from coda_agent.primitives.compiler.cubin import tool
 from coda_agent.primitives.compiler.jit import compile_kernel, load_module
-from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel, lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, VectorKernel
 from coda_agent.primitives.compiler.probe_schedules import probes
-from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule, by_step
 from coda_agent.primitives.runtime.compile import COMPILE_SECONDS, _environment
 from coda_agent.primitives.system import subprocesses
@@ -109,25 +109,20 @@ def _counted(pairs: Iterable[tuple[Key, str]]) -> dict[Key, Counter[str]]:
     return dict(sorted(found.items()))
 
 
-def disassemble(
-    program: Program,
-    sizes: Mapping[str, int],
-    schedules: Mapping[int, Schedule] | None = None,
-    raw: str = "",
-) -> tuple[Listing, ...]:
+def disassemble(kernel: KernelSource, sizes: Mapping[str, int]) -> tuple[Listing, ...]:
     """Compile every kernel of a program for sm_90a, without a GPU, and read its instructions; a step in two
     launches has both, in order.
 
-    ``sizes`` holds the static dims; a step without an entry in ``schedules`` takes the first of its probes.
-    Runs in a child process, for an edited text (``raw``) in a confined child of that, and is cached by
-    content. Raises CompileError, and CacheError.
+    ``sizes`` holds the static dims; a step without a schedule takes the first of its probes. Runs in a child
+    process, for an edited text in a confined child of that, and is cached by content. Raises CompileError,
+    and CacheError.
     """
-    lowered = lower(program, raw)
-    static = {dim: sizes[dim] for dim in program.signature.static}
-    chosen = {str(step): s.to_json() for step, s in sorted((schedules or {}).items())}
-    own = program._replace(schedule={}).hash  # a text says nothing of its tiles' dtypes
+    lowered = kernel.lowered
+    static = {dim: sizes[dim] for dim in kernel.program.signature.static}
+    chosen = {str(step): s.to_json() for step, s in sorted(kernel.schedules.items())}
+    own = kernel.program._replace(schedule={}).hash  # a text says nothing of its tiles' dtypes
     key = json.dumps([FORMAT, own, lowered.hash, static, chosen], sort_keys=True)
-    asked = {"program": program.to_json(), "sizes": static, "schedules": chosen, "raw": raw}
+    asked = kernel.to_json() | {"sizes": static, "schedules": chosen}
     rows = kept("sass", key, lambda: _run_child(json.dumps(asked)))
     text = lowered.text.splitlines()
     return tuple(_listing(row, text) for row in rows)
@@ -165,12 +160,12 @@ def _run_child(request: str) -> str:
 
 
 def _answer(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    program = Program.from_json(request["program"])
-    lowered = lower(program, request["raw"])
+    asked = KernelSource.from_json(request)
+    lowered = asked.lowered
     sizes, wanted = request["sizes"], list[tuple[GemmKernel | VectorKernel, Schedule | None, int]]()
     given = by_step(request["schedules"])
     for gemm in lowered.gemms:
-        schedule = given.get(gemm.step) or probes(program, gemm, sizes)[0]
+        schedule = given.get(gemm.step) or probes(asked.program, gemm, sizes)[0]
         wanted += [(gemm, schedule, launch) for launch in range(len(schedule.launches))]
     wanted += [(vector, None, 0) for vector in lowered.vectors]
     return [_row(lowered, kernel, step, launch, sizes, scratch) for kernel, step, launch in wanted]
@@ -184,7 +179,7 @@ def _cubin(
     scratch: Path,
 ) -> tuple[bytes, str]:
     """A kernel's machine code, and the path that its line info has for the lowered text."""
-    if lowered.raw:
+    if lowered.edited:
         return raw.cubin(raw.Wanted(lowered, kernel, schedule, sizes), scratch, _lines_of)
     path = load_module(lowered).__file__ or ""
     with _lines_of(path):

@@ -28,6 +28,7 @@ from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.cubin import deepest_stack
 from coda_agent.primitives.compiler.jit import compiled, refuse
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, Lowered, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates, probes
 from coda_agent.primitives.lang.ir import Program
@@ -82,18 +83,18 @@ Tile = TypeVar("Tile", bound=Tiled)
 Race = Callable[[list[Tile], int], list[tuple[Tile, float]]]
 
 
-def _fitting(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
+def _fitting(gemm: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
     """The candidates, at least one."""
-    found = candidates(kernel, sizes)
+    found = candidates(gemm, sizes)
     if not found:
-        raise LaunchError(f"step {kernel.step}: no tile holds {kernel.wants(sizes)}")
+        raise LaunchError(f"step {gemm.step}: no tile holds {gemm.wants(sizes)}")
     return found
 
 
-def refinements(ranked: Sequence[Schedule], kernel: GemmKernel) -> list[Schedule]:
+def refinements(ranked: Sequence[Schedule], gemm: GemmKernel) -> list[Schedule]:
     """The second stage: the leaders over rasterisation and, where tiles are streamed, eviction hints."""
     hints = [(False, False), (True, False), (False, True), (True, True)]
-    if kernel.c is None:
+    if gemm.c is None:
         hints = [(False, False), (False, True)]
     return [
         s._replace(swizzle=swizzle, evict_loads=loads, evict_stores=stores)
@@ -168,7 +169,7 @@ def _by_tile(ranked: Sequence[Tile]) -> dict[tuple[int, int, bool], Tile]:
 
 
 def revisited(
-    kernel: GemmKernel,
+    gemm: GemmKernel,
     sizes: Mapping[str, int],
     known: Sequence[Schedule],
     start: Sequence[Schedule],
@@ -178,24 +179,23 @@ def revisited(
     """Schedules to time again when good ones are known: those that the sizes admit and, for a lowering's own
     text, the best ones in two launches, since older tunings lack those. ``start``: the schedules that a
     search begins with."""
-    fit = [s for s in known if kernel.admits(s, sizes)]
+    fit = [s for s in known if gemm.admits(s, sizes)]
     split = [] if edited else _split(fit, start)
     return [*fit, *(s._replace(swizzle=group) for s in split for group in SPLIT_GROUPS)]
 
 
-def within_reach(kernel: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
+def within_reach(gemm: GemmKernel, sizes: Mapping[str, int], known: Sequence[Schedule]) -> list[Schedule]:
     """All schedules that ``tuned`` may choose when these are known, for compiling ahead of it."""
-    start = _fitting(kernel, sizes)
-    again = revisited(kernel, sizes, known, start)
+    start = _fitting(gemm, sizes)
+    again = revisited(gemm, sizes, known, start)
     return again if _enough(again, start) else [*again, *start]
 
 
 def tuned(
-    program: Program,
+    kernel: KernelSource,
     inputs: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
     known: Known | None = None,
-    raw: str = "",
     *,
     afresh: bool = False,
 ) -> dict[int, Schedule]:
@@ -203,17 +203,17 @@ def tuned(
     to minutes. One of several processes that want the same measures; the others wait for its result.
 
     ``known``: by step, schedules that were good before, for ``search_again``. A step's schedule in the
-    program is not searched for. LaunchError where no tile holds a whole head, NoSchedule if none runs.
-    ``raw``: as in ``lower``.
+    program is not searched for; the kernel's own schedules play no part. LaunchError where no tile holds a
+    whole head, NoSchedule if none runs.
     """
-    if not afresh and (found := kept(program, sizes, known, raw)):
-        return found
-    first = {g.step: _fitting(g, sizes) for g in lower(program).gemms}
-    with _alone(cache_path(program, sizes, raw)):
+    if not afresh and (earlier := cached(kernel, sizes, known)):
+        return earlier
+    first = {g.step: _fitting(g, sizes) for g in lower(kernel.program).gemms}
+    with _alone(cache_path(kernel, sizes)):
         # another process's, while this one waited
-        if not afresh and (found := kept(program, sizes, known, raw)):
-            return found
-        return _searched(program, inputs, sizes, known, raw, first)
+        if not afresh and (earlier := cached(kernel, sizes, known)):
+            return earlier
+        return _searched(kernel, inputs, sizes, known, first)
 
 
 @contextlib.contextmanager
@@ -234,109 +234,108 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _searched(
-    program: Program,
+    kernel: KernelSource,
     inputs: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
     known: Known | None,
-    raw: str,
     first: Mapping[int, list[Schedule]],
 ) -> dict[int, Schedule]:
     """Search from the ``first`` schedules of each step, and keep the result."""
     start = time.monotonic()
-    lowered = lower(program)
-    chosen = {g.step: (probes(program, g, sizes, [Schedule()]) or first[g.step])[0] for g in lowered.gemms}
+    program, edited = kernel.program, kernel.edited is not None
+    gemms = lower(program).gemms
+    chosen = {g.step: (probes(program, g, sizes, [Schedule()]) or first[g.step])[0] for g in gemms}
     chosen |= program.schedule
     evidence: dict[str, Any] = {}
-    for kernel in (g for g in lowered.gemms if g.step not in program.schedule):
-        race = partial(_race, program, kernel, dict(chosen), inputs, sizes, raw)
-        begin, good = first[kernel.step], (known or {}).get(kernel.step, ())
-        again = revisited(kernel, sizes, good, begin, edited=bool(raw))
-        refine = partial(refinements, kernel=kernel)
-        ranked = ranking(begin, refine, race, again, edited=bool(raw))
+    for gemm in (g for g in gemms if g.step not in program.schedule):
+        race = partial(_race, kernel.on(dict(chosen)), gemm, inputs, sizes)
+        begin, good = first[gemm.step], (known or {}).get(gemm.step, ())
+        again = revisited(gemm, sizes, good, begin, edited=edited)
+        refine = partial(refinements, gemm=gemm)
+        ranked = ranking(begin, refine, race, again, edited=edited)
         if not ranked:
-            raise NoSchedule(f"no schedule of {kernel.name} runs at {dict(sizes)}")
-        chosen[kernel.step] = ranked[0][0]
-        evidence[str(kernel.step)] = [[s.to_json(), t] for s, t in ranked]
+            raise NoSchedule(f"no schedule of {gemm.name} runs at {dict(sizes)}")
+        chosen[gemm.step] = ranked[0][0]
+        evidence[str(gemm.step)] = [[s.to_json(), t] for s, t in ranked]
     record = {
         "schedules": {str(k): s.to_json() for k, s in chosen.items()},
         "milliseconds": evidence,
         "seconds": round(time.monotonic() - start, 1),
     }
-    write_atomic(cache_path(program, sizes, raw), json.dumps(record, indent=1))
+    write_atomic(cache_path(kernel, sizes), json.dumps(record, indent=1))
     return chosen
 
 
-def kept(
-    program: Program, sizes: Mapping[str, int], known: Known | None = None, raw: str = ""
+def cached(
+    kernel: KernelSource, sizes: Mapping[str, int], known: Known | None = None
 ) -> dict[int, Schedule] | None:
     """The earlier choice of ``tuned``; for an edited text only among its ``known`` schedules, if any: it may
     have been tuned over more."""
-    record = read_json(cache_path(program, sizes, raw))
+    record = read_json(cache_path(kernel, sizes))
     chosen = by_step(record["schedules"]) if record else None
-    if chosen and raw and known:
-        tried = chosen.keys() - program.schedule.keys()
+    if chosen and kernel.edited and known:
+        tried = chosen.keys() - kernel.program.schedule.keys()
         return chosen if all(chosen[step] in known.get(step, ()) for step in tried) else None
     return chosen
 
 
-def finalists(program: Program, sizes: Mapping[str, int], raw: str = "") -> dict[int, list[Schedule]]:
-    """The schedules in the last race of a kept tuning, fastest first; empty if there is none."""
-    kept = read_json(cache_path(program, sizes, raw)) or {"milliseconds": {}}
-    raced = kept["milliseconds"].items()
+def finalists(kernel: KernelSource, sizes: Mapping[str, int]) -> dict[int, list[Schedule]]:
+    """The schedules in the last race of a cached tuning, fastest first; empty if there is none."""
+    record = read_json(cache_path(kernel, sizes)) or {"milliseconds": {}}
+    raced = record["milliseconds"].items()
     return {int(step): [Schedule.from_json(s) for s, _ in rows] for step, rows in raced}
 
 
-def cache_path(program: Program, sizes: Mapping[str, int], raw: str = "") -> Path:
+def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
     """The file of a tuning, by program, text (which covers the compilers' versions), sizes and GPU."""
     import torch
 
-    made = [FORMAT, program.hash, lower(program, raw).hash]
+    made = [FORMAT, kernel.program.hash, kernel.lowered.hash]
     where = [dict(sorted(sizes.items())), torch.cuda.get_device_name(), torch.version.cuda]
     key = json.dumps([*made, *where])
     return cache_dir() / "tuning" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-_Task = tuple[str, str, int, Schedule, str]  # program, static sizes, step, schedule, edited text
+_Task = tuple[str, str, int, Schedule, str | None]  # program, static sizes, step, schedule, edited text
 
 # The results of this process's compiles by program: sizes are symbolic, so one object serves all cases.
 _compiled: dict[_Task, bool] = {}
 
 
 def compile_all(
-    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
+    kernel: KernelSource, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]]
 ) -> list[bool]:
     """Fill the object cache with these (step, schedule) in parallel; return whether each compiled. Worker
     processes compile only what is missing."""
-    wanted = _tasks(program, sizes, schedules, raw)
-    new = _lacking(program, sizes, wanted, raw)
+    wanted = _tasks(kernel, sizes, schedules)
+    new = _lacking(kernel, sizes, wanted)
     _compiled.update(zip(new, workers.run_all(_compile_one, new), strict=True))
     return [_compiled[w] for w in wanted]
 
 
 def to_compile(
-    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str = ""
+    kernel: KernelSource, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]]
 ) -> list[workers.Job]:
     """The jobs that ``compile_all`` would give to worker processes."""
-    lacking = _lacking(program, sizes, _tasks(program, sizes, schedules, raw), raw)
-    return [(_compile_one, w) for w in lacking]
+    return [(_compile_one, w) for w in _lacking(kernel, sizes, _tasks(kernel, sizes, schedules))]
 
 
 def _tasks(
-    program: Program, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]], raw: str
+    kernel: KernelSource, sizes: Mapping[str, int], schedules: Iterable[tuple[int, Schedule]]
 ) -> list[_Task]:
-    text = program._replace(schedule={}).to_json()
-    static = json.dumps({dim: sizes[dim] for dim in program.signature.static})
+    text = kernel.program._replace(schedule={}).to_json()
+    static = json.dumps({dim: sizes[dim] for dim in kernel.program.signature.static})
     # Rasterisation is a launch argument: one object serves every group size.
-    return [(text, static, step, s._replace(swizzle=8), raw) for step, s in schedules]
+    return [(text, static, step, s._replace(swizzle=8), kernel.edited) for step, s in schedules]
 
 
-def _lacking(program: Program, sizes: Mapping[str, int], wanted: list[_Task], raw: str) -> list[_Task]:
+def _lacking(kernel: KernelSource, sizes: Mapping[str, int], wanted: list[_Task]) -> list[_Task]:
     """The ones that neither this process nor the cache knows."""
-    lowered = lower(program, raw)
-    kernels = {g.step: g for g in lowered.gemms}
+    lowered = kernel.lowered
+    gemms = {g.step: g for g in lowered.gemms}
     asked = [w for w in dict.fromkeys(wanted) if w not in _compiled]
     for w in asked:
-        if (verdict := compiled(lowered, kernels[w[2]], w[3], sizes)) is not None:
+        if (verdict := compiled(lowered, gemms[w[2]], w[3], sizes)) is not None:
             _compiled[w] = verdict
     return [w for w in asked if w not in _compiled]
 
@@ -351,61 +350,59 @@ def refusals() -> tuple[type[Exception], ...]:
 def _compile_one(task: _Task) -> bool:
     """In a worker process: a configuration that the compiler refuses, or spills too much, is not to be timed.
     """
-    text, static, step, schedule, raw = task
-    lowered = lower(Program.from_json(text), raw)
-    kernel, cubins = next(g for g in lowered.gemms if g.step == step), Path(os.environ["CUTE_DSL_DUMP_DIR"])
+    text, static, step, schedule, edited = task
+    lowered = KernelSource(Program.from_json(text), edited=edited).lowered
+    gemm, cubins = next(g for g in lowered.gemms if g.step == step), Path(os.environ["CUTE_DSL_DUMP_DIR"])
     try:
-        if lowered.raw:
-            _build_raw(lowered, kernel, schedule, json.loads(static), cubins)
+        if lowered.edited:
+            _build_edited(lowered, gemm, schedule, json.loads(static), cubins)
         else:
             for vector in lowered.vectors:
                 compile_vector(lowered, vector)
             for each in schedule.launches:
-                compile_gemm(lowered, kernel, each, json.loads(static))
+                compile_gemm(lowered, gemm, each, json.loads(static))
     except refusals():
         return False
     if deepest_stack(cubins) <= MOST_STACK:
         return True
-    if not lowered.raw:  # those objects are inspected each time
-        refuse(lowered, kernel, schedule, json.loads(static))
+    if not lowered.edited:  # those objects are inspected each time
+        refuse(lowered, gemm, schedule, json.loads(static))
     return False
 
 
-def _build_raw(
-    lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
+def _build_edited(
+    lowered: Lowered, gemm: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
 ) -> None:
     """Build the objects of an edited text, those of the step into ``cubins``."""
     for vector in lowered.vectors:
         raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
-    built = [raw.build(raw.Wanted(lowered, kernel, each, sizes), cubins) for each in schedule.launches]
+    built = [raw.build(raw.Wanted(lowered, gemm, each, sizes), cubins) for each in schedule.launches]
     for number, one in enumerate(built):
         (cubins / f"built{number}.cubin").write_bytes(one.cubin)
 
 
 def _race(
-    program: Program,
-    kernel: GemmKernel,
-    others: dict[int, Schedule],
+    kernel: KernelSource,
+    gemm: GemmKernel,
     inputs: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
-    raw: str,
     schedules: list[Schedule],
     rounds: int,
 ) -> list[tuple[Schedule, float]]:
-    """Milliseconds of each schedule that runs, fastest first."""
-    fine = compile_all(program, sizes, [(kernel.step, s) for s in schedules], raw)
+    """Milliseconds of a step on each schedule that runs, fastest first; other steps run on the kernel's."""
+    fine = compile_all(kernel, sizes, [(gemm.step, s) for s in schedules])
     device = next(iter(inputs.values())).device
     plans: list[tuple[Schedule, Plan]] = []
     # The narrowest tiles need the largest workspace, which all candidates share.
     for s in sorted((s for s, ok in zip(schedules, fine, strict=True) if ok), key=lambda s: s.tile_n):
         shared = plans[0][1].workspace if plans else None
-        plans.append((s, Plan(program, sizes, others | {kernel.step: s}, device, shared, raw)))
+        plans.append((s, Plan(kernel.on({**kernel.schedules, gemm.step: s}), sizes, device, shared)))
     outputs = plans[0][1].in_place(inputs) if plans else {}
     running = []
     for schedule, plan in plans:
         with contextlib.suppress(RuntimeError, ValueError):  # it may need more of an SM than there is
             plan.run(inputs, outputs)  # the earlier steps' results, as its input
-            running.append((schedule, partial(plan.run_step, kernel.step, inputs, outputs)))
+            running.append((schedule, partial(plan.run_step, gemm.step, inputs, outputs)))
     return race_calls(running, rounds)
 
 

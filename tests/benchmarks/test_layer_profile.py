@@ -18,11 +18,12 @@ from benchmarks.layer_profile.ledger import ATTENTION, DATA, PASSES, UNKNOWN, WE
 from benchmarks.layer_profile.measuring import Budget, run
 from benchmarks.layer_profile.page import write
 from coda_agent.comparison.competitors import COMPILE, EAGER, PROGRAM
-from coda_agent.comparison.interleaved import Contender
 from coda_agent.comparison.layers import variant
 from coda_agent.comparison.layers.runners import Interpreted, accepted, calls
 from coda_agent.comparison.layers.shape import WIDTHS, Shape, draw
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.launch import Kernel
 
 T, D, F = 16384, 2048, 5632
 SIZES = {"tokens": T, "width": D, "ffn": F, "heads": 32, "sequences": 8, "length": 2048}
@@ -223,7 +224,7 @@ def test_without_operators_products_are_not_told_apart() -> None:
 def test_our_parts_are_those_of_the_programs() -> None:
     shape = WIDTHS["1B"]
     programs = accepted(KERNELS, shape)
-    kernels = {c: Contender(programs[c.operator], schedules={0: Schedule()}) for c in calls(shape).values()}
+    kernels = {c: Kernel(KernelSource(programs[c.operator], {0: Schedule()})) for c in calls(shape).values()}
     parts = benches.backward_parts(shape, kernels)
     assert [(p["place"], p["kind"]) for p in parts] == [(p["place"], p["kind"]) for p in PARTS]
     assert parts[0]["flops"] == 2 * T * D * F and parts[2]["kernel"] == parts[4]["kernel"]
@@ -233,10 +234,10 @@ def test_our_parts_are_those_of_the_programs() -> None:
 
 def test_kernels_without_schedules_race_those_of_the_width() -> None:
     call = calls(WIDTHS["7B"])["qkv_backward"]
-    unknown = Contender(accepted(KERNELS, WIDTHS["7B"])[call.operator])
+    unknown = Kernel(KernelSource(accepted(KERNELS, WIDTHS["7B"])[call.operator]))
     found = benches.on_known_schedules(call, unknown, "7B")
-    assert found.schedules is None and found.known and len(found.known[0]) > 1
-    fixed = Contender(unknown.program, schedules={0: Schedule()})
+    assert not found.source.schedules and found.known and len(found.known[0]) > 1
+    fixed = Kernel(KernelSource(unknown.program, {0: Schedule()}))
     assert benches.on_known_schedules(call, fixed, "7B") is fixed
     assert benches.on_known_schedules(call, unknown, "no such width") is unknown
 

@@ -6,7 +6,6 @@ The workers are stood in for, and give figures; tests/gpu has real ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from coda_agent.comparison.results import LAYER_BOTH, LAYER_FORWARD, Present, Re
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 from coda_agent.verifier.baselines.quack import OUR_SEARCH, OWN_TUNER
 from coda_agent.verifier.gpu.worker import Lost
@@ -81,15 +81,15 @@ def test_a_sitting_tells_the_versions_that_sat_in_it(gpu: Machine) -> None:
 def test_a_changed_kernel_makes_its_own_cells_stale(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure(asked(), Results(), lambda made: None)
     gpu.sat.clear()
-    usual = kernels.contenders
+    usual = kernels.by_arm
 
     def other(*given: Any) -> Any:
         return {
-            arm: replace(found, schedules={0: Schedule(128, 256, False)})
+            arm: Kernel(found.source.on({0: Schedule(128, 256, False)}))
             for arm, found in usual(*given).items()
         }
 
-    monkeypatch.setattr(kernels, "contenders", other)
+    monkeypatch.setattr(kernels, "by_arm", other)
     again = measure(asked(), first, lambda made: None)
     assert gpu.sat == [(None, (ANCHOR, PROGRAM))]
     found = cells(again)[HUMAN]
@@ -353,7 +353,7 @@ def test_what_cannot_be_tried_has_its_reason(gpu: Machine, monkeypatch: pytest.M
 
     monkeypatch.setattr(keys, "version", missing)
     monkeypatch.setattr(environment, "python", lambda: None)
-    monkeypatch.setattr(kernels, "contenders", lambda *given: {})
+    monkeypatch.setattr(kernels, "by_arm", lambda *given: {})
     found = cells(measure(asked(arms=(*ARMS, FLASHINFER)), Results(), lambda made: None))
     assert found[FLASHINFER] == Empty("flashinfer-python is not installed: pip install flashinfer-python")
     assert found[UPSTREAM] == Empty("it has no environment of its own: coda-agent compare --install")
@@ -420,15 +420,15 @@ def test_the_usual_rows() -> None:
 def test_a_kernel_comes_as_it_was_tuned_or_to_be_tuned_as_its_rivals_are() -> None:
     """Nothing is known of other sizes; but of an edited text, on which schedules it is right."""
     spec = load(rows.SPECS / "gemm_residual_partial_rmsnorm.yaml")
-    program, edited = (kernels.tuned(spec, raw=raw) for raw in (False, True))
+    program, edited = (kernels.tuned(spec, edited=edited) for edited in (False, True))
     assert program and edited
-    at_7b = kernels.contenders(spec, spec.case("7B").sizes)
-    assert at_7b[PROGRAM].schedules == program.schedules["7B"]
-    assert at_7b[EDITED].schedules == edited.schedules["7B"]
-    elsewhere = kernels.contenders(spec, rows.square(spec.name, 4096))
-    assert elsewhere[PROGRAM].schedules is None and not elsewhere[PROGRAM].known
+    at_7b = kernels.by_arm(spec, spec.case("7B").sizes)
+    assert at_7b[PROGRAM].source.schedules == program.schedules["7B"]
+    assert at_7b[EDITED].source.schedules == edited.schedules["7B"]
+    elsewhere = kernels.by_arm(spec, rows.square(spec.name, 4096))
+    assert not elsewhere[PROGRAM].source.schedules and not elsewhere[PROGRAM].known
     known = elsewhere[EDITED].known
-    assert elsewhere[EDITED].schedules is None and known
+    assert not elsewhere[EDITED].source.schedules and known
     assert set(known[0]) == {tuned[0] for tuned in edited.schedules.values()}
     assert len(set(known[0])) == len(known[0]) > 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from comparison_machine import Machine, stood_in
@@ -16,6 +15,7 @@ from coda_agent.comparison.drawing.cells import Cell, Empty, lines
 from coda_agent.comparison.measuring import Asked, measure
 from coda_agent.comparison.results import LAYER_FORWARD, Results
 from coda_agent.primitives.compiler import lower as lowering
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 
 DSL, QUACK = (version(name) for name in lowering.PACKAGES)
 ELSEWHERE = (
@@ -64,10 +64,7 @@ def test_a_kernel_of_other_versions_says_so(gpu: Machine, elsewhere: None, name:
 def test_a_kernel_that_is_lowered_otherwise_by_the_same_versions_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def lower(*given: Any) -> Any:
-        return SimpleNamespace(hash="another")
-
-    monkeypatch.setattr(kernels, "lower", lower)
+    monkeypatch.setattr(KernelSource, "lowered", SimpleNamespace(hash="another"))
     (row,) = asked("gemm_swiglu").rows
     assert row.absent(PROGRAM) == (
         "its program lowers to another text than was accepted: measure and accept it again"
@@ -76,6 +73,6 @@ def test_a_kernel_that_is_lowered_otherwise_by_the_same_versions_says_so(
 
 def test_a_kernel_that_is_taken_is_not_outdated_nor_is_one_that_is_not_there() -> None:
     (row,) = asked("gemm_swiglu").rows
-    assert isinstance(row, rows.OperatorRow) and PROGRAM in row.contenders
-    assert kernels.outdated(row.spec, raw=False) is None and kernels.outdated(row.spec, raw=True) is None
+    assert isinstance(row, rows.OperatorRow) and PROGRAM in row.kernels
+    assert [kernels.outdated(row.spec, edited=edited) for edited in (False, True)] == [None, None]
     assert row.absent(PROGRAM) is None and row.absent(EDITED) == "its CuTeDSL was not edited"

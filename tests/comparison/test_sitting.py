@@ -23,16 +23,17 @@ from torch import Tensor
 import coda_agent.verifier.numerics.inputs
 from coda_agent.comparison import kernels, rows, session
 from coda_agent.comparison.competitors import ANCHOR, EAGER, EDITED, LIGER, PROGRAM
-from coda_agent.comparison.interleaved import Contender
 from coda_agent.comparison.keys import text
 from coda_agent.comparison.measuring import Asked, measure
 from coda_agent.comparison.results import Results
 from coda_agent.comparison.session import Seats, _Operator, sit
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.lang.interpret import interpret
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.runtime import tune
+from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier import timing
 from coda_agent.verifier.baselines import quack
@@ -115,7 +116,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
 def seats(name: str, *arms: str, change: Change = as_it_is) -> tuple[Seats, Interpreted]:
     spec = load(SPECS / f"{name}.yaml", check=False)
     kernel = Interpreted(kernels.written(spec), change)
-    return Seats(spec, SIZES[name], arms, {PROGRAM: cast(Contender, kernel)}, 12), kernel
+    return Seats(spec, SIZES[name], arms, {PROGRAM: cast(Kernel, kernel)}, 12), kernel
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """At these sizes: by a report, or on disk."""
-    spec, base, sizes = load(SPECS / "gemm_swiglu.yaml", check=False), contender(), SIZES["gemm_swiglu"]
+    spec, base, sizes = load(SPECS / "gemm_swiglu.yaml", check=False), accepted(), SIZES["gemm_swiglu"]
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(quack, "_here", lambda: ["a GPU", "1"])
@@ -269,11 +270,11 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
         assert all(names == [*spec.inputs] for _, *names in asked)
         return [arm for arm, *_ in asked]
 
-    def kept(kernel: Contender, schedule: Schedule) -> None:
-        place = tune.cache_path(kernel.program, sizes, kernel.raw)
+    def kept(kernel: Kernel, schedule: Schedule) -> None:
+        place = tune.cache_path(kernel.source, sizes)
         write_atomic(place, json.dumps({"schedules": {"0": schedule.to_json()}}))
 
-    both = {PROGRAM: base, EDITED: replace(base, raw=editable(base.program), known={0: [ONE]})}
+    both = {PROGRAM: base, EDITED: edited(base, known={0: [ONE]})}
     new = Seats(spec, sizes, (ANCHOR, PROGRAM, EDITED, LIGER, *LIBRARY_ARMS), both, 12)
     assert tuned(new) == [PROGRAM, EDITED, *LIBRARY_ARMS]
     kept(both[PROGRAM], OTHER)
@@ -288,9 +289,9 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
     told = QuackTuned(gpu="a GPU", version="1", arms={OWN_TUNER: ((raced,),)})
     assert tuned(replace(new, quack=told.model_copy(update={"gpu": "another"}))) == [OWN_TUNER]
     assert tuned(replace(new, quack=told)) == []
-    fixed = base.program._replace(schedule={0: ONE})
-    for known in (replace(base, schedules={0: ONE}), replace(base, program=fixed)):
-        assert known.is_tuned({"M": 7, "D": 7, "F": 7})
+    own = KernelSource(base.program._replace(schedule={0: ONE}))
+    for fixed in (base.source.on({0: ONE}), own):
+        assert Kernel(fixed).is_tuned({"M": 7, "D": 7, "F": 7})
 
 
 # What an arm is known by --------------------------------------------------------------------------
@@ -298,41 +299,46 @@ def test_only_arms_that_nothing_is_known_of_are_tuned_ahead(
 ONE, OTHER = Schedule(128, 256, False), Schedule(128, 128, True)
 
 
-def contender(name: str = "gemm_swiglu", **more: Any) -> Contender:
-    return Contender(kernels.written(load(SPECS / f"{name}.yaml", check=False)), **more)
+def accepted(name: str = "gemm_swiglu", schedules: Mapping[int, Schedule] | None = None) -> Kernel:
+    program = kernels.written(load(SPECS / f"{name}.yaml", check=False))
+    return Kernel(KernelSource(program, schedules or {}))
+
+
+def edited(kernel: Kernel, end: str = "", **known: Any) -> Kernel:
+    return Kernel(replace(kernel.source, edited=editable(kernel.program) + end), **known)
 
 
 def test_a_kernel_is_known_by_its_text_and_its_schedules() -> None:
-    base = contender(schedules={0: ONE})
-    edited = editable(base.program)
+    base = accepted(schedules={0: ONE})
+    untuned = base.source.on({})
     different = [
         base,
-        contender(schedules={0: OTHER}),
-        contender("gemm_rope", schedules={0: ONE}),
-        replace(base, raw=edited),
-        replace(base, raw=edited + "\n# another text\n"),
-        replace(base, schedules=None),
-        replace(base, schedules=None, known={0: [ONE]}),
-        replace(base, schedules=None, known={0: [ONE, OTHER]}),
+        accepted(schedules={0: OTHER}),
+        accepted("gemm_rope", schedules={0: ONE}),
+        edited(base),
+        edited(base, "\n# another text\n"),
+        Kernel(untuned),
+        Kernel(untuned, known={0: [ONE]}),
+        Kernel(untuned, known={0: [ONE, OTHER]}),
     ]
     known = [text(each) for each in different]
     assert len(set(known)) == len(known)
-    assert text(contender(schedules={0: ONE})) == known[0]
+    assert text(accepted(schedules={0: ONE})) == known[0]
 
 
 def test_a_kernels_changed_text_makes_its_own_cells_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the very schedules that it had."""
     chosen = rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False)
-    usual = kernels.contenders
+    usual = kernels.by_arm
 
-    def changed(*given: Any) -> dict[str, Contender]:
+    def changed(*given: Any) -> dict[str, Kernel]:
         found = usual(*given)
-        return {arm: replace(kernel, raw=editable(kernel.program)) for arm, kernel in found.items()}
+        return {arm: edited(kernel) for arm, kernel in found.items()}
 
     with stood_in(monkeypatch) as gpu:
         asked = Asked(tuple(chosen), (EAGER, PROGRAM), 1, 12)
         first = measure(asked, Results(), lambda made: None)
-        monkeypatch.setattr(kernels, "contenders", changed)
+        monkeypatch.setattr(kernels, "by_arm", changed)
         other = rows.chosen(("gemm_swiglu",), ("1B",), everything=False, quick=False)
         measure(replace(asked, rows=tuple(other)), first, lambda made: None)
         assert [arms for _, arms in gpu.sat] == [(ANCHOR, PROGRAM, EAGER), (ANCHOR, PROGRAM)]

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from programs import Made, Tensors, random_program, random_schedule
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.errors import ProgramError
@@ -119,7 +120,7 @@ def check(chosen: Case) -> dict[str, Any]:
     for schedules in (chosen.schedules, *fallbacks(chosen)):
         try:
             with few_clusters(any(s.split for s in schedules.values())):
-                plan = Plan(chosen.program, chosen.sizes, schedules, DEVICE)
+                plan = Plan(KernelSource(chosen.program, schedules), chosen.sizes, DEVICE)
             found = compare(chosen.made, plan, chosen.seed)
         except REFUSED:
             words.append(traceback.format_exc(limit=-3)[-1500:])

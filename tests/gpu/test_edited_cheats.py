@@ -7,6 +7,7 @@ from cheats.corpus import Cheat, Contained
 from cheats.raw.games import GAMES
 from cheats.raw.twin import TWIN
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.verifier.gates import Failed
 from coda_agent.verifier.gpu.benchmark import Race, score
@@ -20,7 +21,7 @@ RACE = Race(arms=(), rounds=12)
 
 def failed(text: str) -> tuple[str, Failed] | None:
     """The first gate that an edited text does not pass, and why."""
-    job = KernelCase(TWIN.spec, TWIN.program, "ragged", SIZES, ({0: PROBES[1]},), raw=text)
+    job = KernelCase(TWIN.spec, KernelSource(TWIN.program, edited=text), "ragged", SIZES, ({0: PROBES[1]},))
     gates = (("numerics", numerics, job), ("stability", stability, job), ("benchmark", score, (job, RACE)))
     with Worker() as worker:
         for gate, task, argument in gates:

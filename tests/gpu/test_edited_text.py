@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkout import ROOT
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.ir import Program
@@ -40,7 +41,7 @@ def test_an_unedited_text_gives_the_same_bits(name, schedule, sizes_of):
     sizes = sizes_of(spec)
     inputs = draw(spec, sizes, seed=1, device="cuda")
     own, again = (
-        poisoned_run(Plan(program, sizes, {0: schedule}, raw=text), inputs)
+        poisoned_run(Plan(KernelSource(program, {0: schedule}, edited=text), sizes), inputs)
         for text in ("", editable(program))
     )
     assert own.keys() == again.keys() == spec.outputs.keys()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkout import ROOT
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -49,7 +50,7 @@ KERNELS = [pytest.param(example, p, id=p.stem) for p in EXAMPLES] + [
 def test_agrees_with_fp64_at_ragged_sizes(read, path, schedule):
     spec, program = read(path)
     steps = sum(n.op == "gemm" for n in program.nodes)
-    kernel = Kernel(program, dict.fromkeys(range(steps), schedule))
+    kernel = Kernel(KernelSource(program, dict.fromkeys(range(steps), schedule)))
     ragged = {d: 520 + 72 * i for i, d in enumerate(spec.dims)} | {"M": 521}  # rows need no alignment
     small = dict.fromkeys(spec.dims, 264)
     for step, sizes in enumerate((ragged, small)):
@@ -63,7 +64,7 @@ def test_agrees_with_fp64_at_ragged_sizes(read, path, schedule):
 
 def test_one_row_and_many_rows_of_the_same_kernel():
     spec, program = example(EXAMPLES[0])
-    kernel = Kernel(program, {0: Schedule()})
+    kernel = Kernel(KernelSource(program, {0: Schedule()}))
     for rows in (1, 7, 129):
         sizes = {"M": rows, "K": 264, "N": 392}
         inputs = draw(spec, sizes, seed=rows, device="cuda")
@@ -80,7 +81,7 @@ def test_replays_in_a_cuda_graph():
     spec, program = example(EXAMPLES[2])
     sizes = {d: 512 for d in spec.dims}
     inputs = draw(spec, sizes, seed=1, device="cuda")
-    plan = Kernel(program, {0: Schedule(), 1: Schedule()}).plan(inputs)
+    plan = Kernel(KernelSource(program, {0: Schedule(), 1: Schedule()})).plan(inputs)
     outputs = plan.outputs()
     plan.run(inputs, outputs)
     expected = {name: t.clone() for name, t in outputs.items()}
@@ -124,4 +125,4 @@ def _bad(change):
 def test_refuses_what_it_cannot_launch_on(change, words):
     _, program = example(EXAMPLES[0])
     with pytest.raises(LaunchError, match=words):
-        Kernel(program, {0: Schedule()})(**_bad(change))
+        Kernel(KernelSource(program, {0: Schedule()}))(**_bad(change))

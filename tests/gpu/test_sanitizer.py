@@ -24,7 +24,7 @@ KERNELS = [
 EDITED = [
     pytest.param(path, True, id=f"edited-{path.stem}")
     for path in SPECS
-    if accept.files(path.stem, raw=True)[0].exists()
+    if accept.files(path.stem, edited=True)[0].exists()
 ]
 
 
@@ -44,12 +44,13 @@ def test_what_is_planted_is_found(tool, fault, words):
     assert failed.value.code == "sanitizer"
 
 
-@pytest.mark.parametrize(("path", "raw"), [*KERNELS, *EDITED])
-def test_an_accepted_kernel_is_clean(path, raw):
+@pytest.mark.parametrize(("path", "edited"), [*KERNELS, *EDITED])
+def test_an_accepted_kernel_is_clean(path, edited):
     spec = load(path)
-    kernel = accept.read(spec, raw=raw)
-    assert kernel is not None
+    accepted = accept.read(spec, edited=edited)
+    assert accepted is not None
+    kernel = accepted.kernel
     (ragged,) = (case for case in spec.cases if case.name == "ragged")
     schedules = tuple(choices(kernel.program, lower(kernel.program).gemms, ragged.sizes))
-    job = KernelCase(spec, kernel.program, ragged.name, ragged.sizes, schedules, raw=kernel.raw)
+    job = KernelCase(spec, kernel, ragged.name, ragged.sizes, schedules)
     assert sanitized(job) == dict.fromkeys(TOOLS, 0)

@@ -21,6 +21,7 @@ from coda_agent.agent.providers import Message, Question, Turn, Usage
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.budget import Spent
 from coda_agent.primitives.compiler.cubin import Resources
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -191,7 +192,8 @@ def checked(spec: Spec, program: Program) -> Checked:
         Gate(gate="interpret", seconds=0.1, figures={"worst_rms_ratio": {"c": 1.0}}),
         Gate(gate="compile", seconds=9.0, figures={"kernels": kernels}),
     )
-    return Checked(identity=identity(spec, program), gates=gates, unmeasured="checked, not benchmarked")
+    own = identity(spec, KernelSource(program))
+    return Checked(identity=own, gates=gates, unmeasured="checked, not benchmarked")
 
 
 def _quack(tile: tuple[int, int], pingpong: bool, cluster: tuple[int, int], swap_ab: bool) -> Config:
@@ -292,7 +294,7 @@ def measured(spec: Spec, program: Program, speedup: float = 1.3) -> Measured:
     scores = [f"score/{n}/{c}" for n in range(3) for c in (f"{control}/controlled.0", *others)]
     return Measured(
         protocol=PROTOCOL,
-        identity=identity(spec, program),
+        identity=identity(spec, KernelSource(program)),
         gates=(
             Gate(gate="numerics", seconds=1.0, figures=proved),
             Gate(gate="stability", seconds=1.0, figures=repeated),

@@ -37,6 +37,7 @@ from coda_agent.agent.artifacts import accept
 from coda_agent.agent.providers import Call, ProviderError, Question, Turn, Usage
 from coda_agent.agent.run import journal, runs
 from coda_agent.agent.run.loop import STOPPED
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier import verify
 from coda_agent.verifier.gates import identity
@@ -69,7 +70,7 @@ class Cast(Protocol):
     def author(self) -> providers.Provider: ...
     def check(self, spec: Spec, source: str) -> verify.Verdict: ...
     def measure(
-        self, spec: Spec, program: Program, keep: Any, kept: object, raw: str
+        self, spec: Spec, kernel: KernelSource, keep: Any, kept: object
     ) -> Measured | Unmeasured: ...
 
 
@@ -109,14 +110,14 @@ class Kernel:
         return verify.Verdict(checked(spec, program), program)
 
     def measure(
-        self, spec: Spec, program: Program, keep: Any, kept: object, raw: str
+        self, spec: Spec, kernel: KernelSource, keep: Any, kept: object
     ) -> Measured | Unmeasured:
         self.note("proved")
         keep.save("numerics/large", {"seconds": 1.0})
         self.note("measured")
         if keep.void == VOID:
             return Unmeasured(reason="the GPU was at another power limit")
-        return measured(spec, program)
+        return measured(spec, kernel.program)
 
 
 @dataclass
@@ -146,11 +147,12 @@ class Edit:
     def check(self, spec: Spec, source: str) -> verify.Verdict:
         self.note("checked")
         program = program_of(spec, TOY_KERNEL)
-        report = checked(spec, program).model_copy(update={"identity": identity(spec, program, source)})
+        own = identity(spec, KernelSource(program, edited=source))
+        report = checked(spec, program).model_copy(update={"identity": own})
         return verify.Verdict(report, program)
 
     def measure(
-        self, spec: Spec, program: Program, keep: Any, kept: object, raw: str
+        self, spec: Spec, kernel: KernelSource, keep: Any, kept: object
     ) -> Measured | Unmeasured:
         raise AssertionError("there is no GPU")
 
@@ -187,11 +189,11 @@ def _stand_in(cast: Cast, kernels: str) -> None:
     def check(spec: Spec, source: str, **options: object) -> verify.Verdict:
         return cast.check(spec, source)
 
-    def check_raw(spec: Spec, program: Program, source: str, **options: object) -> verify.Verdict:
+    def check_edited(spec: Spec, program: Program, source: str, **options: object) -> verify.Verdict:
         return cast.check(spec, source)
 
     providers.make = make
-    verify.check, verify.check_raw = check, check_raw  # type: ignore[assignment]
+    verify.check, verify.check_edited = check, check_edited  # type: ignore[assignment]
     here = isinstance(cast, Kernel)
     setup.measurer = lambda gpu, options, watch: cast.measure if here else None
     accept.KERNELS = Path(kernels)

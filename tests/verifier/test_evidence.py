@@ -104,8 +104,8 @@ def replayed(name: str, specs: Path, recording: Path) -> Program:
     run = runs.start(specs / f"{name}.yaml", {})
     with run.journal:
         outcome = Loop(run.journal, run.spec, setup.work_of(run), Replay(recording), Notes()).run()
-    assert isinstance(outcome.report, Checked) and outcome.program is not None, outcome.report
-    return outcome.program
+    assert isinstance(outcome.report, Checked) and outcome.kernel is not None, outcome.report
+    return outcome.kernel.program
 
 
 def report_of(stem: str) -> Accepted:
@@ -118,7 +118,7 @@ def test_committed_evidence_stands(name: str) -> None:
 
 
 def test_committed_edits_evidence_stands() -> None:
-    found = {name: problems(name, KERNELS, SPECS, raw=True) for name in EDITED}
+    found = {name: problems(name, KERNELS, SPECS, edited=True) for name in EDITED}
     assert all(UNTOLD in problem for name in SUPERSEDED for problem in found.pop(name))
     assert [problem for told in found.values() for problem in told] == []
 
@@ -151,6 +151,6 @@ def test_a_recording_replays_to_its_kernel(kernels: Path, no_compiler: None) -> 
 
 def test_nothing_lies_about_without_evidence() -> None:
     vouched = {path.name for name in COMMITTED for path in files(name)}
-    vouched |= {path.name for name in EDITED for path in files(name, raw=True)}
+    vouched |= {path.name for name in EDITED for path in files(name, edited=True)}
     lying = [p.name for p in KERNELS.glob("*") if p.suffix in (".py", ".json") and p.name not in vouched]
     assert lying == []

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from authoring import TOY_KERNEL, program_of, write_toy
 
-from coda_agent.primitives.compiler.lower import editable, lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import editable
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier import measure as measuring
@@ -76,7 +77,7 @@ class Workers:
         """A process whose ratio is its own by 0.2%, its rounds by 0.5%."""
         job, race = given
         generator = random.Random(len(self.asked))
-        own = 2e3 * roofline(job.program, job.sizes).seconds
+        own = 2e3 * roofline(job.kernel.program, job.sizes).seconds
         factors = {"torch.compile": self.speedup * generator.gauss(1, 0.002), "cuBLAS matmul": 0.9}
         factors["the kernel before"] = self.gain
         kept = ["the kernel before"] if race.kept else []
@@ -159,8 +160,10 @@ def spec(tmp_path: Path) -> Spec:
     return load(write_toy(tmp_path), check=False)
 
 
-def run(spec: Spec, options: Options | None = None, **more: Any) -> Measured | Rejected | Unmeasured:
-    return measure(spec, program_of(spec, TOY_KERNEL), options, **more)
+def run(
+    spec: Spec, options: Options | None = None, *, edited: str | None = None, **more: Any
+) -> Measured | Rejected | Unmeasured:
+    return measure(spec, KernelSource(program_of(spec, TOY_KERNEL), edited=edited), options, **more)
 
 
 def test_a_measurement_scores_in_processes_that_neither_tuned_nor_proved(
@@ -359,7 +362,7 @@ def test_what_a_task_finds_wrong_is_that_gates_rejection(spec: Spec, workers: Wo
 def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, workers: Workers) -> None:
     before = {case: {0: Schedule(swizzle=16)} for case in ("large", "wide")}
     raced = {"wide": {0: [Schedule(swizzle=4), Schedule(swizzle=2)]}}
-    kept = Incumbent(program_of(spec, TOY_KERNEL), before, raced)
+    kept = Incumbent(KernelSource(program_of(spec, TOY_KERNEL)), before, raced)
     found = run(spec, kept=kept)
     assert isinstance(found, Measured)
     assert all(t.ratios["the kernel before"].low > 1.05 for t in found.timings)
@@ -370,7 +373,7 @@ def test_a_change_is_timed_beside_the_kernel_that_it_has_to_beat(spec: Spec, wor
     assert all(job.schedules == ({0: tuned},) for job in jobs)
     assert {job.case: job.known for job in jobs} == {"large": {0: [Schedule(swizzle=16)]}} | raced
     assert [t.kept_schedules for t in found.timings] == [{"0": SCHEDULE}] * 2
-    assert found.rival == lower(kept.program).hash
+    assert found.rival == kept.kernel.lowered.hash
     assert sorted(workers.tasks("tune")) == [(0, case) for case in ("large", "large", "wide", "wide")]
     assert [job.afresh for job in workers.jobs if not job.schedules] == [True] * 4  # none as of another day
     workers.gain = 1.0
@@ -383,17 +386,18 @@ def test_an_edit_is_raced_over_what_the_kernel_before_has_just_been(spec: Spec, 
     program = program_of(spec, TOY_KERNEL)
     today = [SCHEDULE | {"swizzle": 16}, SCHEDULE | {"cluster_m": 2, "cluster_n": 2, "split": True}]
     usual = workers.answers[tune]
-    workers.answers[tune] = lambda job: usual(job) | ({} if job.raw else {"finalists": {"0": today}})
-    before = Incumbent(program, {case: {0: Schedule()} for case in ("large", "wide")}, {})
+    last = {"finalists": {"0": today}}
+    workers.answers[tune] = lambda job: usual(job) | ({} if job.kernel.edited else last)
+    before = Incumbent(KernelSource(program), {case: {0: Schedule()} for case in ("large", "wide")}, {})
     text = editable(program).replace("\n\n", "\n\n# edited\n", 1)
-    assert isinstance(run(spec, kept=before, raw=text), Measured)
+    assert isinstance(run(spec, kept=before, edited=text), Measured)
     tuned = [job for job in workers.jobs if not job.schedules]
-    assert {job.case for job in tuned if job.raw} == {"large", "wide"}
+    assert {job.case for job in tuned if job.kernel.edited} == {"large", "wide"}
     raced = [Schedule.from_json(schedule) for schedule in today]
-    assert all(job.known == ({0: raced} if job.raw else {0: [Schedule()]}) for job in tuned)
+    assert all(job.known == ({0: raced} if job.kernel.edited else {0: [Schedule()]}) for job in tuned)
     workers.answers[tune], workers.jobs = usual, []  # a step that is not searched for has no last race
-    assert isinstance(run(spec, kept=before, raw=text), Measured)
-    fixed = [job.known for job in workers.jobs if job.raw and not job.schedules]
+    assert isinstance(run(spec, kept=before, edited=text), Measured)
+    fixed = [job.known for job in workers.jobs if job.kernel.edited and not job.schedules]
     assert fixed == [{0: [Schedule.from_json(SCHEDULE)]}] * 2
 
 
@@ -407,7 +411,8 @@ def test_workers_that_were_started_ahead_are_used_and_none_is_left(spec: Spec, w
 def test_a_kernel_before_that_does_not_run_here_is_no_fault_of_the_change(
     spec: Spec, workers: Workers
 ) -> None:
-    before = Incumbent(program_of(spec, TOY_KERNEL), {c: {0: Schedule()} for c in ("large", "wide")}, {})
+    schedules = {case: {0: Schedule()} for case in ("large", "wide")}
+    before = Incumbent(KernelSource(program_of(spec, TOY_KERNEL)), schedules, {})
     usual = workers.answers[tune]
 
     def refused(job: KernelCase) -> dict[str, Any]:
@@ -467,7 +472,8 @@ def test_pieces_of_another_protocol_are_no_part_of_a_measurement(
 
 
 def test_the_parts_of_a_stage_are_no_stages(spec: Spec) -> None:
-    session = _Session(spec, program_of(spec, TOY_KERNEL), Options(), Gates(silent), None, {}, None, "")
+    kernel = KernelSource(program_of(spec, TOY_KERNEL))
+    session = _Session(spec, kernel, Options(), Gates(silent), None, {}, None)
     session.seconds |= {"tune": 1.0, "score": 3.0, "score: race": 2.0}
     assert session._share("tune") == 0.25
 

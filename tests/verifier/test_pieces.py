@@ -16,6 +16,7 @@ from test_measure import Workers
 
 from coda_agent.agent.artifacts.checkpoint import resumed
 from coda_agent.agent.cli import main
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.system.files import cache_dir
 from coda_agent.verifier import measure as measuring
 from coda_agent.verifier.gates import identity
@@ -138,7 +139,8 @@ def test_again_starts_anew(workers: Workers, verify: Verify) -> None:
 
 
 def test_what_is_kept_stands_for_nothing_else(workers: Cards, tmp_path: Path) -> None:
-    made = identity(load(path := write_toy(tmp_path), check=False), program_of(load(path), TOY_KERNEL))
+    spec = load(write_toy(tmp_path), check=False)
+    made = identity(spec, KernelSource(program_of(spec, TOY_KERNEL)))
     said: list[str] = []
     found: list[object] = []
 

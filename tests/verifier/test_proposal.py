@@ -19,7 +19,7 @@ from softsign import CONSTANT, EXACT, FAST, GOOD, NAIVE, proposed, verdict, writ
 from coda_agent.agent.artifacts import primitive
 from coda_agent.agent.reporting import render
 from coda_agent.primitives.compiler import lower as lowering
-from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.ir import OPERATIONS, Program
 from coda_agent.primitives.raw import arithmetic
@@ -307,7 +307,7 @@ def test_a_device_module_that_an_edit_does_not_name_is_no_part_of_it(
 ) -> None:
     made, spec = proposed(tmp_path)
     program, raw = made.program(spec), made.framed(spec, GOOD, True)
-    before = lower(program, raw).hash
+    before = KernelSource(program, edited=raw).lowered.hash
     device = tmp_path / "device"
     shutil.copytree(ROOT / "primitives" / "device", device)
     (device / "another.py").write_text('__all__ = ["another"]\n')
@@ -319,7 +319,7 @@ def test_a_device_module_that_an_edit_does_not_name_is_no_part_of_it(
                 file.write("# changed\n")
             for cache in caches:
                 cache.cache_clear()
-            assert (lower(program, raw).hash == before) is (changed == "another")
+            assert (KernelSource(program, edited=raw).lowered.hash == before) is (changed == "another")
     finally:
         for cache in caches:
             cache.cache_clear()
@@ -337,8 +337,8 @@ def test_the_frame_compiles_and_refuses_what_is_no_arithmetic(tmp_path: Path) ->
     """With the real compiler, in confinement."""
     made, spec = proposed(tmp_path)
     raw = made.framed(spec, GOOD, True)
-    resources = report(made.program(spec), SIZES, PROBES[:1], raw)
+    resources = report(KernelSource(made.program(spec), edited=raw), SIZES, PROBES[:1])
     assert len(resources) == 1 and not any(r.spill_loads for r in resources)
-    assert lower(made.program(spec), raw).raw
+    assert KernelSource(made.program(spec), edited=raw).lowered.edited
     found = verdict((made, spec), f"{GOOD}    return open('/etc/passwd')\n")  # past what is computed
     assert isinstance(found, Rejected) and (found.gate, found.code) == ("compile", "language"), found

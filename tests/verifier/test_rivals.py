@@ -21,13 +21,13 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spec:
     return load(write_toy(tmp_path), check=False)
 
 
-def commit(directory: Path, spec: Spec, *, raw: bool = False, **identity: str) -> None:
+def commit(directory: Path, spec: Spec, *, edited: bool = False, **identity: str) -> None:
     """A kernel's files, whose report is of these identities."""
     program = program_of(spec, TOY_KERNEL)
     found = measured(spec, program)
     found = found.model_copy(update={"identity": found.identity.model_copy(update=identity)})
     report = Accepted(**found.model_dump(exclude={"status"}))
-    source, kept, *_, evidence = accept.files(spec.name, directory, raw=raw)
+    source, kept, *_, evidence = accept.files(spec.name, directory, edited=edited)
     source.write_text("")
     kept.write_text(program.to_json())
     evidence.write_text(report.model_dump_json())
@@ -44,7 +44,7 @@ def test_what_a_report_of_the_spec_says(spec: Spec, tmp_path: Path) -> None:
 
 
 def test_an_edited_texts_report_says_so_too(spec: Spec, tmp_path: Path) -> None:
-    commit(tmp_path, spec, raw=True)
+    commit(tmp_path, spec, edited=True)
     accept.files(spec.name, tmp_path)[-1].write_text("{}")  # of another version
     assert quack_tunings.quack(spec).keys() == {"large", "wide"}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.lang.ir import Program
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.verifier.gates import Failed, judge
 from coda_agent.verifier.gpu import guards
@@ -35,17 +35,16 @@ Schedules = Mapping[int, Schedule]
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A program at one case's sizes, on one or more choices of schedules by step."""
+    """A kernel at one case's sizes, on one or more choices of schedules by step."""
 
     spec: Spec
-    program: Program
+    kernel: KernelSource
     case: str
     sizes: Mapping[str, int]
     schedules: tuple[Schedules, ...] = ()
     families: tuple[str, ...] = ("normal",)
     known: Mapping[int, Sequence[Schedule]] | None = None  # for tuning: the only schedules to time
     afresh: bool = False  # for tuning: ignore earlier results
-    raw: str = ""  # an edited text that replaces the program's own
 
     def plans(self) -> list[Plan]:
         """A plan for each choice, in one workspace. Failed where a schedule of the program does not fit these
@@ -57,7 +56,7 @@ class KernelCase:
         for chosen in self.schedules:
             room = made[0].workspace if made else None
             try:
-                made.append(Plan(self.program, self.sizes, chosen, "cuda", room, self.raw))
+                made.append(Plan(self.kernel.on(chosen), self.sizes, "cuda", room))
             except LaunchError as error:
                 raise Failed("schedule", f"case {self.case}: {error}") from None
         return made
@@ -131,14 +130,14 @@ def tune(job: KernelCase) -> dict[str, Any]:
     start = time.monotonic()
     seed, inputs = job.draw()
     try:
-        chosen = tuned(job.program, inputs, job.sizes, job.known, job.raw, afresh=job.afresh)
+        chosen = tuned(job.kernel, inputs, job.sizes, job.known, afresh=job.afresh)
     except (LaunchError, NoSchedule) as error:
         raise Failed("no_schedule", f"case {job.case}: {error}") from None
     return {
         "schedules": named(chosen),
         "finalists": {
             str(step): [dict(s.to_json()) for s in raced]
-            for step, raced in finalists(job.program, job.sizes, job.raw).items()
+            for step, raced in finalists(job.kernel, job.sizes).items()
         },
         "seconds": round(time.monotonic() - start, 1),
         "seeds": {"tuning": seed},

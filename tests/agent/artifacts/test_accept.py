@@ -133,7 +133,7 @@ def test_evidence_for_another_text(spec: Path, tmp_path: Path, field: str) -> No
     other = outcome.report.model_copy(
         update={"identity": outcome.report.identity.model_copy(update={field: "0" * 64})}
     )
-    changed = Outcome(other, outcome.source, outcome.program, outcome.authorship, outcome.usage)
+    changed = Outcome(other, outcome.source, outcome.kernel, outcome.authorship, outcome.usage)
     run = runs.reopen(name)
     with run.journal, pytest.raises(Refused, match="toy: the evidence is for another lowering"):
         accept(changed, run.journal, tmp_path / "kernels", tmp_path / "kernels")
@@ -385,8 +385,8 @@ def test_a_kernel_is_read_whole_while_others_accept(spec: Path, tmp_path: Path) 
 def read_once(spec: Spec, kernels: Path) -> str:
     found = accepting.read(spec, kernels)
     assert found is not None
-    assert found.program.hash == found.report.identity.program_hash
-    return found.program.hash
+    assert found.kernel.program.hash == found.report.identity.program_hash
+    return found.kernel.program.hash
 
 
 def test_a_folder_that_is_a_link(spec: Path, tmp_path: Path) -> None:

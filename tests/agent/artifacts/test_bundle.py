@@ -38,6 +38,7 @@ from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.run import runs
 from coda_agent.agent.run.journal import JournalError
 from coda_agent.agent.run.loop import Loop, standing
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -60,7 +61,7 @@ class Gpu:
     def __init__(self) -> None:
         self.cases: list[str] = []
         self.arms: list[tuple[str, ...]] = []
-        self.programs: list[Program] = []
+        self.kernels: list[KernelSource] = []
         self.known: list[Mapping[str, Known]] = []
         self.kept: list[Incumbent | None] = []
         self.quack: list[Mapping[str, QuackTuned]] = []
@@ -72,19 +73,18 @@ class Gpu:
     def measure(
         self,
         spec: Spec,
-        program: Program,
+        kernel: KernelSource,
         options: Options,
         *,
         progress: Any,
         keep: Checkpoint,
         known: Mapping[str, Known],
         kept: Incumbent | None,
-        raw: str,
         quack: Mapping[str, QuackTuned],
         ahead: Any,
     ) -> Measured | Rejected | Unmeasured:
         self.ahead.append(ahead)
-        self.programs.append(program)
+        self.kernels.append(kernel)
         self.known.append(known)
         self.quack.append(quack)
         self.kept.append(kept)
@@ -97,9 +97,9 @@ class Gpu:
                 self.cases.append(case.name)
                 keep.save(case.name, {"case": case.name})
             assert keep.load(case.name) == {"case": case.name}
-        if len(self.programs) == self.cut_at:
+        if len(self.kernels) == self.cut_at:
             raise Cut
-        return self.verdict(spec, program)
+        return self.verdict(spec, kernel.program)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_there_and_back(packed: tuple[str, Path], gpu: Gpu) -> None:
         outcome = standing(run.journal, run.spec)
     assert outcome is not None and isinstance(outcome.report, Accepted)
     assert outcome.report.timings[0].ratios["torch.compile"].estimate == 1.3
-    assert outcome.program == gpu.programs[0] == program_of(run.spec, TOY_KERNEL)
+    assert outcome.kernel == gpu.kernels[0] == KernelSource(program_of(run.spec, TOY_KERNEL))
     assert gpu.kept == [None]
 
 
@@ -253,7 +253,7 @@ def test_other_versions_are_named(packed: tuple[str, Path], gpu: Gpu, what: str,
     with pytest.raises(InvalidInput, match=f"the {what} differs from what was checked") as caught:
         measure(path)
     assert "quack-kernels 0.6.6" in str(caught.value) and "nvidia-cutlass-dsl 4.9.0" in str(caught.value)
-    assert not gpu.programs and not path.with_name("results.json").exists()
+    assert not gpu.kernels and not path.with_name("results.json").exists()
 
 
 def test_a_spec_or_program_that_was_swapped(packed: tuple[str, Path], spec: Path, gpu: Gpu) -> None:
@@ -270,7 +270,7 @@ def test_a_spec_or_program_that_was_swapped(packed: tuple[str, Path], spec: Path
     edit(path, lambda data: entry_of(data).update(spec_text=easier))
     with pytest.raises(InvalidInput, match="the spec differs"):
         measure(path)
-    assert not gpu.programs
+    assert not gpu.kernels
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_program_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu, prog
     edit(path, lambda data: entry_of(data).update(program=program))
     with pytest.raises(InvalidInput, match=f"bundle.json: run {name}: its program is refused: "):
         measure(path)
-    assert not gpu.programs
+    assert not gpu.kernels
 
 
 def test_a_node_that_no_tracer_wrote(packed: tuple[str, Path], gpu: Gpu) -> None:
@@ -406,14 +406,14 @@ def test_what_was_taken_home_is_what_a_resumed_bundle_says(
     bundle.pack([name, make_run(spec, TWICE), make_run(spec, thrice)], path)
 
     def verdict(spec: Spec, program: Program) -> Measured:
-        when = f"2026-11-20T12:00:0{len(gpu.programs)}+00:00"
+        when = f"2026-11-20T12:00:0{len(gpu.kernels)}+00:00"
         return measured(spec, program).model_copy(update={"date": when})
 
     gpu.verdict, gpu.cut_at = verdict, 3
     with pytest.raises(Cut):
         measure(path)
     taken = bundle.take(path.with_name("results.json"))
-    assert measure(path) and len(gpu.programs) == 4
+    assert measure(path) and len(gpu.kernels) == 4
     assert {*ended} == {*range(6)}  # three at each go
     assert bundle.take(path.with_name("results.json"))[:2] == taken
 
@@ -425,7 +425,7 @@ def test_a_void_entry_is_measured_again_where_a_bundle_goes_on(
     bundle.pack([name, make_run(spec, TWICE)], path)
 
     def verdict(spec: Spec, program: Program) -> Measured | Unmeasured:
-        return Unmeasured(reason="it rained") if len(gpu.programs) == 1 else measured(spec, program)
+        return Unmeasured(reason="it rained") if len(gpu.kernels) == 1 else measured(spec, program)
 
     gpu.verdict, gpu.cut_at = verdict, 2
     with pytest.raises(Cut):
@@ -559,7 +559,7 @@ def test_a_schedule_that_is_none_of_quacks(
     edit(path, lambda data: entry_of(data).update(quack=quack))
     with pytest.raises(InvalidInput, match=words) as refused:
         measure(path)
-    assert "again" in str(refused.value) and not gpu.programs
+    assert "again" in str(refused.value) and not gpu.kernels
 
 
 # what home refuses

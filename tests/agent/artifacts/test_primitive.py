@@ -133,11 +133,11 @@ def test_a_merged_one_is_played_back_and_not_merged_again(
     """Its functions are verified again, in a frame that has not the vocabulary's own. Of the recording one
     comma is changed: else what runs would be the merged module's text, which this session's audit takes for a
     candidate that was let out."""
-    kept = accept.recording("softplus", raw=True)
+    kept = accept.recording("softplus", edited=True)
     (changed := tmp_path / kept.name).write_text(
         kept.read_text().replace("exp(-abs(x)), in", "exp(-abs(x)) in")
     )
-    monkeypatch.setattr(accept, "recording", lambda name, raw=False: changed)
+    monkeypatch.setattr(accept, "recording", lambda name, edited=False: changed)
     monkeypatch.chdir(ROOT)
     found = CliRunner().invoke(app, ["primitive", "softplus", "--provider", "replay"])
     assert found.exit_code == OK, found.output

@@ -26,6 +26,7 @@ from coda_agent.agent.artifacts import bundle
 from coda_agent.agent.artifacts.accept import accept
 from coda_agent.agent.run import history, improve, runs
 from coda_agent.agent.run.loop import Loop, Outcome, standing
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.errors import InvalidInput
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Program
@@ -59,16 +60,16 @@ class Gpu:
     def __init__(self, *faster: bool):
         self.faster = list(faster)
         self.kept: list[Incumbent | None] = []
-        self.programs: list[Program] = []
+        self.kernels: list[KernelSource] = []
 
     def __call__(
-        self, spec: Spec, program: Program, keep: object, kept: Incumbent | None, raw: str
+        self, spec: Spec, kernel: KernelSource, keep: object, kept: Incumbent | None
     ) -> Measured | Rejected:
         self.kept.append(kept)
-        self.programs.append(program)
+        self.kernels.append(kernel)
         if kept and not self.faster.pop(0):
             return Rejected(gate="decision", code="no_faster", message="no case is faster beyond doubt")
-        return measured(spec, program)
+        return measured(spec, kernel.program)
 
 
 def author(
@@ -84,15 +85,15 @@ def test_what_beats_the_kept_kernel_is_kept(toy: Path) -> None:
     with run.journal:
         outcome, provider, notes = author(run, ["none", GOOD, scheduled(16), scheduled(32)], gpu, 2)
         assert isinstance(outcome.report, Accepted) and outcome.authorship.attempts == 3
-        assert outcome.program is not None and outcome.program.schedule == {0: Schedule(swizzle=16)}
+        assert outcome.kernel is not None and outcome.kernel.program.schedule == {0: Schedule(swizzle=16)}
         assert standing(run.journal, run.spec) == outcome and outcome.usage.input_tokens == 4 * 100
         assert notes.attempts == [1, 2, 3, 4]
         assert notes.reports == ["rejected", "accepted", "accepted", "rejected"]
     first, second, third = gpu.kept
     assert first is None and second is not None and third is not None
-    assert (second.program, third.program) == tuple(gpu.programs[:2])
+    assert (second.kernel, third.kernel) == tuple(gpu.kernels[:2])
     assert second.schedules["large"] == {0: Schedule(256, 128, False)}
-    assert [len(p.schedule) for p in gpu.programs] == [0, 1, 1]
+    assert [len(k.program.schedule) for k in gpu.kernels] == [0, 1, 1]
     (found,) = history.past()
     assert (found.status, found.attempts) == ("accepted", 4)
 
@@ -145,7 +146,7 @@ def test_a_schedule_before_the_first_acceptance_is_not_looked_at(toy: Path) -> N
     run = runs.start(toy, HEADER)
     with run.journal:
         outcome, _, _ = author(run, [scheduled(5)], Gpu(), 0)
-    assert outcome.program is not None and outcome.program.schedule == {}
+    assert outcome.kernel is not None and outcome.kernel.program.schedule == {}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_a_change_travels_with_what_it_has_to_beat(
     )
     tuned = {case: {0: Schedule(256, 128, False)} for case in ("large", "wide")}
     raced = [Schedule(256, 128, False), Schedule(swizzle=16)]
-    assert seen["kept"] == Incumbent(first, tuned, {case: {0: raced} for case in tuned})
+    assert seen["kept"] == Incumbent(KernelSource(first), tuned, {case: {0: raced} for case in tuned})
     assert seen["program"].schedule == {0: Schedule(swizzle=16)}
     lacking = json.loads((tmp_path / "bundle.json").read_text())
     del lacking["entries"][0]["kept"]["schedules"]["wide"]

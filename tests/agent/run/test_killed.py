@@ -29,6 +29,7 @@ from coda_agent.agent.cli.exit_codes import OK
 from coda_agent.agent.run import budget, runs
 from coda_agent.agent.run.journal import Event, glance
 from coda_agent.agent.run.loop import standing
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.gates import identity
 from coda_agent.verifier.report import Accepted, Measured, Rejected
@@ -147,7 +148,7 @@ def results(name: str, attempt: int, path: Path) -> list[str]:
     seen, spec = runs.look(name)
     judged = next(e.payload for e in seen.events() if e.key == f"report/{attempt}")
     program = Program.from_json(judged["program"], spec.signature())
-    own = identity(spec, program, judged["raw"])
+    own = identity(spec, KernelSource(program, edited=judged.get("raw") or None))
     found: Measured | Rejected = measured(spec, program).model_copy(update={"identity": own})
     if attempt > 1:
         found = Rejected(gate="decision", code="no_faster", message="no case is faster beyond doubt")
@@ -195,7 +196,8 @@ def test_an_edit_killed_at_every_event(
     assert done.returncode == OK and "attempt 3: rejected" in done.stdout, done.stderr
     assert kept(name) == [*kills.done, "answer/3", "report/3"] and not hands.exists()
     outcome = standing(*runs.look(name))
-    assert outcome is not None and isinstance(outcome.report, Accepted) and outcome.raw == "# an edit\n"
+    assert outcome is not None and isinstance(outcome.report, Accepted)
+    assert outcome.kernel is not None and outcome.kernel.edited == "# an edit\n"
     # Two reservations of each turn's three were lost, and of the failed request's; it was paid for thrice.
     lost, paid = (2 + 2 + 2) * RESERVED, 3 * FAILED.total + 2 * USAGE.total
     assert (spent(name).uncertain_tokens, spent(name).tokens) == (lost, lost + paid)

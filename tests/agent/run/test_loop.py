@@ -78,7 +78,7 @@ def test_checked_on_the_first_attempt(begin: Callable[..., runs.Run]) -> None:
         outcome = Loop(run.journal, run.spec, setup.work_of(run), Scripted([GOOD]), notes).run()
     assert isinstance(outcome.report, Checked) and outcome.source == TOY_KERNEL
     assert [g.gate for g in outcome.report.gates] == ["trace", "contract", "interpret", "compile"]
-    assert outcome.program is not None and outcome.program.hash == outcome.report.identity.program_hash
+    assert outcome.kernel is not None and outcome.kernel.program.hash == outcome.report.identity.program_hash
     assert outcome.authorship.author == "Ada via a script" and outcome.authorship.attempts == 1
     assert outcome.usage == USAGE
     assert (notes.attempts, notes.reports) == ([1], ["checked"])
@@ -129,7 +129,7 @@ def test_attempts_are_used_up(begin: Callable[..., runs.Run]) -> None:
     with run.journal:
         outcome = author(run, provider, attempts=2)
         assert isinstance(outcome.report, Rejected) and outcome.report.gate == "interpret"
-        assert outcome.source == UNSCALED and outcome.program is None
+        assert outcome.source == UNSCALED and outcome.kernel is None
         assert outcome.authorship.attempts == 2 and outcome.usage == USAGE + USAGE
         assert len(provider.asked) == 2
         assert standing(run.journal, run.spec) == outcome
@@ -191,7 +191,7 @@ def test_an_edited_text_is_the_same_but_for_comments_and_space(other: str, same:
 
 def awaiting(run: runs.Run) -> Outcome:
     outcome = author(run, Scripted([GOOD]))
-    assert isinstance(outcome.report, Checked) and outcome.program is not None
+    assert isinstance(outcome.report, Checked) and outcome.kernel is not None
     return outcome
 
 
@@ -202,11 +202,11 @@ def record(run: runs.Run, found: Measured | Rejected) -> None:
 def test_a_recorded_measurement_carries_the_run_on(begin: Callable[..., runs.Run]) -> None:
     run = begin()
     with run.journal:
-        program = awaiting(run).program
-        assert program is not None
-        record(run, measured(run.spec, program))
+        kernel = awaiting(run).kernel
+        assert kernel is not None
+        record(run, measured(run.spec, kernel.program))
         outcome = author(run, Scripted([]))  # asks nobody
-        assert isinstance(outcome.report, Accepted) and outcome.program == program
+        assert isinstance(outcome.report, Accepted) and outcome.kernel == kernel
 
 
 def test_a_recorded_rejection_is_fed_back(begin: Callable[..., runs.Run]) -> None:

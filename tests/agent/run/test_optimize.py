@@ -35,6 +35,7 @@ from coda_agent.agent.run.optimize import base
 from coda_agent.agent.run.task import Measure
 from coda_agent.agent.tips.lessons import changed, learned
 from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.errors import Absent, InvalidInput, Refused
@@ -74,10 +75,10 @@ def spec(runs_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return path
 
 
-def compiled(program: Program, sizes: object, schedules: object = (), raw: str = "") -> object:
-    if "BAD" in raw:
+def compiled(kernel: KernelSource, sizes: object, schedules: object = ()) -> object:
+    if "BAD" in (kernel.edited or ""):
         raise CompileError("nothing is named 'BAD' here", "language", 7)
-    return resources(program)
+    return resources(kernel.program)
 
 
 def program(spec: Path) -> Program:
@@ -92,9 +93,9 @@ def start(spec: Path, **header: Any) -> runs.Run:
     return runs.start(spec, HEADER | {"optimizes": "toy"} | header)
 
 
-def faster(spec: Spec, program: Program, raw: str) -> Measured:
+def faster(spec: Spec, kernel: KernelSource) -> Measured:
     """What the GPU gates say of an edit that is right and beats the kernel before."""
-    found = measured(spec, program)
+    found = measured(spec, kernel.program)
     rows = tuple(
         t.model_copy(
             update={
@@ -106,7 +107,8 @@ def faster(spec: Spec, program: Program, raw: str) -> Measured:
         )
         for t in found.timings
     )
-    update = {"identity": identity(spec, program, raw), "timings": rows, "rival": lower(program).hash}
+    rival = lower(kernel.program).hash
+    update = {"identity": identity(spec, kernel), "timings": rows, "rival": rival}
     return found.model_copy(update=update)
 
 
@@ -118,13 +120,13 @@ class Gpu:
     """Stands in for the GPU gates; what it was given to measure, and to beat."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Program, Incumbent | None, str]] = []
+        self.seen: list[tuple[KernelSource, Incumbent | None]] = []
 
     def __call__(
-        self, spec: Spec, program: Program, keep: object, kept: Incumbent | None, raw: str
+        self, spec: Spec, kernel: KernelSource, keep: object, kept: Incumbent | None
     ) -> Measured | Rejected:
-        self.seen.append((program, kept, raw))
-        return faster(spec, program, raw)
+        self.seen.append((kernel, kept))
+        return faster(spec, kernel)
 
 
 def author(run: runs.Run, answers: list[str], gpu: Measure | None = None, improve: int = 0) -> Outcome:
@@ -192,9 +194,9 @@ def test_an_edit_that_is_no_faster_teaches_what_to_leave_alone(spec: Path) -> No
     ideas = [edit(spec, idea) for idea in ("slower", "quicker", "quickest")]
 
     def judge(
-        spec: Spec, program: Program, keep: object, kept: Incumbent | None, raw: str
+        spec: Spec, kernel: KernelSource, keep: object, kept: Incumbent | None
     ) -> Measured | Rejected:
-        return no_faster() if raw in (ideas[0], ideas[2]) else faster(spec, program, raw)
+        return no_faster() if kernel.edited in (ideas[0], ideas[2]) else faster(spec, kernel)
 
     for count, kept in ((1, editable(program(spec))), (3, ideas[1])):
         run = start(spec)
@@ -210,10 +212,11 @@ def test_an_edit_is_measured_against_the_kernel_that_it_was_made_from(spec: Path
     with run.journal:
         outcome = author(run, [fenced(edit(spec))], gpu)
         assert isinstance(outcome.report, Accepted) and outcome.report.identity.raw
-        assert outcome.raw == edit(spec) and standing(run.journal, run.spec) == outcome
-    ((measured_program, kept, raw),) = gpu.seen
-    assert kept is not None and kept.program == program(spec) == measured_program and not kept.raw
-    assert kept.schedules["large"] == {0: Schedule(256, 128, False)} and raw == edit(spec)
+        assert standing(run.journal, run.spec) == outcome
+    ((kernel, kept),) = gpu.seen
+    assert outcome.kernel == kernel == KernelSource(program(spec), edited=edit(spec))
+    assert kept is not None and kept.kernel == KernelSource(program(spec))
+    assert kept.schedules["large"] == {0: Schedule(256, 128, False)}
     assert kept.finalists["large"][0][1] == Schedule(swizzle=16)
 
 
@@ -221,7 +224,7 @@ def test_the_next_round_has_to_beat_the_edit(spec: Path) -> None:
     run, gpu = start(spec), Gpu()
     with run.journal:
         author(run, [fenced(edit(spec)), fenced(edit(spec, "quickest"))], gpu, improve=1)
-    assert [kept.raw for _, kept, _ in gpu.seen if kept] == ["", edit(spec)]
+    assert [kept.kernel.edited for _, kept in gpu.seen if kept] == [None, edit(spec)]
 
 
 def test_what_does_not_compile_is_told_with_its_line(spec: Path) -> None:
@@ -239,7 +242,7 @@ def test_the_author_may_set_schedules(spec: Path) -> None:
     with run.journal:
         answer = fenced(edit(spec)) + '\n```json\n{"0": {"swizzle": 4}}\n```\n'
         outcome = author(run, [answer])
-    assert outcome.program is not None and outcome.program.schedule == {0: Schedule(swizzle=4)}
+    assert outcome.kernel is not None and outcome.kernel.program.schedule == {0: Schedule(swizzle=4)}
 
 
 def test_the_kernel_it_starts_from_is_that_of_the_runs_first_moment(spec: Path) -> None:
@@ -269,9 +272,9 @@ def test_two_machines(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {(0, s) for s in (*PROBES, Schedule(swizzle=16), Schedule(256, 128, False))} <= set(wanted)
     seen: dict[str, Any] = {}
 
-    def measure(spec: Spec, program: Program, options: Options, **given: Any) -> Measured:
-        seen.update(given)
-        return faster(spec, program, given["raw"])
+    def measure(spec: Spec, kernel: KernelSource, options: Options, **given: Any) -> Measured:
+        seen.update(given | {"edited": kernel.edited})
+        return faster(spec, kernel)
 
     monkeypatch.setattr("coda_agent.verifier.measure.measure", measure)
     quiet = lambda name: lambda gate, words: None  # noqa: E731
@@ -304,19 +307,19 @@ def test_accepting_takes_a_person_who_has_looked(spec: Path, tmp_path: Path) -> 
     assert "raw CuTeDSL" in accept.message(outcome.report, outcome.authorship)  # type: ignore[arg-type]
     beside = accept.KERNELS / "toy.yaml"
     beside.write_text(spec.read_text())
-    assert problems("toy", accept.KERNELS, accept.KERNELS, raw=True) == []
+    assert problems("toy", accept.KERNELS, accept.KERNELS, edited=True) == []
     assert problems("toy", accept.KERNELS, accept.KERNELS) == []
     assert len(read(accept.KERNELS, accept.RECORDINGS).runs) == 1  # an edit is counted apart
 
-    assert base(load(spec)).raw == edit(spec)  # the next edit starts from this one
+    assert base(load(spec)).kernel.edited == edit(spec)  # the next edit starts from this one
     replay = start(spec, provider="replay")
     with replay.journal:
         rival = setup.work_of(replay).rival()
-        assert rival is not None and not rival.raw  # as the run that it plays back began
+        assert rival is not None and rival.kernel.edited is None  # as the run that it plays back began
     own = accept.KERNELS / "toy.report.json"
     report = json.loads(own.read_text())
     own.write_text(json.dumps(report | {"date": "2099-01-01T00:00:00+00:00"}))
-    assert base(load(spec)).raw == ""  # until the program was measured again
+    assert base(load(spec)).kernel.edited is None  # until the program was measured again
 
 
 @pytest.mark.parametrize(
@@ -334,7 +337,7 @@ def test_evidence_for_another_edit_is_none(spec: Path, name: str, old: str, new:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new).replace("2.21,", "1.9,").replace("2.19,", "1.9,"))
-    found = problems("toy", accept.KERNELS, accept.KERNELS, raw=True)
+    found = problems("toy", accept.KERNELS, accept.KERNELS, edited=True)
     assert any(words in problem for problem in found), found
 
 
@@ -346,7 +349,7 @@ def test_evidence_says_what_an_edit_has_beaten(spec: Path) -> None:
     first, *others = report["timings"]
     for less in ({"rival": ""}, {"timings": [first | {"kept_schedules": {}}, *others]}):
         path.write_text(json.dumps(report | less))
-        (problem,) = problems("toy", accept.KERNELS, accept.KERNELS, raw=True)
+        (problem,) = problems("toy", accept.KERNELS, accept.KERNELS, edited=True)
         assert UNTOLD in problem
 
 
@@ -367,6 +370,6 @@ def test_the_command(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_lowering_takes_the_text_as_it_is(spec: Path) -> None:
     own, plain = lower(program(spec)), editable(program(spec))
-    first, second = lower(program(spec), plain), lower(program(spec), plain + "\n")
-    assert first.text == plain and first.raw and [g.name for g in first.gemms] == ["Step0"]
+    first, second = (KernelSource(program(spec), edited=text).lowered for text in (plain, plain + "\n"))
+    assert first.text == plain and first.edited and [g.name for g in first.gemms] == ["Step0"]
     assert len({own.hash, first.hash, second.hash}) == 3 and own.text != plain

@@ -22,6 +22,7 @@ from coda_agent.agent.cli.main import app
 from coda_agent.agent.run.optimize import _counted
 from coda_agent.agent.show import counters
 from coda_agent.agent.show.counters import Counters, Export
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.errors import InvalidInput
@@ -116,7 +117,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def found(path: Path, program: Program = PROGRAM) -> tuple[Counters, ...]:
-    return counters.counters(program, counters.read(path), SIZES)
+    return counters.counters(KernelSource(program), counters.read(path), SIZES)
 
 
 def test_a_raw_page(path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_details_page(path: Path) -> None:
         row("Command line profiler metrics", "dram__bytes_read.sum", "byte", "1,000"),
     ]
     path.write_text("\n".join(rows))
-    (step,) = counters.counters(PROGRAM, counters.read(path))
+    (step,) = counters.counters(KernelSource(PROGRAM), counters.read(path))
     assert step.values == {"time": pytest.approx(1.5e-3), "sm": 61.5, "registers": 168, "read": 1000}
     assert step.floor is None and "roofline" not in counters.words([step])
 
@@ -172,7 +173,7 @@ def test_a_details_page(path: Path) -> None:
 def test_steps_are_told_apart_and_another_lowering_is_named(path: Path) -> None:
     program = two_steps()
     path.write_text(raw(["Step1_0123456789ab", "Step0", "Step1_0123456789ab"], said=""))
-    zero, one = counters.counters(program, counters.read(path))
+    zero, one = counters.counters(KernelSource(program), counters.read(path))
     assert (zero.kernel, zero.launches, one.kernel, one.launches) == ("Step0", 1, "Step1", 2)
     assert zero.other_text and one.other_text and "of another lowering" in counters.words([one])
 
@@ -213,7 +214,7 @@ def test_what_is_asked_for_is_what_is_read() -> None:
     asked = counters.wanted()
     assert len(asked) == len(set(asked)) and "gpu__time_duration.sum" in asked
     launch = (mangled("Step0"), dict.fromkeys(asked, 1.0))
-    (step,) = counters.counters(PROGRAM, Export(Path("x"), None, None, (launch,)))
+    (step,) = counters.counters(KernelSource(PROGRAM), Export(Path("x"), None, None, (launch,)))
     assert set(step.values) == set(counters.METRICS) and len(step.stalls) + len(step.values) == len(asked)
 
 
@@ -289,8 +290,8 @@ def test_what_is_counted_says_its_schedules(
     """The line that the launching command prints is the one that is read."""
 
     class Plan:
-        def __init__(self, program: Program, sizes: Any, schedules: Any, raw: str = ""):
-            self.lowered = lower(program, raw)
+        def __init__(self, kernel: KernelSource, sizes: Any):
+            self.lowered = kernel.lowered
 
         def outputs(self) -> dict[str, Any]:
             return {}
@@ -336,19 +337,19 @@ def test_counters_of_another_schedule_than_the_reports_say_so(path: Path, kernel
 def test_an_author_is_not_given_counters_of_another_schedule(path: Path, kernel: Path) -> None:
     spec = load(SPECS / "gemm_swiglu_bwd.yaml", check=False)
     counted_on(path, tuned_there("1B"))
-    told = _counted(spec, ACCEPTED, path.parent, "")
+    told = _counted(spec, KernelSource(ACCEPTED), path.parent)
     assert f"| schedule | {counters.spelled(tuned_there('1B')[0])} | – |" in told
     counted_on(path, OTHER)
-    assert _counted(spec, ACCEPTED, path.parent, "") == ""
+    assert _counted(spec, KernelSource(ACCEPTED), path.parent) == ""
     path.write_text(raw(launched(ACCEPTED)))
-    told = _counted(spec, ACCEPTED, path.parent, "")
+    told = _counted(spec, KernelSource(ACCEPTED), path.parent)
     assert "| schedule | not said by this export: it may be another than the report's | – |" in told
 
 
 # ── Edited texts, and the command that counts ─────────────────────────────────────────────────────────────
 
 EDITED = editable(PROGRAM)
-TEXT = lower(PROGRAM, EDITED)
+TEXT = KernelSource(PROGRAM, edited=EDITED).lowered
 
 
 def edited_export(text: str = TEXT.hash[:12], module: str = TEXT.module) -> str:
@@ -361,16 +362,17 @@ def test_an_edited_texts_export_is_its_own(path: Path) -> None:
     path.write_text(edited_export())
     export = counters.read(path)
     assert (export.program, export.case) == ("gemm_swiglu_bwd.raw", "1B square")
-    step, finish = counters.counters(PROGRAM, export, SIZES, EDITED)
+    step, finish = counters.counters(KernelSource(PROGRAM, edited=EDITED), export, SIZES)
     assert (step.kernel, step.launches, step.other_text) == ("Step0", 2, False)
     assert finish.kernel.startswith("Finish") and finish.launches == 1
     with pytest.raises(InvalidInput, match="is of gemm_swiglu_bwd.raw, not gemm_swiglu_bwd;"):
-        counters.counters(PROGRAM, export, SIZES)
+        counters.counters(KernelSource(PROGRAM), export, SIZES)
     path.write_text(edited_export("0123456789ab"))
-    assert all(c.other_text for c in counters.counters(PROGRAM, counters.read(path), SIZES, EDITED))
+    edited = KernelSource(PROGRAM, edited=EDITED)
+    assert all(c.other_text for c in counters.counters(edited, counters.read(path), SIZES))
     path.write_text(raw(launched(PROGRAM), said=""))
     with pytest.raises(InvalidInput, match="of no kernel of this program"):
-        counters.counters(PROGRAM, counters.read(path), SIZES, EDITED)
+        counters.counters(KernelSource(PROGRAM, edited=EDITED), counters.read(path), SIZES)
 
 
 def test_the_command_and_an_author_find_an_edited_texts_export_beside_it(
@@ -389,22 +391,23 @@ def test_the_command_and_an_author_find_an_edited_texts_export_beside_it(
     data = json.loads(CliRunner().invoke(app, ["show", str(kernel), *options]).output)
     assert [c["kernel"] for c in data["counters"]][0] == "Step0"
     path.unlink()  # the export of the program's own text
-    assert "Step0, median of 2 launches" in _counted(spec, PROGRAM, path.parent, EDITED)
-    assert _counted(spec, PROGRAM, path.parent, "") == ""
+    assert "Step0, median of 2 launches" in _counted(spec, KernelSource(PROGRAM, edited=EDITED), path.parent)
+    assert _counted(spec, KernelSource(PROGRAM), path.parent) == ""
 
 
 def test_the_filter_takes_the_names_of_kernels_as_they_are_compiled() -> None:
     """In the objects themselves, of a program's own text and of an edited one."""
     program = BACKWARD.program
     text, sizes, (probe, *_) = editable(program), {dim: 256 for dim in program.signature.dims}, PROBES
-    report(program, sizes, (probe,), text)
-    lowered = lower(program, text)
+    kernel = KernelSource(program, edited=text)
+    report(kernel, sizes, (probe,))
+    lowered = kernel.lowered
     wanted = Wanted(lowered, lowered.gemms[0], probe, sizes)
     # Of sections: elsewhere the host's compiler may cut a name into vectors as wide as this processor's.
     names = set(re.findall(rb"\.text\.(kernel_cutlass_\w+)", wanted.path().read_bytes()))
     assert names and all(re.search(command.OURS.removeprefix("regex:").encode(), name) for name in names)
     export = Export(Path("x"), None, None, tuple((name.decode(), {"a__b": 1.0}) for name in names))
-    assert [c.kernel for c in counters.counters(program, export, sizes, text)] == ["Step0"]
+    assert [c.kernel for c in counters.counters(kernel, export, sizes)] == ["Step0"]
     assert re.search(command.OURS.removeprefix("regex:"), mangled("Step0"))
 
 

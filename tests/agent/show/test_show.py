@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 
 from coda_agent.agent.show import Shown, explain
 from coda_agent.primitives.compiler.cubin import Resources
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import interpret, torch_dtype
 from coda_agent.primitives.lang.ir import Program, Signature
 from coda_agent.primitives.lang.schedule import Schedule
@@ -218,7 +219,7 @@ def printed(what: RenderableType) -> str:
 
 def test_render_shows_steps_resources_and_floors() -> None:
     program = of_spec("gemm_swiglu_bwd")
-    text = printed(Shown(program, resources=[STEP, VECTOR], sizes=CASES).render())
+    text = printed(Shown(KernelSource(program), resources=[STEP, VECTOR], sizes=CASES).render())
     assert text.startswith("gemm_swiglu_bwd")
     assert "bf16 [M, 2*F]" in text  # brackets are no markup
     assert re.search(r"Step0 +│ 128x128 pingpong 2x1 +│ +168 │ +80 │ +5/2/4 │ +3/4 │ +16 │ +7/8 │", text)
@@ -228,7 +229,7 @@ def test_render_shows_steps_resources_and_floors() -> None:
     assert row in [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()]
     assert text.count("vectors after 0") == 2
     assert "cutlass" not in text
-    bare = printed(Shown(program).render())
+    bare = printed(Shown(KernelSource(program)).render())
     assert "roofline" not in bare and "resources" not in bare
 
 
@@ -236,21 +237,21 @@ def test_cutedsl_is_the_lowered_text_on_request() -> None:
     from coda_agent.primitives.compiler.lower import lower
 
     program = two_steps()
-    text = printed(Shown(program, cutedsl=True).render())
+    text = printed(Shown(KernelSource(program), cutedsl=True).render())
     assert "class Step1_" in text and "epi_visit_subtile" in text
-    assert Shown(program, cutedsl=True).to_dict()["cutedsl"] == lower(program).text
+    assert Shown(KernelSource(program), cutedsl=True).to_dict()["cutedsl"] == lower(program).text
 
 
 def test_as_dict_is_json_with_the_same_figures() -> None:
     program = of_spec("gemm_swiglu_bwd")
-    data = json.loads(json.dumps(Shown(program, "named", [STEP], CASES).to_dict()))
+    data = json.loads(json.dumps(Shown(KernelSource(program), "named", [STEP], CASES).to_dict()))
     assert (data["spec"], data["program"], data["cutedsl"]) == ("named", program.hash, None)
     assert data["resources"][0]["registers"] == 168
     assert data["roofline"]["1B"]["steps"][0]["reads"]["z"] == 369_098_752
     assert data["steps"][0]["lines"][0] == {"verb": "load", "text": "dy", "tensor": "bf16 [M, D]"}
-    assert Shown(program).to_dict()["resources"] is None
+    assert Shown(KernelSource(program)).to_dict()["resources"] is None
 
 
 def test_a_case_that_lacks_a_dim_is_refused() -> None:
     with pytest.raises(ValueError, match="F is missing"):
-        Shown(of_spec("gemm_swiglu_bwd"), sizes={"half": {"M": 8, "D": 8}}).render()
+        Shown(KernelSource(of_spec("gemm_swiglu_bwd")), sizes={"half": {"M": 8, "D": 8}}).render()

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from cheats.child import children
 from coda_agent.primitives import raw
-from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lowered import GemmKernel, VectorKernel
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -26,7 +26,7 @@ SMALL = Schedule(128, 128, False, 1, 1)
 
 def compiled(work: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """One kernel of the text, on a schedule that compiles soonest."""
-    lowered = lower(Program.from_json(work["program"]), work["text"])
+    lowered = KernelSource(Program.from_json(work["program"]), edited=work["text"]).lowered
     kernels: list[GemmKernel | VectorKernel] = [*lowered.gemms, *lowered.vectors]
     kernel = next(k for k in kernels if k.name == work["kernel"])
     schedule = SMALL if isinstance(kernel, GemmKernel) else None

@@ -16,6 +16,7 @@ from kernels import EXAMPLES, QK_NORM, ROPE, signature, source, tensor, trace
 
 from coda_agent.agent.artifacts import bundle
 from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES, choices, fits, operand_stages, probes
 from coda_agent.primitives.lang.ir import Program
@@ -165,7 +166,8 @@ def test_the_compile_gate_tells_which_schedule_it_left_out(
 ) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))  # nothing is there yet
     figures: dict[str, Any] = {}
-    compile_gate(crowded_spec(), ROOMY["three double loads, two double stores"], PROBES, figures)
+    kernel = KernelSource(ROOMY["three double loads, two double stores"])
+    compile_gate(crowded_spec(), kernel, PROBES, figures)
     assert [(k["tile"], k["pingpong"]) for k in figures["kernels"]] == [("128x128", True)]
     assert "not compiled for 256x128" in figures["findings"][0]
 
@@ -179,11 +181,11 @@ def test_a_program_that_no_tile_has_room_for_is_refused_in_words_for_its_author(
     declared, text = FULL
     program, lines = trace_lines(source(declared, *text), declared)
     with pytest.raises(CompileError, match="return fewer tiles") as refused:
-        report(program, {})
+        report(KernelSource(program), {})
     words = str(refused.value)
     assert "\n" not in words and "reads 6 tiles (i0, i1, i2, i3, i4, i5) and stores 6 tiles (o0," in words
     with pytest.raises(Failed, match="split the work over two kernels") as failed:
-        compile_gate(crowded_spec(), program, PROBES, {}, lines)
+        compile_gate(crowded_spec(), KernelSource(program), PROBES, {}, lines)
     assert (failed.value.code, failed.value.line) == ("shared_memory", 7)
 
 
@@ -199,16 +201,16 @@ def test_each_set_of_static_dims_is_compiled_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("coda_agent.primitives.runtime.compile.report", compiled)
     figures: dict[str, Any] = {}
-    compile_gate(spec, program, PROBES, figures)
+    compile_gate(spec, KernelSource(program), PROBES, figures)
     assert asked == [{"P": 32}, {"P": 64}] and [k["static"] for k in figures["kernels"]] == asked
     asked.clear()
-    compile_gate(crowded_spec(), GATED, PROBES, figures)
+    compile_gate(crowded_spec(), KernelSource(GATED), PROBES, figures)
     assert asked == [{}] and "static" not in figures["kernels"][0]
 
 
 def test_the_gates_of_a_gpu_try_what_the_compile_gate_does() -> None:
     spec, program = load(SPECS / "gemm_rmsnorm.yaml", check=False), ROOMY["six and six"]
-    session = _Session(spec, program, Options(), Gates(silent), None, {}, None, "")
+    session = _Session(spec, KernelSource(program), Options(), Gates(silent), None, {}, None)
     assert all(job.schedules == ({0: PINGPONG},) for job in session._small())
     tuned = [{0: COOPERATIVE}, {0: Schedule(128, 160)}]
     assert all(job.schedules == ({0: Schedule(128, 160)},) for job in session._small(tuned))
@@ -221,8 +223,7 @@ def test_a_bundle_holds_objects_of_what_is_tried_there(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr("coda_agent.primitives.raw.packed", lambda lowered: {})
     spec = load(SPECS / "gemm_rmsnorm.yaml", check=False)
-    monkeypatch.setattr(Program, "from_json", lambda text, signature: ROOMY["six and six"])
-    bundle._objects(spec, "", "# edited", None)
+    bundle._objects(spec, KernelSource(ROOMY["six and six"], edited="# edited"), None)
     assert (0, PINGPONG) in wanted and (0, COOPERATIVE) not in wanted
 
 
@@ -241,13 +242,14 @@ def test_a_bundle_holds_objects_of_all_that_the_kernel_before_may_be_tuned_to(
     cases = {case.name: {0: known} for case in spec.cases if case.bench}
     program = Program.from_json(text, spec.signature())
     said: list[str] = []
-    kept = Incumbent(program, {}, cases)
-    bundle._objects(spec, text, editable(program), kept, lambda gate, words: said.append(words))
+    kept = Incumbent(KernelSource(program), {}, cases)
+    edited = KernelSource(program, edited=editable(program))
+    bundle._objects(spec, edited, kept, lambda gate, words: said.append(words))
     assert [words.partition(":")[0] for words in said] == [f"gemm_relu2, case {c.name}" for c in spec.cases]
     schedules = {schedule for _, schedule in wanted}
     assert {*known} <= schedules
     assert any(s.split for s in schedules) and any(s.tile_m == s.tile_n == 64 for s in schedules)
     wanted.clear()
-    edit = Incumbent(program, {}, cases, raw=editable(program))
-    bundle._objects(spec, text, editable(program), edit)  # an edit before it races what it was raced on alone
+    # An edit before it races what it was raced on alone.
+    bundle._objects(spec, edited, Incumbent(edited, {}, cases))
     assert not any(schedule.split for _, schedule in wanted)

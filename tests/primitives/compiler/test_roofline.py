@@ -14,6 +14,7 @@ import torch
 from checkout import ROOT
 from operators import BODIES, kernel, of_spec, tensor, two_steps, widths
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.roofline import roofline
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import Signature
@@ -257,7 +258,7 @@ def test_counts_the_bytes_that_launches_are_given(
     program = PROGRAMS[name]
     program = program._replace(schedule=dict.fromkeys(range(2 if name == "two" else 1), schedule))
     sizes = {d: RAGGED[d] for d in program.signature.dims}
-    plan = Plan(program, sizes, program.schedule, "cpu")
+    plan = Plan(KernelSource(program, program.schedule), sizes, "cpu")
     inputs = {
         n: torch.empty([d(sizes) for d in t.shape], dtype=torch_dtype(t.dtype))
         for n, t in program.signature.inputs.items()

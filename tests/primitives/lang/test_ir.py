@@ -15,6 +15,7 @@ import pytest
 from checkout import ROOT
 from kernels import ACCUMULATE, BACKWARD, EXAMPLES, NORM, QK_NORM, signature, source, tensor, trace
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import MAX_BYTES, MAX_NODES, Node, Operation, Program, Signature, register
 from coda_agent.primitives.lang.schedule import Schedule
@@ -513,7 +514,7 @@ def test_reports_are_kept_by_program_not_by_text_alone(requests: list[str]) -> N
         made.append(trace(signature(inputs, {"o": tensor("M, N", dtype)}), "return {'o': gemm(x, w)}"))
     assert lower(made[0]).hash == lower(made[1]).hash
     for program in (*made, made[0]):
-        report(program, {"M": 8, "K": 8})  # of dims that are static, none
+        report(KernelSource(program), {"M": 8, "K": 8})  # of dims that are static, none
     assert len(requests) == 2
     assert [json.loads(r)["sizes"] for r in requests] == [{}, {}]
 
@@ -522,7 +523,7 @@ def test_reports_are_kept_by_the_sizes_of_static_dims(requests: list[str]) -> No
     from coda_agent.primitives.runtime.compile import report
 
     for p, m in ((16, 8), (32, 8), (16, 4096)):
-        report(QK_NORM.program, {"P": p, "M": m})
+        report(KernelSource(QK_NORM.program), {"P": p, "M": m})
     assert [json.loads(r)["sizes"] for r in requests] == [{"P": 16}, {"P": 32}]
 
 

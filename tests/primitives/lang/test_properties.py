@@ -21,6 +21,7 @@ from kernels import CHAIN, Tensors, run_lowered, signature, source, tensor
 from programs import Made, make, random_program
 
 from coda_agent import primitives
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
@@ -182,7 +183,8 @@ def test_random_programs_compile(nth: int, count: int) -> None:
     made = random_program(seed)
     program = made.trace()
     lowered = lower(program)
-    compiled = report(program, made.sizes(program, Random(seed), large=True))  # on the gate's own schedules
+    sizes = made.sizes(program, Random(seed), large=True)
+    compiled = report(KernelSource(program), sizes)  # on the gate's own schedules
     steps = [r for r in compiled if r.schedule]
     assert {r.kernel for r in steps} == {g.name for g in lowered.gemms}
     assert all(r.hgmma for r in steps)

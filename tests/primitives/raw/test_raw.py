@@ -14,7 +14,8 @@ import pytest
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError
 from coda_agent.primitives.compiler.jit import load_module
-from coda_agent.primitives.compiler.lower import device_source, editable, lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
+from coda_agent.primitives.compiler.lower import device_source, editable
 from coda_agent.primitives.compiler.lowered import Lowered, VectorKernel
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.raw import child
@@ -40,7 +41,7 @@ def edited(old: str = "", new: str = "") -> str:
 
 def refused(text: str) -> CompileError:
     with pytest.raises(CompileError) as caught:
-        report(PROGRAM, SIZES, ONE, text)
+        report(KernelSource(PROGRAM, edited=text), SIZES, ONE)
     return caught.value
 
 
@@ -51,15 +52,15 @@ def line_of(text: str, words: str) -> int:
 @pytest.fixture(scope="module")
 def built() -> Lowered:
     """The program's own text, compiled as if an author had given it back."""
-    lowered = lower(PROGRAM, editable(PROGRAM))
-    found = report(PROGRAM, SIZES, ONE, lowered.text)
+    lowered = KernelSource(PROGRAM, edited=editable(PROGRAM)).lowered
+    found = report(KernelSource(PROGRAM, edited=lowered.text), SIZES, ONE)
     assert [r.kernel for r in found] == raw.names(lowered)
     assert found[0].hgmma and found[0].stages and all(r.registers for r in found)
     return lowered
 
 
 def test_the_same_text_takes_the_same_resources(built: Lowered) -> None:
-    own, again = (report(PROGRAM, SIZES, ONE, text) for text in ("", built.text))
+    own, again = (report(KernelSource(PROGRAM, edited=text), SIZES, ONE) for text in ("", built.text))
     kept = ("schedule", "registers", "stack", "stages", "spill_loads", "hgmma", "tma_loads", "tma_stores")
     for mine, edit in zip(own, again, strict=True):
         assert [getattr(mine, name) for name in kept] == [getattr(edit, name) for name in kept]
@@ -75,13 +76,14 @@ def test_only_the_object_is_loaded(built: Lowered) -> None:
 
 def test_tuning_compiles_it_in_confinement_too(built: Lowered) -> None:
     wide = ONE[0]._replace(swizzle=2, evict_loads=True)
-    assert compile_all(PROGRAM, SIZES, [(0, wide)], built.text) == [True]
+    assert compile_all(KernelSource(PROGRAM, edited=built.text), SIZES, [(0, wide)]) == [True]
     assert raw.Wanted(built, built.gemms[0], wide, SIZES).path().exists()
-    assert compile_all(PROGRAM, SIZES, [(0, wide)], built.text.replace(LOOP, LOOP + "nowhere, ")) == [False]
+    wrong = KernelSource(PROGRAM, edited=built.text.replace(LOOP, LOOP + "nowhere, "))
+    assert compile_all(wrong, SIZES, [(0, wide)]) == [False]
 
 
 def test_another_text_is_another_object(built: Lowered) -> None:
-    other = lower(PROGRAM, built.text + "\n")
+    other = KernelSource(PROGRAM, edited=built.text + "\n").lowered
     paths = [raw.Wanted(each, each.gemms[0], ONE[0], SIZES).path() for each in (built, other)]
     assert paths[0].exists() and not paths[1].exists()
     again = raw.Wanted(built, built.gemms[0], ONE[0]._replace(swizzle=2), SIZES)
@@ -103,7 +105,11 @@ def test_an_objects_name_is_one_of_ours_to_the_end(
 def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of modules that the text before the edit does not import, too; of others it does not."""
     text = edited("import cutlass\n", "import cutlass\nfrom primitives.device.softplus import softplus\n")
-    before, plain = lower(PROGRAM, text).hash, lower(PROGRAM, editable(PROGRAM)).hash
+
+    def hash_of(text: str) -> str:
+        return KernelSource(PROGRAM, edited=text).lowered.hash
+
+    before, plain = hash_of(text), hash_of(editable(PROGRAM))
     usual = device_source
 
     def changed(name: str) -> str:
@@ -111,9 +117,9 @@ def test_an_edits_hash_holds_the_device_code_that_it_names(monkeypatch: pytest.M
             "coda_agent.primitives.compiler.lower.device_source",
             lambda m: usual(m) + ("# more\n" if m == name else ""),
         )
-        return lower(PROGRAM, text).hash
+        return hash_of(text)
 
-    assert changed("softplus") != before and lower(PROGRAM, editable(PROGRAM)).hash == plain
+    assert changed("softplus") != before and hash_of(editable(PROGRAM)) == plain
     assert changed("mainloop") != before and changed("heads") == before
 
 
@@ -122,7 +128,7 @@ def test_an_object_is_for_heads_of_one_width(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr("coda_agent.primitives.system.workers.run_all", lambda *given: [False])
     program = kernels.ROPE.program
-    lowered = lower(program, editable(program))
+    lowered = KernelSource(program, edited=editable(program)).lowered
     (kernel,) = lowered.gemms
     period = kernel.periods[0]
     vector = VectorKernel(0, "Finish", 0, (replace(kernel.arguments[0], period=period),))
@@ -258,7 +264,7 @@ def _forever() -> dict[str, object]:
 def test_its_machine_code_stands_beside_its_lines(built: Lowered) -> None:
     """Of an edited line too, and from a confined child."""
     text = built.text.replace(LOOP, f"        # nothing\n{LOOP}")
-    step, *vectors = disassemble(PROGRAM, SIZES, {0: ONE[0]}, text)
+    step, *vectors = disassemble(KernelSource(PROGRAM, {0: ONE[0]}, edited=text), SIZES)
     lines = step.lines()
     assert step.kernel == "Step0" and len(vectors) == len(built.vectors)
     assert all(line > line_of(text, "# nothing") for line, counts in lines.items() if counts["MUFU"])

@@ -22,11 +22,11 @@ from checkout import PYTHONPATH
 
 from coda_agent.primitives import raw
 from coda_agent.primitives.compiler.compile_error import CompileError
-from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.runtime.compile import _child, _environment
 from coda_agent.primitives.system.files import write_atomic
 from coda_agent.verifier.report import Checked, Rejected
-from coda_agent.verifier.verify import check_raw
+from coda_agent.verifier.verify import check_edited
 
 pytestmark = pytest.mark.slow
 
@@ -93,19 +93,19 @@ def test_the_honest_twin_is_checked_and_a_refusal_is_the_compile_gates(
     compiling: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coda_agent.verifier.verify.PROBES", (SMALL,))
-    report, program = check_raw(TWIN.spec, TWIN.program, TWIN.source)
+    report, program = check_edited(TWIN.spec, TWIN.program, TWIN.source)
     assert isinstance(report, Checked) and program == TWIN.program, report
     assert report.identity.raw and not report.gates[-1].findings
     monkeypatch.setattr("coda_agent.verifier.verify._interpret", lambda *program: None)  # as before
     cheat = CHEATS["host: a second launch"]
-    report, program = check_raw(TWIN.spec, TWIN.program, cheat.source)
+    report, program = check_edited(TWIN.spec, TWIN.program, cheat.source)
     assert isinstance(report, Rejected) and program is None
     assert not isinstance(cheat.ends, Contained)
     assert (report.gate, report.code) == (cheat.ends.gate, *cheat.ends.codes)
 
 
 def wanted(text: str) -> raw.Wanted:
-    lowered = lower(TWIN.program, text)
+    lowered = KernelSource(TWIN.program, edited=text).lowered
     return raw.Wanted(lowered, lowered.vectors[0], None, {})
 
 

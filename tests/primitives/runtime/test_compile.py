@@ -16,6 +16,7 @@ from kernels import BACKWARD, NORM, QK_NORM, ROPE, kernel_names, signature, tens
 
 from coda_agent.primitives.compiler.compile_error import CompileError, refusal
 from coda_agent.primitives.compiler.cubin import Resources, deepest_stack
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES, operand_stages
 from coda_agent.primitives.lang.ir import Program
@@ -71,7 +72,7 @@ def compiled(
     """Reports by kernel, of every kernel."""
     found: dict[str, list[Resources]] = {}
     gemms = {gemm.name: gemm for gemm in lower(program).gemms}
-    for resources in report(program, sizes, schedules):
+    for resources in report(KernelSource(program), sizes, schedules):
         found.setdefault(resources.kernel, []).append(resources)
         if resources.schedule and resources.stages:
             schedule = Schedule.from_json(resources.schedule)
@@ -102,12 +103,12 @@ def test_swiglu_backward(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(compiling, "_run_child", never)
-    assert list(report(BACKWARD.program, {}, PROBES[:1])) == [*step, *finish]
+    assert list(report(KernelSource(BACKWARD.program), {}, PROBES[:1])) == [*step, *finish]
 
 
 def test_both_launches_of_a_split_step_are_reported() -> None:
     split = Schedule(128, 128, True, 2, 2, split=True)
-    found = report(BACKWARD.program, {}, (split,))
+    found = report(KernelSource(BACKWARD.program), {}, (split,))
     assert [r.schedule for r in found if r.hgmma] == [s.to_json() for s in split.launches]
 
 
@@ -199,11 +200,11 @@ def test_tiles_that_heads_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(compiling, "_run_child", in_this_process)
     wanted = (Schedule(), Schedule(128, 192), Schedule(128, 208))
-    reports = {p: report(QK_NORM.program, {"P": p}, wanted) for p in (64, 96, 40)}
+    reports = {p: report(KernelSource(QK_NORM.program), {"P": p}, wanted) for p in (64, 96, 40)}
     assert {p: [r.schedule["tile_n"] for r in found if r.schedule] for p, found in reports.items()} == {
         64: [128], 96: [192], 40: [],
     }  # fmt: skip
-    (other,) = (r for r in report(QK_NORM.program, {"P": 96}, (Schedule(),)) if r.schedule)
+    (other,) = (r for r in report(KernelSource(QK_NORM.program), {"P": 96}, (Schedule(),)) if r.schedule)
     assert other.schedule and other.schedule["tile_n"] % 192 == 0  # none that was asked for fits
 
 
@@ -229,7 +230,7 @@ def play(script: Path, body: str) -> None:
 def test_the_compilers_words_are_kept_short(stand_in: Path) -> None:
     play(stand_in, "print('Warning: noise', file=sys.stderr)\nsys.exit('x' * 9000 + chr(10) + 'the reason')")
     with pytest.raises(CompileError) as caught:
-        report(NORM.program, {})
+        report(KernelSource(NORM.program), {})
     words = str(caught.value)
     assert words.endswith("the reason") and len(words) <= 1500 and "noise" not in words
     assert not (cache_dir() / "resources").exists()
@@ -274,14 +275,14 @@ def test_a_refusal_is_its_reason_and_the_lowered_line_and_nothing_of_this_machin
 def test_a_compiler_that_crashes_is_an_error_not_our_end(stand_in: Path) -> None:
     play(stand_in, "os.kill(os.getpid(), signal.SIGSEGV)")
     with pytest.raises(CompileError, match="died with status -11"):
-        report(NORM.program, {})
+        report(KernelSource(NORM.program), {})
 
 
 def test_a_compiler_that_hangs_is_ended(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
     play(stand_in, "time.sleep(60)")
     with pytest.raises(CompileError, match="did not finish in 1 s"):
-        report(NORM.program, {})
+        report(KernelSource(NORM.program), {})
 
 
 def test_the_compilers_environment_is_ours(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +293,7 @@ def test_the_compilers_environment_is_ours(stand_in: Path, monkeypatch: pytest.M
     request = "json.loads(sys.stdin.readline())"
     noted = f"json.dump([sys.argv, dict(os.environ), {request}], open({str(seen)!r}, 'w'))"
     play(stand_in, f"{noted}\nprint([], flush=True)")
-    assert report(NORM.program, {}) == ()
+    assert report(KernelSource(NORM.program), {}) == ()
     arguments, environment, request = json.loads(seen.read_text())
     module, scratch = arguments[arguments.index("-m") + 1 :][:2]
     assert module == "coda_agent.primitives.runtime.compile" and Path(scratch).is_dir()
@@ -403,7 +404,7 @@ def test_the_deepest_stack_of_what_was_compiled(tmp_path: Path) -> None:
 def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Schedule(128, 160, True, 1, 2, evict_stores=True)
     other = chosen._replace(evict_loads=True)
-    assert tune.compile_all(NORM.program, NORM.sizes, [(0, chosen)]) == [True]
+    assert tune.compile_all(KernelSource(NORM.program), NORM.sizes, [(0, chosen)]) == [True]
     monkeypatch.setattr(tune, "_compiled", {})  # another process knows only what lies in the cache
     asked = list[object]()
 
@@ -413,5 +414,5 @@ def test_what_was_compiled_before_needs_no_worker(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(workers, "run_all", refuse)
     both = [(0, chosen._replace(swizzle=2)), (0, other)]
-    assert tune.compile_all(NORM.program, NORM.sizes, both) == [True, False]
+    assert tune.compile_all(KernelSource(NORM.program), NORM.sizes, both) == [True, False]
     assert len(asked) == 1

@@ -11,6 +11,7 @@ import kernels
 import pytest
 import torch
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import editable, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.interpret import solve_sizes, torch_dtype
@@ -40,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
 def planned(program: Program, schedule: Schedule | None = None) -> tuple[Plan, Any, Any]:
     steps = sum(n.op == "gemm" for n in program.nodes)
     sizes = {d: SIZES[d] for d in program.signature.dims}
-    plan = Plan(program, sizes, dict.fromkeys(range(steps), schedule or Schedule()), "cpu")
+    plan = Plan(KernelSource(program, dict.fromkeys(range(steps), schedule or Schedule())), sizes, "cpu")
     return plan, inputs_of(program, sizes), plan.outputs()
 
 
@@ -146,8 +147,9 @@ def test_what_earlier_steps_leave_lies_where_it_did_whatever_tile_a_later_one_ha
         "return {'o': o, 'total': row_sums(o)}",
     )
     program, sizes = kernels.trace(signature, *lines), {"M": 100, "K": 64, "N": 200, "P": 264}
-    first = Plan(program, sizes, dict.fromkeys(range(2), Schedule()), "cpu")
-    wide = Plan(program, sizes, {0: Schedule(), 1: Schedule(128, 256, False)}, "cpu", first.workspace)
+    first = Plan(KernelSource(program, dict.fromkeys(range(2), Schedule())), sizes, "cpu")
+    wider = KernelSource(program, {0: Schedule(), 1: Schedule(128, 256, False)})
+    wide = Plan(wider, sizes, "cpu", first.workspace)
     rows = []
     for plan in (first, wide):
         plan.run(inputs_of(program, sizes), plan.outputs())
@@ -159,9 +161,8 @@ def test_what_earlier_steps_leave_lies_where_it_did_whatever_tile_a_later_one_ha
 
 def test_a_workspace_s_gaps_are_all_of_it_in_which_nothing_lies(calls):
     first, _, _ = planned(kernels.CHAIN.program, Schedule(128, 128))
-    wide = Plan(
-        first.program, first.sizes, {0: Schedule(128, 256, False), 1: Schedule()}, "cpu", first.workspace
-    )
+    wider = KernelSource(first.program, {0: Schedule(128, 256, False), 1: Schedule()})
+    wide = Plan(wider, first.sizes, "cpu", first.workspace)
     none, _, _ = planned(kernels.ACCUMULATE.program)
     for plan in (first, wide, none):
         lies = [t for t in plan._slots.fixed if isinstance(t, torch.Tensor)]
@@ -263,7 +264,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_update_is_written_into_the_inputs_own_tensor(calls, anywhere):
-    kernel = Kernel(kernels.ACCUMULATE.program, {0: Schedule()})
+    kernel = Kernel(KernelSource(kernels.ACCUMULATE.program, {0: Schedule()}))
     _, inputs, _ = planned(kernels.ACCUMULATE.program)
     calls.clear()
     outputs = kernel(**inputs)
@@ -279,22 +280,22 @@ def test_an_edited_text_runs_on_what_its_report_says_it_was_proved_on(calls, any
     path.write_text(program.to_json())
     raw.write_text(text)
     proved = [Schedule(128, 128), Schedule(128, 192, swizzle=4), Schedule(128, 128)]
-    report = {"identity": {"lowered_hash": lower(program, text).hash}}
+    report = {"identity": {"lowered_hash": KernelSource(program, edited=text).lowered.hash}}
     report["timings"] = [{"schedules": {"0": schedule.to_json()}} for schedule in proved]
     (tmp_path / "norm.raw.report.json").write_text(json.dumps(report))
     raced = []
 
-    def tuned(program, inputs, sizes, known, raw):
+    def tuned(kernel, inputs, sizes, known):
         raced.append(known)
         return {0: known[0][0]}
 
     monkeypatch.setattr(launch, "tuned", tuned)
-    Kernel.load(path, raw=raw).plan(inputs)
+    Kernel.load(path, edited=raw).plan(inputs)
     assert raced == [{0: proved[:2]}]
     unproved = "step 0: no report says that the edited text is right on a schedule which these sizes admit"
     raw.write_text(text + "# again\n")  # no longer what was measured
     with pytest.raises(LaunchError, match=unproved):
-        Kernel.load(path, raw=raw).plan(inputs)
+        Kernel.load(path, edited=raw).plan(inputs)
     Kernel.load(path, {0: Schedule()}, raw).plan(inputs)  # whoever says so
     assert len(raced) == 1
 
@@ -308,13 +309,13 @@ def test_a_sum_into_another_tensor_starts_from_the_inputs_values(calls):
 
 def test_one_row_and_vectors_of_it(calls):
     program = kernels.CROSS_ENTROPY.program
-    plan = Plan(program, {"M": 1, "D": 64, "V": 136}, {0: Schedule()}, "cpu")
+    plan = Plan(KernelSource(program, {0: Schedule()}), {"M": 1, "D": 64, "V": 136}, "cpu")
     assert [tuple(t.shape) for t in plan.outputs().values()] == [(1, 136), (1,), (1,)]
     assert (1, 1, 2) in [tuple(t.shape) for t in plan._slots.fixed if isinstance(t, torch.Tensor)]
 
 
 def test_one_row_gets_the_strides_of_a_row_and_stays_where_it_is(calls, anywhere):
-    kernel = Kernel(kernels.IN_PLACE.program, {0: Schedule()})
+    kernel = Kernel(KernelSource(kernels.IN_PLACE.program, {0: Schedule()}))
     w = torch.zeros(200, 64, dtype=torch.bfloat16)
     inputs = {"x": w[:64, :1].clone().mT, "w": w, "d": w[:, :1].clone().mT}
     assert inputs["x"].stride() == inputs["d"].stride() == (1, 1)
@@ -338,12 +339,12 @@ def test_heads_that_fit_no_tile_are_named_before_anything_is_compiled(calls, mon
     sizes = {"M": 100, "K": 64, "H": 3, "P": width}
     said = rf"whole heads of {2 * width} columns \(multiples of 8, or of 32 for head_sums\)"
     with pytest.raises(LaunchError, match=rf"step 0: a tile of 128 columns does not hold {said}"):
-        Plan(program, sizes, {0: Schedule()}, "cpu")
+        Plan(KernelSource(program, {0: Schedule()}), sizes, "cpu")
     (kernel,) = lower(program).gemms
     assert candidates(kernel, sizes) == []
     monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "none")
     with pytest.raises(LaunchError, match=f"step 0: no tile holds {said}"):
-        tune.tuned(program, {}, sizes)
+        tune.tuned(KernelSource(program), {}, sizes)
     assert not calls and not list(tmp_path.iterdir())
 
 
@@ -365,20 +366,20 @@ def test_steps_wait_for_their_turn_on_tiles_that_they_admit(monkeypatch, tmp_pat
     gemms = lower(program).gemms
     beside = []
 
-    def race(program, kernel, others, inputs, sizes, raw, schedules, rounds):
-        beside.append(others)
-        assert schedules and all(kernel.admits(s, sizes) for s in schedules)
+    def race(kernel, gemm, inputs, sizes, schedules, rounds):
+        beside.append(kernel.schedules)
+        assert schedules and all(gemm.admits(s, sizes) for s in schedules)
         return [(s, float(i)) for i, s in enumerate(schedules)]
 
     monkeypatch.setattr(tune, "_race", race)
     monkeypatch.setattr(tune, "cache_path", lambda *given: tmp_path / "kept")
     known = {1: [Schedule(), Schedule(128, 192, swizzle=4)]}  # the first was good for other heads
-    chosen = tune.tuned(program, {}, sizes, known)
+    chosen = tune.tuned(KernelSource(program), {}, sizes, known)
     assert beside and all(g.admits(others[g.step], sizes) for others in beside for g in gemms)
     assert chosen[1] == Schedule(128, 192, swizzle=4)
     raced = len(beside)
-    assert tune.tuned(program, {}, sizes) == chosen and len(beside) == raced
-    assert tune.tuned(program, {}, sizes, known, afresh=True) == chosen and len(beside) > raced
+    assert tune.tuned(KernelSource(program), {}, sizes) == chosen and len(beside) == raced
+    assert tune.tuned(KernelSource(program), {}, sizes, known, afresh=True) == chosen and len(beside) > raced
 
 
 @pytest.mark.parametrize("name", kernels.EXAMPLES)
@@ -390,11 +391,12 @@ def test_two_launches_of_a_step_share_its_rows(name, calls, monkeypatch):
     (rows,) = {str(gemm.shape[0]) for gemm in gemms}
     sizes = {d: SIZES[d] for d in program.signature.dims} | {rows: 1000}
     inputs = inputs_of(program, sizes)
-    whole = Plan(program, sizes, {g.step: split._replace(split=False) for g in gemms}, "cpu")
+    whole = Plan(KernelSource(program, {g.step: split._replace(split=False) for g in gemms}), sizes, "cpu")
     outputs = whole.in_place(inputs)
     whole.run(inputs, outputs)
     once = [*calls]
-    Plan(program, sizes, {g.step: split for g in gemms}, "cpu", whole.workspace).run(inputs, outputs)
+    halves = KernelSource(program, {g.step: split for g in gemms})
+    Plan(halves, sizes, "cpu", whole.workspace).run(inputs, outputs)
     twice = calls[len(once) :]
     assert [n for n, _ in twice] == [n for n, _ in once for _ in range(1 + n.startswith("Step"))]
     for gemm in gemms:
@@ -415,7 +417,7 @@ def test_two_launches_of_a_step_share_its_rows(name, calls, monkeypatch):
 def test_views_of_what_no_call_changes_are_taken_once(calls, monkeypatch):
     monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", {1: 8, 4: 1}.__getitem__)
     program, split = kernels.NORM.program, Schedule(128, 128, True, 2, 2, split=True)
-    plan = Plan(program, {"M": 1000, "K": 64, "N": 256}, {0: split}, "cpu")
+    plan = Plan(KernelSource(program, {0: split}), {"M": 1000, "K": 64, "N": 256}, "cpu")
     inputs, outputs = inputs_of(program, plan.sizes), plan.outputs()
     plan.run(inputs, outputs)
     plan.run(inputs, outputs)
@@ -441,7 +443,7 @@ def test_a_step_with_no_share_for_a_second_launch_has_one(calls, monkeypatch):
         count = {1: 4 + idle, 4: 1}
         monkeypatch.setattr("quack.cute_dsl_utils.get_max_active_clusters", count.__getitem__)
         sizes = {d: SIZES[d] for d in program.signature.dims} | {"M": rows}
-        plan = Plan(program, sizes, {0: split}, "cpu")
+        plan = Plan(KernelSource(program, {0: split}), sizes, "cpu")
         calls.clear()
         plan.run(inputs_of(program, sizes), plan.outputs())
         assert sum(name.startswith("Step") for name, _ in calls) == launches
@@ -451,7 +453,7 @@ def test_tensors_off_the_gpu_are_refused_before_anything_runs(calls):
     program = kernels.SWIGLU.program
     _, inputs, _ = planned(program)
     with pytest.raises(LaunchError, match="one CUDA device; they are on cpu"):
-        Kernel(program, {0: Schedule()})(**inputs)
+        Kernel(KernelSource(program, {0: Schedule()}))(**inputs)
     assert not calls
 
 
@@ -469,11 +471,13 @@ def test_tiles_between_steps_must_be_aligned_too():
 def test_a_workspace_that_is_large_enough_is_used_again(calls):
     program = kernels.CHAIN.program
     sizes = {d: SIZES[d] for d in program.signature.dims}
-    narrow = Plan(program, sizes, {0: Schedule(128, 128), 1: Schedule(128, 128)}, "cpu")
-    wide = Plan(program, sizes, {0: Schedule(128, 256, False), 1: Schedule()}, "cpu", narrow.workspace)
+    narrow = Plan(KernelSource(program, {0: Schedule(128, 128), 1: Schedule(128, 128)}), sizes, "cpu")
+    wider = KernelSource(program, {0: Schedule(128, 256, False), 1: Schedule()})
+    wide = Plan(wider, sizes, "cpu", narrow.workspace)
     assert wide.workspace is narrow.workspace
     small = torch.empty(1, dtype=torch.uint8)
-    assert Plan(program, sizes, {0: Schedule(), 1: Schedule()}, "cpu", small).workspace is not small
+    usual = KernelSource(program, {0: Schedule(), 1: Schedule()})
+    assert Plan(usual, sizes, "cpu", small).workspace is not small
 
 
 def test_rows_that_are_no_multiple_of_16_bytes_are_named():

@@ -10,6 +10,7 @@ import kernels
 import pytest
 import torch
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import torch_dtype
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
@@ -220,7 +221,7 @@ def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch, 
         entered.pop()
 
     class OnTheSecond:
-        def __init__(self, program: Program, sizes: Any, schedules: Any, where: torch.device, raw: str):
+        def __init__(self, kernel: KernelSource, sizes: Any, where: torch.device):
             self.device, self.made = where, entered[-1]
 
         def in_place(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +235,7 @@ def test_launches_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.cuda, "device", device)
     inputs = {k: On(v, "cuda:1") for k, v in on_gpu(kernels.ALPHA.program).items()}
     monkeypatch.setattr(launch, "Plan", OnTheSecond)
-    Kernel(kernels.ALPHA.program, {0: Schedule()})(**inputs)
+    Kernel(KernelSource(kernels.ALPHA.program, {0: Schedule()}))(**inputs)
     assert ran == [(1, 1, 2 - current)]  # a device that is current already is not set again
     assert entered == [current]
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from coda_agent.agent.show import sass as shown
 from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.lang.schedule import Schedule
@@ -63,7 +64,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def listings(own_cache: Path) -> tuple[Listing, ...]:
-    return disassemble(BACKWARD, SIZES)
+    return disassemble(KernelSource(BACKWARD), SIZES)
 
 
 def test_a_real_compile(listings: tuple[Listing, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_a_real_compile(listings: tuple[Listing, ...], monkeypatch: pytest.Monke
         finish.schedule is None and finish.total()["global"] and finish.lines().keys() <= finish.source.keys()
     )
     # What is counted is what the resource report counts: line info changes no instruction.
-    resources, _ = report(BACKWARD, SIZES, PROBES[:1])
+    resources, _ = report(KernelSource(BACKWARD), SIZES, PROBES[:1])
     opcodes = Counter(word.partition(".")[0] for i in listing.instructions for word in i.text.split()[:2])
     assert (opcodes["HGMMA"], opcodes["UTMALDG"], opcodes["UTMASTG"]) == (
         resources.hgmma, resources.tma_loads, resources.tma_stores,
@@ -94,13 +95,13 @@ def test_a_real_compile(listings: tuple[Listing, ...], monkeypatch: pytest.Monke
     assert whole == listing.total() and whole.total() == len(listing.instructions)
 
     monkeypatch.setattr(sass, "_run_child", lambda request: pytest.fail("compiled again"))
-    assert disassemble(BACKWARD, SIZES) == listings
+    assert disassemble(KernelSource(BACKWARD), SIZES) == listings
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_both_launches_of_a_split_step_are_read() -> None:
     split = Schedule(128, 128, True, 2, 2, split=True)
-    first, second = disassemble(of_spec("gemm_rope"), {"P": 64}, {0: split})
+    first, second = disassemble(KernelSource(of_spec("gemm_rope"), {0: split}), {"P": 64})
     assert [first.schedule, second.schedule] == list(split.launches)
     assert [first.part, second.part] == [(1, 2), (2, 2)]
     assert first.source == second.source and first.lines() and second.lines()
@@ -113,7 +114,7 @@ def test_both_launches_of_a_split_step_are_read() -> None:
 def test_a_refusal_has_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sass, "COMPILE_SECONDS", 0.1)
     with pytest.raises(CompileError, match=r"did not finish in 0\.1 s"):
-        disassemble(BACKWARD, SIZES, {0: Schedule(128, 128)})
+        disassemble(KernelSource(BACKWARD, {0: Schedule(128, 128)}), SIZES)
 
 
 LISTING = Listing(

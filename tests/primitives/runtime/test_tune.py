@@ -10,6 +10,7 @@ from pathlib import Path
 import kernels
 import pytest
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import GemmKernel, editable, lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.schedule import SMALL_TILES, TILES, Schedule
@@ -42,7 +43,7 @@ class Course:
 
 def found(kernel: GemmKernel, race: Course) -> Schedule:
     """What the search ends at."""
-    ranked = tune.search(candidates(kernel, SIZES), partial(tune.refinements, kernel=kernel), race)
+    ranked = tune.search(candidates(kernel, SIZES), partial(tune.refinements, gemm=kernel), race)
     return ranked[0][0]
 
 
@@ -126,7 +127,7 @@ def test_what_an_author_was_shown_races_alone(kernel: GemmKernel) -> None:
     known = [Schedule(128, 128, True, 1, 2)]
     for edited, races in ((True, 1), (False, 2)):
         race = Course(lambda s: s.tile_n)
-        refine = partial(tune.refinements, kernel=kernel)
+        refine = partial(tune.refinements, gemm=kernel)
         tune.ranking(candidates(kernel, SIZES), refine, race, known, edited=edited)
         assert len(race.fields) == races and set(known) <= set(race.fields[-1])
         assert (race.fields == [known]) == edited
@@ -162,12 +163,12 @@ def test_a_tuning_is_kept_by_what_the_program_says_of_schedules_too(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     plain, chosen = kernels.BACKWARD.program, Schedule(128, 160)
     said = plain._replace(schedule={0: chosen})
-    found = tune.cache_path(plain, SIZES)
+    found = tune.cache_path(KernelSource(plain), SIZES)
     found.parent.mkdir(parents=True)
     kept = {"schedules": {"0": Schedule().to_json()}, "milliseconds": {}}
     found.write_text(json.dumps(kept))
-    assert tune.tuned(said, {}, SIZES) == {0: chosen}
-    assert tune.tuned(plain, {}, SIZES) == {0: Schedule()}
+    assert tune.tuned(KernelSource(said), {}, SIZES) == {0: chosen}
+    assert tune.tuned(KernelSource(plain), {}, SIZES) == {0: Schedule()}
 
 
 def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +179,8 @@ def test_a_tuning_is_kept_by_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program, narrow, wide = kernels.BACKWARD.program, Schedule(128, 128), Schedule(128, 192)
     for more_rows, fastest in ((SIZES, narrow), (SIZES | {"M": 32768}, wide)):
         monkeypatch.setattr(tune, "search", lambda *given, fastest=fastest: [(fastest, 1.0)])
-        assert tune.tuned(program, {}, more_rows) == {0: fastest}
-    assert tune.kept(program, dict(reversed(SIZES.items()))) == {0: narrow}
+        assert tune.tuned(KernelSource(program), {}, more_rows) == {0: fastest}
+    assert tune.cached(KernelSource(program), dict(reversed(SIZES.items()))) == {0: narrow}
 
 
 def test_of_an_edited_text_a_tuning_over_more_than_is_known_of_it_does_not_count(
@@ -190,12 +191,12 @@ def test_of_an_edited_text_a_tuning_over_more_than_is_known_of_it_does_not_count
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     monkeypatch.setattr(tune, "_race", lambda *given: [(schedule, 1.0) for schedule in given[-2]])
     program, right, other = kernels.BACKWARD.program, Schedule(128, 160), Schedule(128, 192)
-    text = editable(program)
-    assert tune.tuned(program, {}, SIZES, {0: [other]}, text) == {0: other}
-    assert tune.kept(program, SIZES, raw=text) == tune.kept(program, SIZES, {0: [right, other]}, text)
-    assert tune.kept(program, SIZES, {0: [right]}, text) is None
-    assert tune.tuned(program, {}, SIZES, {0: [right]}, text) == {0: right}
-    assert tune.kept(program, SIZES, {0: [right]}, text) == {0: right}
+    edit = KernelSource(program, edited=editable(program))
+    assert tune.tuned(edit, {}, SIZES, {0: [other]}) == {0: other}
+    assert tune.cached(edit, SIZES) == tune.cached(edit, SIZES, {0: [right, other]})
+    assert tune.cached(edit, SIZES, {0: [right]}) is None
+    assert tune.tuned(edit, {}, SIZES, {0: [right]}) == {0: right}
+    assert tune.cached(edit, SIZES, {0: [right]}) == {0: right}
 
 
 def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(
@@ -214,7 +215,7 @@ def test_what_spills_too_far_is_refused_by_every_process_of_a_cache(
         "coda_agent.primitives.system.workers.run_all", lambda task, asked: [True for _ in asked]
     )
     asked = [(0, schedule), (0, schedule._replace(swizzle=16)), (0, Schedule())]
-    assert tune.compile_all(program, SIZES, asked) == [False, False, True]
+    assert tune.compile_all(KernelSource(program), SIZES, asked) == [False, False, True]
 
 
 def test_load_counts_until_it_has_cooled_off() -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from test_launch import SIZES, inputs_of
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.interpret import solve_sizes
 from coda_agent.primitives.lang.ir import Signature
 from coda_agent.primitives.lang.schedule import Schedule
@@ -145,7 +146,8 @@ def at_once(call: Callable[[], object], threads: int = 4) -> None:
 
 
 def test_tensors_of_a_kind_are_checked_once(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, inputs = Kernel(PROGRAM, dict.fromkeys(range(2), Schedule())), inputs_of(PROGRAM, TUNED_SIZES)
+    kernel = Kernel(KernelSource(PROGRAM, dict.fromkeys(range(2), Schedule())))
+    inputs = inputs_of(PROGRAM, TUNED_SIZES)
     checks: list[Any] = []
 
     def check(*given: Any) -> dict[str, int]:
@@ -164,7 +166,8 @@ def test_tensors_of_a_kind_are_checked_once(launched: list[int], monkeypatch: py
 
 
 def test_no_call_of_another_thread_comes_between_a_call_s_launches(launched: list[int]) -> None:
-    kernel, inputs = Kernel(PROGRAM, dict.fromkeys(range(2), Schedule())), inputs_of(PROGRAM, TUNED_SIZES)
+    kernel = Kernel(KernelSource(PROGRAM, dict.fromkeys(range(2), Schedule())))
+    inputs = inputs_of(PROGRAM, TUNED_SIZES)
     plan = kernel.plan(inputs)
     at_once(lambda: kernel(**inputs))
     whole = len(plan._launches)
@@ -173,7 +176,7 @@ def test_no_call_of_another_thread_comes_between_a_call_s_launches(launched: lis
 
 
 def test_every_launch_is_of_a_stream_that_waited(launched: list[int]) -> None:
-    plan = Plan(PROGRAM, TUNED_SIZES, dict.fromkeys(range(2), Schedule()), "cpu")
+    plan = Plan(KernelSource(PROGRAM, dict.fromkeys(range(2), Schedule())), TUNED_SIZES, "cpu")
     streams = Streams()
     plan._turns = Turns(streams, [])
     inputs, outputs = inputs_of(PROGRAM, TUNED_SIZES), plan.outputs()
@@ -186,7 +189,7 @@ def test_every_launch_is_of_a_stream_that_waited(launched: list[int]) -> None:
 
 
 def test_a_thread_s_error_leaves_the_turn_to_others(launched: list[int]) -> None:
-    plan = Plan(PROGRAM, TUNED_SIZES, dict.fromkeys(range(2), Schedule()), "cpu")
+    plan = Plan(KernelSource(PROGRAM, dict.fromkeys(range(2), Schedule())), TUNED_SIZES, "cpu")
     inputs, outputs = inputs_of(PROGRAM, TUNED_SIZES), plan.outputs()
     with pytest.raises(KeyError):
         plan.run({}, outputs)
@@ -210,10 +213,10 @@ def test_threads_that_come_first_plan_once(launched: list[int], monkeypatch: pyt
 
 
 def test_a_kernel_with_plans_may_be_copied(launched: list[int]) -> None:
-    kernel = Kernel(PROGRAM, dict.fromkeys(range(2), Schedule()))
+    kernel = Kernel(KernelSource(PROGRAM, dict.fromkeys(range(2), Schedule())))
     kernel(**inputs_of(PROGRAM, TUNED_SIZES))
     for made in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
-        assert (made.program, made.schedules, made._plans) == (PROGRAM, kernel.schedules, {})
+        assert (made.source, made._plans) == (kernel.source, {})
 
 
 # processes
@@ -242,7 +245,7 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _tune(into: Path, ready: Any = None) -> None:
     if ready:
         ready.wait()
-    found = tune.tuned(PROGRAM, {}, TUNED_SIZES)
+    found = tune.tuned(KernelSource(PROGRAM), {}, TUNED_SIZES)
     into.write_text(json.dumps({step: s.to_json() for step, s in found.items()}))
 
 
@@ -280,7 +283,7 @@ def test_who_waits_for_a_process_that_is_killed_tunes(cold: Path, tmp_path: Path
 
 
 def test_who_waits_for_another_s_tuning_waits_until_the_deadline(cold: Path) -> None:
-    path = tune.cache_path(PROGRAM, TUNED_SIZES)
+    path = tune.cache_path(KernelSource(PROGRAM), TUNED_SIZES)
     with tune._alone(path), deadline.until(time.monotonic() + 0.2), pytest.raises(deadline.Late):
-        tune.tuned(PROGRAM, {}, TUNED_SIZES)
+        tune.tuned(KernelSource(PROGRAM), {}, TUNED_SIZES)
     assert not cold.read_text()

@@ -12,6 +12,7 @@ from checkout import ROOT
 from commanding import Command
 from kernels import NORM
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.probe_schedules import PROBES
 from coda_agent.primitives.runtime import compile as compiling
 from coda_agent.primitives.runtime.compile import report
@@ -61,11 +62,12 @@ def test_a_damaged_report_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
         return "[]"
 
     monkeypatch.setattr(compiling, "_run_child", compiled)
-    report(NORM.program, {}, PROBES[:1])
+    report(KernelSource(NORM.program), {}, PROBES[:1])
     (kept,) = (tmp_path / "resources").iterdir()
     kept.write_text('[{"kernel"')
     assert read_json(kept) is None
-    assert report(NORM.program, {}, PROBES[:1]) == report(NORM.program, {}, PROBES[:1]) == ()
+    kernel = KernelSource(NORM.program)
+    assert report(kernel, {}, PROBES[:1]) == report(kernel, {}, PROBES[:1]) == ()
     assert len(asked) == 2 and kept.read_text() == "[]"
 
 

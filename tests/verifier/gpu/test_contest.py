@@ -16,11 +16,13 @@ import torch
 
 from coda_agent.agent.artifacts import accept
 from coda_agent.comparison import interleaved as contests
-from coda_agent.comparison.interleaved import Contender, Entrant, Stage
+from coda_agent.comparison.interleaved import Entrant, Stage
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.compiler.probe_schedules import candidates
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.lang.schedule import Schedule
+from coda_agent.primitives.runtime.launch import Kernel
 from coda_agent.primitives.system.workers import Job
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
@@ -433,16 +435,16 @@ def test_what_a_sitting_runs_is_tuned_ahead_of_it(monkeypatch: pytest.MonkeyPatc
 
 def test_a_kernel_is_compiled_on_the_schedules_that_it_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("coda_agent.primitives.runtime.tune.to_compile", lambda *given: asked.append(given))
+    monkeypatch.setattr("coda_agent.primitives.runtime.launch.to_compile", lambda *given: asked.append(given))
     text = (accept.KERNELS / "gemm_qk_norm_rope.program.json").read_text()
     program, sizes = Program.from_json(text), {"M": 128, "K": 256, "H": 2, "P": 64}
     one, other, never = Schedule(128, 128), Schedule(128, 256, False), Schedule(128, 160)
-    Contender(program, "text", {0: one}, {0: [other]}).to_compile(sizes)
-    Contender(program, "text", known={0: [one, never, other]}).to_compile(sizes)
-    wanted = [(program, sizes, [(0, one)], "text"), (program, sizes, [(0, one), (0, other)], "text")]
-    assert asked == wanted
-    Contender(program._replace(schedule={0: other}), known={0: [one]}).to_compile(sizes)
+    edit = KernelSource(program, edited="text")
+    Kernel(edit.on({0: one}), known={0: [other]}).compile_jobs(sizes)
+    Kernel(edit, known={0: [one, never, other]}).compile_jobs(sizes)
+    assert asked == [(edit.on({0: one}), sizes, [(0, one)]), (edit, sizes, [(0, one), (0, other)])]
+    Kernel(KernelSource(program._replace(schedule={0: other})), known={0: [one]}).compile_jobs(sizes)
     assert asked.pop()[2] == [(0, other)]
-    Contender(program).to_compile(sizes)
+    Kernel(KernelSource(program)).compile_jobs(sizes)
     (gemm,) = lower(program).gemms
     assert asked[2][2] == [(0, schedule) for schedule in candidates(gemm, sizes)] != []

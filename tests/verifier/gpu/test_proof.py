@@ -15,6 +15,7 @@ from test_scoring import SCALED, CpuPlan, doubled, on_a_cpu
 from test_timing import SIZES, updating
 from torch import Tensor
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.lang.ir import Program
 from coda_agent.primitives.runtime.launchable import ALIGNMENT, LaunchError
 from coda_agent.verifier.gates import Failed
@@ -46,7 +47,7 @@ class Raw(CpuPlan):
 
 def job_of(monkeypatch: pytest.MonkeyPatch, plan: CpuPlan, spec: Spec = SCALED) -> KernelCase:
     monkeypatch.setattr(KernelCase, "plans", lambda job: [plan])
-    return KernelCase(spec, plan.program, "tiny", SIZES)
+    return KernelCase(spec, KernelSource(plan.program), "tiny", SIZES)
 
 
 def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_a_chosen_schedule_that_does_not_fit_is_the_kernels_failure(monkeypatch:
 
     monkeypatch.setattr("coda_agent.primitives.runtime.executable.Plan", misfit)
     with pytest.raises(Failed, match="case tiny: step 0: a tile of 208") as caught:
-        KernelCase(SCALED, Program(SCALED.signature(), (), {}), "tiny", SIZES, ({},)).plans()
+        KernelCase(SCALED, KernelSource(Program(SCALED.signature(), (), {})), "tiny", SIZES, ({},)).plans()
     assert caught.value.code == "schedule"
 
 

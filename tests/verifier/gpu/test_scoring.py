@@ -17,6 +17,7 @@ from test_timing import SIZES, tiny, updating
 from torch import Tensor
 
 import coda_agent.verifier.gpu.fingerprint
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.runtime.executable import Plan
 from coda_agent.verifier import timing
 from coda_agent.verifier.gates import Failed
@@ -178,7 +179,7 @@ LONG = {"fp32": "float32", "bf16": "bfloat16"}
 
 def sets_of(plan: CpuPlan, count: int = 2) -> _Sets:
     """As ``_Sets.drawn`` makes them, but for the error gate."""
-    job = KernelCase(plan.spec, plan.program, "tiny", SIZES)
+    job = KernelCase(plan.spec, KernelSource(plan.program), "tiny", SIZES)
     sets = _Sets(job, cast(Plan, plan), [], [], [], [], [])
     for seed in range(count):
         inputs = draw(plan.spec, SIZES, seed)

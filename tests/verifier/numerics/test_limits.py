@@ -12,6 +12,7 @@ import pytest
 from authoring import KERNELS, program_of
 from checkout import ROOT
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.verifier.gpu.checks import KernelCase, Trial
 from coda_agent.verifier.loading import load
 from coda_agent.verifier.numerics import error_gate, mutation_score, reference
@@ -72,7 +73,7 @@ def test_the_interpreter_the_gpu_and_the_search_for_weak_spots_allow_the_same(
     if family in FAMILIES:
         drawn = Trial.__new__(Trial)  # without its inputs, which lie on a GPU
         yard = reference.yardstick(spec, trial.inputs, SIZES)
-        drawn.__dict__.update(job=KernelCase(spec, program, "any", SIZES), family=family)
+        drawn.__dict__.update(job=KernelCase(spec, KernelSource(program), "any", SIZES), family=family)
         drawn.__dict__.update(truth=trial.truth, yardstick=yard, exact=trial.exact)
         plan: Any = SimpleNamespace(schedules={})
         with allowed() as gpu:

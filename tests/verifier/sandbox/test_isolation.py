@@ -17,6 +17,7 @@ from cheats.twins import RMSNORM
 from waiting import eventually
 
 from coda_agent.primitives.compiler.compile_error import CompileError
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.runtime.compile import report
 from coda_agent.primitives.system import subprocesses
 from coda_agent.verifier.report import Checked, Rejected
@@ -163,7 +164,7 @@ def test_a_compiler_is_ended_with_all_it_started(
     monkeypatch.setattr(subprocesses, "MEMORY_BYTES", 256 << 20)
     pids = compiler(body)
     with pytest.raises(CompileError, match=f"(?s){words}") as caught:
-        report(RMSNORM.program, {})
+        report(KernelSource(RMSNORM.program), {})
     assert len(str(caught.value)) < 1600
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 2 and eventually(lambda: not any(map(alive, started)))

@@ -1,0 +1,153 @@
+"""Chains as differentiable operators: a program forward, and its derived backward.
+
+A chain is one operator of torch.library with autograd. Its forward is a program that begins with a product;
+the norm before that is PyTorch's (``begun``), and is no part of what autograd sees: the operator gives the
+gradients of the norm's input and weight itself. Its backward is what ``primitives.derive`` finds for the
+inputs that want gradients: one program of products, and a pointwise part that PyTorch computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coda_agent.fused import ops
+from coda_agent.fused.pointwise import evaluate
+from coda_agent.fused.programs import Order
+from coda_agent.primitives.derive import Derived, all_sizes, derive
+from coda_agent.primitives.derive.arrange import Attempt
+from coda_agent.primitives.derive.chains import Chain
+from coda_agent.primitives.lang.interpret import solve_sizes
+from coda_agent.primitives.lang.ir import DTYPES, Program
+from coda_agent.primitives.lang.trace import Trace
+
+# Where bytes of two arrangements are compared: a 7B model's sizes.
+SIZES = {"M": 16384, "D": 4096, "F": 11008, "A": 4096, "N": 6144, "H": 48, "P": 64, "V": 32000}
+NORMED = "hg"  # a chain's first operand: the stream times its norm's weight
+
+
+def begun(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """A norm's begin, for a stream [M, D]: x * gamma in x's dtype, and the reciprocal RMS [M] in fp32.
+    Autograd does not see it."""
+    with torch.no_grad():
+        wide = x.float()
+        return (wide * gamma.float()).to(x.dtype), torch.rsqrt(wide.square().mean(-1) + eps)
+
+
+class Link:
+    """A chain's operators. ``results``: the outputs that a caller wants, and whose gradients come in.
+    ``rows``: the backward does at most so many at a time, so that what it hands from product to product stays
+    small."""
+
+    def __init__(self, name: str, chain: Chain, results: tuple[str, ...], rows: int = 0):
+        self.name, self.results, self.rows = name, results, rows
+        self.whole = chain.program(name)
+        forward = _forward(self.whole, tuple(self.whole.outputs))
+        declared = self.whole.signature.inputs | forward.signature.inputs
+        self.inputs = tuple(declared)
+        self.floats = {n for n, t in self.whole.signature.inputs.items() if t.dtype in DTYPES and t.shape}
+        self.outputs = (*results, *(n for n in forward.signature.outputs if n not in results))
+        self.op = ops.define(forward, Order(self.inputs, self.outputs), name, declared)
+        self.inference = ops.define(
+            _forward(self.whole, results), Order(self.inputs, results), f"{name}_inference", declared
+        )
+        self._backwards: dict[tuple[str, ...], Derived] = {}
+        self._deriving = threading.Lock()
+        torch.library.register_autograd(
+            f"{ops.NAMESPACE}::{name}", self._backward, setup_context=self._setup, lib=ops.library
+        )
+
+    def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
+        """The results. A norm's begin comes as ``hg``, and as rstd by the chain's own name of it."""
+        given = [inputs[n] for n in self.inputs]
+        wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given)
+        found = self.op(*given) if wanted else self.inference(*given)
+        return found[: len(self.results)] if isinstance(found, tuple) else (found,)
+
+    def derived(self, wrt: tuple[str, ...]) -> Derived:
+        """The backward for gradients of these inputs, which is derived once. Its products are an operator,
+        ``NAME_backward_`` and the inputs' names."""
+        with self._deriving:
+            if wrt not in self._backwards:
+                found = derive(self.whole, SIZES, wrt=wrt, of=self.results)
+                if found.program:
+                    signature = found.program.signature
+                    order = Order(tuple(signature.inputs), tuple(signature.outputs))
+                    ops.define(self._summed(found.program), order, self.backward_name(wrt), rows=self.rows)
+                self._backwards[wrt] = found
+            return self._backwards[wrt]
+
+    def _summed(self, program: Program) -> Program:
+        """With sums over some rows in fp32, where they are to be added up."""
+        signature = program.signature
+        outputs = {
+            n: t if not self.rows or t.shape[0] == ops.ROWS else t._replace(dtype="fp32")
+            for n, t in signature.outputs.items()
+        }
+        return program._replace(signature=signature._replace(outputs=outputs))
+
+    def backward_name(self, wrt: tuple[str, ...]) -> str:
+        return "_".join((self.name, "backward", *wrt))
+
+    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        wanted = zip(self.inputs, ctx.needs_input_grad, strict=False)  # torch.library adds one of its own
+        ctx.wrt = tuple(n for n, needed in wanted if needed and n in self.floats)
+        known = dict(zip(self.inputs, inputs, strict=True))
+        shapes = {n: v.shape if isinstance(v, Tensor) else () for n, v in known.items()}
+        ctx.sizes = solve_sizes(self.whole.signature, {n: shapes[n] for n in self.whole.signature.inputs})
+        known |= zip(self.outputs, output if isinstance(output, tuple) else (output,), strict=True)
+        read = self.derived(ctx.wrt).stored if ctx.wrt else ()
+        ctx.scalars = {n: known[n] for n in read if not isinstance(known[n], Tensor)}
+        ctx.names = tuple(n for n in read if n not in ctx.scalars)
+        ctx.like = {n: (known[n].dtype, known[n].device, known[n].shape) for n in (*ctx.wrt, *self.results)}
+        ctx.save_for_backward(*(known[n] for n in ctx.names))
+        ctx.set_materialize_grads(False)
+
+    def _backward(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        coming = dict(zip(self.outputs, gradients, strict=True))
+        found: dict[str, Any] = {}
+        if ctx.wrt and any(coming[n] is not None for n in self.results):
+            known = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | ctx.scalars
+            for name in self.results:
+                known[f"d_{name}"] = _whole(coming[name], *ctx.like[name])
+            found = self._run(ctx.wrt, known, ctx.sizes)
+        made = {n: found[f"d_{n}"].to(ctx.like[n][0]) for n in ctx.wrt if f"d_{n}" in found}
+        return tuple(made.get(n) for n in self.inputs)
+
+    def _run(self, wrt: tuple[str, ...], known: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+        """All gradients by name: the pointwise part, then the products."""
+        derived = self.derived(wrt)
+        if derived.head:
+            matrix = known[f"d_{self.results[0]}"].dtype
+            known |= evaluate(derived.head, known, all_sizes(derived, sizes), matrix)
+        if derived.program:
+            signature = derived.program.signature
+            op = getattr(getattr(torch.ops, ops.NAMESPACE), self.backward_name(wrt)).default
+            made = op(*(known[n] for n in signature.inputs))
+            known |= zip(signature.outputs, made if isinstance(made, tuple) else (made,), strict=True)
+        return known | {name: known[other] for name, other in derived.same.items()}
+
+
+def _whole(gradient: Tensor | None, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
+    """A gradient that comes in: zero where no loss uses the result."""
+    return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
+
+
+def _forward(whole: Program, outputs: tuple[str, ...]) -> Program:
+    """A chain from its first product on: what the norm before that makes comes in, by the names of outputs
+    where these have it, and is no output."""
+    trace: Any = Trace(whole.signature)
+    for node in whole.nodes:
+        trace.add(node)
+    arranging = Attempt(whole, (), (), None, False, False, ())
+    late = arranging.late(trace)
+    wanted = {n: whole.outputs[n] for n in outputs if late[whole.outputs[n]]}
+    named = {i: n for n, i in whole.outputs.items()}
+    roots = {i: named.get(i, NORMED) for i in arranging.operands(trace, wanted, late)}
+    roots |= {i: named[i] for i in arranging.sums(trace, wanted, late)}
+    made = arranging.products(trace, wanted, roots, late)
+    assert made is not None  # a chain has products
+    return made

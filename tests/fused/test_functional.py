@@ -1,0 +1,159 @@
+"""Parts of a layer: results and every gradient against fp64, and what PyTorch does around them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from layer_parts import PARTS, gradients, loss_of
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from coda_agent.fused import chains, functional, ops
+from coda_agent.primitives.compiler.lower import lower
+from coda_agent.primitives.derive import chains as derive_chains
+
+LINKS = [
+    *functional.MLP.values(),
+    *functional.BARE_MLP.values(),
+    *functional.BLOCK.values(),
+    *functional.ATTENTION_IN.values(),
+    functional.LOSS,
+]
+SOME = ["mlp swiglu", "after attention swiglu", "before attention, rotated", "loss"]
+EVERY_PART = pytest.mark.parametrize("name", PARTS)
+
+
+def truth(name: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    wide = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in given.items()}
+    return gradients(PARTS[name].plain, wide)
+
+
+@EVERY_PART
+def test_a_part_and_its_gradients_are_those_of_fp64(name: str) -> None:
+    given = PARTS[name].drawn(12)
+    found, exact = gradients(PARTS[name].ours, given), truth(name, given)
+    for each in exact:
+        assert loss_of(found[each], exact[each]) < 1e-6, each
+
+
+@EVERY_PART
+def test_in_bf16_it_loses_no_more_than_pytorch(name: str) -> None:
+    given = PARTS[name].drawn(48, torch.bfloat16)
+    found, exact = gradients(PARTS[name].ours, given), truth(name, given)
+    usual = gradients(PARTS[name].plain, given)
+    for each in exact:
+        assert found[each].dtype == usual[each].dtype or name == "loss"
+        assert loss_of(found[each], exact[each]) < max(1.2 * loss_of(usual[each], exact[each]), 2e-3), each
+
+
+@pytest.mark.parametrize("name", ["mlp swiglu", "after attention geglu", "before attention, rotated", "loss"])
+def test_each_input_may_be_frozen(name: str) -> None:
+    for frozen in PARTS[name].shapes:
+        given = PARTS[name].drawn(12)
+        given[frozen].requires_grad_(False)
+        found, exact = gradients(PARTS[name].ours, given), truth(name, given)
+        assert found.keys() == exact.keys() and frozen not in found
+        for each in exact:
+            assert loss_of(found[each], exact[each]) < 1e-6, (frozen, each)
+
+
+@pytest.mark.parametrize("link", LINKS, ids=[link.name for link in LINKS])
+def test_every_program_of_a_link_lowers(link: chains.Link) -> None:
+    wrt = tuple(n for n in link.inputs if n in link.floats and n not in ("cos_sin", "rstd", "hg"))
+    derived = link.derived(wrt)
+    assert not derived.left and not derived.saves
+    for name in (link.name, f"{link.name}_inference", link.backward_name(wrt)):
+        assert lower(ops.defined[name]).text
+
+
+@pytest.mark.parametrize("name", ["mlp swiglu", "before attention, rotated", "loss"])
+def test_without_gradients_nothing_is_kept_for_them(name: str) -> None:
+    given = PARTS[name].drawn(12)
+    trained = PARTS[name].ours(**given)
+    seen: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Watch():
+        assert torch.equal(PARTS[name].ours(**given), trained)
+    (own,) = (each for each in seen if each.startswith("coda_agent"))
+    assert own.endswith("_inference.default")
+
+
+def test_a_loss_does_its_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = PARTS["loss"].drawn(30)
+    whole = gradients(PARTS["loss"].ours, given)
+    link = chains.Link("loss_in_parts", derive_chains.loss(), ("lse", "target_logit"), rows=8)
+    monkeypatch.setattr(functional, "LOSS", link)
+    parts = gradients(PARTS["loss"].ours, given)
+    for each in whole:
+        assert loss_of(parts[each], whole[each]) < 1e-6
+
+
+def test_second_derivatives_are_refused() -> None:
+    given = PARTS["mlp swiglu"].drawn(12)
+    with pytest.raises(ops.NoBackward, match="this operator has no backward"):
+        torch.autograd.grad(PARTS["mlp swiglu"].ours(**given).sum(), list(given.values()), create_graph=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+def test_opcheck_passes_with_gradients(name: str) -> None:
+    given = PARTS[name].drawn(12)
+    seen: list[tuple[Any, tuple[Any, ...]]] = []
+    for link in LINKS:
+        own = link.op
+
+        def note(*arguments: Any, own: Any = own) -> Any:
+            seen.append((own, arguments))
+            return own(*arguments)
+
+        link.op = note
+    try:
+        PARTS[name].ours(**given)
+    finally:
+        for link in LINKS:
+            link.op = getattr(torch.ops.coda_agent, link.name).default
+    ((op, arguments),) = seen
+    torch.library.opcheck(op, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+def test_it_compiles_whole_for_any_rows(name: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(PARTS[name].ours, backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for rows in (8, 16, 24, 40, 56):
+        given = PARTS[name].drawn(rows)
+        found, plain = gradients(compiled, given), gradients(PARTS[name].ours, given)
+        for each in plain:
+            assert loss_of(found[each], plain[each]) < 1e-6, (rows, each)
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # the first rows, and any
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_activation_checkpointing_gives_the_same_gradients(name: str) -> None:
+    given, ours = PARTS[name].drawn(12), PARTS[name].ours
+    expected = gradients(ours, given)
+
+    def keep(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        own = str(op).startswith("coda_agent")
+        return CheckpointPolicy.MUST_SAVE if own else CheckpointPolicy.PREFER_RECOMPUTE
+
+    selective = partial(create_selective_checkpoint_contexts, keep)
+    for how in ({}, {"context_fn": selective}):
+
+        def again(how: Any = how, **inputs: Any) -> Tensor:
+            return checkpoint(ours, use_reentrant=False, **how, **inputs)
+
+        found = gradients(again, given)
+        for each in expected:
+            assert torch.equal(found[each], expected[each]), each

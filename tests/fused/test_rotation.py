@@ -1,0 +1,67 @@
+"""The rotation's transpose: Triton's kernel, interpreted, and PyTorch's form of it against autograd."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from os import environ
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from coda_agent.fused.rotation import Three, in_one_pass, plainly
+
+SHAPES = [(2, 4, 4, 8, 64), (1, 6, 2, 5, 128), (2, 3, 1, 7, 32)]  # sequences, heads, groups, length, width
+HERE = Path(__file__)
+
+
+def drawn(shape: tuple[int, ...]) -> tuple[Three, Three, Tensor, Tensor]:
+    sequences, heads, groups, length, width = shape
+    torch.manual_seed(1)
+    tokens, every = sequences * length, (heads, groups, groups)
+    q, k, v = (torch.randn(sequences, length, h, width).bfloat16().transpose(1, 2) for h in every)
+    packed = torch.randn(tokens, sum(every) * width).bfloat16()
+    a, b, c = packed.split([h * width for h in every], 1)
+    angle = torch.rand(tokens, width // 2)
+    cos_sin = torch.stack((angle.cos(), angle.sin()), -1).flatten(1)
+    return (q, k.contiguous(), v), (a, b, c), cos_sin, torch.rand(tokens)
+
+
+def forward(z: Tensor, heads: int, groups: int, cos_sin: Tensor) -> list[Tensor]:
+    """q, k and v, [tokens, heads, width], of z."""
+    width = cos_sin.shape[1]
+    even, odd = z.view(len(z), -1, width // 2, 2).unbind(-1)
+    cosine, sine = cos_sin.view(len(z), 1, -1, 2).unbind(-1)
+    turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(2)
+    plain = z.view(len(z), -1, width)
+    return [turned[:, :heads], turned[:, heads : heads + groups], plain[:, heads + groups :]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_autograd(shape):
+    gradients, _, cos_sin, rstd = drawn(shape)
+    _, heads, groups, _, width = shape
+    z = torch.randn(len(rstd), (heads + 2 * groups) * width, dtype=torch.float64, requires_grad=True)
+    outs = forward(z, heads, groups, cos_sin.double())
+    rows = [d.transpose(1, 2).flatten(0, 1).double() for d in gradients]
+    (exact,) = torch.autograd.grad(outs, z, rows)
+    q, k, v = (t.detach().flatten(1) for t in outs)
+    found, sums = plainly(gradients, (q, k, v), cos_sin, rstd)
+    torch.testing.assert_close(found.double(), exact * rstd[:, None], rtol=0.01, atol=0.01)
+    torch.testing.assert_close(sums.double(), (exact * z.detach()).sum(1), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_one_pass_equals_pytorch():
+    """In a process of its own: Triton reads the switch to its interpreter when it decorates."""
+    told = {**environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, str(HERE)], env=told, check=True, timeout=120)
+
+
+if __name__ == "__main__":
+    for each in SHAPES:
+        inputs = drawn(each)
+        for one, other in zip(in_one_pass(*inputs), plainly(*inputs), strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=0.01, atol=1e-4)
