@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernels import run_lowered, signature, tensor, trace
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret, rounded
@@ -124,7 +125,7 @@ def test_coarse_instructions_may_serve_an_fp8_output_alone() -> None:
     ("width", "dtype"), [("half", "fp8_e4m3"), ("one", "fp8_e5m2"), ("double", "fp8_e4m3")]
 )
 def test_every_width_compiles_to_conversions_that_saturate(width: str, dtype: str) -> None:
-    code, *_ = disassemble(stores(width, dtype), {}, {0: Schedule(128, 128, True, 2, 1)})
+    code, *_ = disassemble(KernelSource(stores(width, dtype), {0: Schedule(128, 128, True, 2, 1)}), {})
     assert code.total()["HGMMA"] and code.total()["spill"] <= (10 if width == "double" else 0)
     converted = [i.text for i in code.instructions if dtype[4:].upper() in i.text]
     assert converted and all("F2FP.SATFINITE" in text for text in converted)
