@@ -136,6 +136,6 @@ def _as_given(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _launched(kernel: Kernel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Prepared:
-    plan = copy(kernel).plan(inputs, sizes)  # a copy plans anew: each set of inputs has a workspace of its own
+    plan = copy(kernel).plan(inputs, sizes)  # planned anew: each set of inputs has its own workspace
     outputs = plan.in_place(inputs)
     return Prepared(partial(plan.run, inputs, outputs), lambda _: outputs)

@@ -7,6 +7,7 @@ import torch
 from kernels import signature, tensor, trace
 from machine import run_lowered
 
+from coda_agent.primitives.compiler.kernel_source import KernelSource
 from coda_agent.primitives.compiler.lower import lower
 from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.interpret import interpret
@@ -116,5 +117,5 @@ def test_a_hostile_range_is_refused() -> None:
 @pytest.mark.slow
 def test_ranges_compile_without_spills_for_the_heads_of_todays_models() -> None:
     for sizes in ({"H": 32, "G": 8, "P": 64}, {"H": 28, "G": 4, "P": 64}, {"H": 64, "G": 8, "P": 32}):
-        for each in report(program(APART, WHOLE), {"M": 16384, "K": 4096} | sizes):
+        for each in report(KernelSource(program(APART, WHOLE)), {"M": 16384, "K": 4096} | sizes):
             assert (each.spill_loads, each.spill_stores, each.stack) == (0, 0, 0), each
