@@ -1,10 +1,11 @@
 """Hardware counters of one kernel: ``python -m benchmarks.counters NAME --ncu [--case CASE] [--raw FILE]``.
 
-On an H100 with Nsight Compute. ``--ncu`` compiles all first, profiles, and writes the export that
-``coda-agent show --counters`` finds: NAME.counters.csv in generated_kernels/, or NAME.raw.counters.csv beside
-an edited text FILE. Without it this is what ncu runs: it launches an accepted kernel N times (3 unless said
-otherwise) on normal inputs at a case of its spec (the first), with the schedules that its report measured
-that case with. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to ask ncu for.
+Runs on an H100 with Nsight Compute. ``--ncu`` first compiles everything, then profiles, and writes the export
+that ``coda-agent show --counters`` reads: NAME.counters.csv in generated_kernels/, or NAME.raw.counters.csv
+beside an edited text FILE. Without ``--ncu`` it is the program that ncu runs: it launches an accepted kernel
+N times (default 3) on normal inputs at a case of its spec (default: the first), with the schedules that its
+report measured at that case. ``--compile-only`` launches nothing; ``--metrics`` prints the metrics to request
+from ncu.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from coda_agent.verifier.loading import load
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "generated_kernels"
-OURS = "regex:coda_(lowered|edited)"  # in the name of every kernel: of a program's own text, or an edited one
+OURS = "regex:coda_(lowered|edited)"  # in the name of every kernel, lowered or edited
 LISTED = re.compile(r'^"?([a-z0-9]+__[a-z0-9_]+)', re.MULTILINE)  # a metric, in a line of --query-metrics
-FEWEST = 100  # metrics: a list with less is an error's words
+FEWEST = 100  # metrics: a shorter list is an error message
 
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.counters", description="On an H100.")
     parser.add_argument("name", nargs="?", help="an accepted kernel")
-    parser.add_argument("--case", help="of its spec; the first unless said otherwise")
+    parser.add_argument("--case", help="a case of its spec; by default the first")
     parser.add_argument("--times", type=int, default=3, help="launches")
-    parser.add_argument("--raw", type=Path, help="an edited text of it, such as NAME.raw.py")
-    parser.add_argument("--ncu", action="store_true", help="profile it, and keep the export")
+    parser.add_argument("--raw", type=Path, help="its edited text, such as NAME.raw.py")
+    parser.add_argument("--ncu", action="store_true", help="profile it with ncu and write the export")
     parser.add_argument("--compile-only", action="store_true", help="launch nothing")
-    parser.add_argument("--metrics", action="store_true", help="print what to ask ncu for, and run nothing")
+    parser.add_argument("--metrics", action="store_true", help="print the metrics for ncu, and run nothing")
     arguments = parser.parse_args(given)
     name, case, raw = arguments.name, arguments.case, arguments.raw
     if arguments.metrics:
         print(",".join(wanted(available(ncu()))))
     elif not name:
-        parser.error("NAME: give an accepted kernel's, such as gemm_swiglu_bwd")
+        parser.error("NAME is missing: give an accepted kernel's name, such as gemm_swiglu_bwd")
     elif arguments.ncu:
         print(f"wrote {profile(name, case, arguments.times, raw)}")
     else:
@@ -53,14 +54,14 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def ncu() -> str | None:
-    """Nsight Compute's command, on the PATH or beside a CUDA toolkit."""
+    """Nsight Compute's command, on the PATH or in a CUDA toolkit."""
     there = sorted(Path("/usr/local").glob("cuda*/bin/ncu"))
     return shutil.which("ncu") or (str(there[-1]) if there else None)
 
 
 def available(command: str | None) -> set[str]:
-    """The metrics that this GPU has, without suffixes: ncu stops at one that it does not know. Empty where
-    there is no ncu, or it does not say."""
+    """The metrics that this GPU has, without suffixes; ncu stops at one that it does not know. Empty if ncu
+    is missing or lists none."""
     if command is None:
         return set()
     said = subprocess.run([command, "--query-metrics"], capture_output=True, text=True).stdout
@@ -69,19 +70,19 @@ def available(command: str | None) -> set[str]:
 
 
 def profile(name: str, case: str | None, times: int, raw: Path | None) -> Path:
-    """The export's path. SystemExit where ncu is missing, or what it runs fails."""
+    """Profile, and return the export's path. SystemExit if ncu is missing, or the profiled program fails."""
     command = ncu()
     if command is None:
-        raise SystemExit("ncu is not here: install Nsight Compute, which CUDA toolkits have")
+        raise SystemExit("ncu not found: install Nsight Compute, which CUDA toolkits include")
     path = beside(raw, "raw.counters.csv") if raw else KERNELS / f"{name}.counters.csv"
     child = [sys.executable, "-m", "benchmarks.counters", name, "--times", str(times)]
     child += ["--case", case] if case else []
     child += ["--raw", str(raw.resolve())] if raw else []
-    _said([*child, "--compile-only"])  # a compiler that ncu has got hold of takes long, if it ends at all
+    _said([*child, "--compile-only"])  # outside ncu, under which a compiler takes very long or hangs
     asked = ["--clock-control", "none", "--csv", "--page", "raw", "-k", OURS]
     said = _said([command, *asked, "--metrics", ",".join(wanted(available(command))), *child])
     if '"ID",' not in said:
-        raise SystemExit(f"ncu counted no kernel; it said: {said.strip()[-2000:]}")
+        raise SystemExit(f"ncu profiled no kernel; its output: {said.strip()[-2000:]}")
     write_atomic(path, said)
     return path
 
@@ -94,11 +95,11 @@ def _said(command: Sequence[str]) -> str:
 
 
 def launch(name: str, case: str | None, times: int, raw: Path | None) -> None:
-    """Compiles, and launches so many times. SystemExit where there is no such kernel or case, or the report
-    has not measured it."""
+    """Compile a kernel and launch it ``times`` times. SystemExit if the kernel or case does not exist, or if
+    its report did not measure the case."""
     path = KERNELS / f"{name}.program.json"
     if not path.exists():
-        raise SystemExit(f"{path}: there is no such kernel; accepted ones are in {path.parent}")
+        raise SystemExit(f"{path}: no such kernel; accepted kernels are in {path.parent}")
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     chosen = next((c for c in spec.cases if case in (None, c.name)), None)
     if chosen is None:

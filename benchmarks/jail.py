@@ -1,7 +1,6 @@
-"""What the jail costs: ``python -m benchmarks.jail [--json]``, over every accepted kernel's file.
+"""Measure the jail's cost: ``python -m benchmarks.jail [--json]``, over every accepted kernel's file.
 
-A bare ``python -I -S`` is started in turn with each trace, so that the ratio says what the jail adds on any
-machine, a busy one too.
+Traces alternate with a bare ``python -I -S``, so that the ratio holds on a busy machine too.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Milliseconds of a jailed trace and of a bare interpreter, the ratio of their medians, and where."""
+    """Milliseconds of a jailed trace and of a bare interpreter, the ratio of their medians, and the
+    machine."""
     accepted = (
         path for path in sorted((ROOT / "generated_kernels").glob("*.py")) if path.stem.isidentifier()
     )

@@ -1,6 +1,6 @@
-"""Operators as people write them in PyTorch, none of which has a spec in ``specs/``: what an author makes
-of an operator that nobody prepared for it. The last six lack something in the vocabulary: what their formula
-names has to be made of what there is, and the first thing that comes to mind overflows or is too coarse.
+"""Operators as people write them in PyTorch. None has a spec in ``specs/``, so they test an author on an
+unprepared operator. The last six need a function that the vocabulary lacks, and that an author has to
+compose. The obvious composition overflows or is too inaccurate.
 
 ``coda-agent new benchmarks/operators.py:NAME --no-input --out NAME.yaml OPTIONS``, with the OPTIONS below,
 scaffolds a spec without hints; ``coda-agent generate NAME.yaml`` authors it. docs/results.md has the runs.
@@ -36,7 +36,7 @@ OPTIONS = {
 
 
 def dyt_linear(x, w, alpha, gamma, beta):
-    """Projection with dynamic tanh in the place of a norm."""
+    """Projection with dynamic tanh in place of a norm."""
     return torch.tanh(alpha * F.linear(x, w)) * gamma + beta
 
 
@@ -89,7 +89,7 @@ def squared_error_head(x, w, target):
 
 
 def column_statistics(x, w, eps=1e-5):
-    """Projection with what a batch norm needs of it: mean and variance of every column."""
+    """Projection with the statistics of a batch norm: mean and variance of every column."""
     y = F.linear(x, w)
     mean = y.float().mean(0)
     var = (y.float() * y.float()).mean(0) - mean * mean
@@ -127,13 +127,13 @@ def smoothed_head(x, w, target, smoothing=0.1):
 
 
 def sigmoid_loss_head(x, w, sign):
-    """Contrastive head with the pairwise sigmoid loss: a sign a pair, summed over a row."""
+    """Contrastive head with the pairwise sigmoid loss: one sign per pair, summed over a row."""
     z = (F.linear(x, w) * sign).float()
     return {"loss": -F.logsigmoid(z).sum(-1)}
 
 
 def selu_statistics(x, w):
-    """SELU's activation with each row's mean and least value."""
+    """SELU with each row's mean and smallest value."""
     h = F.selu(F.linear(x, w))
     return {"h": h, "mean": h.float().mean(-1), "least": h.float().amin(-1)}
 

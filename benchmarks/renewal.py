@@ -1,8 +1,8 @@
-"""Renewing reports: numerics and stability of accepted kernels by the present protocol.
+"""Renew reports: repeat numerics and stability of accepted kernels under the current protocol.
 
-`python -m benchmarks.renewal measure --out DIR` on an H100 proves every kernel and edit whose report is of an
-earlier protocol, on the schedules that its report timed; `apply DIR` puts what was found into the reports.
-Protocol 5 times kernels as protocol 4 does, so their timings stand.
+`python -m benchmarks.renewal measure --out DIR` on an H100 checks every kernel and edit whose report has an
+earlier protocol, with the schedules that its report timed; `apply DIR` merges the results into the reports.
+Protocol 5 times kernels as protocol 4 does, so their timings remain valid.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from coda_agent.verifier.report import PROTOCOL, Accepted, Gate, Rejected
 
 KERNELS, SPECS = Path("generated_kernels"), Path("specs")
 DEVICE = ("gpu", "torch", "cuda")
-SHARES = 3  # processes at once: most of the time is imports and compiles, and each may want 25 GB
+SHARES = 3  # processes at once: imports and compiles take most of the time, and each may need 25 GB
 
 
 def stems() -> list[str]:
-    """Kernels and edits whose report is older than the present protocol."""
+    """Kernels and edits whose report is older than the current protocol."""
     reports = sorted(KERNELS.glob("*.report.json"))
     old = [p for p in reports if Accepted.model_validate_json(p.read_text()).protocol < PROTOCOL]
     return [path.name.removesuffix(".report.json") for path in old]
 
 
 def prove(stem: str) -> dict[str, object]:
-    """What numerics and stability say of one kernel, in JSON's terms."""
+    """Numerics and stability of one kernel, as JSON data."""
     name, _, edited = stem.partition(".")
     spec = load(SPECS / f"{name}.yaml", check=False)
     report = Accepted.model_validate_json((KERNELS / f"{stem}.report.json").read_text())
@@ -57,7 +57,7 @@ def prove(stem: str) -> dict[str, object]:
 
 
 def measure(out: Path, names: Sequence[str], seconds: float) -> None:
-    """Prove kernels one after another until the seconds are spent, a file each; what has one is left out."""
+    """Check kernels one after another until the time is up, one file each; existing files are skipped."""
     end = time.monotonic() + seconds
     for stem in names:
         path = out / f"{stem}.json"
@@ -65,7 +65,7 @@ def measure(out: Path, names: Sequence[str], seconds: float) -> None:
             continue
         try:
             found = prove(stem)
-        except WorkerError as error:  # ours, not the kernel's: the others go on
+        except WorkerError as error:  # our own failure, not the kernel's: the others continue
             print(f"{stem}: {error}", flush=True)
             continue
         path.write_text(json.dumps(found, indent=1))
@@ -74,7 +74,7 @@ def measure(out: Path, names: Sequence[str], seconds: float) -> None:
 
 
 def spread(out: Path, seconds: float) -> int:
-    """Prove all kernels in several processes; the number of those that failed."""
+    """Check all kernels in several processes; return the number of failures."""
     end = time.monotonic() + seconds
     out.mkdir(parents=True, exist_ok=True)
     names, command = stems(), [sys.executable, "-m", "benchmarks.renewal", "measure", "--out", str(out)]
@@ -83,19 +83,20 @@ def spread(out: Path, seconds: float) -> int:
         subprocess.Popen([*command, "--seconds", str(seconds), "--only", *share]) for share in shares if share
     ]
     failed = sum(process.wait() != 0 for process in running)
-    for path in out.glob("*.json"):  # what found no room beside others has it alone
+    for path in out.glob("*.json"):  # retry alone those that ran out of memory beside others
         if json.loads(path.read_text()).get("rejected", {}).get("code") == "out_of_memory":
             path.unlink()
     return failed + subprocess.call([*command, "--seconds", str(end - time.monotonic()), "--only", *names])
 
 
 def apply(found: Path) -> None:
-    """Put renewed gates into the reports, whose protocol is the present one then; the rejected are named."""
+    """Put renewed gates into the reports and set their protocol to the current one; print rejected
+    kernels."""
     for path in sorted(found.glob("*.json")):
         told, place = json.loads(path.read_text()), KERNELS / f"{path.stem}.report.json"
         report = Accepted.model_validate_json(place.read_text())
         if told["lowered_hash"] != report.identity.lowered_hash:
-            sys.exit(f"{path}: it is of another text than {place} is for: measure again")
+            sys.exit(f"{path}: checked another text than the one in {place}; measure again")
         if "rejected" in told:
             print(f"{path.stem}: rejected: {told['rejected']['message']}")
             continue

@@ -1,8 +1,9 @@
-"""The error gate's separation of right and wrong: ``python -m benchmarks.separation [--json] [SPEC ...]``.
+"""How well the error gate separates right from wrong: ``python -m benchmarks.separation [--json] [SPEC
+...]``.
 
-On an H100. For every accepted kernel (or those named), over all families of inputs, at its ``decode`` case
-and at hidden sizes: how near the kernel itself comes to a limit (1 is the limit), and how far beyond one each
-mutant of the reference goes, which has an output, a matmul or its text wrong by one slip.
+Runs on an H100, for every accepted kernel or those named, over all families of inputs, at the ``decode`` case
+and at hidden sizes. It prints how close the kernel's error comes to a limit (1 is the limit), and by how much
+each mutant of the reference exceeds one. A mutant has one mistake, in an output, a matmul or its text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from coda_agent.verifier.numerics.sizes import hidden, small_sizes
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
-CLEAR = 100.0  # times a limit: a mutant that is so far beyond one is not looked at again
+CLEAR = 100.0  # times a limit: a mutant this far beyond one needs no further look
 Sizes = Mapping[str, int]
 
 
@@ -51,13 +52,13 @@ def main(arguments: list[str]) -> None:
 
 
 def separation(name: str) -> dict[str, Any]:
-    """The kernel's worst over families and sizes, and each mutant's: its best family counts for it, or the
-    first that finds it ``CLEAR`` times beyond."""
+    """The kernel's largest error over families and sizes, and each mutant's, from the first family that finds
+    it ``CLEAR`` times beyond a limit, else from its best family."""
     spec = load(ROOT / "specs" / f"{name}.yaml", check=False)
     text = (ROOT / "generated_kernels" / f"{name}.program.json").read_text(encoding="utf-8")
     program = Program.from_json(text, spec.signature())
     made, small = list(mutants(spec)), small_sizes(spec)[0]
-    # What does not even run is found on the CPU: there an index out of range does not end the process.
+    # Mutants that crash are found on the CPU, where an index out of range does not end the process.
     tried = Sample.of(spec, small, 0, "normal")
     honest, wrong = 0.0, {m.name: math.inf if tried.made(m) is None else 0.0 for m in made}
     for seed, sizes in enumerate(_sizes(spec)):
@@ -74,8 +75,8 @@ def separation(name: str) -> dict[str, Any]:
 
 
 def _excess(trial: Sample, got: Mapping[str, Any] | None, spoken: bool = False) -> float:
-    """The greatest share that an output has of a limit, infinite where a bit, a NaN, its kind or its shape is
-    wrong; ``spoken``: what a program could say is seen unrounded by the interpreter, too."""
+    """The largest ratio of an output's error to its limit; infinite if a bit, a NaN, a kind or a shape is
+    wrong. ``spoken``: for a mutant that a program could express, also the interpreter's unrounded error."""
     if got is None:
         return math.inf
     factor = trial.spec.tolerance.factor if trial.spec.tolerance else 1.0
@@ -83,7 +84,8 @@ def _excess(trial: Sample, got: Mapping[str, Any] | None, spoken: bool = False) 
 
 
 def _share(error: OutputError, dtype: str, limits: Limits, factor: float) -> float:
-    """Of the nearest limit; of the slope's, which small samples widen, only where it was what failed."""
+    """The ratio to the nearest limit. The slope's limit, which small samples widen, counts only if it
+    failed."""
     ratios = error.rms_ratio, error.tile_ratio, error.element_ratio
     share = max(r / limit for r, limit in zip(ratios, limits.ratios(dtype), strict=True)) / factor
     if error.passed or share > 1:

@@ -4,12 +4,12 @@
     |-- Refused           1  the work was done, and the answer is no
     |   |-- CompileError        the compiler refuses a lowered module
     |   `-- OutOfBudget         a run's limit is reached
-    |-- InvalidInput      2  a file or value that was given cannot be used
+    |-- InvalidInput      2  a file or value from the user cannot be used
     |   |-- SpecError           a spec
     |   |-- KernelError         a file of an accepted kernel
     |   |-- ScaffoldError       a PyTorch function to make a spec of
     |   `-- TipsError           the tips log
-    |-- Absent            3  something that is needed is not on this machine
+    |-- Absent            3  something required is missing on this machine
     |   |-- JailUnavailable     a system that can confine a kernel
     |   |-- JournalError        a run's journal
     |   |   `-- DamagedError    2: it is there and damaged
@@ -25,24 +25,24 @@ from __future__ import annotations
 
 
 class CodaError(Exception):
-    """An error with words for the user, which ends a command with `exit_status`."""
+    """An error with a message for the user, which ends a command with `exit_status`."""
 
     exit_status: int
 
 
 class Refused(CodaError):
-    """The work was done, and the answer is no: a kernel is not accepted, a budget is spent, git refuses."""
+    """The work is done, and the answer is no: a kernel is not accepted, a budget is spent, git refuses."""
 
     exit_status = 1
 
 
 class InvalidInput(CodaError):
-    """A file or value that the user gave cannot be used: which, what is wrong, what to do."""
+    """A file or value from the user cannot be used. The message says which, why, and what to do."""
 
     exit_status = 2
 
 
 class Absent(CodaError):
-    """Something that was asked for is not on this machine: what, and how to get it."""
+    """Something required is missing on this machine. The message says what, and how to get it."""
 
     exit_status = 3

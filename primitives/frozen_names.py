@@ -1,7 +1,7 @@
-"""The name ``primitives``, which kernel files and lowered texts import from.
+"""The module name ``primitives``, from which kernel files and lowered texts import.
 
-Their bytes are evidence and keep that name. It stands for this package only while one of them is loaded, so
-that no user's own ``primitives`` is touched. Device code is never imported by another name.
+Their bytes are evidence, so they keep that name. It refers to this package only while such a file loads, so
+that a user's own ``primitives`` is not affected. Device code is never imported under another name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _lock = RLock()
 
 @contextmanager
 def frozen_names() -> Iterator[None]:
-    """Within, ``primitives`` is ``coda_agent.primitives``."""
+    """Make ``primitives`` mean ``coda_agent.primitives`` in the block."""
     with _lock:
         before = sys.modules.get("primitives")
         sys.modules["primitives"] = sys.modules[__package__]
@@ -32,6 +32,6 @@ def frozen_names() -> Iterator[None]:
 
 
 def device(module: str) -> ModuleType:
-    """A module of device code, such as ``mainloop``."""
+    """A device module, such as ``mainloop``."""
     with frozen_names():
         return importlib.import_module(f"primitives.device.{module}")

@@ -1,4 +1,4 @@
-"""Mutants and honest rewrites of accepted programs, and how the verifier judges them.
+"""Judge mutants and equivalent rewrites of accepted programs with the verifier.
 
 ``python -m benchmarks.campaign`` runs them through the gates that need neither a compiler nor a GPU.
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.campaign``: how many mutants of the accepted programs the verifier refuses."""
+"""``python -m benchmarks.campaign``: count the mutants of accepted programs that the verifier rejects."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def main() -> None:
                 with arguments.json.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(result) + "\n")
     except KeyboardInterrupt:
-        print("interrupted: the same command with --json goes on")
+        print("interrupted: repeat the command with --json to continue")
     show(results)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.campaign", description=__doc__)
-    parser.add_argument("--mutants", type=int, default=5000, help="how many are made")
-    parser.add_argument("--rewrites", type=int, default=300, help="how many honest programs are made")
-    parser.add_argument("--seed", type=int, default=0, help="of the first candidates; others follow from it")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
-    parser.add_argument("--only", action="append", help="a program's name or a kind; may be repeated")
-    parser.add_argument("--json", type=Path, help="results, a line each; they are not made again")
+    parser.add_argument("--mutants", type=int, default=5000, help="number of mutants")
+    parser.add_argument("--rewrites", type=int, default=300, help="number of equivalent programs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first candidates")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
+    parser.add_argument("--only", action="append", help="a program or a kind; may be repeated")
+    parser.add_argument("--json", type=Path, help="results, one per line; continues this file")
     return parser.parse_args()
 
 
 def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
-    """Programs and kinds: those named, or all where none is."""
+    """The programs and kinds that ``--only`` names; all without it."""
     known, every = accepted(), [*mutate.KINDS, *rewrite.KINDS]
     if unknown := set(given or ()) - {*known, *every}:
         raise SystemExit(
@@ -64,7 +64,8 @@ def _only(given: list[str] | None) -> tuple[list[str], list[str]]:
 
 
 def _tasks(group: str, names: list[str], kinds: list[str], number: int, seed: int) -> Iterator[Task]:
-    """As many as wanted: each kind for each program that it applies to, shuffled by a seed, then the next."""
+    """``number`` tasks: each kind for each program that it applies to, shuffled, then the same with the next
+    seed."""
     pairs = [(n, k) for n in names for k in kinds if number and applies(Task(group, n, k, seed))]
     for turn in range(-(-number // len(pairs)) if pairs else 0):
         Random(seed + turn).shuffle(pairs)
@@ -77,7 +78,7 @@ def _task(result: Result) -> Task:
 
 
 def _read(path: Path) -> Iterator[Result]:
-    """Results that a file has; a line that was cut off is none."""
+    """Read the results in a file, without an incomplete last line."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             yield json.loads(line)

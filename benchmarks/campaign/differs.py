@@ -1,4 +1,5 @@
-"""Whether a mutant differs from its original: by more than the error gate allows, both in plain fp64."""
+"""Decide whether a mutant differs from its original by more than the error gate allows. Both run in plain
+fp64."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from coda_agent.verifier.numerics import error_gate, reference
 from coda_agent.verifier.numerics.values import DTYPES
 from coda_agent.verifier.spec.model import Spec
 
-AIMED = 24  # draws towards the values that a mutant's conditions are about
-STEPS = 4  # by which one is brought there
+AIMED = 24  # draws towards the values in a mutant's conditions
+STEPS = 4  # steps by which a draw approaches such a value
 
 
 class Sample:
-    """A draw with its truth, and whether the original passes there: where not, it says nothing."""
+    """A draw with its true outputs. ``passes``: whether the original passes on it; if not, the draw proves
+    nothing."""
 
     def __init__(self, spec: Spec, program: Program, draw: Draw):
         self.spec, self.draw = spec, draw
@@ -31,17 +33,17 @@ class Sample:
         self.says = any(bool(t.isfinite().any()) for t in self.truth.values()) and not self.differs(program)
 
     def differs(self, program: Program) -> bool:
-        """Whether a program's outputs are out of the error gate here."""
+        """Whether a program's outputs exceed the error gate on this draw."""
         found = fp64.outputs(program, self.draw.inputs, self.draw.sizes)
         got = {}
         for name, output in self.spec.outputs.items():
-            truth = self.truth[name]  # where it is not finite it says nothing
+            truth = self.truth[name]  # non-finite values prove nothing
             got[name] = torch.where(truth.isfinite(), found[name], truth).to(DTYPES[output.dtype])
         return any(not e.passed for e in error_gate.compare(self.spec, got, self.truth, self.yard))
 
 
 class Judge:
-    """Tells which mutants of one program differ from it. The draws are the same for all of them."""
+    """Decide which mutants of one program differ from it. All mutants see the same draws."""
 
     def __init__(self, spec: Spec, program: Program, seed: int = 0):
         self.spec, self.program, self.seed = spec, program, seed
@@ -49,7 +51,7 @@ class Judge:
         self._more = (Sample(spec, program, draw) for draw in draws(spec, seed))
 
     def samples(self) -> Iterator[Sample]:
-        """Those that say something, made when first asked for."""
+        """The draws on which the original passes, made on first use."""
         for index in count():
             while index >= len(self._kept):
                 if (sample := next(self._more, None)) is None:
@@ -60,26 +62,27 @@ class Judge:
 
     @cached_property
     def scales(self) -> list[float]:
-        """How large each node is under the spec's own init, at most."""
+        """The largest magnitude of each node under the spec's own init."""
         draw = next(draws(self.spec, self.seed))
         found = fp64.values(self.program, draw.inputs, draw.sizes)
         return [float(v.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0 for v in found]
 
     def seen(self, *versions: Program) -> str:
-        """The draw that shows one of these to differ; empty where none does."""
+        """The draw on which one of these programs differs; empty if none does."""
         for sample in self.samples():
             if any(sample.differs(version) for version in versions):
                 return sample.draw.name
         return ""
 
     def sought(self, mutant: Program, aims: Sequence[tuple[int, float]], seed: int) -> str:
-        """As ``seen``, on draws that bring the original's nodes to the values that a mutant is about."""
+        """Like ``seen``, but with draws that bring the original's nodes to the values in a mutant's
+        conditions."""
         random = Random(seed)
         for k in range(AIMED if aims else 0):
             share = random.choice((0.0, 0.0, 0.5))
             sizes = small(self.spec, random) if k % 6 else long(self.spec, _any(self.spec, random), random)
             draw = made(self.spec, sizes, random, share, "init" if share == 0 else "scaled")
-            if random.random() < 0.3:  # sums grow where no terms cancel
+            if random.random() < 0.3:  # sums grow if no terms cancel
                 for name, values in draw.inputs.items():
                     draw = self._with(draw, name, values.double().abs())
             for node, value in dict(random.sample(aims, len(aims))).items():
@@ -90,8 +93,8 @@ class Judge:
         return ""
 
     def _aimed(self, draw: Draw, node: int, value: float, random: Random) -> Draw:
-        """A draw with a node's values around one value, by scaling an input that it depends on."""
-        # Scales of targets mean nothing.
+        """A draw that brings a node's values near ``value``, by scaling an input that the node depends on."""
+        # Scaling target indices has no meaning.
         names = [n for n in self._read(node) if self.spec.inputs[n].init.integers is None]
         if not names:
             return draw
@@ -111,7 +114,7 @@ class Judge:
         return draw
 
     def _itself(self, node: int) -> bool:
-        """Whether a node is an input as it is, or spread."""
+        """Whether a node is an input, or an input spread over a tile."""
         of = self.program.nodes[node]
         return of.op == "input" or (OPERATIONS[of.op].spread is not None and self._itself(of.args[0]))
 

@@ -1,6 +1,6 @@
-"""Inputs for the campaign's own check: magnitudes over each input's whole domain, sizes small or long.
+"""Inputs for the campaign's own check: magnitudes over each input's whole domain, small and long sizes.
 
-Nothing here is the verifier's: what its families leave out may be found, or missed, by other draws.
+Shares no code with the verifier's draws, so that the two miss different errors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from coda_agent.verifier.numerics.sizes import row_dims
 from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.spec.parts import OutputSpec, TensorSpec
 
-SCALED = 90  # draws of other magnitudes
+SCALED = 90  # draws at other magnitudes
 MODERATE, FAR = 5.0, 30.0  # decades
 Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Inputs at sizes; ``name`` says how they were drawn."""
+    """Inputs at given sizes; ``name`` says how they were drawn."""
 
     name: str
     sizes: Sizes
@@ -34,7 +34,8 @@ class Draw:
 
 
 def draws(spec: Spec, seed: int) -> Iterator[Draw]:
-    """The spec's own inits at small sizes; other magnitudes; each dim once as long as it is in any case."""
+    """Draws with the spec's own init at small sizes, at other magnitudes, and with each dim as long as in the
+    largest case."""
     random = Random(f"{spec.name}/{seed}")
     for k in range(6):
         yield made(spec, small(spec, random), random, 0.0, f"init {k}")
@@ -45,7 +46,7 @@ def draws(spec: Spec, seed: int) -> Iterator[Draw]:
 
 
 def small(spec: Spec, random: Random) -> dict[str, int]:
-    """Sizes of a few dozen at most; static dims are a case's."""
+    """Sizes of a few dozen at most; static dims come from a case."""
     static = random.choice(spec.cases).sizes
     heads = {n for d in _extents(spec) for m, _ in d.terms if set(m) & set(spec.static) for n in m}
     rows = row_dims(spec)
@@ -57,14 +58,15 @@ def small(spec: Spec, random: Random) -> dict[str, int]:
 
 
 def long(spec: Spec, dim: str, random: Random) -> dict[str, int]:
-    """Sizes with a dim as long as in any case, all others of a handful."""
+    """Sizes with one dim as long as in any case and a handful for the others."""
     static = {d: spec.cases[-1].sizes[d] for d in spec.static}
     found = {d: random.randint(1, 2) if static else random.randint(2, 8) for d in spec.dims} | static
     return found | {dim: max(case.sizes[dim] for case in spec.cases)} if dim not in static else found
 
 
 def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> Draw:
-    """Inputs of which one, and a share of the others, are not drawn as the spec's init says; at 0 all are."""
+    """Inputs at ``sizes``. One input, and a share of the others, ignore the spec's init; with share 0 all
+    follow it."""
     odd = {random.choice(list(spec.inputs))} if "init" not in name and "long" not in name else set[str]()
     odd |= {n for n in spec.inputs if random.random() < share}
     inputs = {n: one(t, sizes, random, n in odd) for n, t in spec.inputs.items()}
@@ -72,7 +74,7 @@ def made(spec: Spec, sizes: Sizes, random: Random, share: float, name: str) -> D
 
 
 def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
-    """Values of one input, in its dtype and within its domain; ``odd``: of any magnitude and pattern."""
+    """Values of one input, in its dtype and within its domain. ``odd``: of any magnitude and pattern."""
     generator = torch.Generator().manual_seed(random.getrandbits(48))
     values = usual(tensor, sizes, generator)
     if odd:
@@ -86,7 +88,7 @@ def one(tensor: TensorSpec, sizes: Sizes, random: Random, odd: bool) -> Tensor:
 
 
 def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tensor:
-    """The spec's own init, in fp64; of a count any of its values."""
+    """The spec's own init in fp64; for a count, any of its values."""
     shape, init = [d(sizes) for d in tensor.shape], tensor.init
     if init.integers or init.count is not None:
         low, high = init.range_at(sizes)
@@ -107,7 +109,7 @@ def usual(tensor: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tenso
 
 
 def fitted(tensor: TensorSpec, sizes: Sizes, values: Tensor) -> Tensor:
-    """Values within the domain, in the input's dtype."""
+    """Values clipped to the domain, in the input's dtype."""
     low, high = tensor.bounds(sizes)
     if low >= 0:
         values = values.abs()
@@ -128,20 +130,20 @@ def _scaled(values: Tensor, random: Random, generator: torch.Generator) -> Tenso
 
 
 def _shifted(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """All near one value, of either sign."""
+    """Values near one value of either sign."""
     near = _magnitude(random) * random.choice((-1, 1))
     spread = torch.randn(values.shape, generator=generator, dtype=torch.float64)
     return near * (1 + random.choice((0.01, 0.3)) * spread)
 
 
 def _wide(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """Each of a magnitude of its own, over three decades."""
+    """Independent magnitudes over three decades."""
     decades = torch.rand(values.shape, generator=generator, dtype=torch.float64) * 3 - 3
     return values * _magnitude(random) * 10**decades
 
 
 def _rows(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """Each row of a magnitude of its own."""
+    """One magnitude per row."""
     if not values.dim():
         return values
     factors = torch.rand(values.shape[:1], generator=generator, dtype=torch.float64) * 4 - 2
@@ -153,12 +155,12 @@ def _negated(values: Tensor, random: Random, generator: torch.Generator) -> Tens
 
 
 def _alike(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """Magnitudes, or all one value, or zeros."""
+    """Equal magnitudes, or one value everywhere, or zeros."""
     return random.choice((values.abs(), torch.full_like(values, _magnitude(random)), 0 * values))
 
 
 def _steps(values: Tensor, random: Random, generator: torch.Generator) -> Tensor:
-    """Small integers, of which products hit numbers exactly."""
+    """Small integers, whose products are exact."""
     return (2 * torch.randn(values.shape, generator=generator, dtype=torch.float64)).round()
 
 
@@ -169,7 +171,7 @@ PATTERNS: tuple[Pattern, ...] = (_scaled, _scaled, _shifted, _shifted, _wide, _r
 def _whole(
     tensor: TensorSpec, low: float, high: float, usual: Tensor, random: Random, generator: torch.Generator
 ) -> Tensor:
-    """Integers of any magnitude in the domain; of targets all alike often."""
+    """Integers of any magnitude in the domain; target indices are often all equal."""
     if tensor.init.integers:
         unit = torch.rand(usual.shape, generator=generator, dtype=torch.float64)
         return (low + (high - low + 1) * unit).floor()

@@ -1,5 +1,5 @@
-"""A program in plain fp64: its nodes in order, nothing rounded, no steps. It shares no code with the
-verifier's interpreter, so that neither hides the other's mistakes."""
+"""Evaluate a program in plain fp64: nodes in order, no rounding, no steps. Shares no code with the verifier's
+interpreter, so that neither hides the other's mistakes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _leaf(node: Node, found: Values, inputs: Mapping[str, Tensor], sizes: Mappin
 
 
 def _met(value: Tensor, kind: Type, reader: Type, sizes: Mapping[str, int]) -> Tensor:
-    """A value as its reader sees it: over all columns of a tile, where it is kept once a head."""
+    """A value as its reader sees it: a head statistic is repeated over all columns of a tile."""
     if reader.kind != "tile" or kind.period is None or kind.kind not in ("spread", "repeated"):
         return value
     width = kind.period(sizes)

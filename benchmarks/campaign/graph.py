@@ -1,4 +1,4 @@
-"""A program's graph while it is edited: nodes are added, and readers of one node read another instead."""
+"""Edit a program's graph: add nodes, and redirect the readers of a node."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from coda_agent.verifier.loading import load
 from coda_agent.verifier.spec.model import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
-JUDGED = ("size_choice",)  # codes of a check that are a verdict on a mutant
+JUDGED = ("size_choice",)  # check codes that count as a verdict on a mutant
 SPREADS = ("row", "column", "spread", "repeated")
 
 
 class Skip(Exception):
-    """An edit that does not apply here."""
+    """The edit does not apply here."""
 
 
 def accepted() -> list[str]:
@@ -43,7 +43,7 @@ def program_of(spec: Spec) -> Program:
 
 @functools.cache
 def honest(name: str) -> dict[str, Program]:
-    """A spec's accepted program, and by file the honest kernels that the tests have for it."""
+    """A spec's accepted program, and by file name the correct kernels in the tests."""
     spec = spec_of(name)
     programs = {"accepted": program_of(spec)}
     for path in sorted((ROOT / "tests" / "honest" / name).glob("*.py")):
@@ -52,10 +52,10 @@ def honest(name: str) -> dict[str, Program]:
 
 
 class Graph:
-    """Nodes of a program and what is added to them.
+    """Nodes of a program, with additions.
 
-    ``frozen``: sizes that added ``dim`` nodes have, as constants: the program then does at any sizes what it
-    would do at these.
+    ``frozen``: constants for the sizes in added ``dim`` nodes. With them, the program does at all sizes what
+    it would do at these sizes.
     """
 
     def __init__(self, program: Program, frozen: Mapping[str, int] | None = None):
@@ -66,7 +66,8 @@ class Graph:
         self._below = _ancestors(self.nodes)
 
     def add(self, op: str, *args: int, attribute: Attribute = None) -> int:
-        """A node of this operation, an equal one if there is one. ProgramError where it does not apply."""
+        """Add a node of this operation, or return an equal one. ProgramError if the operation does not
+        apply."""
         node = Node(op, args, attribute)
         if node in self.nodes:
             return self.nodes.index(node)
@@ -88,7 +89,7 @@ class Graph:
         return self.add("dim", attribute=str(size))
 
     def replace(self, old: int, new: int, reader: int | None = None) -> None:
-        """Let what reads ``old`` (or one reader alone) read ``new``; added nodes read on as before."""
+        """Redirect the readers of ``old`` (or one of them) to ``new``; added nodes do not change."""
         for index in range(self.first_added) if reader is None else (reader,):
             node = self.nodes[index]
             self.nodes[index] = node._replace(args=tuple(new if a == old else a for a in node.args))
@@ -96,29 +97,29 @@ class Graph:
             self.outputs = {name: new if i == old else i for name, i in self.outputs.items()}
 
     def rewire(self, reader: int, argument: int, new: int) -> None:
-        """Let one argument of a node be another node."""
+        """Replace one argument of a node."""
         args = list(self.nodes[reader].args)
         args[argument] = new
         self.nodes[reader] = self.nodes[reader]._replace(args=tuple(args))
 
     def become(self, index: int, node: Node) -> None:
-        """Let a node be another operation."""
+        """Replace a node by another operation."""
         self.nodes[index] = node
 
     def originals(self, *kinds: str) -> list[int]:
-        """The program's own nodes of these kinds of type."""
+        """The program's own nodes whose type is of these kinds."""
         return [i for i in range(self.first_added) if self.types[i].kind in kinds]
 
     def free_of(self, index: int) -> list[int]:
-        """The program's own nodes that do not depend on a node, which may read them."""
+        """The program's own nodes that do not depend on a node."""
         return [i for i in range(self.first_added) if i != index and index not in self._below[i]]
 
     def below(self, index: int) -> set[int]:
-        """All that a node depends on."""
+        """All nodes that a node depends on."""
         return self._below[index]
 
     def readers(self, index: int) -> list[tuple[int, int]]:
-        """(reader, argument) of the program's own nodes that read a node."""
+        """(reader, argument) for each of the program's own nodes that reads a node."""
         return [
             (i, k)
             for i, node in enumerate(self.nodes[: self.first_added])
@@ -127,8 +128,8 @@ class Graph:
         ]
 
     def finish(self) -> Program:
-        """The edited program, checked (but for what is ``JUDGED``) and cut; Skip where it is none, or none
-        other."""
+        """The edited program, checked (except for ``JUDGED`` codes) and partitioned. Skip if it is invalid or
+        unchanged."""
         program = self._canonical()
         try:
             program.check()
@@ -140,11 +141,11 @@ class Graph:
         except ProgramError as error:
             raise Skip(error.message) from None
         if program.to_json() == Graph(self.program)._canonical().to_json():
-            raise Skip("nothing is changed")
+            raise Skip("nothing changed")
         return program
 
     def _canonical(self) -> Program:
-        """Only what outputs reach, numbered depth first from them; equal nodes are one."""
+        """Keep only nodes that outputs reach, numbered depth first; merge equal nodes."""
         known: dict[Node, int] = {}
         made: dict[int, int] = {}
         open_: set[int] = set()
@@ -171,7 +172,8 @@ def _ancestors(nodes: list[Node]) -> list[set[int]]:
 
 
 def same_type(graph: Graph, index: int, among: list[int]) -> list[int]:
-    """Those of some nodes that may stand in a node's place: of its type, and integers where it is."""
+    """The nodes among ``among`` that can replace a node: of the same type, and integers if it is an
+    integer."""
     kind, whole = graph.types[index], _whole(graph, index)
     return [i for i in among if i != index and graph.types[i] == kind and _whole(graph, i) == whole]
 
@@ -184,8 +186,8 @@ def _whole(graph: Graph, index: int) -> bool:
 
 
 def meeting(graph: Graph, index: int, random: Random) -> int:
-    """A node that may meet a node elementwise: it, one of its type, or a vector spread over it. Skip if none
-    is there."""
+    """A node that fits a node elementwise: itself, one of its type, or a vector spread over it. Skip if none
+    exists."""
     kind = graph.types[index]
     free = [i for i in (*graph.free_of(index), index) if graph.nodes[i].op not in ("constant", "dim")]
     made = [i for i in free if graph.types[i] == kind or graph.types[i].kind == "scalar"]
@@ -193,7 +195,7 @@ def meeting(graph: Graph, index: int, random: Random) -> int:
         made += [i for i in free if _covered(kind, graph.types[i])]
         made += [s for i in free if (s := _spread(graph, i, kind)) is not None]
     if not made:
-        raise Skip("nothing meets it")
+        raise Skip("nothing fits it")
     return random.choice(made)
 
 
@@ -202,7 +204,7 @@ def _covered(wide: Type, narrow: Type) -> bool:
 
 
 def _spread(graph: Graph, index: int, wide: Type) -> int | None:
-    """A vector spread over a tile's rows or columns, where it fits."""
+    """A vector spread over a tile's rows or columns, if it fits."""
     kind = graph.types[index]
     if kind.kind != "vector":
         return None

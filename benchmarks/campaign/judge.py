@@ -1,4 +1,4 @@
-"""One candidate through the verifier, and what came of it: a line of the campaign's results."""
+"""Judge one candidate with the verifier: one line of the campaign's results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from coda_agent.verifier.spec.model import Spec
 from coda_agent.verifier.verify import check_program
 
 INAPPLICABLE = "does not apply"
-MORE = 3  # times as many aimed draws before what was accepted counts as equivalent
+MORE = 3  # times as many aimed draws before an accepted mutant counts as equivalent
 Result = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """What makes a candidate again. ``group``: mutants or rewrites."""
+    """The identity of a candidate. ``group``: mutants or rewrites."""
 
     group: str
     name: str
@@ -31,13 +31,13 @@ class Task(NamedTuple):
 
 
 def judged(task: Task) -> Result:
-    """A candidate made, checked by fp64 and by the verifier."""
+    """Make a candidate, and check it with fp64 and with the verifier."""
     made = _mutant(task) if task.group == "mutants" else _rewrite(task)
     return {**task._asdict(), **made}
 
 
 def applies(task: Task) -> bool:
-    """Whether there is such a candidate."""
+    """Whether the candidate exists."""
     return (made_mutant(task) if task.group == "mutants" else made_rewrite(task)) is not None
 
 
@@ -52,7 +52,7 @@ def made_rewrite(task: Task) -> Rewritten | None:
 
 @functools.lru_cache(maxsize=4)
 def judge_of(name: str) -> Judge:
-    """What tells the mutants of an accepted program from it."""
+    """The judge that compares mutants with an accepted program."""
     spec = spec_of(name)
     return Judge(spec, program_of(spec))
 
@@ -73,7 +73,7 @@ def _mutant(task: Task) -> Result:
 
 
 def _shown(judge: Judge, made: Mutant, times: int) -> str:
-    """The draw that shows it to differ, if one does."""
+    """The draw on which the mutant differs, if one exists."""
     found = judge.seen(made.program, *made.frozen) if times == 1 else ""
     for k in range(times):
         found = found or judge.sought(made.program, made.aims, made.seed + 1000 * k)
@@ -92,13 +92,13 @@ def _rewrite(task: Task) -> Result:
 
 
 def verdict(spec: Spec, program: Program) -> Result:
-    """What the verifier says of a program, and why."""
+    """The verifier's verdict on a program, and its reason."""
     try:
         program.check()
         rejected = check_program(spec, program)
     except ProgramError as error:
         return {"verdict": f"trace: {error.code}", "reason": error.message[:400]}
-    except MISTAKES as error:  # ours, and worth a line of the table
+    except MISTAKES as error:  # our own bug becomes a line of the table
         return {"verdict": "crashed", "reason": f"{type(error).__name__}: {error}"[:400]}
     if rejected is None:
         return {"verdict": "accepted", "reason": ""}

@@ -1,4 +1,4 @@
-"""Candidates judged in processes of one thread each, with a progress bar."""
+"""Judge candidates in single-threaded processes, with a progress bar."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.campaign.judge import Result, Task, judged
 
-CHUNK = 20  # candidates of one program, which share what was made for it
-ROUND = 1000  # candidates of a seed, more or less: earlier ones come first
+CHUNK = 20  # candidates of one program per task, which share its preparation
+ROUND = 1000  # about so many candidates per seed; results of earlier seeds come first
 
 
 def run(tasks: list[Task], jobs: int) -> Iterator[Result]:
-    """Results as they come, with a bar."""
+    """Yield results as they come, with a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     context = get_context("spawn")
     with (
@@ -35,7 +35,7 @@ def run(tasks: list[Task], jobs: int) -> Iterator[Result]:
 
 
 def _chunks(tasks: list[Task]) -> list[tuple[Task, ...]]:
-    """Candidates of one program together, in the order of their first."""
+    """Group candidates by program, in the order of first appearance."""
     by_name: dict[tuple[str, str], list[Task]] = {}
     for task in tasks:
         by_name.setdefault((task.group, task.name), []).append(task)
@@ -48,7 +48,7 @@ def _several(tasks: tuple[Task, ...]) -> list[Result]:
 
 
 def _alone() -> None:
-    """One thread; an interrupt is the parent's to deal with."""
+    """Use one thread, and leave interrupts to the parent."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
-"""The layer's backward, kernel by kernel, beside ``torch.compile``'s: where each tenth of a millisecond goes.
+"""Profile the layer's backward kernel by kernel, beside ``torch.compile``'s.
 
-``python -m benchmarks.layer_profile measure --out FILE.json`` on an H100, then
-``python -m benchmarks.layer_profile draw FILE.json --out docs/layer_backward.md`` anywhere.
+``python -m benchmarks.layer_profile measure --out FILE.json`` on an H100, then ``python -m
+benchmarks.layer_profile draw FILE.json --out docs/layer_backward.md`` anywhere.
 """

@@ -8,15 +8,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-GRACE = 8.0  # seconds beyond those given, after which a stage that hangs is ended: what was kept stays
+# seconds beyond the limit, after which a stage that hangs is killed; finished stages stay in the file
+GRACE = 8.0
 
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layer_profile")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure", help="profile both arms on this machine's H100")
-    measuring.add_argument("--widths", default="1B,7B,70B", help="in this order")
-    measuring.add_argument("--seconds", type=float, default=480.0, help="that it may take")
+    measuring.add_argument("--widths", default="1B,7B,70B", help="widths, in this order")
+    measuring.add_argument("--seconds", type=float, default=480.0, help="time limit in seconds")
     measuring.add_argument("--out", type=Path, required=True, help="the JSON file, written after each stage")
     drawing = commands.add_parser("draw", help="a page with tables, and a chart for each width")
     drawing.add_argument("file", type=Path)
@@ -37,7 +38,7 @@ def measure(widths: Sequence[str], seconds: float, out: Path) -> None:
     budget = Budget(seconds)
     faulthandler.dump_traceback_later(seconds + GRACE, exit=True)
     try:
-        from benchmarks.layer_profile.bench import Bench  # whose imports take seconds
+        from benchmarks.layer_profile.bench import Bench  # takes seconds to import
 
         run(widths, Bench, budget, out)
     finally:

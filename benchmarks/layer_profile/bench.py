@@ -1,4 +1,4 @@
-"""One width's layers on the GPU, as the comparison builds them: timed, profiled, and watched through NVML."""
+"""Time and profile one width's layers on the GPU, built as the comparison builds them, while NVML watches."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from coda_agent.comparison.layers.shape import Shape
 
 SEED = 20
-ROUNDS, LONGEST = 40, 8.0  # of timing: rounds, and seconds of them
-KEPT, SETTLE = 20, 1.0  # turns of a profile that are kept, after so many seconds of turns that are not
-SUSTAINED = 3.0  # seconds of repetition that NVML is read in, after as many that it is not
-FEW = 4  # schedules that are raced at sizes that no report has, and the best of other tiles
-HEAD_START = 200_000  # cycles of the marker before a region: the host is ahead by then
+ROUNDS, LONGEST = 40, 8.0  # rounds of timing, and their limit in seconds
+KEPT, SETTLE = 20, 1.0  # turns of a profile that count, after so many seconds of warm-up
+SUSTAINED = 3.0  # seconds of repetition under NVML, after as many of warm-up
+FEW = 4  # schedules to time at sizes that no report has, besides the best of other tiles
+HEAD_START = 200_000  # cycles of the marker before a region, which let the host run ahead
 
 
 @dataclass
 class Backward:
-    """A layer's backward by itself: ``ready`` runs the forward that it needs, each time."""
+    """A layer's backward alone. ``ready`` runs the forward that it needs, each time."""
 
     layer: Layer[Any, Any]
     stream: Any
@@ -82,14 +82,14 @@ class Bench:
         drawn, runner = draw(row.shape, SEED), seats.runner()
         for name in self.names:
             layer = variant(name, row.shape, drawn, runner)
-            layer.forward(layer.start(drawn.x))  # compiles what inference runs
+            layer.forward(layer.start(drawn.x))  # compiles the inference graph
             self.layers[name] = layer
             self.backwards[name] = Backward(layer, layer.start(drawn.x), drawn.dout)
         found = {"sizes": sizes(row.shape), "agreement": self._agreement(drawn)}
         return found | {"ours": backward_parts(row.shape, kernels), "seed": SEED}
 
     def _agreement(self, drawn: Any) -> dict[str, dict[str, float]]:
-        """How far each result of the other arms is from the first arm's, relatively."""
+        """The relative distance of each result of the other arms from the first arm's."""
         from coda_agent.comparison.layers.errors import relative, results
 
         first, *others = self.names
@@ -109,7 +109,7 @@ class Bench:
         return {"times": {n: milliseconds(s) for n, s in samples.items()}, "times_conditions": conditions}
 
     def kernels(self) -> dict[str, Any]:
-        """The arms take turns in one profile; the first turns heat the GPU and are dropped."""
+        """Profile the arms in turns; the first turns heat the GPU and are dropped."""
         begun = time.monotonic()
         self._turn()
         _synchronize()
@@ -160,7 +160,7 @@ class Bench:
 
 
 def sustained(step: Callable[[], object]) -> dict[str, Any]:
-    """Milliseconds of each forward and backward while an arm repeats alone, and how the GPU fared."""
+    """Milliseconds of each forward and backward while an arm repeats alone, and the GPU's telemetry."""
     import torch
 
     begun = time.monotonic()
@@ -172,7 +172,7 @@ def sustained(step: Callable[[], object]) -> dict[str, Any]:
             step()
             stop.record()
             if spans:
-                spans[-1][2].synchronize()  # the host is a step ahead
+                spans[-1][2].synchronize()  # the host stays one step ahead
             if spent > SUSTAINED:
                 monitor.sample()
             spans.append((spent, start, stop))
@@ -182,7 +182,8 @@ def sustained(step: Callable[[], object]) -> dict[str, Any]:
 
 
 def record(run: Callable[[], object], *, shapes: bool = False) -> dict[str, Any]:
-    """The Chrome trace of what ``run`` launches; with ``shapes`` also the operators that launch it."""
+    """The Chrome trace of the kernels that ``run`` launches; ``shapes`` adds the operators that launch
+    them."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if shapes else [])]
@@ -208,7 +209,8 @@ def on_known_schedules(call: Call, kernel: Kernel, case: str) -> Kernel:
     gemms = {gemm.step: gemm for gemm in lower(kernel.program).gemms}
     known = {}
     for step, found in raced.items():
-        few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))  # of each tile one, or all would race
+        # one of each tile, or all tiles would be timed
+        few = list(dict.fromkeys([*found[:FEW], *tune.leaders(found)]))
         known[step] = tune.revisited(gemms[step], dict(call.sizes), few, ())
     return Kernel(kernel.source, known=known)
 

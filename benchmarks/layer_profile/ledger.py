@@ -1,7 +1,7 @@
-"""Which part of the layer's backward each kernel is, its FLOPs and bytes, and the group that it counts in.
+"""Attribute each kernel of the layer's backward: its part, FLOPs, bytes and group.
 
-D is the model's width, F the FFN's, names are those of ``fused``. Bytes are compulsory: each
-operand and output once. Standard library only.
+D is the model's width, F the FFN's; names are those of ``fused``. Bytes are compulsory: each operand and
+output once. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-# Ceilings of the bounds: what products sustain at the power limit of 700 W, and copies reach.
+# Ceilings of the bounds: sustained products at the power limit of 700 W, and copies.
 TENSOR, MEMORY = 640e12, 3.0e12
 ATTENTION, WEIGHTS, DATA = "attention", "weight-gradient products", "data-gradient products"
 UNKNOWN, PASSES, GAPS = "products not told apart", "separate memory-bound passes", "gaps"
 GROUPS = (ATTENTION, WEIGHTS, DATA, UNKNOWN, PASSES, GAPS)
-# What our kernels compute, by their place in the layer: torch.compile has the same product.
+# The products that our kernels compute, by their place in the layer: torch.compile has the same ones.
 PLACES = {"down_backward": "dy @ Wd", "gate_up_backward": "dz @ Wgu", "qkv_backward": "dqkv @ Wqkv"}
 ITEM = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8, "double": 8, "bool": 1}
 IS_ATTENTION = re.compile(r"attention|flash|fmha|sdpa|dot_do_o|convert_dq", re.I)
@@ -28,7 +28,7 @@ IS_PRODUCT = re.compile(r"gemm|nvjet|cutlass|splitk|wgmma|^triton_tem", re.I)
 
 @dataclass(frozen=True)
 class Share:
-    """What of a row is known ahead of its time: FLOPs, and compulsory bytes."""
+    """FLOPs and compulsory bytes of a row, known before it is timed."""
 
     what: str
     group: str
@@ -38,8 +38,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Row:
-    """One part of a backward: consecutive kernels of one product or operator. ``taken`` and ``gap``:
-    microseconds in each step, of its kernels with what lies between them, and before its first."""
+    """One part of a backward: consecutive kernels of one product or operator. In microseconds for each step:
+    ``taken`` from its first kernel's begin to its last one's end, and ``gap`` before its first kernel."""
 
     share: Share
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class Row:
 
 
 def rows(entry: Mapping[str, Any], arm: str) -> list[Row]:
-    """The parts of an arm's backward in the order they run."""
+    """The parts of an arm's backward in launch order."""
     kernels = entry["backward"][arm]["kernels"]
     found = _calls(kernels, entry.get("operators", {}).get(arm, []))
     ours = _ours([kernel["name"] for kernel in kernels], entry.get("ours", []))
@@ -90,7 +90,8 @@ def _row(kernels: Sequence[Mapping[str, Any]], places: Sequence[int], share: Sha
 def _calls(
     kernels: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """What launched each kernel, by name and occurrence: the profile with operators was another step."""
+    """The operator that launched each kernel, by name and occurrence: it comes from another step's
+    profile."""
     by_name: dict[tuple[str, int], Mapping[str, Any]] = {}
     seen: Counter[str] = Counter()
     for each in told:
@@ -105,8 +106,8 @@ def _calls(
 
 
 def _ours(names: Sequence[str], parts: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
-    """Our kernels: position -> place and kind. Programs stand in several places, in the order of ``parts``:
-    a product that follows the program's finishing kernel is the next place's."""
+    """Our kernels: position -> place and kind. One program serves several places, in the order of ``parts``:
+    a product after the program's finishing kernel belongs to the next place."""
     waiting = {p["kernel"]: [q for q in parts if q["kernel"] == p["kernel"]] for p in parts}
     found: dict[int, tuple[str, str]] = {}
     last = ""
@@ -154,14 +155,14 @@ def _is_attention(told: Mapping[str, Any]) -> bool:
 
 
 def _longest_attention(kernels: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> int:
-    """The kernel that attention's FLOPs count for; -1 where there is none."""
+    """The kernel that attention's FLOPs count for; -1 if there is none."""
     its = [place for place, told in enumerate(found) if _is_attention(told)]
     return max(its, key=lambda place: fmean(kernels[place]["microseconds"]), default=-1)
 
 
 def _attention(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """FLOPs and bytes of causal attention's backward: five products of half the pairs; q, k, v, its output
-    and that one's gradient are read, three gradients written."""
+    """FLOPs and bytes of causal attention's backward: five products over half the pairs. It reads q, k, v,
+    its output and the output's gradient, and writes three gradients."""
     tokens, width = sizes["tokens"], sizes["width"]
     return 5 * tokens * sizes["length"] * width, 2 * 8 * tokens * width
 
@@ -176,7 +177,7 @@ def _operands(told: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
 
 
 def _product(sizes: Mapping[str, int], a: Sequence[int], b: Sequence[int]) -> Share:
-    """A matmul of the layer's backward, told by its operands' shapes."""
+    """A matmul of the layer's backward, identified by its operands' shapes."""
     tokens, width, ffn = sizes["tokens"], sizes["width"], sizes["ffn"]
     (m, k), n = a, b[1]
     moved, flops = 2 * (m * k + k * n + m * n), 2 * m * n * k
@@ -200,20 +201,20 @@ def _product(sizes: Mapping[str, int], a: Sequence[int], b: Sequence[int]) -> Sh
 
 
 def _argument_bytes(told: Mapping[str, Any]) -> int | None:
-    """Of a generated kernel, each tensor that it is given once; None where the profile did not say."""
+    """The bytes of a generated kernel's tensors, each once; None if the profile lacks them."""
     dims, types = told.get("dims") or [], told.get("types") or []
     found = sum(ITEM[t] * math.prod(d) for d, t in zip(dims, types, strict=False) if t in ITEM and d)
     return found or None
 
 
 def groups(found: Sequence[Row]) -> dict[str, float]:
-    """Microseconds by group, with gaps; their sum is the whole backward."""
+    """Microseconds by group, with gaps; they add up to the whole backward."""
     sums = {name: sum(row.mean for row in found if row.share.group == name) for name in GROUPS}
     return sums | {GAPS: sum(fmean(row.gap) for row in found)}
 
 
 def peak(conditions: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The median SM clock in MHz, and the tensor cores' FLOP/s at it: 4096 a cycle and multiprocessor."""
+    """The median SM clock in MHz, and the tensor cores' FLOP/s at it: 4096 per cycle and multiprocessor."""
     clock, many = conditions.get("sm_mhz"), conditions.get("multiprocessors", 132)
     if not isinstance(clock, list):
         return None

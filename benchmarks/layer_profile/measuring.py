@@ -1,4 +1,4 @@
-"""Runs the stages of each width within a number of seconds, and writes the file after each stage."""
+"""Run the stages of each width within a time budget, and write the file after each stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coda_agent.verifier.baselines.pytorch import MAX_AUTOTUNE
 
 ARMS = (PROGRAM, COMPILE)
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "quack-kernels")
-# A stage begins only where so many seconds are left: guesses, with caches empty.
+# A stage begins only if so many seconds are left. These are guesses for empty caches.
 NEEDED = {"prepare": 40.0, "times": 18.0, "kernels": 12.0, "operators": 8.0, "clocks": 12.0}
 SEARCH = 210.0  # seconds for a width with max-autotune, whose search took 141 to 177 s in the comparison
 SAID = 500  # characters of an error
@@ -45,7 +45,7 @@ class Budget:
 
 
 class Stages(Protocol):
-    """One width's layers on a GPU. Each stage returns what the file is to say of it."""
+    """One width's layers on a GPU. Each stage returns its entry for the file."""
 
     def prepare(self) -> dict[str, Any]:
         """Build, compile and tune the arms, and compare their results."""
@@ -60,18 +60,18 @@ class Stages(Protocol):
         """The operator that launches each kernel, with its shapes."""
 
     def clocks(self) -> dict[str, Any]:
-        """Clocks, power and heat while each arm repeats."""
+        """Clocks, power and temperature while each arm repeats."""
 
     def close(self) -> None:
-        """Give back the memory."""
+        """Free the GPU memory."""
 
 
-Build = Callable[[str, Sequence[str]], Stages]  # of a width and arms
+Build = Callable[[str, Sequence[str]], Stages]  # from a width and arms
 
 
 def run(widths: Sequence[str], build: Build, budget: Budget, out: Path) -> dict[str, Any]:
-    """Measure each width, then the first one again with max-autotune if the seconds allow. ``out`` has what
-    is known after each stage; what failed or was skipped says why."""
+    """Measure each width, then the first again with max-autotune if time allows. ``out`` is written after
+    each stage; it says why a stage failed or was skipped."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": budget.seconds,
@@ -126,7 +126,7 @@ def _stage(
     begun = budget.spent
     try:
         entry |= call()
-    except Exception as error:  # the next stage may work all the same
+    except Exception as error:  # the next stage may still work
         traceback.print_exc()
         entry["failed"][stage] = f"{type(error).__name__}: {error}"[:SAID]
     entry["seconds"][stage] = round(budget.spent - begun, 1)

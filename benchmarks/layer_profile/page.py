@@ -1,4 +1,4 @@
-"""Draws a profile: a Markdown page with tables, and a chart for each width."""
+"""Draw a profile: a Markdown page with tables, and a chart for each width."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ LABELLED = 0.025  # of the longest backward: narrower bars have no label
 
 
 def write(found: Mapping[str, Any], out: Path) -> list[Path]:
-    """The page, and charts into ``images`` beside it. ``PAGE.reading.md`` beside it, if there is one, stands
-    after the page's head."""
+    """Write the page, and its charts into ``images`` beside it. If ``PAGE.reading.md`` exists beside it, its
+    text follows the page's head."""
     reading = out.with_suffix(".reading.md")
     hand = reading.read_text(encoding="utf-8").strip() if reading.exists() else ""
     charts = {}
@@ -147,7 +147,7 @@ def _reading(at: Mapping[str, Any], name: str) -> str:
 
 
 def _profiled(entry: Mapping[str, Any], found: Mapping[str, Sequence[Row]]) -> str:
-    """Each arm's whole backward in the profile and by the clock, which a profile may lengthen."""
+    """Each arm's whole backward in the profile and by the clock; profiling may lengthen it."""
     told = []
     for arm, own in found.items():
         timed = entry.get("times", {}).get(f"{arm}: backward")
@@ -167,7 +167,7 @@ def _conditions(entry: Mapping[str, Any]) -> str:
 
 
 def _groups(found: Mapping[str, Sequence[Row]]) -> str:
-    """Each group's time by arm, and how much longer the other arms take for it."""
+    """Each group's time by arm, and how much longer the other arms take."""
     sums = {arm: groups(own) for arm, own in found.items()}
     names = [n for n in GROUPS if any(abs(each[n]) > 0 for each in sums.values())]
     others = [arm for arm in sums if arm != PROGRAM] if PROGRAM in sums else []
@@ -230,7 +230,7 @@ def _kernels(own: Sequence[Row]) -> str:
 
 
 def _names(own: Sequence[Row]) -> str:
-    """The kernels' own names, by the table's number."""
+    """The kernels' own names, by their number in the table."""
     lines = [f"{n}: {name}" for n, row in enumerate(own, 1) for name in row.names]
     return "\n".join(["<details><summary>names</summary>", "", "```", *lines, "```", "", "</details>"])
 
@@ -240,7 +240,7 @@ def _short(name: str) -> str:
 
 
 def chart(name: str, entry: Mapping[str, Any]) -> bytes:
-    """An SVG: a bar for each arm's backward, a piece for each kernel in the order they run."""
+    """An SVG: one bar per arm's backward, with one segment per kernel in launch order."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -1,6 +1,7 @@
-"""Reads torch.profiler's Chrome traces: the kernels of each marked region, and the operators behind them.
+"""Read torch.profiler's Chrome traces: the kernels of each marked region, and the operators that launched
+them.
 
-A region lies between two marker kernels on the stream. Standard library only.
+Two marker kernels on the stream enclose a region. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 Trace = Mapping[str, Any]
-MARKER = "spin_kernel"  # what torch.cuda._sleep launches
+MARKER = "spin_kernel"  # the kernel of torch.cuda._sleep
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TraceError(Exception):
-    """A trace without the regions that were marked: what it has instead."""
+    """The trace lacks the marked regions. The message says what it has instead."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Region:
         return tuple(event.name for event in self.events)
 
     def gaps(self) -> list[float]:
-        """Microseconds from the end of one activity to the begin of the next; below 0 where they overlap.
-        With the durations they add up to the whole region."""
+        """Microseconds from the end of one activity to the begin of the next; negative if they overlap. Gaps
+        and durations add up to the whole region."""
         found, end = [], self.begin
         for event in self.events:
             found.append(event.start - end)
@@ -59,7 +60,7 @@ class Region:
 
 
 def regions(trace: Trace, expected: int) -> list[Region]:
-    """The marked regions in order. TraceError unless there are as many as ``expected``."""
+    """The marked regions in order. TraceError unless there are ``expected``."""
     events = _on_device(trace)
     marks = [place for place, event in enumerate(events) if MARKER in event.name]
     if len(marks) != 2 * expected:
@@ -72,8 +73,8 @@ def regions(trace: Trace, expected: int) -> list[Region]:
 
 
 def summary(found: Sequence[Region]) -> dict[str, Any]:
-    """Each kernel of an arm's regions with its microseconds in each; regions with other kernels are dropped,
-    and counted."""
+    """Each kernel of an arm's regions with its microseconds in each region. Regions with other kernels are
+    dropped and counted."""
     usual, _ = Counter(region.names for region in found).most_common(1)[0]
     alike = [region for region in found if region.names == usual]
     gaps = [region.gaps() for region in alike]
@@ -93,7 +94,7 @@ def summary(found: Sequence[Region]) -> dict[str, Any]:
 
 
 def operators(trace: Trace, region: Region) -> list[dict[str, Any]]:
-    """For each kernel of a region the operator that launched it: its shapes, and the operators around it."""
+    """For each kernel of a region the operator that launched it: its shapes, and the enclosing operators."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
     by_id = {_id(event): event for event in events}
     found = []

@@ -1,1 +1,1 @@
-"""From a program to the text of a CuTeDSL module, and from that to machine code."""
+"""Lower a program to a CuTeDSL module, and compile that to machine code."""

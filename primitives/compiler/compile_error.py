@@ -1,7 +1,6 @@
-"""A compiler's refusal as a message for the kernel's author: the reason, and the lowered line that it is
-about.
+"""Turn a compiler's failure into a message for the kernel's author: the reason, and the lowered line.
 
-Compilers fail with a traceback through their own frames and paths, which say nothing about the kernel.
+Compilers fail with a traceback through their own frames and paths, which tell nothing about the kernel.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _FOLDERS = re.compile(r"(?<![\w.)\]/])/(?:[\w.+@~-]+/)+(?=[\w.+@~-])")
 
 
 class CompileError(Refused):
-    """The compiler refused a lowered module, or would: a short message, a reason code and, where known, the
-    line of a raw text or the node of a program."""
+    """The compiler refuses a lowered module: a short message, a reason code and, if known, the line of an
+    edited text or the node of a program."""
 
     def __init__(
         self, message: str, code: str = "compiler", line: int | None = None, node: int | None = None
@@ -32,22 +31,23 @@ class CompileError(Refused):
 
 
 def refusal(words: str) -> str:
-    """A compiler's message, or the reason it ended, shortened."""
+    """Shorten a compiler's message, or the reason why it ended."""
     if not _NO_MEMORY.search(words):
         return shortened(words)
     limit = f"{subprocesses.MEMORY_BYTES / 2**30:g} GB"
-    return f"the compiler took over {limit} of memory: {shortened(words, 300)}"
+    return f"the compiler exceeded {limit} of memory: {shortened(words, 300)}"
 
 
 def shortened(words: str, limit: int = 1500) -> str:
-    """The reason, which stands behind a traceback's last frame, preceded by the last line of the lowered text
-    in the traceback unless the reason quotes it. At most ``limit`` characters, the last ones."""
+    """The reason after a traceback's last frame, preceded by the traceback's last line of the lowered text
+    unless the reason quotes it. At most ``limit`` characters, from the end."""
     lines = [line for line in _COLOURS.sub("", words).splitlines() if line.strip()]
     frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
     own = [i + 1 for i in frames if (found := _FRAME.match(lines[i])) and _LOWERED.search(found["path"])]
     quoted = lines[own[-1]].strip() if own and own[-1] < len(lines) else ""
     after = frames[-1] + 1 if frames else 0
-    while frames and after < len(lines) and lines[after].startswith("    "):  # its source line, and carets
+    # the frame's source line and carets
+    while frames and after < len(lines) and lines[after].startswith("    "):
         after += 1
     said = lines[after:] or lines[-1:]
     reason = _FOLDERS.sub("", "\n".join(line for line in said if "Warning" not in line))

@@ -1,4 +1,4 @@
-"""Read a cubin with CUDA's tools: registers and memory a thread, and its instructions."""
+"""Read a cubin with CUDA's tools: registers and memory per thread, and its instructions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from coda_agent.primitives.target import TARGET
 
 @dataclass(frozen=True)
 class Resources:
-    """A compiled kernel's use of an SM: per thread registers, bytes of stack, spilled loads and stores; for a
-    GEMM the stages of operands, stores and loads, which share its memory; and the counts of Hopper's own
-    instructions. ``own_launch``: as in ``primitives.raw.Built``."""
+    """A compiled kernel's use of an SM: registers, stack bytes, spill loads and spill stores per thread; for
+    a GEMM the stages of operands, stores and loads, which share the SM's memory; and counts of
+    Hopper-specific instructions. ``own_launch``: as in ``primitives.raw.Built``."""
 
     kernel: str
     schedule: dict[str, int | bool] | None
@@ -61,13 +61,13 @@ def inspect_cubin(
 
 
 def usage(cubin: Path) -> dict[str, int]:
-    """REG and STACK (bytes) a thread."""
+    """REG and STACK (bytes) per thread."""
     words = tool("cuobjdump", "-res-usage", str(cubin))
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", words)}
 
 
 def deepest_stack(folder: Path) -> int:
-    """The largest stack, in bytes a thread, of a folder's cubins, which it removes."""
+    """The largest stack, in bytes per thread, of the cubins in a folder. Deletes the cubins."""
     deepest = 0
     for cubin in folder.rglob("*.cubin"):
         deepest = max(deepest, usage(cubin)["STACK"])
@@ -76,7 +76,7 @@ def deepest_stack(folder: Path) -> int:
 
 
 def tool(name: str, *arguments: str) -> str:
-    """A CUDA binary tool: the triton package carries them where no toolkit is installed."""
+    """The path of a CUDA binary tool. The triton package includes them for machines without a toolkit."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

@@ -1,7 +1,7 @@
-"""The text of a step: a class on QuACK's Hopper mainloop, with its resources and the visitor of an epilogue
+"""Generate a step: a class on QuACK's Hopper mainloop, with its resources and the code for an epilogue
 subtile.
 
-The visitor works on pairs of accumulator lanes, so any mix of half, single and double width is one case.
+The code works on pairs of accumulator lanes, so half, single and double widths mix without special cases.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class StepWriter(Writer):
         super().__init__(program, steps)
         self.step = step
         self.resources = StepResources(program, steps, step)
-        # Reductions of a subtile's whole fragment; those that write to it come last.
+        # Reductions over a subtile's whole fragment; those that write to it come last.
         blocked = [i for i in step.reductions if not self.reduction(i).fold]
         self.blocked = sorted(blocked, key=lambda i: self.reduction(i).spoils)
         self.exact = self.exact_nodes()
         self.past_edge = self.values_past_edge()
 
     def exact_nodes(self) -> set[int]:
-        """Nodes that an fp32 or fp16 output can see, which coarse instructions must not reach."""
+        """Nodes that an fp32 or fp16 output depends on; these avoid approximate instructions."""
         pending = [self.nodes[r].args[0] for r in (*self.step.reductions, *self.step.statistics)]
         pending += [i for i in self.step.stores if self.dtype(i) not in ("bf16", *EIGHTS)]
         found: set[int] = set()
@@ -42,7 +42,8 @@ class StepWriter(Writer):
         return found
 
     def values_past_edge(self) -> dict[int, float | None]:
-        """Each value past a ragged edge, where accumulator and TMA loads are zero, if known."""
+        """The value of each node past a ragged edge, where accumulator and TMA loads are zero; None if
+        unknown."""
         known: dict[int, float | None] = {a.node: 0.0 for a in self.resources.loads if a.role == "load"}
         for index in self.step.body:
             node = self.nodes[index]
@@ -59,7 +60,8 @@ class StepWriter(Writer):
 
     @staticmethod
     def evaluated(op: str, arguments: list[float | None]) -> float | None:
-        """An operation on numbers. A spread vector may hold anything past the edge: None."""
+        """Evaluate an operation on numbers. None for a spread vector, which may hold anything past the
+        edge."""
         operation = OPERATIONS[op]
         if None in arguments or operation.torch is None or operation.cute is None:
             return None
@@ -68,7 +70,7 @@ class StepWriter(Writer):
         return float(operation.torch(torch, *(torch.tensor(a) for a in arguments)))
 
     def masked(self, reduced: int) -> bool:
-        """Whether lanes past a ragged edge must be masked, since they may differ from the identity."""
+        """Whether to mask lanes past a ragged edge, because they may differ from the reduction's identity."""
         zero = self.past_edge.get(self.nodes[reduced].args[0]) == 0.0
         return not (zero and self.reduction(reduced).identity == 0.0)
 
@@ -125,7 +127,7 @@ class StepWriter(Writer):
         return f"    @cute.jit\n    def {head}:\n{body}\n"
 
     def sweep(self) -> Iterator[str]:
-        """Before the epilogue: the sums of head statistics."""
+        """The code before the epilogue, which sums the head statistics."""
         used = {a for i in self.step.sweep for a in self.nodes[i].args}
         for index in self.step.vectors:
             if index in used:
@@ -163,14 +165,14 @@ class StepWriter(Writer):
         yield f"return ({''.join(s.name + ', ' for s in stores if s is not d)})"
 
     def collected(self, reduced: int) -> str:
-        """The fragment that a blocked reduction reads, one for each reduced tile."""
+        """The fragment that a blocked reduction reads. Each reduced tile has one."""
         return f"f{self.nodes[reduced].args[0]}"
 
     def fragments(self, reduced: int) -> int:
         return 2 if self.reduced_width(reduced) == 2 else 1
 
     def prologue(self) -> Iterator[str]:
-        """Fragments and resources, outside the loop over lanes."""
+        """The code before the loop over lanes: fragments and resources."""
         yield 'place = resources["place"]'
         for load in self.resources.loads:
             source = "operand" if load is self.resources.c else f'resources["{load.name}"]'
@@ -206,7 +208,7 @@ class StepWriter(Writer):
     # One pair of lanes
 
     def lanes(self) -> Iterator[str]:
-        """One pair of accumulator lanes: every value of the step, then stores and reductions."""
+        """The code for one pair of accumulator lanes: every value of the step, then stores and reductions."""
         values: Values = {}
         for load in self.resources.loads:
             if load.role == "load":
@@ -247,15 +249,16 @@ class StepWriter(Writer):
 
     @staticmethod
     def lane(count: int, k: int) -> str:
-        """The accumulator lane over which the k-th of ``count`` values of a pair lies."""
+        """The accumulator lane of the k-th of ``count`` values in a pair."""
         return f"2 * i + {k * 2 // count}" if count > 1 else "2 * i"
 
     def where(self, count: int, k: int) -> str:
-        """That lane, and a tile's column from the GEMM's there: half, twice, plus an offset."""
+        """That lane, and the map from the GEMM's column there to a tile's column: half, twice, plus an
+        offset."""
         return f"{self.lane(count, k)}, " + {1: "-1, 0", 2: "0, 0", 4: f"1, {k % 2}"}[count]
 
     def keep(self, index: int, got: list[str]) -> Iterator[str]:
-        """Write values into a store's fragment, or straight to memory."""
+        """Write values to a store's fragment, or directly to memory."""
         store = next(s for s in self.resources.stores if s.node == index)
         if self.steps.types[index].kind == "head":
             yield f"put_head(place, {store.name}, 2 * i, {self.resources.heads(index)}, {got[0]})"
@@ -290,11 +293,11 @@ class StepWriter(Writer):
         for k in range(count):
             parts = [a[k] if len(a) > 1 else a[0] for a in arguments]
             if self.steps.types[index].kind == "scalar":
-                parts = [f"Float32({p})" for p in parts]  # never an operation on Python numbers alone
+                parts = [f"Float32({p})" for p in parts]  # an operation needs at least one CuTeDSL value
             yield f"n{index}_{k} = {self.expression(index, parts, index in self.exact)}"
 
     def number(self, index: int, template: str, values: Values) -> Iterator[str]:
-        """Values that follow from a lane's place."""
+        """Values computed from a lane's position."""
         count = int(2 * self.resources.width(index))
         values[index] = [f"n{index}_{k}" for k in range(count)]
         for k in range(count):
@@ -318,7 +321,7 @@ class StepWriter(Writer):
     def fold(self, index: int, values: list[str]) -> Iterator[str]:
         """Fold into the running value directly, without a fragment."""
         how, count = self.reduction(index), len(values)
-        assert how.fold is not None  # a blocked one has no fold
+        assert how.fold is not None  # only blocked reductions lack a fold
         if self.masked(index):
             inside = "inside_columns" if how.axis == "row" else "inside_rows"
             empty = literal(how.identity)

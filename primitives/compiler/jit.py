@@ -1,7 +1,7 @@
-"""Compile one kernel of a lowered module in this process, by QuACK and CuTeDSL.
+"""Compile one kernel of a lowered module in this process, with QuACK and CuTeDSL.
 
-QuACK's object cache (QUACK_CACHE_DIR) keeps compiled kernels. Its keys hold the lowered module's and class's
-names, which hold the hash of the text, and the operands' dtypes and layouts.
+QuACK's object cache (QUACK_CACHE_DIR) stores compiled kernels. Its keys cover the names of the lowered module
+and class, which contain the hash of the text, and the operands' dtypes and layouts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from coda_agent.primitives.lang.schedule import Schedule
 from coda_agent.primitives.system.files import cache_dir, write_atomic
 from coda_agent.primitives.target import TARGET
 
-REFUSED = ".refused"  # suffix beside an object
+REFUSED = ".refused"  # suffix of a note beside an object
 
 
 def load_module(lowered: Lowered) -> ModuleType:
-    """Import a lowered text from its content-addressed file. A raw text is never imported here: the confined
-    child, where it may run, has imported it already."""
+    """Import a lowered text from its content-addressed file. An edited text is never imported here; a
+    confined child has imported it already."""
     if lowered.module in sys.modules:
         return sys.modules[lowered.module]
     if lowered.edited:
@@ -38,9 +38,9 @@ def load_module(lowered: Lowered) -> ModuleType:
 
 
 def import_file(name: str, path: Path) -> ModuleType:
-    """Import a file under this name."""
+    """Import a file under a module name."""
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a path always gives both
+    assert spec is not None and spec.loader is not None  # a path always has a spec and a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -57,7 +57,7 @@ def _cute_dtype(argument: Argument) -> Any:
 
 
 def numeric(dtype: str) -> Any:
-    """A signature's dtype -> CuTeDSL's."""
+    """The CuTeDSL type of a signature's dtype."""
     import cutlass
 
     return {
@@ -92,8 +92,8 @@ def _resource_key(argument: Argument, sizes: Mapping[str, int]) -> tuple[str, An
 def cached_gemm(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """A step's kernel, from QuACK's cache or compiled into it; operands as in ``primitives.runtime.compile``.
-    """
+    """A step's kernel, from QuACK's cache or compiled into it. Operands as in
+    ``primitives.runtime.compile``."""
     from quack.gemm_runtime.host import _compile_gemm_epi
 
     return _gemm(_compile_gemm_epi, lowered, kernel, schedule, sizes)
@@ -158,14 +158,14 @@ def _attributes(
 
 
 def cached_vector(lowered: Lowered, kernel: VectorKernel) -> Callable[..., Any]:
-    """The kernel for vectors between steps, from QuACK's cache or compiled into it."""
+    """The vector kernel between steps, from QuACK's cache or compiled into it."""
     load_module(lowered)
     return _cached_vector()(*_vector_key(lowered, kernel))
 
 
 def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
-    """The compile arguments of a vector kernel. Strings are interned: QuACK's cache hashes the pickled key,
-    which differs between one object twice and two equal ones."""
+    """The compile arguments of a vector kernel. Strings are interned, because QuACK's cache hashes the
+    pickled key, and a pickle of one string twice differs from a pickle of two equal strings."""
     arguments = ((sys.intern(a.role), sys.intern(a.dtype), a.rank) for a in kernel.arguments)
     return lowered.module, kernel.name, tuple(arguments)
 
@@ -173,10 +173,10 @@ def _vector_key(lowered: Lowered, kernel: VectorKernel) -> tuple[Any, ...]:
 def compiled(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> bool | None:
-    """Whether a step at one schedule, with all vectors, is known to compile: True, False for a refused one,
-    None where no process of this cache has tried.
+    """Whether a step at one schedule, with all vector kernels, compiles: True, False for a refused schedule,
+    None if no process of this cache has tried.
 
-    It saves starting a worker, which takes longer than loading an object. Always None for an edited text: a
+    Saves starting a worker, which takes longer than loading an object. Always None for an edited text: a
     worker inspects its object's stack every time.
     """
     if lowered.edited:
@@ -192,14 +192,14 @@ def compiled(
 
 
 def refuse(lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> None:
-    """Note beside its object that a step is not to be timed at this schedule."""
+    """Note beside its object that a step must not be timed at this schedule."""
     write_atomic(_objects(lowered, kernel, schedule, sizes)[0].with_suffix(REFUSED), "")
 
 
 def _objects(
     lowered: Lowered, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]
 ) -> list[Path]:
-    """The files of a step's objects in QuACK's cache, one a launch."""
+    """The object files of a step in QuACK's cache, one per launch."""
     from quack.cache import jit
     from quack.gemm_runtime.host import _compile_gemm_epi
 
@@ -211,7 +211,7 @@ def _objects(
 
 
 def objects() -> Path:
-    """The folder of QuACK's cache for the installed versions, QuACK's own objects included."""
+    """The folder of QuACK's cache for the installed versions, which also holds QuACK's own objects."""
     from quack.cache import jit
 
     return jit.get_cache_path() / jit._compute_source_fingerprint()
@@ -220,7 +220,7 @@ def objects() -> Path:
 def compile_kernel(
     lowered: Lowered, kernel: GemmKernel | VectorKernel, schedule: Schedule | None, sizes: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """Compile either kind now, without any cache. A step's kernel has a schedule."""
+    """Compile either kind of kernel now, without a cache. A step's kernel needs a schedule."""
     if isinstance(kernel, VectorKernel):
         load_module(lowered)
         return _compile_vector(*_vector_key(lowered, kernel))
@@ -266,7 +266,8 @@ def _compile_vector(
 
 @contextmanager
 def noting_stages() -> Iterator[list[tuple[int, int, int]]]:
-    """Record how mainloops compiled within divide an SM's memory, which no tool reads from a cubin."""
+    """Record how mainloops that compile in the block divide an SM's shared memory. No tool reads that from a
+    cubin."""
     gemm = device("mainloop").FusedGemm
     usual, seen = gemm._compute_stages, list[tuple[int, int, int]]()
 

@@ -1,7 +1,7 @@
-"""Lowering: Program -> the text of one CuTeDSL module, and the tensor of each of its arguments.
+"""Lower a program to the text of one CuTeDSL module, and name the tensor of each argument.
 
-Each step becomes a class (``primitives.compiler.gemm_codegen``), vector arithmetic after it one small kernel
-(``vector_codegen``). Every identifier is invented there; constants pass through ``float.hex``.
+Each step becomes a class (``gemm_codegen``), and the vector arithmetic after it one small kernel
+(``vector_codegen``). The lowering invents every identifier; constants pass through ``float.hex``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def lower_edited(program: Program, text: str) -> Lowered:
 
 
 def editable(program: Program) -> str:
-    """The lowered text for an author of raw CuTeDSL: its names hold no hash."""
+    """The lowered text to edit. Its names contain no hash."""
     return _lowered(program, hashed=False).text
 
 
@@ -60,8 +60,8 @@ def _lowered(program: Program, *, hashed: bool = True) -> Lowered:
 def _written(
     program: Program, program_hash: str, operations: tuple[Operation | None, ...]
 ) -> tuple[str, str, tuple[GemmKernel, ...], tuple[VectorKernel, ...]]:
-    """The module's header and body, and its kernels, before names get a hash. ``program_hash`` and
-    ``operations`` are for the memo: 0.0 equals -0.0, and a proposed primitive changes what a name means."""
+    """The module's header, body and kernels, before names get a hash. ``program_hash`` and ``operations`` key
+    the cache: 0.0 equals -0.0, and a proposed primitive changes the meaning of its name."""
     steps = cut(program)
     writers = [StepWriter(program, steps, step) for step in steps.gemms]
     finishes = finish_writers(program, steps)
@@ -74,18 +74,18 @@ def _digest(meant: Iterable[str]) -> str:
 
 
 DEVICE = Path(__file__).parents[1] / "device"
-RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK's resources that no operation names
+RESOURCES = ("Scalar", "TileLoad", "TileStore")  # QuACK resources that no operation names
 
 
 def resources() -> set[str]:
-    """QuACK's resources: those, and the ones that operations name and we do not define."""
+    """All QuACK resources that texts use: those above, and those that operations name."""
     found = [o.reduction or o.statistic or o.spread for o in OPERATIONS.values()]
     named = {name for how in found if how for name in re.findall(r"\b[A-Z]\w*", how.resource)}
     return {*RESOURCES, *named}.difference(*exports().values())
 
 
 def _header(body: str) -> str:
-    """A module's docstring and imports: the names of ours and QuACK's that it uses."""
+    """A module's docstring and its imports from QuACK and ``primitives.device``."""
     used = set(re.findall(r"\w+", body))
     lines = ["import cutlass", "import cutlass.cute as cute", "from cutlass import Float32"]
     chosen: dict[str, Iterable[str]] = {"quack.epilogue.ops": resources()}
@@ -100,7 +100,7 @@ def _header(body: str) -> str:
 
 @cache
 def exports() -> dict[str, list[str]]:
-    """The names that each module of device code exports in ``__all__``, without importing it."""
+    """The names in ``__all__`` of each device module, without importing it."""
     found = {}
     for path in sorted(DEVICE.glob("[a-z]*.py")):
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -111,17 +111,17 @@ def exports() -> dict[str, list[str]]:
 
 @cache
 def device_source(module: str) -> str:
-    """A module of the project's own device code, which is part of a lowered text's meaning."""
+    """The source of a device module, which is part of a lowered text's meaning."""
     return (DEVICE / f"{module}.py").read_text(encoding="utf-8")
 
 
 def _imported(text: str) -> list[str]:
-    """The modules of device code that a text imports."""
+    """The device modules that a text imports."""
     return re.findall(r"^from primitives\.device\.(\w+) import", text, re.M)
 
 
 def _device_sources(modules: Iterable[str]) -> list[str]:
-    """The source of some device code and of its imports, so that changes elsewhere change no kernel."""
+    """The source of device modules and their imports, so that changes elsewhere change no kernel."""
     pending, found = list(modules), dict[str, str]()
     while pending:
         module = pending.pop()

@@ -1,4 +1,4 @@
-"""The result of lowering: a text and its kernels' arguments; and the base of the two writers."""
+"""The result of lowering (a text, and its kernels' arguments), and the base class of both code generators."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CUTE_DTYPES = {
     "int32": "cutlass.Int32",
     "int64": "cutlass.Int64",
 }
-HEAD_GRAIN = 8  # columns after which a thread's accumulator lanes recur
+HEAD_GRAIN = 8  # period, in columns, of a thread's accumulator lanes
 SUM_GRAIN = 32  # columns of an epilogue subtile
-PAIR_GRAIN = Dim.parse(32)  # tile_n is a multiple of this where TMA stores a tile half as wide
+PAIR_GRAIN = Dim.parse(32)  # tile_n must be a multiple of this if TMA stores a tile half as wide
 
 Role = Literal[
     "load",
@@ -66,7 +66,7 @@ class Argument:
 
     @property
     def picks(self) -> bool:
-        """Whether it holds selected values, [M]: one buffer, without a partial a tile."""
+        """Whether it holds selected values [M], in one buffer instead of partials per tile."""
         return self.role == "partial" and self.rank == 1
 
 
@@ -98,18 +98,18 @@ class GemmKernel:
         return not self.narrow(sizes) and not any(schedule.tile_n % grain(sizes) for grain in self.grains)
 
     def narrow(self, sizes: Mapping[str, int]) -> bool:
-        """Whether a thread's lanes would mix heads: it has two of every HEAD_GRAIN columns, and head sums are
-        folded SUM_GRAIN columns at a time."""
+        """Whether heads are too narrow, so that a thread's lanes would mix them. A thread has two of every
+        HEAD_GRAIN columns; head sums fold SUM_GRAIN columns at a time."""
         sums = [a.period for a in self.arguments if a.role == "head" and a.period]
         return any(p(sizes) % HEAD_GRAIN for p in self.periods) or any(p(sizes) % SUM_GRAIN for p in sums)
 
     @property
     def whole(self) -> tuple[Dim, ...]:
-        """The ``periods`` of heads that two tiles may not share."""
+        """The ``periods`` of heads that must lie within one tile."""
         return tuple(period for period in self.periods if period in self.grains)
 
     def wants(self, sizes: Mapping[str, int]) -> str:
-        """The demands on its tiles, in words for whoever chose the sizes or the tile."""
+        """The step's demands on a tile in words, for the person who chose the sizes or the tile."""
         found = [f"{'whole ' if p in self.whole else ''}heads of {p(sizes)} columns" for p in self.periods]
         if found:
             found[-1] += f" (multiples of {HEAD_GRAIN}, or of {SUM_GRAIN} for head_sums)"
@@ -118,7 +118,7 @@ class GemmKernel:
         return " and ".join(found)
 
     def fitting(self) -> tuple[int, ...]:
-        """The widths of heads that one of its tiles can hold whole, in the GEMM's columns."""
+        """The heads' widths that one tile can hold whole, in the GEMM's columns."""
         sums = any(a.role == "head" and a.period for a in self.arguments)
         pairs = PAIR_GRAIN({}) if PAIR_GRAIN in self.grains else 1
         tiles = {n for _, n, _ in TILES if n % pairs == 0}
@@ -130,17 +130,17 @@ class GemmKernel:
         return tuple((name, first(sizes)) for name, first in self.starts)
 
     def head_widths(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """``periods`` at these sizes of the static dims."""
+        """``periods`` at these static sizes."""
         return tuple(period(sizes) for period in self.periods)
 
 
 @dataclass(frozen=True)
 class VectorKernel:
-    """The kernel for the vectors that are final after ``step`` (-1: before all)."""
+    """The kernel for the vectors that are final after ``step`` (-1: before all steps)."""
 
     step: int
     name: str
-    length: int  # a node of the vectors' length
+    length: int  # a node with the vectors' length
     arguments: tuple[Argument, ...]
 
 
@@ -166,7 +166,7 @@ class Lowered:
 
 
 def literal(value: float) -> str:
-    """A Python number that reads back exactly, with its hexadecimal form behind it as a check."""
+    """A Python number that reads back exactly, with its hexadecimal form as a check."""
     if math.isinf(value):
         return "LOWEST" if value < 0 else "(-LOWEST)"
     if float(repr(value)).hex() != value.hex():
@@ -175,7 +175,7 @@ def literal(value: float) -> str:
 
 
 class Writer:
-    """The base of both kinds of kernel: names of values, and the text of an operation."""
+    """The base of both code generators: names of values, and the text of an operation."""
 
     def __init__(self, program: Program, steps: Steps):
         self.program, self.nodes, self.steps = program, program.nodes, steps
@@ -191,26 +191,26 @@ class Writer:
         return float(str(self.nodes[index].attribute))
 
     def dtype(self, index: int) -> str:
-        """The dtype in memory: an input's, an output's, or a tile's between steps; else fp32."""
+        """The dtype in memory: that of the input or output, or of a tile between steps; else fp32."""
         given = self.program.input_tensor(index)
         return given.dtype if given else self.steps.dtypes.get(index, "fp32")
 
     def reduction(self, index: int) -> Reduction:
-        """The reduction of a node that is known to be one."""
+        """The reduction of a node that must have one."""
         how = reduction(self.nodes[index])
-        assert how is not None  # steps list reductions alone
+        assert how is not None  # steps list only reductions there
         return how
 
     def statistic(self, index: int) -> Statistic:
-        """The statistic of a node that is known to be one."""
+        """The statistic of a node that must have one."""
         how = OPERATIONS[self.nodes[index].op].statistic
-        assert how is not None  # steps list statistics alone
+        assert how is not None  # steps list only statistics there
         return how
 
     def spread(self, index: int) -> Spread:
-        """The spread of a node that is known to be one."""
+        """The spread of a node that must have one."""
         how = OPERATIONS[self.nodes[index].op].spread
-        assert how is not None  # steps list spread vectors alone
+        assert how is not None  # steps list only spread vectors there
         return how
 
     def reduced_width(self, index: int) -> float:
@@ -219,7 +219,7 @@ class Writer:
         return self.steps.width[step, self.nodes[index].args[0]]
 
     def partials(self, index: int) -> list[Argument]:
-        """A reduction's partials from a step; twice as many columns as the GEMM's take two."""
+        """The names of a reduction's partials. A tile of twice the GEMM's columns has two."""
         how = self.reduction(index)
         parts = 2 if how.axis == "column" and self.reduced_width(index) == 2 else 1
         rank = 1 if how.selects else 3

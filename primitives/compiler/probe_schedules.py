@@ -1,8 +1,8 @@
-"""Probe schedules: the ones to try a program on before tuning, which leave its mainloop enough shared memory.
+"""Choose schedules to try a program on before tuning, which leave its mainloop enough shared memory.
 
-Epilogue and mainloop share an SM's memory, and tiles that a step reads and stores through TMA take stages
-from the operands. QuACK divides it while it compiles; here it is counted before, as QuACK's
-``GemmSm90._compute_stages`` and our ``FusedGemm``'s do.
+Epilogue and mainloop share an SM's memory: tiles that a step loads and stores through TMA take stages from
+the operands. QuACK divides the memory while it compiles; this module predicts that, with the arithmetic of
+QuACK's ``GemmSm90._compute_stages`` and our ``FusedGemm``.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from coda_agent.primitives.lang.partition import cut
 from coda_agent.primitives.lang.schedule import CLUSTERS, LARGE_TILES, SMALL_TILES, Schedule
 from coda_agent.primitives.target import TARGET
 
-# One configuration of each of the mainloop's two ways to share a tensor core between warpgroups.
+# One configuration for each of the mainloop's two ways to share a tensor core between warpgroups.
 PROBES = (Schedule(128, 128, True, 2, 1), Schedule(256, 128, False, 2, 1))
 
 
-MAINLOOP_BYTES = 1024  # for its barriers
+MAINLOOP_BYTES = 1024  # for the mainloop's barriers
 ALIGNMENT = 1024  # bytes that operands may lose to a resource's alignment
 ROW_BYTES = 128  # a row of an operand in a stage, whatever its dtype
-LOAD_STAGES = (4, 2)  # QuACK's first choice, and the fallback where operands get fewer than three stages
-FEWEST = 2  # stages of operands: with one the mainloop waits for itself
+LOAD_STAGES = (4, 2)  # QuACK's first choice, and its fallback if operands get fewer than three stages
+FEWEST = 2  # stages of operands: with one, the mainloop waits for its own loads
 
-Kind = Literal["once", "load", "store"]  # whether a resource lies there once, or in every stage
+Kind = Literal["once", "load", "store"]  # whether a resource exists once, or in every load or store stage
 
 
 def probes(
     program: Program, kernel: GemmKernel, sizes: Mapping[str, int], given: Iterable[Schedule] = PROBES
 ) -> list[Schedule]:
-    """The ``given`` schedules that a step of the program fits; if it fits none, the first of tuning's that it
-    fits; empty if there is none. ``sizes`` has the static dims."""
+    """The ``given`` schedules that fit a step; if none fits, the first of tuning's that does; empty if there
+    is none. ``sizes`` has the static dims."""
     resources = _resources(program, kernel)
     for tried in (given, candidates(kernel, sizes)):
         fitting = [s for s in tried if kernel.admits(s, sizes) and _stages(resources, s, sizes) >= FEWEST]
@@ -47,8 +47,8 @@ def probes(
 
 
 def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
-    """Tuning's first schedules: tiles that the step admits at these sizes, on clusters of two, pingpong also
-    deep; only large ones where ``sizes`` has the static dims alone."""
+    """Tuning's first schedules: tiles that the step admits at these sizes, in clusters of two, pingpong ones
+    also deep. Only large tiles if ``sizes`` has only the static dims."""
     whole = all(dim.names <= sizes.keys() for dim in kernel.shape)
     found = starting([dim(sizes) for dim in kernel.shape] if whole else None)
     deep = [schedule._replace(deep=True) for schedule in found if schedule.pingpong]
@@ -56,8 +56,8 @@ def candidates(kernel: GemmKernel, sizes: Mapping[str, int]) -> list[Schedule]:
 
 
 def starting(shape: Sequence[int] | None) -> list[Schedule]:
-    """Tiles on clusters of two, at the usual rasterisation; small ones too if this output, where known, has
-    fewer 128x128 tiles than an H100 has SMs."""
+    """Tiles in clusters of two at the default rasterisation. Includes small tiles if the output has fewer
+    128x128 tiles than an H100 has SMs."""
     few = shape is not None and prod(-(-size // 128) for size in shape) < TARGET.machine.multiprocessors.value
     tiles = sorted(LARGE_TILES) + (sorted(SMALL_TILES) if few else [])
     return [Schedule(*tile, *cluster) for tile in tiles for cluster in CLUSTERS if prod(cluster) == 2]
@@ -66,7 +66,7 @@ def starting(shape: Sequence[int] | None) -> list[Schedule]:
 def choices(
     program: Program, kernels: Iterable[GemmKernel], sizes: Mapping[str, int]
 ) -> list[dict[int, Schedule]]:
-    """``probes`` of all steps together, by step: as many as the step with the most has."""
+    """``probes`` of all steps together, by step. There are as many as the step with the most has."""
     found = {kernel.step: probes(program, kernel, sizes) for kernel in kernels}
     most = max(map(len, found.values()))
     return [{step: tried[min(k, len(tried) - 1)] for step, tried in found.items()} for k in range(most)]
@@ -78,14 +78,14 @@ def fits(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mappin
 
 
 def operand_stages(program: Program, kernel: GemmKernel, schedule: Schedule, sizes: Mapping[str, int]) -> int:
-    """The stages of operands of a step's mainloop, 0 or less where its epilogue takes all. A ``deep`` one may
-    get one more."""
+    """The operand stages of a step's mainloop; 0 or less if its epilogue takes all memory. A ``deep``
+    schedule may get one more."""
     return _stages(_resources(program, kernel), schedule, sizes)
 
 
 def crowded(program: Program, kernel: GemmKernel, sizes: Mapping[str, int]) -> tuple[str, int | None]:
-    """A message for the author of a step that fits no tile, and the node of its largest tile, the last of
-    several."""
+    """A message for the author of a step that fits no tile, and the node of its largest tile (the last of
+    equals)."""
     names = {i: str(node.attribute) for i, node in enumerate(program.nodes) if node.op == "input"}
     names |= {index: name for name, index in program.outputs.items()}
     shares = list(_shares(_resources(program, kernel), PROBES[0], sizes))
@@ -124,7 +124,7 @@ def _stages(resources: StepResources, schedule: Schedule, sizes: Mapping[str, in
 def _shares(
     resources: StepResources, schedule: Schedule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Argument, Kind, int]]:
-    """Resources in shared memory beside the operands, and their bytes: in all, or in each stage."""
+    """Resources in shared memory besides the operands, with their bytes: in total, or per stage."""
     rows, columns = _subtile(schedule)
     warps = rows // 16
     own = [a for a in (resources.c, resources.d) if a]
@@ -149,5 +149,5 @@ def _shares(
 
 
 def _subtile(schedule: Schedule) -> tuple[int, int]:
-    """Rows and columns that an epilogue works on at a time: 64 rows for each warpgroup of the tile."""
+    """Rows and columns of one epilogue subtile: 64 rows for each warpgroup of the tile."""
     return 64 if schedule.pingpong else 128, gcd(32, schedule.tile_n)

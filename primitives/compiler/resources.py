@@ -1,4 +1,4 @@
-"""The resources of a step's epilogue beside its accumulator: tiles by TMA, vectors, reductions, heads,
+"""Choose a step's epilogue resources besides its accumulator: TMA tiles, vectors, reductions, heads,
 memory."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from coda_agent.primitives.lang.dims import Dim
 from coda_agent.primitives.lang.ir import EIGHTS, Program, sizes_named
 from coda_agent.primitives.lang.partition import GemmStep, Steps
 
-HALF = {0.5: 2, 1.0: 1}  # columns of the GEMM for one column of a tile
+HALF = {0.5: 2, 1.0: 1}  # GEMM columns per column of a tile
 
 
 class StepResources(Writer):
-    """A step's arguments by use, and the constructors of QuACK's and our resources."""
+    """A step's arguments by use, and the constructors of their resources (QuACK's and ours)."""
 
     def __init__(self, program: Program, steps: Steps, step: GemmStep):
         super().__init__(program, steps)
@@ -25,7 +25,7 @@ class StepResources(Writer):
         self.loads = [self.load(i) for i in step.loads if not self.sums or i != self.sums[1]]
         self.ranges = self.shared_ranges()
         self.stores = [self.store(i) for i in step.stores]
-        # The widest tiles become the mainloop's own operand and output, which size its epilogue tile.
+        # The widest tiles become the mainloop's own C and D, which size its epilogue tile.
         self.c = max((a for a in self.loads if a.role == "load"), key=self.width_of, default=None)
         wide = [
             s
@@ -44,8 +44,8 @@ class StepResources(Writer):
         return self.width(argument.node)
 
     def accumulated(self) -> tuple[int, int, int] | None:
-        """An fp32 output that adds to the input it overwrites, that input, and the added value: the store
-        then adds in memory, and nothing is loaded."""
+        """An fp32 output that overwrites an input and adds to it, with that input and the added value. The
+        store then adds in memory, so the input is not loaded."""
         for output, name in self.program.signature.updates.items():
             index = self.program.outputs[output]
             node = self.nodes[index]
@@ -90,29 +90,29 @@ class StepResources(Writer):
 
     @staticmethod
     def streams(width: float, dtype: str) -> bool:
-        """Whether TMA moves such a tile: at another width than the GEMM's, two 16-bit values make a lane."""
+        """Whether TMA moves such a tile. At a width other than the GEMM's, two 16-bit values share a lane."""
         return width == 1 or dtype in ("bf16", "fp16")
 
     def period(self, index: int) -> Dim:
-        """The width of heads in the GEMM's columns."""
+        """The width of heads in columns of the GEMM."""
         kind, _, period = self.steps.types[index]
-        assert period is not None  # of a repeated value or a statistic
+        assert period is not None  # repeated values and statistics have heads
         if kind == "head":
             return period
         return period * Dim.parse(HALF[self.width(index)])
 
     def heads(self, index: int) -> str:
-        """The text of that width, a number at compile time."""
+        """The text of the heads' width, a compile-time number."""
         return f"self.head_widths[{self.periods.index(self.period(index))}]"
 
     def grains(self) -> tuple[Dim, ...]:
-        """Divisors of the tile's columns: heads that are summed or come by TMA, and pairs."""
+        """Divisors of the tile's columns: heads that are summed or loaded by TMA, and pairs."""
         halves = any(s.role == "store" and self.width_of(s) < 1 for s in self.stores)
         whole = {self.period(i) for i in (*self.step.statistics, *filter(self.tables, self.step.repeats))}
         return (*(p for p in self.periods if p in whole), *((PAIR_GRAIN,) if halves else ()))
 
     def all(self) -> Iterator[tuple[Argument, str]]:
-        """The epilogue's resources beside C and D: argument and constructor."""
+        """The arguments and constructors of all resources besides C and D."""
         for load in self.loads:
             if load is not self.c:
                 kind = "TileLoad" if load.role == "load" else "Memory"
@@ -151,7 +151,7 @@ class StepResources(Writer):
         return replace(made, role="table", period=self.period(index)), f'HeadTable("{name}")'
 
     def tables(self, index: int) -> bool:
-        """Whether the value repeated for each head is a tile with a column for each of the GEMM's."""
+        """Whether a repeated value is a tile with one column for each of the GEMM's."""
         return len(self.steps.types[self.nodes[index].args[0]].shape) == 2 and self.width(index) == 1
 
     def vector(self, index: int) -> tuple[Argument, str]:

@@ -1,10 +1,9 @@
-"""Roofline: Program x sizes -> FLOPs, compulsory bytes, and the time that no schedule can beat.
+"""Roofline of a program at given sizes: FLOPs, compulsory bytes, and the time that no schedule can beat.
 
-FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic is left out: it runs on other pipes, beside the tensor
-cores, so counting it could only lift the floor above what is possible. Bytes are the compulsory ones: each
-tensor that a step reads counts once (also a vector or tile repeated over heads), each that it writes once; a
-tensor between steps is written by one and read by the other; a buffer that is updated is read and written.
-Standard library only.
+FLOPs are the matmuls' 2*M*N*K. Epilogue arithmetic does not count: it runs on other pipes beside the tensor
+cores, so it could only raise the floor above the possible. Bytes are compulsory: each tensor that a step
+reads counts once (also a vector or tile repeated over heads), and each that it writes counts once. A tensor
+between steps counts for the write and for the read, and an updated buffer for both. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from coda_agent.primitives.target import TARGET, Machine
 
 ITEM_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
 PARTIAL_BYTES = 4  # partials are fp32
-# The largest tile each way: the fewest partials a row or a column.
+# The largest tile in each dimension has the fewest partials per row or column.
 LARGEST = {"tile_m": max(m for m, _, _ in TILES), "tile_n": max(n for _, n, _ in TILES)}
-Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # a count of values, or of tiles
+Extent = tuple[Dim, Literal["tile_m", "tile_n"] | None]  # a number of values, or of tiles
 
 
 def gemm_reads(program: Program, step: GemmStep) -> list[int]:
-    """The nodes that a GEMM step reads from memory, each once: an operand that the epilogue also loads need
-    not be fetched twice."""
+    """The nodes that a GEMM step reads from memory, each once. An operand that the epilogue also loads counts
+    once."""
     nodes = program.nodes
     read = [untransposed(program, operand) for operand in nodes[step.gemm].args]
     read += step.loads
@@ -43,31 +42,31 @@ def gemm_reads(program: Program, step: GemmStep) -> list[int]:
 
 
 def gemm_writes(step: GemmStep) -> list[int]:
-    """The nodes that it writes, and ``~node`` for a reduction's partials."""
+    """The nodes that a GEMM step writes; ``~node`` stands for a reduction's partials."""
     return [*step.stores, *(~r for r in step.reductions)]
 
 
 def vector_reads(kernel: FinishWriter) -> list[int]:
-    """The nodes that a kernel between steps reads from memory, each once; ``~node`` for a reduction's
+    """The nodes that a kernel between steps reads from memory, each once; ``~node`` stands for a reduction's
     partials."""
     given = [a for a in kernel.arguments if a.role in ("partial", "vector", "pointer")]
     return list(dict.fromkeys(~a.node if a.role == "partial" else a.node for a in given))
 
 
 def vector_writes(kernel: FinishWriter) -> list[int]:
-    """The nodes that it writes: its vectors, and selections emptied for the next call."""
+    """The nodes that a kernel between steps writes: its vectors, and selections reset for the next call."""
     return [*kernel.roots, *(~r for r in kernel.reductions if selects(kernel.program, r))]
 
 
 def selects(program: Program, reduced: int) -> bool:
-    """Whether a reduction picks one element a row, which needs one buffer and no partial a tile."""
+    """Whether a reduction selects one element per row. It needs one buffer instead of partials per tile."""
     how = reduction(program.nodes[reduced])
     return how is not None and how.selects
 
 
 def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
-    """The extents of a reduction's partials: one a row and tile along N, or one a tile along M and column of
-    the GEMM, twice that for a tile of twice as many columns. A selection has one value a row."""
+    """The extents of a reduction's partials: one per row and tile along N, or one per tile along M and column
+    of the GEMM (two for a tile of twice as many columns). A selection has one value per row."""
     step = next(s for s in steps.gemms if reduced in s.reductions)
     rows, columns = steps.types[step.gemm].shape
     how, tile = reduction(program.nodes[reduced]), program.nodes[reduced].args[0]
@@ -78,8 +77,8 @@ def partial_shape(program: Program, steps: Steps, reduced: int) -> list[Extent]:
 
 
 def value_names(program: Program, steps: Steps) -> dict[int, str]:
-    """Names of everything in memory: inputs and outputs have their own; ``t0``, ``v0`` are values between
-    steps, ``partials0`` and ``selected0`` (by ``~node``) belong to reductions."""
+    """Names of all tensors in memory: inputs and outputs have their own; ``t0``, ``v0`` are tiles and vectors
+    between steps; ``partials0`` and ``selected0`` (by ``~node``) belong to reductions."""
     names = {i: str(n.attribute) for i, n in enumerate(program.nodes) if n.op == "input"}
     for name, index in sorted(program.outputs.items()):
         names.setdefault(index, name)
@@ -99,10 +98,10 @@ def value_names(program: Program, steps: Steps) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """One kernel: GEMM step ``step``, or vectors finished after it.
+    """One kernel: GEMM step ``step``, or the vectors after it.
 
-    ``reads`` and ``writes`` are bytes by tensor; ``compute_seconds`` and ``memory_seconds`` what they
-    take at the machine's ceilings.
+    ``reads`` and ``writes`` are bytes by tensor. ``compute_seconds`` and ``memory_seconds`` are the times at
+    the machine's ceilings.
     """
 
     step: int
@@ -136,10 +135,10 @@ class StepFloor:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Every kernel of a program at given sizes, in the order they run, and the totals.
+    """Every kernel of a program at given sizes, in launch order, and the totals.
 
-    ``seconds`` takes every tensor through memory. The L2 can spare part of that: a kernel may read its
-    predecessor's results there, and the last results may still be there when the clock stops. ``limit``
+    ``seconds`` moves every tensor through memory. The L2 can save part of that: a kernel may read its
+    predecessor's results from there, and the last results may still be there when the clock stops. ``limit``
     allows for both, so a measured time below it, from a cold L2, is wrong.
     """
 
@@ -161,7 +160,7 @@ class Roofline:
 
     @property
     def limit(self) -> float:
-        """Seconds for the matmuls alone, or for fetching inputs and writing what the L2 cannot hold."""
+        """Seconds for the matmuls alone, or for reading inputs and writing whatever exceeds the L2."""
         read = {name: size for s in self.steps for name, size in s.reads.items()}
         written = {name: size for s in self.steps for name, size in s.writes.items()}
         fetched = sum(size for name, size in read.items() if name not in written)
@@ -171,7 +170,7 @@ class Roofline:
 
     @property
     def binds(self) -> Literal["compute", "memory"]:
-        """The term behind most of ``seconds``."""
+        """The larger term of ``seconds``."""
         compute = sum(s.seconds for s in self.steps if s.binds == "compute")
         return "compute" if 2 * compute >= self.seconds else "memory"
 
@@ -184,9 +183,9 @@ class Roofline:
 
 
 def roofline(program: Program, sizes: Mapping[str, int], machine: Machine = TARGET.machine) -> Roofline:
-    """The floor of a checked program at ``sizes``. ValueError unless every dim has a positive size.
+    """The roofline of a checked program at ``sizes``. ValueError unless every dim has a positive size.
 
-    Partials are those of the program's own schedule, else of the largest tiles, which write the fewest.
+    Partials follow the program's own schedule, else the largest tiles, which write the fewest.
     """
     wrong = {d: sizes.get(d) for d in program.signature.dims if sizes.get(d, 0) < 1}
     if wrong:
@@ -209,7 +208,7 @@ class _Counter(Writer):
         return [d(self.sizes) for d in self.steps.types[index].shape]
 
     def size(self, index: int) -> int:
-        """Bytes of a tensor in memory; of a reduction's partials for ``~node``."""
+        """Bytes of a tensor in memory; for ``~node``, of a reduction's partials."""
         if index < 0:
             return PARTIAL_BYTES * math.prod(self.partial_extents(~index))
         return ITEM_BYTES[self.dtype(index)] * math.prod(self.extents(index))

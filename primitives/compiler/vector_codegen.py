@@ -1,4 +1,4 @@
-"""The text of vector kernels between steps: partials reduced in a fixed order, and arithmetic."""
+"""Generate vector kernels between steps: reduce partials in a fixed order, then do the arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coda_agent.primitives.lang.partition import Steps
 
 
 def finish_writers(program: Program, steps: Steps) -> list[FinishWriter]:
-    """The kernels between GEMM steps, by stage and then length; stage -1 runs before all."""
+    """The kernels between GEMM steps, by stage and then length; stage -1 runs before all steps."""
     return [
         FinishWriter(program, steps, stage, roots)
         for stage, members in sorted(steps.finishes.items())
@@ -26,7 +26,8 @@ def _by_length(steps: Steps, members: tuple[int, ...]) -> list[list[int]]:
 
 
 class FinishWriter(Writer):
-    """Vectors of one length: a group of threads a value finishes its partials, then does the arithmetic."""
+    """One kernel for all vectors of one length. A group of threads per value reduces its partials, then
+    computes."""
 
     def __init__(self, program: Program, steps: Steps, stage: int, roots: list[int]):
         super().__init__(program, steps)
@@ -49,7 +50,7 @@ class FinishWriter(Writer):
             node.op == "input" or (index in self.stored and index not in self.roots)
         ):
             self.arguments.append(Argument(f"v{index}", "vector", index, self.dtype(index)))
-        elif reduction(node):  # of this step or an earlier one: partials stay in the workspace
+        elif reduction(node):  # of this step or an earlier one: the workspace holds its partials
             self.reduce(index)
         elif node.op == "input":
             self.arguments.append(Argument(f"s{index}", "pointer", index, "fp32", rank=0))
@@ -116,7 +117,7 @@ class FinishWriter(Writer):
                 yield f"    {a.name}[at] = Float32(LOWEST)  # what it holds where nothing is selected"
 
     def reduced(self, index: int) -> str:
-        """A reduction, finished."""
+        """The text of a finished reduction."""
         names = [partial.name for partial in self.partials(index)]
         return self.reduction(index).finish.format(
             partial=names[0],

@@ -1,8 +1,8 @@
-"""Backward programs, derived from forward programs.
+"""Derive backward programs from forward programs.
 
-``derive`` runs reverse mode over a program with the derivatives of its primitives, and gives ordinary
-programs: ``head``, the pointwise part that has no product to ride on, for ``torch.compile``; and ``program``,
-the products with all that rides on them. Of the ways to arrange these it takes the one with the fewest bytes.
+``derive`` runs reverse mode over a program with the derivatives of its primitives. The results are ordinary
+programs: ``head``, the pointwise part without a product, for ``torch.compile``; and ``program``, the products
+with their epilogues. Of the possible arrangements it takes the one with the fewest bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def derive(
     save_bytes: int | None = None,
     positive: Collection[str] = (),
 ) -> Derived:
-    """The backward of a checked program.
+    """Derive the backward of a checked program.
 
-    ``wrt``: inputs whose gradients are wanted; all of floats unless given. ``of``: outputs whose gradients
-    come in; all unless given. ``behind``: an output whose gradient is the next product's, of inputs
-    ``d_next`` and ``w_next``. ``save_bytes``: at most so many bytes a row are stored for the backward beside
-    the forward's inputs. ``sizes``: where bytes are compared. ``positive``: inputs that are never zero.
-    Raises ProgramError for what cannot be derived.
+    ``wrt``: inputs whose gradients are wanted; by default all floating-point ones. ``of``: outputs whose
+    gradients are inputs; by default all. ``behind``: an output whose gradient comes from the next product, of
+    inputs ``d_next`` and ``w_next``. ``save_bytes``: the most bytes per row that the forward stores for the
+    backward, besides its inputs. ``sizes``: the sizes at which bytes are compared. ``positive``: inputs that
+    are never zero. Raises ProgramError for a program without a derivable backward.
     """
     wanted = _wanted(program, wrt)
     given = _given(program, of, behind)
@@ -94,12 +94,12 @@ def _given(program: Program, of: Collection[str] | None, behind: str | None) -> 
 
 
 def all_sizes(derived: Derived, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of the forward's dims, and of those that only the backward has."""
+    """Sizes of the forward's dims, and of the dims that only the backward has."""
     return {**sizes, **{name: size(sizes) for name, size in derived.widths.items()}}
 
 
 def _cost(derived: Derived, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Programs, bytes in all, nodes: fewer are better, in this order."""
+    """Number of programs, total bytes, number of nodes: compared in this order, fewer are better."""
     known = all_sizes(derived, {NEXT: max(sizes.values()), **sizes})
     parts = [p for p in (derived.program, derived.head) if p]
     moved = ledger.count(derived.program, known).moved if derived.program else 0
@@ -108,7 +108,7 @@ def _cost(derived: Derived, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _saved(program: Program, derived: Derived, sizes: Mapping[str, int]) -> int:
-    """Bytes a row of the first output that are stored for the backward, beside the forward's inputs."""
+    """Bytes per row of the first output that the forward stores for the backward, besides its inputs."""
     signature, parts = program.signature, [p for p in (derived.program, derived.head) if p]
     names = {n: t for p in parts for n, t in p.signature.inputs.items()}
     kept = {n: t for n, t in names.items() if n in signature.outputs or n in derived.saves}

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of a program, counted from its steps."""
+"""Count bytes and FLOPs of a program from its steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coda_agent.primitives.lang.partition import cut
 
 
 class Ledger(NamedTuple):
-    """``moved``: bytes if each step reads each of its tensors once; ``least``: each input and output once."""
+    """``moved``: bytes if each step reads each of its tensors once. ``least``: each input and output once."""
 
     moved: int
     least: int
@@ -21,7 +21,7 @@ class Ledger(NamedTuple):
 
 
 def size(shape: tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
-    """Elements of a shape."""
+    """The number of elements of a shape."""
     total = 1
     for dim in shape:
         total *= dim(sizes)
@@ -29,7 +29,7 @@ def size(shape: tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
 
 
 def count(program: Program, sizes: Mapping[str, int]) -> Ledger:
-    """The ledger of a program that can be cut into steps, at these sizes."""
+    """The ledger of a program with a valid partition, at these sizes."""
     steps = cut(program)
 
     def stored(index: int) -> int:
@@ -50,7 +50,7 @@ def count(program: Program, sizes: Mapping[str, int]) -> Ledger:
 
 
 def least(program: Program, sizes: Mapping[str, int]) -> int:
-    """Bytes of each input that is read and each output, once."""
+    """Bytes of each input that is read and of each output, once."""
     signature = program.signature
     tensors = [*signature.inputs.values(), *signature.outputs.values()]
     return sum(size(t.shape, sizes) * ITEM_BYTES[t.dtype] for t in tensors)

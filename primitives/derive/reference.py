@@ -1,4 +1,5 @@
-"""A program as straight PyTorch text, one line a value: the reference of a derived spec, or a head."""
+"""Write a program as straight-line PyTorch, one line per value: the reference of a derived spec, or a
+head."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ FORMS = {
 
 
 def reference(program: Program, cast: bool = False) -> str:
-    """The text; with ``cast``, operands of products take their dtype first. ProgramError for an operation
-    that it cannot say yet."""
+    """The PyTorch text. With ``cast``, operands of products are first cast to their dtype. ProgramError for
+    an operation without a text."""
     narrow = next((NARROW[t.dtype] for t in program.signature.inputs.values() if t.dtype in NARROW), "")
     taken = {*program.signature.inputs, *program.signature.outputs, *program.signature.dims}
     names: list[str] = []

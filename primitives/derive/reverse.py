@@ -1,4 +1,4 @@
-"""Reverse mode over a program: the gradients of inputs, from those of outputs, in the vocabulary itself."""
+"""Reverse mode over a program: the gradients of inputs from those of outputs, in the vocabulary itself."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SUMS = ("add", "subtract", "join")
 class Reverse:
     """Forward values and gradients in one trace.
 
-    ``stored``: forward nodes that lie in memory, by the names under which the backward reads them.
-    ``stopped``: nodes whose gradient is not whole, and why; ``notes``: statistics that stop gradients.
+    ``stored``: forward nodes in memory, under the names by which the backward reads them. ``stopped``: nodes
+    with an incomplete gradient, and why. ``notes``: statistics that stop gradients.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Reverse:
     # Forward values
 
     def value(self, index: int) -> int:
-        """A forward value in the trace: read, solved for from what is stored, or computed again."""
+        """A forward value in the trace: read, recovered from a stored value, or computed again."""
         if index not in self.known:
             if index in self.stored:
                 self.known[index] = self.trace.add(Node("input", (), self.stored[index]))
@@ -49,14 +49,14 @@ class Reverse:
         return self.known[index]
 
     def cheap(self, index: int) -> bool:
-        """Whether computing it again takes no product and no sum over rows or columns."""
+        """Whether computing it again needs neither a product nor a sum over rows or columns."""
         node = self.nodes[index]
         if index in self.stored:
             return True
         return node.op != "gemm" and not reduction(node) and all(map(self.cheap, node.args))
 
     def solved(self, index: int) -> int | None:
-        """A value from a stored one that sums, scales or negates it."""
+        """Recover a value from a stored one that sums, scales or negates it."""
         for reader, node in enumerate(self.nodes):
             if index not in node.args or node.op not in ("add", "subtract", "multiply", "negative"):
                 continue
@@ -197,7 +197,7 @@ class Reverse:
         return None
 
     def stop(self, arguments: list[int], why: str, active: set[int]) -> None:
-        """Note that these arguments, and all that they are made of, have no whole gradient."""
+        """Note that these arguments, and their own arguments, have incomplete gradients."""
         pending = list(arguments)
         while pending:
             index = pending.pop()

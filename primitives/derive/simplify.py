@@ -1,7 +1,7 @@
-"""A trace that simplifies as it grows: what every derivative needs, and no case of its own.
+"""A trace that simplifies expressions as it grows, by rules for all derivatives.
 
-Vectors meet as vectors before they spread; factors of a row or a column leave sums and products; halves that
-are taken apart and joined again meet. Each rewriting holds for real numbers at every size.
+Vectors combine as vectors before they spread. Factors of a row or a column move out of sums and products. A
+split and a join of the same halves cancel. Each rewriting holds for real numbers at every size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SPREADS = {"row": "per_row", "column": "per_column", "spread": "per_head"}
 
 
 class Factors(NamedTuple):
-    """A tile as ``core`` times vectors and scalars ``above``, over those ``below``; no core: these alone."""
+    """A tile as ``core`` times vectors and scalars ``above``, divided by those ``below``; without a core,
+    only these."""
 
     core: int | None
     above: tuple[int, ...] = ()
@@ -35,7 +36,7 @@ class Factors(NamedTuple):
 
 
 class Simplifier(Trace):
-    """``moves``: row factors of a product's left operand leave it, or cross the sum."""
+    """``moves``: row factors of a product's left operand move out of the product, or into the sum."""
 
     def __init__(self, signature: Signature, moves: bool = False):
         super().__init__(signature)
@@ -46,7 +47,7 @@ class Simplifier(Trace):
         return super().add(node) if found is None else found
 
     def simpler(self, node: Node) -> int | None:
-        """A node that computes the same with less; None if this is it."""
+        """A cheaper node that computes the same; None if there is none."""
         op = node.op
         if op in ("even", "odd"):
             given = self.nodes[node.args[0]]
@@ -91,7 +92,7 @@ class Simplifier(Trace):
         return index if args == node.args else self.add(node._replace(args=args))
 
     def shaped(self, index: int) -> int:
-        """A tile of the same shape, an input if there is one: of some arguments the shape alone is used."""
+        """A tile of the same shape, an input if possible, for arguments whose shape alone is used."""
         node = self.nodes[index]
         if node.op in ("even", "odd"):
             return self.add(Node("even", (self.shaped(node.args[0]),)))
@@ -126,7 +127,7 @@ class Simplifier(Trace):
         return self.bare(node) or self.together(node)
 
     def neutral(self, node: Node) -> int | None:
-        """The other argument, beside one that changes nothing."""
+        """The other argument, if this one changes nothing."""
         if node.op == "negative":
             given = self.nodes[node.args[0]]
             return given.args[0] if given.op == "negative" else None
@@ -141,7 +142,7 @@ class Simplifier(Trace):
         return b if node.op == "multiply" and self.constant(a) == 1 else None
 
     def bare(self, node: Node) -> int | None:
-        """Vectors that were made tiles, as themselves where they meet a tile anyway."""
+        """Vectors that were made tiles, as vectors again if they meet a tile anyway."""
         tiles = [a for a in node.args if self.types[a].kind == "tile" and self.nodes[a].op != "as_tile"]
         if not tiles or not any(self.nodes[a].op == "as_tile" for a in node.args):
             return None
@@ -149,7 +150,7 @@ class Simplifier(Trace):
         return self.add(Node(node.op, tuple(bare)))
 
     def together(self, node: Node) -> int | None:
-        """Arithmetic of spread vectors, as arithmetic of the vectors, spread."""
+        """Arithmetic on spread vectors, as a spread of arithmetic on vectors."""
         kinds = {self.types[a].kind for a in node.args} - {"scalar"}
         spread = SPREADS.get(next(iter(kinds))) if len(kinds) == 1 else None
         sources = [a for a in node.args if self.types[a].kind != "scalar"]
@@ -164,7 +165,7 @@ class Simplifier(Trace):
     # Factors
 
     def factors(self, index: int, kind: str) -> Factors:
-        """A tile without its factors that are one value a row (or column), or a scalar."""
+        """A tile without its factors that have one value per row (or column), or are scalars."""
         node, own = self.nodes[index], self.types[index].kind
         if own == "scalar" or (own == kind and node.op == SPREADS[kind]):
             return Factors(None, (index if own == "scalar" else node.args[0],))
@@ -190,7 +191,7 @@ class Simplifier(Trace):
         return left.times(right, core)
 
     def gathered(self, found: Factors) -> tuple[int | None, int | None]:
-        """The vectors above and below as one each, without those that are in both."""
+        """The product of the vectors above, and of those below, without common ones."""
         above, below = list(found.above), list(found.below)
         for each in found.above:
             if each in below:
@@ -219,7 +220,7 @@ class Simplifier(Trace):
         return self.scaled(self.add(Node(node.op, (found.core,))), found)
 
     def product(self, a: int, b: int) -> int | None:
-        """A product with the factors of its rows and columns taken out of its operands."""
+        """A product, with the row and column factors of its operands taken out."""
         turned = self.nodes[b].op == "transpose"
         right = self.nodes[b].args[0] if turned else b
         found = self.factors(right, "row" if turned else "column")

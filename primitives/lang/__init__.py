@@ -1,1 +1,1 @@
-"""The language of kernels: symbolic sizes, programs as graphs, tracing, and the meanings of operations."""
+"""The kernel language: symbolic sizes, programs as graphs, tracing, and the meanings of operations."""

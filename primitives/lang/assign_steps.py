@@ -1,7 +1,7 @@
 """Assign tiles to steps: order the GEMMs, and find for each node the step whose registers hold it.
 
-A tile expression's *home* is the last GEMM that it needs. An expression that also needs a vector which is
-final only *after* its home is pending: it waits for a later GEMM. Standard library only: the jail imports
+A tile expression's *home* is the last GEMM that it needs. If the expression also needs a vector that becomes
+final only *after* its home, it is pending: it waits for a later GEMM. Standard library only: the jail imports
 this module.
 """
 
@@ -13,8 +13,8 @@ from coda_agent.primitives.lang.ir import IN_STEP, OPERATIONS, Program, Type, re
 
 
 class Placement(NamedTuple):
-    """``gemms`` in the order of their steps. By node: ``home``, the step of the accumulator that it needs (-1
-    for none), and ``after``, the step whose reductions must be final first (-1 for none)."""
+    """``gemms`` in step order. By node: ``home``, the step whose accumulator it needs, and ``after``, the
+    step whose reductions must be final first; -1 for none."""
 
     gemms: list[int]
     home: list[int]
@@ -39,8 +39,8 @@ class _Placer:
         self.step_of = {g: k for k, g in enumerate(self.gemms)}
 
     def gemms_in_order(self) -> list[int]:
-        """GEMMs in an order that satisfies their operands and, where possible, puts reductions before the
-        epilogues that spread them, regardless of the program's order of independent ones."""
+        """Order GEMMs so that their operands come first and, where possible, reductions precede the epilogues
+        that spread them. The program's order of independent GEMMs has no effect."""
         needs, wishes = self.dependencies()
         order: dict[int, None] = {}
         while len(order) < len(needs):
@@ -49,11 +49,11 @@ class _Placer:
         return list(order)
 
     def dependencies(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """By GEMM: the GEMMs that its operands need, and those whose sums meet its accumulator alone."""
+        """For each GEMM, the GEMMs that its operands need, and those whose sums only its epilogue needs."""
         needs: dict[int, set[int]] = {}
         wishes: dict[int, set[int]] = {}
-        tiles: list[set[int]] = []  # by node: the accumulators it reads
-        sums: list[set[int]] = []  # and the GEMMs whose reductions it reads
+        tiles: list[set[int]] = []  # by node: the accumulators that it reads
+        sums: list[set[int]] = []  # by node: the GEMMs whose reductions it reads
         for index, node in enumerate(self.nodes):
             read = set().union(*(tiles[a] for a in node.args))
             summed = set().union(*(sums[a] for a in node.args))
@@ -71,8 +71,8 @@ class _Placer:
         return needs, wishes
 
     def place(self) -> Placement:
-        """Homes, in node order. A tile of inputs alone that must leave its step rides with the first GEMM
-        that loads all of these inputs anyway."""
+        """Find homes in node order. A tile of inputs alone that must leave its step is computed by the first
+        GEMM that loads all of these inputs anyway."""
         reads = self.inputs_read()
         loaded = self.loaded(reads)
         roots = self.roots()
@@ -95,7 +95,7 @@ class _Placer:
         return Placement(self.gemms, homes, afters)
 
     def roots(self) -> dict[int, int]:
-        """Tiles that must be computed somewhere, with the number of steps that come early enough."""
+        """Tiles that must be computed, each with the number of steps that come early enough."""
         found = {n.args[0]: len(self.gemms) for n in self.nodes if reduction(n)}
         found |= {i: len(self.gemms) for i in self.program.outputs.values()}
         for step, gemm in enumerate(self.gemms):
@@ -105,7 +105,7 @@ class _Placer:
         return {i: k for i, k in found.items() if self.nodes[i].op != "input"}
 
     def loaded(self, reads: list[set[int]]) -> list[set[int]]:
-        """The input tiles that each step's accumulator meets."""
+        """The input tiles that each step's epilogue loads."""
         found: list[set[int]] = [set() for _ in self.gemms]
         last = [-1] * len(self.nodes)
         for index, node in enumerate(self.nodes):
@@ -132,6 +132,6 @@ class _Placer:
 
 
 def values_read(program: Program, index: int) -> tuple[int, ...]:
-    """The arguments whose values a node uses; of the others it uses the shape alone."""
+    """The arguments whose values a node uses; of its other arguments it uses only the shape."""
     node = program.nodes[index]
     return node.args[: OPERATIONS[node.op].reads]

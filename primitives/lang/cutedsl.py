@@ -1,5 +1,5 @@
-"""CuTeDSL of primitives that need more than an expression over registers: declared in the primitive's own
-file, used by ``gemm_codegen`` and ``vector_codegen``.
+"""CuTeDSL text of primitives that need more than an expression over registers. Each is declared in its
+primitive's file, and used by ``gemm_codegen`` and ``vector_codegen``.
 
 Texts are templates. A ``resource`` is the constructor of an epilogue's helper object, QuACK's or one of
 ``primitives.device``, over its ``name``. Standard library only: the jail imports this module.
@@ -12,17 +12,20 @@ from typing import Literal, NamedTuple
 
 
 class Reduction(NamedTuple):
-    """A tile's reduction to a vector along ``axis``: "row" gives a value a row, [M]; "column" one a column.
+    """Reduce a tile to a vector along ``axis``: "row" gives one value per row, [M]; "column" one per column,
+    [N].
 
-    ``fold``: a text of the running value and new values -> the next running value, lane by lane. None where
-    the resource takes a whole subtile's fragment; it ``spoils`` that fragment if it writes to it.
-    ``identity``: the value of a lane past a ragged edge. ``finish`` is the text of a value from its partials,
-    one a CTA tile: ``{partial}``, or ``{partials}`` with a comma behind each, and ``{half}``, whether the
-    tile is half as wide as its GEMM. ``said``: the same for people, with partials ``{kept}``.
+    ``fold``: maps the texts of the running value and of new values to the next running value's text, lane by
+    lane. None if the resource takes a whole subtile's fragment; if the resource overwrites that fragment, it
+    ``spoils`` it. ``identity``: the value of a lane past a ragged edge. ``finish``: the text of a value from
+    its partials, one per CTA tile. It uses ``{partial}``, or ``{partials}`` with a comma after each, and
+    ``{half}``, whether the tile is half as wide as its GEMM. ``said``: the same for people, with partials
+    ``{kept}``.
 
-    A reduction that ``selects`` takes an index a row as its second argument and leaves one value a row: its
-    texts also have ``{index}`` and ``{extent}``, the tile's columns. ``own_width``: for a reduction that
-    takes only tiles as wide as their GEMM, the remedies for one half and for one twice as wide.
+    A reduction that ``selects`` takes one index per row as its second argument and returns one value per row.
+    Its texts also use ``{index}`` and ``{extent}``, the number of the tile's columns. ``own_width``: for a
+    reduction that takes only tiles as wide as their GEMM, the suggestions for a tile half as wide and for one
+    twice as wide.
     """
 
     axis: Literal["row", "column"]
@@ -37,7 +40,7 @@ class Reduction(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """A value a head, from a sweep before the epilogue; the resource's argument is the width of heads.
+    """One value per head, from a sweep before the epilogue. The resource's argument is the width of heads.
     ``own_width``: as in Reduction."""
 
     resource: str
@@ -45,8 +48,8 @@ class Statistic(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A vector spread over a tile: its argument's ``role``, and its text in a pair of lanes, over ``name``.
-    """
+    """A vector spread over a tile: its argument's ``role``, and its texts in a pair of lanes, over
+    ``name``."""
 
     role: Literal["row", "column"]
     resource: str

@@ -1,7 +1,7 @@
-"""What a refusal tells the author to write instead; where nothing in the kernel would do, what does.
+"""Suggestions for a rejected kernel: what to write instead, or what to change outside the kernel.
 
-``tests/primitives/lang/test_remedies.py`` has a program for each, and runs what is suggested.
-Standard library only: the jail imports this module.
+``tests/primitives/lang/test_remedies.py`` has a program for each, and runs each suggestion. Standard library
+only: the jail imports this module.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-ATTRIBUTES = ("columns", "mT", "rows")  # of a traced value
+ATTRIBUTES = ("columns", "mT", "rows")  # attributes of a traced value
 _METHODS = {
     "sum": "row_sums(t), column_sums(t) or head_sums(t, width)",
     "mean": "row_sums(t) / t.columns",
@@ -18,31 +18,31 @@ _METHODS = {
     **dict.fromkeys(("shape", "size"), "t.rows and t.columns"),
     **dict.fromkeys(("T", "t", "transpose"), "t.mT"),
     **dict.fromkeys(("pow", "square"), "t ** 2"),
-    **dict.fromkeys(("dtype", "to", "float", "bfloat16", "half"), "t as it is: registers compute in fp32"),
+    **dict.fromkeys(("dtype", "to", "float", "bfloat16", "half"), "t itself: registers compute in fp32"),
 }
 NO_OPERATOR = (
     "is not in the vocabulary: gemm multiplies matrices, where(condition, a, b) chooses; of two comparisons "
     "a * b is their and, maximum(a, b) their or, and 1 - a is a's not"
 )
 NO_NUMBER = (
-    "a traced value is no Python number, it has one an element: compute with it as it is; sizes are t.rows "
+    "a traced value is not one Python number: compute with the value itself; sizes are t.rows "
     "and t.columns"
 )
-FINITE = "a finite one, such as -3.4e38 for what a mask leaves out"
+FINITE = "a finite number, such as -3.4e38 for masked values"
 
 
 def these(vocabulary: Collection[str]) -> str:
-    """The whole vocabulary, and that there is no other."""
-    return f"{', '.join(sorted(vocabulary))}; what is not there has to be made of these"
+    """The whole vocabulary, and a note that there is nothing else."""
+    return f"{', '.join(sorted(vocabulary))}; compose everything else from these"
 
 
 def unknown(name: str, vocabulary: Collection[str]) -> str:
-    """Words on a name that nothing has."""
+    """A message on an unknown name."""
     return "import it from primitives" if name in vocabulary else f"there are {these(vocabulary)}"
 
 
 def no_attribute(name: str, vocabulary: Collection[str]) -> str:
-    """Words on ``t.name``."""
+    """A message on ``t.name``."""
     instead = _METHODS.get(name, f"{name}(t)" if name in vocabulary else None)
     return (
         f"there is no .{name} here; values have {', '.join(ATTRIBUTES)}, everything else is a function of "
@@ -51,8 +51,8 @@ def no_attribute(name: str, vocabulary: Collection[str]) -> str:
 
 
 class Use(NamedTuple):
-    """What a tile must leave its step for, in words, and what to do where no step can compute it: because
-    there is none that it belongs to, or because it needs a vector that is final only after it."""
+    """A use for which a tile must leave its step, in words, and the suggestion if no step can compute it:
+    because it belongs to no step, or because it needs a vector that is final only after its step."""
 
     said: str
     homeless: str
@@ -76,13 +76,13 @@ OPERAND = Use(
 
 
 def output(name: str) -> Use:
-    """A tile that is returned."""
+    """The use of a returned tile."""
     later = "a later gemm's tile can meet the vector, as gemm(t, w) * per_row(scale). Otherwise "
     return Use(f"output {name!r}", _RIDING, f"{later}{_ELSEWHERE}")
 
 
 def reduced(op: str) -> Use:
-    """A tile that a reduction takes."""
+    """The use of a tile that a reduction takes."""
     sums = (
         "a row scale comes out of a row sum, as row_sums(t) * scale. Otherwise " if op == "row_sums" else ""
     )
@@ -113,7 +113,7 @@ REPEATED = (
     "over heads only where this kernel's head_sums made it; to spread an input so is a PyTorch op's"
 )
 
-SWEEP: Mapping[str, str] = {  # by what a head statistic reads that its sweep cannot
+SWEEP: Mapping[str, str] = {  # by the kind of value that a head statistic's sweep cannot read
     "loaded": "no kernel has statistics of loaded heads. Take them, and do what they are for, in a PyTorch "
     "op before or after the kernel",
     "statistic": "make it of the accumulator's own sums, as a variance of head_sums(t * t, W) / W and "

@@ -1,7 +1,7 @@
 """Symbolic sizes: integer polynomials over a spec's dims, such as ``M``, ``2*F`` or ``H*W + 1``.
 
-Kinds of values come from these, never from numbers that happen to be equal: a tile of ``[M, 2*F]``
-is twice as wide as one of ``[M, F]`` whatever M and F are. Standard library only: the jail imports it.
+Types compare these polynomials, never numbers that happen to be equal: a tile ``[M, 2*F]`` is twice as wide
+as a tile ``[M, F]`` for all M and F. Standard library only: the jail imports this module.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 MAX_TEXT = 80
-MAX_TERMS = 16  # hostile programs contain sizes too
+MAX_TERMS = 16  # a limit, since sizes also come from untrusted programs
 MAX_SIZE = 1 << 63
 Monomial = tuple[str, ...]
 
 
 class Dim:
-    """An integer polynomial, kept as sorted (monomial, coefficient) pairs; immutable and hashable."""
+    """An integer polynomial: sorted (monomial, coefficient) pairs; immutable and hashable."""
 
     __slots__ = ("names", "terms")
 
@@ -31,7 +31,7 @@ class Dim:
 
     @classmethod
     def parse(cls, text: str | int) -> Dim:
-        """``"2*F"`` -> Dim. Raises ValueError naming what is not an integer polynomial."""
+        """Parse ``"2*F"``. Raises ValueError for anything but an integer polynomial."""
         if isinstance(text, int) and not isinstance(text, bool):
             if abs(text) >= MAX_SIZE:
                 raise ValueError("a number of 2**63 or more is no size")
@@ -48,11 +48,11 @@ class Dim:
         return made
 
     def __call__(self, sizes: Mapping[str, int]) -> int:
-        """The value at given sizes; KeyError for a dim without one."""
+        """The value at given sizes; KeyError for a dim without a size."""
         return int(self.value(sizes))
 
     def value(self, sizes: Mapping[str, Any]) -> Any:
-        """The polynomial's value, where dims are numbers or tensors."""
+        """The value, with numbers or tensors for dims."""
         total: Any = 0
         for monomial, product in self.terms:
             for name in monomial:
@@ -79,14 +79,14 @@ class Dim:
         return all(coefficient > 0 for _, coefficient in total.terms)
 
     def halved(self) -> Dim:
-        """self / 2; ValueError where that is not an integer polynomial."""
+        """self / 2; ValueError if that is not an integer polynomial."""
         if any(c % 2 for _, c in self.terms):
             raise ValueError(f"{self} is not divisible by 2")
         return Dim({m: c // 2 for m, c in self.terms})
 
     def divided(self, other: Dim) -> Dim:
-        """self / other, where ``other`` is one positive product such as 2*P; ValueError if that is no
-        polynomial."""
+        """self / other, where ``other`` is one positive product such as 2*P; ValueError if the result is not
+        a polynomial."""
         if len(other.terms) != 1 or other.terms[0][1] < 1:
             raise ValueError(f"{self} is not divisible by {other}")
         ((factors, number),) = other.terms
@@ -180,7 +180,7 @@ def named_by_callers(shapes: Shapes, dims: Sequence[str], static: Collection[str
 
 
 def _only_unknown(formula: Dim, known: set[str]) -> str | None:
-    """The one name still unknown, where the formula is linear in it."""
+    """The single unknown dim of a formula that is linear in it; else None."""
     unknown = formula.names - known
     linear = all(m.count(name) <= 1 for m, _ in formula.terms for name in unknown)
     return next(iter(unknown)) if len(unknown) == 1 and linear else None

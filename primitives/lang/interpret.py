@@ -1,7 +1,7 @@
-"""The interpreter: Program x tensors -> tensors, in PyTorch, on any machine.
+"""Interpret a program on tensors, in PyTorch, on any machine.
 
-It computes the same as the lowered kernel, and rounds in the same places: operands and tiles that leave their
-step, once, in the dtype they are stored in.
+It computes the same as the lowered kernel, and rounds at the same places: operands, and tiles that leave
+their step, are rounded once to the dtype in which they are stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Watch = Callable[[int, Sequence[Any], "torch.Tensor"], "torch.Tensor"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """A signature's dtype -> torch's."""
+    """The torch dtype of a signature's dtype."""
     import torch
 
     return {
@@ -86,7 +86,8 @@ def interpret(
 
 
 class _Run:
-    """Steps in order. ``memory`` holds what lies there, in its dtype: a later step reads it rounded."""
+    """Run steps in order. ``memory`` holds stored tensors in their dtype, so a later step reads rounded
+    values."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class _Run:
         return self.watch(index, arguments, value) if self.watch else value
 
     def met(self, index: int, reader: int, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """A value as its reader sees it: a value a head is repeated over all columns of a tile."""
+        """A value as its reader sees it: a head statistic is repeated over all columns of its head."""
         value, kind = values[index], self.types[index].kind
         if self.types[reader].kind != "tile" or kind not in ("spread", "repeated"):
             return value
@@ -150,7 +151,7 @@ class _Run:
         self.memory[index] = rounded(value, dtype)
 
     def epilogue(self, step: GemmStep) -> None:
-        """Compute one GEMM and all that rides on it, unrounded until it is stored."""
+        """Compute one GEMM and its epilogue, unrounded until stored."""
         values = dict(self.scalars)
         for index in step.loads:
             values[index] = self.memory[index].float()
@@ -182,7 +183,7 @@ class _Run:
             values[index] = self.compute(index, self.with_shapes(node, values))
 
     def with_shapes(self, node: Node, values: dict[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """The values, with a tile of the right shape wherever only the shape is used."""
+        """The values; an argument of which only the shape is used becomes a tile of that shape."""
         import torch
 
         missing = [a for a in node.args if a not in values]
@@ -194,7 +195,7 @@ class _Run:
         return self.memory[node.args[0]].float().mT if node.op == "transpose" else self.memory[index].float()
 
     def finish(self, stage: int) -> None:
-        """Compute the vectors that are stored once step ``stage`` is done."""
+        """Compute the vectors that are stored after step ``stage``."""
         wanted = self.steps.finishes.get(stage, ())
         values = self.scalars | self.reduced
         values |= {i: t.float() for i, t in self.memory.items() if self.types[i].kind == "vector"}

@@ -1,9 +1,9 @@
 """Programs: a kernel as data, a flat typed graph that serialises to JSON.
 
-A node is an operation over earlier nodes. Its type follows from theirs by the operation's rule, so a program
-from anywhere is checked by building it again. The cut into steps is derived too (``partition``). Standard
-library only, and tuples instead of dataclasses: the jail imports this module for each trace, and dataclasses
-alone would take a third of its time.
+A node is an operation over earlier nodes. The operation's rule derives its type from theirs, so building a
+program again checks it, wherever it comes from. The partition into steps is derived too. Standard library
+only, and tuples instead of dataclasses: the jail imports this module for each trace, and dataclasses alone
+would take a third of its time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WRITABLE = {1: DTYPES, 2: DTYPES + EIGHTS}  # and of outputs
 VALUE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # names in specs
 STEP = re.compile(r"0|[1-9][0-9]{0,2}")
 MAX_NODES = 512
-MAX_NAMES = 64  # of each kind in a signature
+MAX_NAMES = 64  # in each part of a signature
 MAX_BYTES = 1 << 20
 FORMAT = 2
 
@@ -59,17 +59,17 @@ class TensorType(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The names, shapes and dtypes that a kernel must match; a tracer sees nothing else of a spec.
+    """The names, shapes and dtypes that a kernel must match; tracing sees nothing else of a spec.
 
-    ``static``: dims fixed when the kernel is compiled. ``updates``: outputs that overwrite an input's buffer,
-    by name.
+    ``static``: dims fixed when the kernel is compiled. ``updates``: by output name, the input whose buffer
+    the output overwrites.
     """
 
     name: str
     dims: tuple[str, ...]
     inputs: dict[str, TensorType]
     outputs: dict[str, TensorType]
-    constants: Mapping[str, float] = {}  # shared, since nobody writes to it
+    constants: Mapping[str, float] = {}  # shared, since nothing writes to it
     static: tuple[str, ...] = ()
     updates: Mapping[str, str] = {}
 
@@ -86,7 +86,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Signature:
-        """Rebuild and check; ProgramError for anything that no spec could say."""
+        """Rebuild and check; ProgramError for a signature that no spec could have."""
         try:
             for field in ("dims", "inputs", "outputs", "constants", "static", "updates"):
                 if len(data[field]) > MAX_NAMES:
@@ -178,7 +178,7 @@ Attribute = str | float | None
 
 
 class Node(NamedTuple):
-    """One operation: its name, the nodes that it reads and, for leaves, the name of the input, size or
+    """One operation: its name, its argument nodes and, for a leaf, the name of its input, size or
     constant."""
 
     op: str
@@ -187,7 +187,7 @@ class Node(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation's meanings: typing rule, PyTorch, and CuTeDSL text.
+    """The meanings of an operation: typing rule, PyTorch and CuTeDSL text.
 
     ``torch`` takes (torch, *values, *sizes) and returns a value. ``cute`` is a template over fp32 register
     values ``{0}``, ``{1}``; ``fast`` is one that may round coarser, used where only a bf16 output can see it.
@@ -226,7 +226,7 @@ IN_STEP = ("tile", "range", "head", "spread", "repeated")  # kinds that live in 
 
 
 def reduction(node: Node) -> Reduction | None:
-    """A node's reduction of a tile to a vector; None if it is none."""
+    """A node's reduction of a tile to a vector; None for other nodes."""
     return OPERATIONS[node.op].reduction
 
 
@@ -236,7 +236,7 @@ def sizes_named(node: Node) -> tuple[str, ...]:
 
 
 def register(operation: Operation) -> Operation:
-    """Add to the vocabulary; a name can have one meaning only."""
+    """Add an operation to the vocabulary. Each name has one meaning."""
     if operation.name in OPERATIONS:
         raise ValueError(f"operation {operation.name!r} is defined twice")
     OPERATIONS[operation.name] = operation
@@ -244,7 +244,7 @@ def register(operation: Operation) -> Operation:
 
 
 class Program(NamedTuple):
-    """A kernel: signature, nodes in topological order, outputs by name, an optional schedule a step."""
+    """A kernel: signature, nodes in topological order, outputs by name, optional schedules by step."""
 
     signature: Signature
     nodes: tuple[Node, ...]
@@ -255,12 +255,12 @@ class Program(NamedTuple):
         return hash((self.nodes, tuple(self.outputs)))
 
     def input_tensor(self, index: int) -> TensorType | None:
-        """The tensor that a node names; None for any but an input."""
+        """The input tensor that a node names; None for other nodes."""
         node = self.nodes[index]
         return self.signature.inputs[str(node.attribute)] if node.op == "input" else None
 
     def types(self) -> tuple[Type, ...]:
-        """Each node's type; ProgramError where an operation does not apply to its arguments."""
+        """Each node's type. ProgramError if an operation does not apply to its arguments."""
         known: list[Type] = []
         for index, node in enumerate(self.nodes):
             operation = OPERATIONS.get(node.op)
@@ -281,7 +281,7 @@ class Program(NamedTuple):
         return tuple(known)
 
     def check(self, lines: Sequence[int | None] | None = None) -> Program:
-        """Types, outputs and bounds; returns itself. Raises ProgramError, with a node's line if known."""
+        """Check types, outputs and bounds; return self. Raises ProgramError, with a node's line if known."""
         if len(self.nodes) > MAX_NODES:
             raise ProgramError("size", f"{len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
         types = self.types()
@@ -304,8 +304,7 @@ class Program(NamedTuple):
         return self
 
     def _check_size(self, index: int, text: str) -> None:
-        """Check that a size uses the spec's dims and its one canonical spelling, since it enters the hash as
-        written."""
+        """Check that a size uses the spec's dims in canonical spelling, since the hash covers its text."""
         size = Dim.parse(text)
         if not size.names <= set(self.signature.dims):
             raise ProgramError("dim", f"node {index}: {text!r} has dims that the spec does not declare")
@@ -333,8 +332,8 @@ class Program(NamedTuple):
                 )
 
     def _check_choices(self, types: Sequence[Type], lines: Sequence[int | None] | None) -> None:
-        """Check that every choice depends on an input's values: one on sizes and literals alone would single
-        out sizes."""
+        """Check that every choice depends on an input's values. A choice on sizes and literals alone would
+        treat some sizes differently."""
         fixed: set[int] = set()
         for index, node in enumerate(self.nodes):
             if node.op == "input" or types[index].kind != "scalar" or not fixed.issuperset(node.args):
@@ -349,7 +348,7 @@ class Program(NamedTuple):
             fixed.add(index)
 
     def _check_use(self) -> None:
-        """Check that every node serves an output: a dead gemm would be a step without a use."""
+        """Check that every node serves an output. A dead gemm would be a step without a use."""
         used = set(self.outputs.values())
         for index in range(len(self.nodes) - 1, -1, -1):
             if index not in used:
@@ -357,7 +356,7 @@ class Program(NamedTuple):
             used.update(self.nodes[index].args)
 
     def to_json(self) -> str:
-        """Canonical JSON: equal programs give equal bytes."""
+        """Canonical JSON: equal programs have equal bytes."""
         data = {
             "format": FORMAT,
             "signature": self.signature.to_json(),
@@ -369,13 +368,14 @@ class Program(NamedTuple):
 
     @property
     def hash(self) -> str:
-        import hashlib  # this costs the jail 2 ms, and it computes no hash
+        import hashlib  # costs the jail 2 ms, and it never hashes
 
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str, signature: Signature | None = None) -> Program:
-        """Read hostile JSON: bounded, enumerated, typed again. It must carry ``signature`` if given."""
+        """Parse untrusted JSON: bounded, enumerated and typed again. Its signature must equal ``signature``,
+        if given."""
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
             raise ProgramError("size", f"a program of more than {MAX_BYTES} bytes")
         data = _load(text)
@@ -400,7 +400,7 @@ class Program(NamedTuple):
 
 
 def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
-    """ProgramError naming the missing and extra outputs."""
+    """Raise ProgramError for missing or extra outputs."""
     missing = sorted(signature.outputs.keys() - given.keys())
     extra = sorted(given.keys() - signature.outputs.keys())
     if missing or extra:
@@ -416,7 +416,7 @@ def check_output_names(given: Mapping[str, Any], signature: Signature) -> None:
 
 
 def check_output_type(name: str, got: Type, signature: Signature, line: int | None = None) -> None:
-    """ProgramError if a value cannot be that output."""
+    """Raise ProgramError if a value cannot be that output."""
     expected = signature.outputs[name]
     if got.kind not in ("tile", "range", "vector", "head") or got.shape != expected.shape:
         want = "tile" if len(expected.shape) == 2 else "vector"

@@ -1,8 +1,9 @@
-"""Cut a program into steps: one GEMM each, with the tile expressions that ride on its accumulator, and the
-vector arithmetic that becomes possible once its reductions are final.
+"""Partition a program into steps: one GEMM each, with the tile expressions of its epilogue, and the vector
+arithmetic that becomes possible once its reductions are final.
 
-A tile with an earlier home (``assign_steps``) is stored once and read back. Programs that no kernel can run
-are refused here, with the line of the kernel file. Standard library only: the jail imports this module.
+A tile that an earlier step computes (``assign_steps``) is stored once and read back. A program that no kernel
+can run is refused here, with the line of the kernel file. Standard library only: the jail imports this
+module.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from coda_agent.primitives.lang.ir import (
     sizes_named,
 )
 
-WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # of a tile, relative to its step's N
+WIDTHS = {(1, 2): 0.5, (1, 1): 1.0, (2, 1): 2.0}  # a tile's width relative to its step's N
 
 
 class GemmStep:
-    """One fused GEMM: its program nodes, by the kernel's use of them."""
+    """One fused GEMM: its program nodes, by their use in the kernel."""
 
     def __init__(self, index: int, gemm: int):
         self.index, self.gemm = index, gemm
-        self.stores: list[int] = []  # tiles, and statistics of heads
+        self.stores: list[int] = []  # tiles, and head statistics
         self.reductions: list[int] = []
-        self.statistics: list[int] = []  # head_sums, of a sweep before the epilogue
+        self.statistics: list[int] = []  # head_sums, computed in a sweep before the epilogue
         self.loads: list[int] = []
         self.repeats: list[int] = []  # per_head of vectors and tiles in memory
         self.vectors: list[int] = []  # the row and column nodes that it spreads
@@ -45,8 +46,8 @@ class GemmStep:
 
 
 class Steps(NamedTuple):
-    """``gemms`` in order; ``finishes[k]``: vectors to store once step k is done (-1: before all);
-    ``width`` of a tile by (step, node): 0.5, 1 or 2 of that step's N; ``dtypes`` of what leaves its step."""
+    """``gemms`` in order. ``finishes[k]``: the vectors to store after step k (-1: before all). ``width`` of a
+    tile by (step, node): 0.5, 1 or 2 of that step's N. ``dtypes`` of the values that leave their step."""
 
     gemms: tuple[GemmStep, ...]
     finishes: dict[int, tuple[int, ...]]
@@ -57,7 +58,7 @@ class Steps(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def cut(program: Program, lines: tuple[int | None, ...] = ()) -> Steps:
-    """The steps of a checked program; ProgramError (with the line, if known) where none exist."""
+    """The steps of a checked program; ProgramError (with the line, if known) if none exist."""
     return _Cutter(program, lines).cut()
 
 
@@ -72,7 +73,7 @@ class _Cutter:
         self.dtypes: dict[int, str] = {}
 
     def fail(self, code: str, message: str, index: int, reader: int | None = None) -> ProgramError:
-        """An error at a node's line; an input has none, so its reader's line is used."""
+        """An error at a node's line. An input has no line, so its reader's line is used."""
         line = self.lines[index]
         if line is None and reader is not None:
             line = self.lines[reader]
@@ -93,13 +94,13 @@ class _Cutter:
                 home = self.ready(node.args[0], diagnostics.reduced(node.op), index)
                 self.steps[home].reductions.append(index)
                 if how.selects:
-                    # Finishing empties the partials' buffer, so that later readers read the vector.
+                    # The finishing kernel clears the buffer of partials, so later readers read the vector.
                     self.finish(index)
-        # Later steps first, since earlier ones must store what they read back.
+        # Later steps first, since earlier ones must store the tiles that they read back.
         for step in reversed(self.steps):
             self.collect(step)
         if not self.steps:
-            raise ProgramError("homeless", "the kernel calls gemm nowhere: there is no epilogue to fuse into")
+            raise ProgramError("homeless", "the kernel calls no gemm, so there is no epilogue to fuse into")
         self.check_updates()
         finishes = {k: tuple(sorted(v)) for k, v in self.finishes.items()}
         return Steps(tuple(self.steps), finishes, self.width, self.types, self.dtypes)
@@ -107,7 +108,7 @@ class _Cutter:
     # What leaves a step
 
     def check_outputs(self) -> None:
-        """Check that each output is a value of its own, written once, by a kernel."""
+        """Check that each output is a distinct value, written once, by a kernel."""
         seen: dict[int, str] = {}
         for name, index in sorted(self.program.outputs.items()):
             node = self.nodes[index]
@@ -127,7 +128,7 @@ class _Cutter:
             seen[index] = name
 
     def ready(self, index: int, use: diagnostics.Use, reader: int | None = None) -> int:
-        """The step that computes a tile which must leave it; ProgramError if none can."""
+        """The step that computes a tile which must leave its step; ProgramError if none can."""
         home, after = self.placed.home[index], self.placed.after[index]
         if home < 0:
             raise self.homeless(use, index, reader)
@@ -143,7 +144,7 @@ class _Cutter:
     def homeless(self, use: diagnostics.Use, index: int, reader: int | None = None) -> ProgramError:
         return self.fail(
             "homeless",
-            f"{use.said} has no GEMM to ride on: a tile is computed in the epilogue of a gemm whose result "
+            f"{use.said} belongs to no GEMM: a tile is computed in the epilogue of a gemm whose result "
             f"it uses, or whose epilogue loads all that it reads anyway; {use.homeless}",
             index,
             reader,
@@ -157,7 +158,7 @@ class _Cutter:
             self.steps[home].stores.append(index)
 
     def finish(self, index: int) -> None:
-        """Store a vector that something other than a vector kernel reads."""
+        """Store a vector if anything but a vector kernel reads it."""
         if self.nodes[index].op == "input":
             return
         stage = self.finishes.setdefault(self.placed.after[index], [])
@@ -165,14 +166,15 @@ class _Cutter:
             stage.append(index)
 
     def operands(self, step: GemmStep) -> None:
-        """Check that the operands' dtypes agree; a tile among them is stored in the other one's."""
+        """Check that the operands' dtypes agree. A tile operand is stored in the other operand's dtype."""
         sources = [untransposed(self.program, a) for a in self.nodes[step.gemm].args]
         given = [tensor.dtype for i in sources if (tensor := self.program.input_tensor(i))]
         dtype = next(iter(given), self.any_operand())
         for source in sources:
             if self.nodes[source].op != "input":
                 self.store(source, diagnostics.OPERAND)
-                if self.placed.home[source] >= step.index:  # with its sources, which must leave too
+                # store it and its sources, which must leave their step too
+                if self.placed.home[source] >= step.index:
                     raise self.homeless(diagnostics.OPERAND, source)
                 given.append(self.dtypes.setdefault(source, dtype))
         if len(set(given)) > 1 or given[0] == "fp32":
@@ -201,7 +203,7 @@ class _Cutter:
         return "bf16"
 
     def check_updates(self) -> None:
-        """Check that an input that is overwritten is read where its output is made, and nowhere else."""
+        """Check that an overwritten input is read only where its output is computed."""
         for output, name in self.program.signature.updates.items():
             target = self.program.outputs[output]
             readers = [i for i, n in enumerate(self.nodes) for a in n.args if self.reads_input(a, name)]
@@ -230,13 +232,13 @@ class _Cutter:
             if apart:
                 raise self.fail(
                     "updates",
-                    f"output {output!r} is written over input {name!r}, which is read elsewhere too: use it "
+                    f"output {output!r} overwrites input {name!r}, which is also read elsewhere: use it "
                     "element by element where that output is computed, and nowhere else",
                     apart[0],
                 )
 
     def finishes_from(self, root: int, name: str) -> bool:
-        """Whether the kernel that finishes a vector reads this input, beside stored vectors."""
+        """Whether the kernel that finishes a vector reads this input, besides stored vectors."""
         stored = {i for roots in self.finishes.values() for i in roots}
         seen, pending = set[int](), [root]
         while pending:
@@ -254,7 +256,7 @@ class _Cutter:
     # What a step does
 
     def collect(self, step: GemmStep) -> None:
-        """Collect everything that the epilogue computes or loads, walking back from its stores and
+        """Collect all values that the epilogue computes or loads, walking back from its stores and
         reductions."""
         wanted = {*step.stores, *(self.nodes[r].args[0] for r in step.reductions)}
         step.stores.sort()
@@ -274,7 +276,7 @@ class _Cutter:
 
     def check_sweep(self, step: GemmStep, loads: list[int], statistics: list[int]) -> None:
         """Check that the sweep reads no loaded tile, no other statistic, and nothing that threads address by
-        columns, which only the epilogue knows."""
+        column: only the epilogue knows columns."""
         read = {a for i in step.sweep for a in self.nodes[i].args}
         found = {
             "loaded": loads,
@@ -294,7 +296,7 @@ class _Cutter:
                 )
 
     def made_of(self, root: int, wanted: Collection[int]) -> bool:
-        """Whether one of these is among a value's sources within its step."""
+        """Whether one of ``wanted`` is among a value's sources within its step."""
         seen, pending = set[int](), [root]
         while pending:
             node = self.nodes[index := pending.pop()]
@@ -311,7 +313,7 @@ class _Cutter:
                 wanted.update(visit(index))
 
     def visit(self, index: int, step: GemmStep, body: list[int]) -> tuple[int, ...]:
-        """Decide whether a value is loaded, or computed from the nodes that this returns."""
+        """Decide whether a value is loaded; if not, return the nodes that it is computed from."""
         node, kind = self.nodes[index], self.types[index].kind
         if node.op == "constant":
             return ()
@@ -368,7 +370,8 @@ class _Cutter:
         self.width[step.index, index] = 1
 
     def comes_loaded(self, index: int, step: GemmStep) -> bool:
-        """Whether a tile lies in memory: an input, or a tile of an earlier step, which then stores it."""
+        """Whether a tile lies in memory: an input, or a tile of an earlier step, which that step then
+        stores."""
         if self.nodes[index].op == "input":
             return True
         home = self.placed.home[index]

@@ -1,4 +1,4 @@
-"""Schedules of a step on Hopper, and the tiles of the mainloop. Standard library only."""
+"""Schedules of a step on Hopper, and the mainloop's tiles. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from coda_agent.primitives.target import TARGET
 class Schedule(NamedTuple):
     """A step's schedule: CTA tile, cluster, pingpong, rasterisation group, L2 eviction hints.
 
-    ``deep`` takes stages of shared memory from the epilogue where that gives the mainloop another. ``split``:
-    clusters of four leave some of an H100's SMs idle, so a second launch, in clusters of two, takes their
+    ``deep`` takes shared memory from the epilogue if that gives the mainloop another stage. ``split``:
+    clusters of four leave some of an H100's SMs idle, so a second launch, in clusters of two, computes their
     share of the rows (``primitives.compiler.split``).
     """
 
@@ -30,12 +30,12 @@ class Schedule(NamedTuple):
 
     @property
     def rest(self) -> Schedule:
-        """The schedule of a ``split`` one's second launch."""
+        """The schedule of a ``split`` step's second launch."""
         return self._replace(cluster_m=1, cluster_n=2)
 
     @property
     def launches(self) -> tuple[Schedule, ...]:
-        """The schedule of each launch of a step, in order."""
+        """The schedules of a step's launches, in order."""
         return (self, self.rest) if self.split else (self,)
 
     def to_json(self) -> dict[str, int | bool]:
@@ -65,12 +65,12 @@ class Schedule(NamedTuple):
 
 
 def by_step(data: Mapping[str, Mapping[str, Any]]) -> dict[int, Schedule]:
-    """Schedules by step, from JSON with step numbers as names. Raises ProgramError."""
+    """Parse schedules from JSON with step numbers as names. Raises ProgramError."""
     return {int(step): Schedule.from_json(fields) for step, fields in data.items()}
 
 
 def all_by_step(tunings: Iterable[Mapping[int, Schedule]]) -> dict[int, list[Schedule]]:
-    """By step, the distinct choices of these tunings."""
+    """The distinct schedules of each step over these tunings."""
     found: dict[int, dict[Schedule, None]] = {}
     for step, schedule in (pair for tuned in tunings for pair in tuned.items()):
         found.setdefault(step, {})[schedule] = None

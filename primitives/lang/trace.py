@@ -1,4 +1,4 @@
-"""Tracing: running a kernel file on symbolic tensors writes a Program and computes nothing.
+"""Trace: run a kernel file on symbolic tensors to build a Program. Nothing is computed.
 
 Standard library only: the jail imports this module. ``trace_source`` executes the file's code, so untrusted
 source is traced by ``verifier.sandbox.jail``, never here directly.
@@ -41,13 +41,13 @@ class Kernel:
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
-    """Mark the one function of a kernel file: its parameters are the spec's inputs and constants by
-    name, and it returns a dict of the spec's outputs."""
+    """Mark the one function of a kernel file. Its parameters are the spec's inputs and constants by name; it
+    returns a dict of the spec's outputs."""
     return Kernel(function)
 
 
 class Trace:
-    """The graph under construction; equal operations over equal arguments are one node."""
+    """The graph under construction. Equal operations on equal arguments share one node."""
 
     def __init__(self, signature: Signature):
         self.signature = signature
@@ -102,7 +102,7 @@ def apply(op: str, *args: Any, attribute: Attribute = None) -> Tensor:
 
 
 def lift(value: Any, op: str) -> Tensor:
-    """A tensor as it is; a finite Python number as a constant."""
+    """Return a tensor unchanged, and a finite Python number as a constant."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, bool | int | float):
@@ -112,12 +112,12 @@ def lift(value: Any, op: str) -> Tensor:
             number = math.inf
         return apply(
             "constant", attribute=number + 0.0
-        )  # no -0.0: it equals 0.0, and the first of the two would stay
+        )  # no -0.0: it equals 0.0, and the first of the two would win
     raise ProgramError("argument", f"{op}: expected a tile, vector or number, got {type(value).__name__}")
 
 
 class Tensor:
-    """A value that a kernel computes: a tile, a vector, a scalar, or a spread vector."""
+    """A value of a kernel: a tile, a vector, a scalar, or a spread vector."""
 
     __slots__ = ("_index",)
     __hash__ = None  # type: ignore[assignment]  # == traces a comparison, so tensors are no keys
@@ -138,7 +138,7 @@ class Tensor:
 
     @property
     def untransposed(self) -> Tensor | None:
-        """The tile behind a gemm's operand, if this is its transpose."""
+        """The tile behind a gemm's operand, if the operand is its transpose."""
         node = _current.nodes[self._index] if _current else None
         return Tensor(node.args[0]) if node and node.op == "transpose" else None
 
@@ -202,7 +202,7 @@ class Tensor:
     __int__ = __index__ = __len__ = __float__
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own attribute lookups, which have answers
+        if name.startswith("__"):  # Python's own attribute lookups need an AttributeError
             raise AttributeError(name)
         raise ProgramError("argument", diagnostics.no_attribute(name, _vocabulary()))
 
@@ -254,14 +254,14 @@ def trace_source(source: str, signature: Signature) -> Program:
 
 
 def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | None]]:
-    """Execute a kernel file's code and trace its kernel against ``signature``: the program, and for each of
-    its nodes the line that made it.
+    """Execute a kernel file's code and trace its kernel against ``signature``. Return the program, and for
+    each node the line that created it.
 
-    Raises ProgramError with a line of the file for whatever is wrong with it. The code runs with a
-    handful of builtins and no import machinery; names come from ``primitives.__all__``.
+    Raises ProgramError with the line of any error in the file. The code runs with a handful of builtins and
+    no import machinery; names come from ``primitives.__all__``.
     """
     trace = Trace(signature)
-    at: int | None = None  # the place of an error without a line of its own
+    at: int | None = None  # the line of an error that has none of its own
     try:
         function, tree = _load(source)
         at = function.__code__.co_firstlineno
@@ -280,7 +280,7 @@ def trace_lines(source: str, signature: Signature) -> tuple[Program, list[int | 
         raise ProgramError("depth", "the kernel recurses too deeply: write straight-line code") from None
     except (
         SyntaxError
-    ) as error:  # text that parses and does not compile, such as a return outside of a function
+    ) as error:  # text that parses but does not compile, such as a return outside a function
         raise ProgramError("syntax", f"syntax error: {error.msg}", error.lineno) from None
     except (
         ArithmeticError,
@@ -321,7 +321,7 @@ def _load(source: str) -> tuple[Callable[..., Any], ast.Module]:
     for statement in imports:
         namespace.update(_imported(statement))
     tree.body = [n for n in tree.body if n not in imports]
-    exec(compile(tree, FILENAME, "exec"), namespace)  # jailed: see the module's docstring
+    exec(compile(tree, FILENAME, "exec"), namespace)  # runs in the jail: see the module's docstring
     kernels = [v for v in namespace.values() if isinstance(v, Kernel)]
     if len(kernels) != 1:
         raise ProgramError(
@@ -365,7 +365,7 @@ def _call(function: Callable[..., Any], trace: Trace) -> Any:
 
 
 def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
-    """The line of the function's return, and of each entry of a dict written there."""
+    """The line of the function's return, and of each entry if it returns a dict literal."""
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     found = next((n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return)), None)
     if found is None:
@@ -375,8 +375,7 @@ def _returned(tree: ast.Module, name: str) -> tuple[int | None, dict[Any, int]]:
 
 
 def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int]:
-    """The nodes of the outputs; ProgramError, with the entry's line, for outputs that the spec does not have.
-    """
+    """The nodes of the outputs. ProgramError, with the entry's line, for an output that the spec lacks."""
     if not isinstance(given, dict) or not all(isinstance(k, str) for k in given):
         raise ProgramError("outputs", "the kernel must return a dict of outputs by name")
     check_output_names(given, trace.signature)
@@ -390,7 +389,7 @@ def _outputs(given: Any, trace: Trace, entries: dict[Any, int]) -> dict[str, int
 
 
 def _canonical(trace: Trace, outputs: dict[str, int]) -> tuple[Program, list[int | None]]:
-    """The nodes that outputs reach, numbered depth first from them, so that names and order of lines have no
+    """The nodes that outputs reach, numbered depth first, so that names and the order of lines have no
     effect."""
     order: dict[int, int] = {}
     for root in (outputs[name] for name in sorted(outputs)):
@@ -425,7 +424,7 @@ def size_of(value: Any) -> str:
 
 
 def _size(nodes: list[Node], index: int) -> Dim | None:
-    """The polynomial that a scalar node computes from dims and whole numbers, if it does."""
+    """The polynomial over dims that a scalar node computes; None if it computes anything else."""
     node = nodes[index]
     if node.op == "dim":
         return Dim.parse(str(node.attribute))
@@ -446,7 +445,7 @@ def size_attributes(attribute: Attribute, count: int) -> list[Dim]:
 
 
 def dim_attribute(attribute: Attribute) -> Dim:
-    """A ``dim`` node's polynomial; ProgramError where it has none."""
+    """A ``dim`` node's polynomial; ProgramError if it has none."""
     try:
         return Dim.parse(attribute if isinstance(attribute, str) else "?")
     except ValueError as error:

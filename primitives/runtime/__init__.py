@@ -1,1 +1,1 @@
-"""Running programs on a GPU: compiled, tuned, planned and launched."""
+"""Run programs on a GPU: compile, tune, plan and launch."""

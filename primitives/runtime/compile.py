@@ -1,7 +1,7 @@
 """Compile lowered modules: kernels to call, and cubins with a resource report.
 
-A program's own text is compiled here (``jit``), an edited one in confinement (``primitives.raw``). The
-resource report needs no GPU: it compiles for sm_90a in a child process and reads the cubin. ``python -m
+A program's own text compiles here (``jit``), an edited one in confinement (``primitives.raw``). The resource
+report needs no GPU: a child process compiles for sm_90a and reads the cubin. ``python -m
 coda_agent.primitives.runtime.compile`` is that child.
 """
 
@@ -38,8 +38,8 @@ from coda_agent.primitives.system import deadline, subprocesses
 from coda_agent.primitives.system.files import cache_dir, kept
 from coda_agent.primitives.target import TARGET
 
-CROWDED = "shared_memory"  # code of a step that fits no tile
-FORMAT = 5  # version of the kept reports
+CROWDED = "shared_memory"  # the code of a step that fits no tile
+FORMAT = 5  # version of cached reports
 
 
 def compile_gemm(
@@ -47,8 +47,8 @@ def compile_gemm(
 ) -> Callable[..., Any]:
     """Compile a step for one schedule; only the static dims of ``sizes`` matter.
 
-    A is passed as [M, K], whatever its strides; B as stored: [K, N], or [N, K] where ``b_transposed``. For a
-    raw text this is the object of a confined child, now or before; CompileError where it refuses.
+    A is passed as [M, K] with any strides; B as stored: [K, N], or [N, K] if ``b_transposed``. An edited text
+    compiles in a confined child, or has its object cached; CompileError if the child refuses it.
     """
     if lowered.edited:
         return raw.load(raw.Wanted(lowered, kernel, schedule, sizes))
@@ -68,9 +68,9 @@ def report(
     """Compile every kernel of a program for sm_90a, without a GPU, and read the cubins; an edited text
     compiles in a confined child of the child.
 
-    ``sizes`` holds the static dims. Schedules that a step does not fit are left out; if none is left, one
-    that it fits is taken (``probe_schedules``). Runs in a child process, since a compiler can crash, and is
-    cached by content. Raises CompileError, with the code CROWDED where a step fits no tile, and CacheError.
+    ``sizes`` holds the static dims. Schedules that do not fit a step are left out; if none fits, a probe
+    schedule replaces them (``probe_schedules``). Runs in a child process, since a compiler can crash, and is
+    cached by content. Raises CompileError, with the code CROWDED if a step fits no tile, and CacheError.
     """
     program, lowered = kernel.program, kernel.lowered
     static = {dim: sizes[dim] for dim in program.signature.static}
@@ -86,7 +86,7 @@ def report(
 def _tried(
     program: Program, lowered: Lowered, sizes: Mapping[str, int], schedules: tuple[Schedule, ...]
 ) -> list[list[dict[str, int | bool]]]:
-    """The schedules to compile each step on; none where no tile holds its heads."""
+    """The schedules to compile each step on; none if no tile holds its heads."""
     tried = []
     for gemm in lowered.gemms:
         fitting = probes(program, gemm, sizes, schedules)
@@ -101,12 +101,13 @@ COMPILE_SECONDS = 300
 
 
 def _run_child(request: str) -> str:
-    """The child's answer. CompileError with its message, or with the limit that ended it: time or memory."""
+    """The child's answer. CompileError with its message, or with the limit that it exceeded: time or
+    memory."""
     with _turn:
         child = _child()
         try:
             return child.answer(request)
-        except BaseException:  # a child that failed or was interrupted is not used again
+        except BaseException:  # never reuse a child that failed or was interrupted
             child.end()
             raise
 
@@ -122,7 +123,7 @@ def _child() -> _Child:
 
 
 class _Child:
-    """A process that compiles one request after the other: its imports take longer than most compiles."""
+    """A process that compiles one request after another: its imports take longer than most compiles."""
 
     def __init__(self) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="coda-compile-")  # removed with this object
@@ -137,7 +138,7 @@ class _Child:
 
     @staticmethod
     def _circumstances() -> tuple[object, ...]:
-        """The process that starts a child, and the settings that decide its code and files."""
+        """The parent process, and the settings that determine a child's code and files."""
         paths = (os.environ.get("PYTHONPATH"), cache_dir())
         return os.getpid(), sys.executable, subprocesses.MEMORY_BYTES, *paths
 
@@ -173,15 +174,16 @@ _kept: _Child | None = None
 
 
 def _environment() -> dict[str, str]:
-    """The compile's environment: a user's settings of the compilers must not change the report."""
+    """The compiler's environment, without a user's settings of compilers, which must not change the
+    report."""
     given = {k: v for k, v in subprocesses.environment().items() if not k.startswith(("CUTE_DSL_", "QUACK_"))}
     return given | TARGET.environment
 
 
 def _serve(scratch: Path) -> None:
-    """Read a request a line and write an answer a line: resources, or the compiler's message."""
+    """Read a request per line and write an answer per line: resources, or the compiler's message."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
+    os.dup2(2, 1)  # a compiler's prints must not mix with the answers
     for line in sys.stdin:
         try:
             answer: object = _answer(json.loads(line), scratch)

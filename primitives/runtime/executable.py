@@ -1,5 +1,5 @@
-"""Plans: a program bound to sizes and schedules, with its kernels compiled, one workspace allocated and every
-host decision made; calling one launches."""
+"""Plans: a program bound to sizes and schedules, with compiled kernels, one workspace and all host decisions
+made. Calling a plan only launches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from coda_agent.primitives.runtime.turns import CudaStreams, Turns
 if TYPE_CHECKING:
     import torch
 
-GAP = 4096  # bytes around each tensor of a workspace, where a check sees stray writes
+GAP = 4096  # bytes around each tensor of a workspace, where a check finds stray writes
 
 
 class _Slots:
-    """The tensors and numbers of launches, by position: a call's inputs and outputs, then fixed values, then
-    views derived from both."""
+    """The tensors and numbers of launches by position: a call's inputs and outputs, then fixed values, then
+    views of both."""
 
     def __init__(self, names: Sequence[str]):
         self._index: dict[Hashable, int] = {name: i for i, name in enumerate(names)}
@@ -39,7 +39,7 @@ class _Slots:
         self.nothing = self.fix(None, None)
 
     def fix(self, key: Hashable, value: Any) -> int:
-        """The slot of a value that no call changes. All of these come before any derived one."""
+        """The slot of a value that no call changes. Fixed slots precede derived ones."""
         self._index[key] = self._given + len(self.fixed)
         self.fixed.append(value)
         return self._index[key]
@@ -49,8 +49,8 @@ class _Slots:
         return self._index[key]
 
     def derive(self, source: int, change: Callable[[Any], Any]) -> int:
-        """The slot of a view that each call takes of another slot; a fixed slot's view is taken here, once.
-        """
+        """The slot of a view of another slot, taken by each call; a view of a fixed slot is taken here,
+        once."""
         if (source, change) not in self._index:
             self._index[source, change] = self._given + len(self.fixed) + len(self.derived)
             once = 0 <= source - self._given < len(self.fixed)
@@ -91,7 +91,7 @@ class _Span:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.axis == 0:
-            return tensor[self.first : self.past]  # half the host time of narrow
+            return tensor[self.first : self.past]  # takes half the host time of narrow
         return tensor.narrow(self.axis, self.first, self.past - self.first)
 
 
@@ -112,7 +112,7 @@ def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 Launch = Callable[[Sequence[Any]], None]
-# a program's part: a step's GEMM, or the vectors that are final after it
+# a part of a program: a step's GEMM, or the vectors after it
 Part = tuple[Literal["gemm", "vector"], int]
 
 
@@ -188,8 +188,8 @@ class Plan:
         return how is not None and how.axis == "column"
 
     def _allocate(self, workspace: torch.Tensor | None) -> dict[Hashable, torch.Tensor]:
-        """Tensors between kernels, in one buffer: tiles and vectors that are not outputs, then partials,
-        whose number depends on the chosen tiles."""
+        """Allocate the tensors between kernels in one buffer: tiles and vectors that are not outputs, then
+        partials, whose number depends on the chosen tiles."""
         import torch
 
         values: dict[Hashable, tuple[list[int], str]] = {}
@@ -204,8 +204,8 @@ class Plan:
             for a in vector.arguments:
                 if a.role == "out" and a.node not in self._names:
                     values["value", a.node] = (self._shape(a.node), a.dtype)
-        # Values keep their place whatever the tiles: plans of a race share a buffer, and run a step on the
-        # results of earlier ones.
+        # Offsets do not depend on the tiles: plans in one tuning share a buffer, and run a step on the
+        # results of earlier steps.
         wanted = values | partials
         sizes = {
             key: torch.Size(shape).numel() * torch_dtype(dtype).itemsize
@@ -215,7 +215,8 @@ class Plan:
         if workspace is None or workspace.numel() < total:
             workspace = torch.empty(total, dtype=torch.uint8, device=self.device)
         self.workspace = workspace
-        # Selections start and end at -inf (the finishing kernel restores it), not with another plan's bytes.
+        # Selections start and end at -inf (the finishing kernel resets them), so another plan's bytes must
+        # not remain.
         selected = {("partial", a.node, a.part) for g in self.lowered.gemms for a in g.arguments if a.picks}
         tensors: dict[Hashable, torch.Tensor] = {
             key: torch.full(self._shape(key[1]), -torch.inf, device=self.device) for key in sorted(selected)
@@ -231,7 +232,7 @@ class Plan:
         return tensors
 
     def _scalar(self, role: str, node: int) -> Any:
-        """The size that a node names, or for an ``extent`` how many columns it has."""
+        """The size that a node names; for an ``extent``, its number of columns."""
         from cutlass import Float32
 
         named = role == "scalar"
@@ -244,8 +245,8 @@ class Plan:
         return self._slots.at(self._names.get(node) or ("value", node))
 
     def _slot(self, argument: Argument | None, pointer: Callable[[torch.Tensor], Any] = _address) -> int:
-        """The slot of an argument; ``pointer``: passed as a number in memory."""
-        if argument is None or argument.role == "head":  # this is a number in the compiled kernel
+        """The slot of an argument. ``pointer``: pass a number in memory."""
+        if argument is None or argument.role == "head":  # the head width is a constant of the compiled kernel
             return self._slots.nothing
         if argument.role in ("scalar", "extent"):
             return self._slots.at((argument.role, argument.node))
@@ -346,7 +347,7 @@ class Plan:
     def run_step(
         self, step: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> None:
-        """Launch one GEMM and the vectors that are final after it, on the results of an earlier ``run``."""
+        """Launch one GEMM and the vectors after it, on the results of an earlier ``run``."""
         self.run_parts((("gemm", step), ("vector", step)), inputs, outputs)
 
     def run_parts(
@@ -365,7 +366,7 @@ class Plan:
 
     def _fill(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Sequence[Any]:
         for output, name in self._added:
-            if outputs[output] is not inputs[name]:  # the kernel adds to its content
+            if outputs[output] is not inputs[name]:  # the kernel adds to its contents
                 outputs[output].copy_(inputs[name])
         slots = [*self._in_order(inputs), *self._out_order(outputs), *self._slots.fixed]
         for source, change in self._slots.derived:

@@ -1,7 +1,7 @@
-"""Launching: Program x CUDA tensors -> CUDA tensors, planned once and then called cheaply.
+"""Launch a program on CUDA tensors: plan once, then call cheaply.
 
-A ``Kernel`` checks its tensors (``launchable``), tunes its schedules (``tune``) and keeps a plan for their
-sizes (``primitives.runtime.executable``).
+A ``Kernel`` checks its tensors (``launchable``), tunes its schedules (``tune``) and caches a plan for their
+sizes (``executable``).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Kernel:
     text is raced over ``known`` schedules alone, since on others nobody saw that it is right.
 
     Any threads and CUDA streams may call it at once. Calls of the same shapes share a workspace, so they run
-    one after the other on the GPU: a stream waits for the stream of the call before. For calls that overlap,
-    make a Kernel for each stream. A call that is captured into a CUDA graph waits for nothing, and neither do
-    the graph's replays: keep them from overlapping each other and other calls, and call from no other thread
-    during a capture. An external stream must live until another stream's next call.
-    A copy, or what a pickle gives, plans anew.
+    one after another on the GPU: a stream waits for the stream of the previous call. For calls that overlap,
+    make a Kernel for each stream. A call that is captured into a CUDA graph does not wait, and neither do the
+    graph's replays: never let them overlap each other or other calls, and call from no other thread during a
+    capture. An external stream must live until another stream's next call. A copied or unpickled Kernel plans
+    again.
     """
 
     def __init__(

@@ -15,20 +15,20 @@ from coda_agent.primitives.lang.partition import cut
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 16  # bytes that bulk tensor copies need addresses and row strides to be multiples of
+ALIGNMENT = 16  # bulk copies need addresses and row strides to be multiples of this many bytes
 
 
 class LaunchError(Exception):
-    """Tensors or sizes that a program cannot be launched on, found before any kernel runs."""
+    """A program cannot be launched on these tensors or sizes. Raised before any kernel runs."""
 
 
 def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
-    """Messages on rows that are no multiple of 16 bytes at these sizes; empty if all are."""
+    """One message per tensor whose rows are not multiples of 16 bytes at these sizes."""
     signature, types = program.signature, program.types()
     tensors = {name: (t.shape, t.dtype) for name, t in {**signature.inputs, **signature.outputs}.items()}
     for index, dtype in cut(program).dtypes.items():
         if types[index].kind == "tile" and index not in program.outputs.values():
-            tensors[f"the tile that node {index} hands on"] = (types[index].shape, dtype)
+            tensors[f"the tile that node {index} passes to the next step"] = (types[index].shape, dtype)
     for name, index in program.outputs.items():
         if types[index].kind == "head":  # threads store statistics one by one
             del tensors[name]
@@ -37,12 +37,12 @@ def alignment_errors(program: Program, sizes: Mapping[str, int]) -> list[str]:
         if len(shape) == 2:
             extent = shape[1](sizes)
             if extent * ITEM_BYTES[dtype] % ALIGNMENT:
-                found.append(f"{name}: rows of {extent} {dtype} are no multiple of {ALIGNMENT} bytes")
+                found.append(f"{name}: rows of {extent} {dtype} are not a multiple of {ALIGNMENT} bytes")
     return found
 
 
 def check_sizes(program: Program, sizes: Mapping[str, int]) -> None:
-    """LaunchError for sizes at which a tensor is empty or has misaligned rows."""
+    """Raise LaunchError for sizes at which a tensor is empty or has misaligned rows."""
     errors = [*empty(program.signature, sizes), *alignment_errors(program, sizes)]
     if errors:
         raise LaunchError("; ".join(errors))
@@ -54,7 +54,7 @@ def check_tensors(
     """The sizes of tensors that match the signature, some of them ``given``; LaunchError where they do not.
 
     A tensor that requires grad is refused while PyTorch records gradients: a kernel has no autograd, so a
-    loss made of its outputs would silently train nothing.
+    loss on its outputs would silently train nothing.
     """
     import torch
 
@@ -79,8 +79,8 @@ def check_tensors(
         if dense(tensor) is not tensor:
             shape, strides = tuple(tensor.shape), tensor.stride()
             raise LaunchError(
-                f"input {name!r} of shape {shape} has strides {strides}, which bulk copies do not take: "
-                f"call .flatten().view{shape}"
+                f"input {name!r} of shape {shape} has strides {strides}, which bulk copies cannot use: call "
+                f".flatten().view{shape}"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise LaunchError(
@@ -125,15 +125,15 @@ def check_updates(signature: Signature, inputs: Mapping[str, torch.Tensor]) -> N
         for other, (first, last) in spans.items():
             if other != written and first < end and start < last:
                 raise LaunchError(
-                    f"output {output!r} is written over input {written!r}, with which input {other!r} shares "
-                    f"memory: give {other!r} a tensor of its own, with .clone()"
+                    f"output {output!r} overwrites input {written!r}, which shares memory with input "
+                    f"{other!r}: give {other!r} a tensor of its own, with .clone()"
                 )
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements with a fresh tensor's strides, without a copy; most tensors come back unchanged.
-    PyTorch calls a single row contiguous whatever its stride, which bulk copies need to be a multiple of 16
-    bytes."""
+    """The same elements with a fresh tensor's strides, without a copy; most tensors are returned unchanged.
+    PyTorch calls a single row contiguous whatever its stride, but bulk copies need a stride that is a
+    multiple of 16 bytes."""
     if 1 not in tensor.shape or not tensor.is_contiguous():
         return tensor
     strides = tuple(prod(max(1, n) for n in tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
@@ -141,7 +141,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(signature: Signature, sizes: Mapping[str, int]) -> list[str]:
-    """Messages on inputs and outputs without elements at these sizes: a shape may subtract."""
+    """One message per input or output without elements at these sizes, since a shape may subtract."""
     found = []
     for name, tensor in {**signature.inputs, **signature.outputs}.items():
         extents = [d(sizes) for d in tensor.shape]

@@ -1,9 +1,9 @@
-"""Machine code beside the lowered text: the instructions of each of its lines.
+"""Count the machine instructions of each line of a lowered text.
 
-CuTeDSL's line info, which changes no instruction, gives the file and line where an operation was traced;
-calls of a lowered line (``sigmoid``, ``pack``) count as that line's. Instructions are counted as they stand
-in the code, not as often as they run; an epilogue is unrolled whole, so its counts are a thread's for one
-tile. Compiles without a GPU, in a child process, which is this module run by ``python -m``.
+CuTeDSL's line info, which changes no instruction, holds the file and line where an operation was traced. An
+operation in a helper (``sigmoid``, ``pack``) counts for the lowered line that calls the helper. Instructions
+count once each, not per execution. An epilogue is fully unrolled, so its counts are those of one thread and
+tile. Compiles without a GPU in a child process, which runs this module by ``python -m``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _KINDS = {
     "integer": "IADD3 IMAD IMNMX ISETP LEA LOP3 MOV PLOP3 POPC PRMT SEL SHF VIADD VIADDMNMX VIMNMX",
 }
 OTHER = "other"
-KINDS = (*_KINDS, OTHER)  # kinds of instructions, in the order they are shown
+KINDS = (*_KINDS, OTHER)  # kinds of instructions, in display order
 Key = TypeVar("Key", int, str)
 _KIND = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
 
@@ -60,7 +60,7 @@ _KIND = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.
 @dataclass(frozen=True)
 class Instruction:
     """One machine instruction: its byte address in the kernel, its text, and its source ``line`` of ``file``:
-    LOWERED, a library's or the project's file, or "?" where the compiler kept none."""
+    LOWERED, a file of a library or the project, or "?" if unknown."""
 
     address: int
     text: str
@@ -78,8 +78,8 @@ class Instruction:
 @dataclass(frozen=True)
 class Listing:
     """A kernel's instructions by address, and its configuration: a GEMM's ``schedule``, else None. ``source``
-    has its class's lines in the lowered text, by number. ``part``: which of its step's launches this is, from
-    1, and of how many; a ``split`` step has two, compiled from one class."""
+    holds the class's lines in the lowered text by number. ``part``: the number of this launch, from 1, and
+    the number of launches; a ``split`` step has two, from one class."""
 
     kernel: str
     schedule: Schedule | None
@@ -92,12 +92,12 @@ class Listing:
         return Counter(i.kind for i in self.instructions)
 
     def lines(self) -> dict[int, Counter[str]]:
-        """The instructions of each kind of a line of the lowered text, by its number; lines without any are
+        """The instructions of each kind by line number of the lowered text; lines without instructions are
         left out."""
         return _counted((i.line, i.kind) for i in self.instructions if i.file == LOWERED)
 
     def elsewhere(self) -> dict[str, Counter[str]]:
-        """The other instructions by their file, most first: the mainloop, the scheduler, stores by TMA."""
+        """The other instructions by file, most first: the mainloop, the scheduler, TMA stores."""
         found = _counted((i.file, i.kind) for i in self.instructions if i.file != LOWERED)
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
@@ -136,7 +136,7 @@ def _listing(row: dict[str, Any], text: list[str]) -> Listing:
 
 
 def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a class of the lowered text."""
+    """The numbered lines of a class in the lowered text."""
     start = next(i for i, line in enumerate(text) if re.match(rf"class {name}\b", line))
     for index in range(start, len(text)):
         if index > start and re.match(r"\S", text[index]):
@@ -146,7 +146,7 @@ def _class(name: str, text: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _run_child(request: str) -> str:
-    """The child's answer; CompileError with its message, or with the limit that ended it."""
+    """The child's answer. CompileError with its message, or with the limit that it exceeded."""
     with tempfile.TemporaryDirectory(prefix="coda-sass-") as scratch:
         dump = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DUMP_DIR": scratch, "CUTE_DSL_KEEP_CUBIN": "1"}
         module, environment = "coda_agent.primitives.runtime.sass", _environment() | dump
@@ -191,8 +191,8 @@ def _cubin(
 
 
 def _lines_of(path: str) -> AbstractContextManager[None]:
-    """Within, traced operations belong to the innermost line of the lowered text that they were called from.
-    """
+    """Attribute operations that are traced in the block to the innermost line of the lowered text in their
+    call stack."""
     from cutlass._mlir import ir
     from cutlass._mlir_helpers.op import loc_transform
 
@@ -213,7 +213,7 @@ def _row(
     sizes: Mapping[str, int],
     scratch: Path,
 ) -> dict[str, Any]:
-    """The fields of a Listing: for a ``step``'s schedule, the kernel of its ``launch``, from 0."""
+    """The fields of a Listing: the kernel of a ``step``'s ``launch``, from 0."""
     data, path = _cubin(lowered, kernel, step and step.launches[launch], sizes, scratch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(data)
@@ -233,8 +233,8 @@ _LABEL = re.compile(r"(\.L_\w+):")
 
 
 def parse(sass: str, lowered: str) -> Iterator[Instruction]:
-    """The instructions in the output of ``nvdisasm -c -g``; ``lowered`` is the path of the lowered text.
-    Labels become the addresses that they stand for."""
+    """The instructions in the output of ``nvdisasm -c -g``. ``lowered`` is the path of the lowered text.
+    Labels become addresses."""
     place, waiting = ("?", 0), []
     labels: dict[str, str] = {}
     found: list[Instruction] = []
@@ -262,6 +262,6 @@ def _short(path: str) -> str:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
+    os.dup2(2, 1)  # a compiler's prints must not mix with the answer
     json.dump(_answer(json.load(sys.stdin), Path(sys.argv[1])), answers)
     answers.close()

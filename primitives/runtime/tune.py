@@ -1,10 +1,11 @@
-"""Tuning: find the fastest schedule of each step at given sizes, on this GPU.
+"""Tune: find the fastest schedule of each step at given sizes, on this GPU.
 
-First every tile (small ones where the output is small) and cluster of two at the usual rasterisation,
-pingpong also with a deep mainloop; then the best three tiles over rasterisation group sizes and L2 eviction
-hints, the best ones also on clusters of four; then the best of both, the best five tiles among them, in a
-longer race, because the first two pick among noise. Candidates are compiled in parallel processes and timed
-interleaved in random order with a cold L2. The choice is cached by text, sizes and GPU.
+The first round times every tile in clusters of two at the default rasterisation, pingpong tiles also with a
+deep mainloop, and small tiles if the output is small. The second takes the best three tiles over
+rasterisation group sizes and L2 eviction hints, and the best of these also in clusters of four. The last
+round repeats the best of both, including the best five tiles, with more repetitions, because the first two
+rounds are noisy. Candidates compile in parallel processes. Timing is interleaved in random order with a cold
+L2. The choice is cached by text, sizes and GPU.
 """
 
 from __future__ import annotations
@@ -42,33 +43,33 @@ from coda_agent.primitives.system.files import cache_dir, read_json, write_atomi
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 6  # version of the kept tunings
+FORMAT = 6  # version of stored tunings
 ROUNDS = 9
 FINALISTS = 3  # tiles to refine
-LAST_TILES = 5  # tiles in the last race, which is closer to scoring than the first
+LAST_TILES = 5  # tiles in the last round, whose conditions are closest to the benchmark's
 SPLIT = 2  # tiles to time in two launches as well
-SPLIT_GROUPS = (4, 8, 16)  # their rasterisation where the last race is known
+SPLIT_GROUPS = (4, 8, 16)  # their rasterisation when the last round's schedules are known
 FINAL = 6
 FINAL_ROUNDS = 40
-FEWEST = 4  # rounds among long kernels, which a round tells apart better; the last race has 13
-PER_ROUND = 3.5  # milliseconds of a kernel above which its race gets fewer rounds
-MOST_STACK = 512  # bytes a thread: the most of any winner so far is 192, with 456 spilled loads
-WARM_UP = 0.7  # seconds of load before each race, to settle the clocks
-LAST_WARM_UP = 2.0  # before the last race, as before scoring: towards the power limit that it will meet there
-COOLING = 2.0  # seconds of load that a second of rest undoes
+FEWEST = 4  # rounds for long kernels, which differ more clearly per round; the last round has 13
+PER_ROUND = 3.5  # milliseconds of a kernel above which it gets fewer rounds
+MOST_STACK = 512  # bytes per thread: the largest stack of any winner so far is 192, with 456 spilled loads
+WARM_UP = 0.7  # seconds of load before timing, to settle the clocks
+LAST_WARM_UP = 2.0  # before the last round, as before a benchmark: near the power limit that applies there
+COOLING = 2.0  # seconds of load that one second of rest undoes
 
 HEAD_START = 1_000_000  # idle cycles before a short call, so that its launch is not timed
-SHORT = 0.2  # milliseconds: longer calls are enqueued while the one before runs, back to back
+SHORT = 0.2  # milliseconds: longer calls are enqueued back to back
 
 Known = Mapping[int, Sequence[Schedule]]
 
 
 class NoSchedule(Exception):
-    """The compiler or the GPU refused every schedule of a step."""
+    """The compiler or the GPU refuses every schedule of a step."""
 
 
 class Tiled(Protocol):
-    """A schedule, ours or QuACK's."""
+    """A schedule with a tile, ours or QuACK's."""
 
     @property
     def tile_m(self) -> int: ...
@@ -110,7 +111,7 @@ def _on_four(schedule: Schedule) -> Schedule:
 
 
 def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedule]:
-    """The best tiles in two launches; none where tuning also starts from small tiles: such an output is less
+    """The best tiles in two launches. None if tuning also starts from small tiles: such an output is less
     than a wave."""
     best = [] if any(map(_small, start)) else leaders(ranked)[:SPLIT]
     return [_on_four(schedule)._replace(split=True) for schedule in best]
@@ -119,8 +120,8 @@ def _split(ranked: Sequence[Schedule], start: Iterable[Schedule]) -> list[Schedu
 def search(
     start: list[Tile], refine: Callable[[list[Tile]], list[Tile]], race: Race[Tile]
 ) -> list[tuple[Tile, float]]:
-    """The last race's choices with their milliseconds, fastest first. ``refine`` makes the second race's
-    choices from the first's, fastest first."""
+    """The last round's schedules with their milliseconds, fastest first. ``refine`` maps the first round's
+    ranking to the second round's schedules."""
     first = [choice for choice, _ in race(start, ROUNDS)]
     refined = refine(first)
     second = [choice for choice, _ in race(refined, ROUNDS)] if refined else []
@@ -135,17 +136,17 @@ def ranking(
     *,
     edited: bool,
 ) -> list[tuple[Tile, float]]:
-    """The last race of a search, or of one among ``known`` choices. Those of an ``edited`` text, which its
-    author was shown, race alone."""
+    """The last round of a search, or of the ``known`` schedules alone. An ``edited`` text is timed only on
+    the schedules that its author saw."""
     if known and edited:
         return race(known, FINAL_ROUNDS)
     return search_again(known, start, race) if known else search(start, refine, race)
 
 
 def search_again(known: list[Tile], start: list[Tile], race: Race[Tile]) -> list[tuple[Tile, float]]:
-    """``search`` where good choices are known: only these race if they include enough tiles. The best tile
-    depends on the GPU: one that meets its power limit sooner prefers wider tiles (by 10 % over a 128x128
-    pingpong at 7B width), and small ones where tuning starts from small ones."""
+    """``search`` with known good schedules: time only these if they include enough tiles. The best tile
+    depends on the GPU. A GPU that reaches its power limit sooner prefers wider tiles (by 10 % over a 128x128
+    pingpong at 7B width). If tuning starts from small tiles, these must include small tiles."""
     others = [] if _enough(known, start) else leaders([choice for choice, _ in race(start, ROUNDS)])
     return race(list(dict.fromkeys([*known, *others])), FINAL_ROUNDS)
 
@@ -155,8 +156,8 @@ def _enough(known: Sequence[Tile], start: Sequence[Tile]) -> bool:
 
 
 def leaders(ranked: Sequence[Tile], tiles: int = FINALISTS) -> list[Tile]:
-    """The fastest choice of each of the best few tiles: a wide tile shows its smaller traffic at its own
-    group size alone."""
+    """The fastest schedule of each of the best few tiles. A wide tile profits from its smaller traffic only
+    at its own group size."""
     return sorted(_by_tile(ranked).values(), key=ranked.index)[:tiles]
 
 
@@ -199,8 +200,8 @@ def tuned(
     *,
     afresh: bool = False,
 ) -> dict[int, Schedule]:
-    """The fastest schedule for each step: from the cache (not with ``afresh``), or measured now, in seconds
-    to minutes. One of several processes that want the same measures; the others wait for its result.
+    """The fastest schedule for each step: from the cache (unless ``afresh``), or measured now in seconds to
+    minutes. If several processes want the same tuning, one measures and the others wait for its result.
 
     ``known``: by step, schedules that were good before, for ``search_again``. A step's schedule in the
     program is not searched for; the kernel's own schedules play no part. LaunchError where no tile holds a
@@ -218,7 +219,7 @@ def tuned(
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of the tuning kept at ``path``, so that no other thread or process tunes it. A lock ends
+    """Hold the lock of the tuning at ``path``, so that no other thread or process tunes it. The lock ends
     with its process. Raises OSError, and Late at the deadline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     late = deadline.within(math.inf)
@@ -240,7 +241,7 @@ def _searched(
     known: Known | None,
     first: Mapping[int, list[Schedule]],
 ) -> dict[int, Schedule]:
-    """Search from the ``first`` schedules of each step, and keep the result."""
+    """Search from the ``first`` schedules of each step, and cache the result."""
     start = time.monotonic()
     program, edited = kernel.program, kernel.edited is not None
     gemms = lower(program).gemms
@@ -298,7 +299,7 @@ def cache_path(kernel: KernelSource, sizes: Mapping[str, int]) -> Path:
 
 _Task = tuple[str, str, int, Schedule, str | None]  # program, static sizes, step, schedule, edited text
 
-# The results of this process's compiles by program: sizes are symbolic, so one object serves all cases.
+# This process's compile results by program. Sizes are symbolic, so one object serves all cases.
 _compiled: dict[_Task, bool] = {}
 
 
@@ -373,7 +374,7 @@ def _compile_one(task: _Task) -> bool:
 def _build_edited(
     lowered: Lowered, gemm: GemmKernel, schedule: Schedule, sizes: Mapping[str, int], cubins: Path
 ) -> None:
-    """Build the objects of an edited text, those of the step into ``cubins``."""
+    """Build the objects of an edited text, with the step's cubins into ``cubins``."""
     for vector in lowered.vectors:
         raw.build(raw.Wanted(lowered, vector, None, sizes), cubins)
     built = [raw.build(raw.Wanted(lowered, gemm, each, sizes), cubins) for each in schedule.launches]
@@ -409,13 +410,13 @@ def _race(
 def race_calls(
     calls: Sequence[tuple[Choice, Callable[[], object]]], rounds: int
 ) -> list[tuple[Choice, float]]:
-    """Median milliseconds of each call that runs, fastest first: warmed up, then interleaved in random
-    order, each from a cold L2."""
+    """Median milliseconds of each call that runs, fastest first: warmed up, then interleaved in random order,
+    each from a cold L2."""
     import torch
 
     running = []
     for choice, call in calls:
-        with contextlib.suppress(RuntimeError, ValueError):  # it may need more of an SM than there is
+        with contextlib.suppress(RuntimeError, ValueError):  # it may need more of an SM than exists
             call()
             running.append((choice, call))
     if not running:
@@ -433,7 +434,7 @@ def race_calls(
 
 
 class Load:
-    """Recent load of this process's GPU: a race right after another need not warm it up again."""
+    """Recent load of this process's GPU: timing right after other timing needs no warm-up."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -441,7 +442,7 @@ class Load:
 
     @contextlib.contextmanager
     def more(self) -> Iterator[float]:
-        """Seconds of load that the loop's body follows on; the body is load."""
+        """Iterate until enough seconds of load have passed; the loop's body is the load."""
         begun = self._clock()
         before = max(0.0, self._seconds - COOLING * (begun - self._ended))
         yield before
@@ -453,9 +454,10 @@ _load = Load()
 
 
 def _interleaved(calls: Sequence[Callable[[], object]], rounds: int, before: Sequence[float]) -> list[float]:
-    """Median milliseconds of each. ``before``: earlier times, by which short calls wait for their launch.
+    """Median milliseconds of each call. ``before``: earlier times. By these, short calls wait for their
+    launch.
 
-    Long calls must not wait: a GPU that idles between them saves power for clocks that scoring never sees,
+    Long calls must not wait: a GPU that idles between them saves power for clocks that no benchmark reaches,
     and the best tile depends on the clocks.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Take turns at one workspace that threads and CUDA streams share."""
+"""Order the threads and CUDA streams that share one workspace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Streams(Protocol):
     """The streams of one device."""
 
     def handle(self) -> int:
-        """The current stream's number, which is cheap to ask for."""
+        """The current stream's number, which is cheap to read."""
 
     def current(self) -> Any:
         """The current stream."""
@@ -45,16 +45,17 @@ class CudaStreams:
 
 
 class Turns:
-    """Orders the users of the same tensors: launches are enqueued within ``lock``, after ``take()``.
+    """Order the users of shared tensors: a launch takes its turn by ``take()``, and is enqueued while
+    ``lock`` is held.
 
-    Threads enqueue one after the other. A stream first waits for the stream that had the turn before; a
-    stream that had it itself waits for nothing, at the cost of a comparison. A stream that is being captured
-    into a CUDA graph never waits, since it may not: whoever replays the graph orders the replays.
+    Threads enqueue one after another. A stream first waits for the stream of the previous turn; if that was
+    itself, it only compares. A stream that is being captured into a CUDA graph may not wait, so the graph's
+    user orders its replays.
     """
 
     def __init__(self, streams: Streams | None, tensors: Iterable[torch.Tensor]):
-        """``streams``: None on a device without any. The current stream has the first turn, since it made the
-        tensors."""
+        """``streams`` is None on a device without streams. The current stream has the first turn, since it
+        made the tensors."""
         self.lock = threading.Lock()
         self._streams, self._tensors = streams, list(tensors)
         self._last = streams.current() if streams else None

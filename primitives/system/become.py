@@ -1,6 +1,6 @@
 """Become another program that dies with this process's parent: ``python -I -S become.py PARENT COMMAND...``.
 
-``subprocesses.start`` runs this file by its path: it imports the standard library alone.
+``subprocesses.start`` runs this file by its path, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Die when the parent (its thread that started us) ends, for any reason, and run the command."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # exec keeps this
+    """Run the command, which dies when the parent's thread that started this process ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # survives exec
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the program

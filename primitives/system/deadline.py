@@ -1,4 +1,4 @@
-"""A deadline for nested waits: whoever waits for a child's answer then ends the child.
+"""A deadline for nested waits. A wait that it ends must also end its child process.
 
 Standard library only.
 """
@@ -20,7 +20,7 @@ class Late(Exception):
 
 @contextmanager
 def until(moment: float | None) -> Iterator[None]:
-    """Within, waits and loops raise Late at this moment of ``time.monotonic``; None: never."""
+    """Make waits and loops in the block raise Late at this moment of ``time.monotonic``; None: never."""
     token = _until.set(math.inf if moment is None else moment)
     try:
         check()
@@ -30,11 +30,11 @@ def until(moment: float | None) -> Iterator[None]:
 
 
 def within(seconds: float) -> float:
-    """The moment at which a wait of this many seconds ends: the deadline, if that is earlier."""
+    """The end of a wait of this many seconds: the deadline, if that is earlier."""
     return min(time.monotonic() + seconds, _until.get())
 
 
 def check(moment: float | None = None) -> None:
-    """Raise Late past the deadline, or where a wait that ``within`` limited ended by it."""
+    """Raise Late past the deadline, or if the deadline cut short a wait until ``moment``."""
     if (time.monotonic() if moment is None else moment) >= _until.get():
         raise Late

@@ -1,4 +1,4 @@
-"""The cache folder, and atomic writes of files. Standard library only."""
+"""The cache folder, and atomic file writes. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def cache_dir() -> Path:
-    """The folder of lowered texts, reports and tunings: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
+    """The folder for lowered texts, reports and tunings: CODA_AGENT_CACHE or ~/.cache/coda-agent."""
     return Path(os.environ.get("CODA_AGENT_CACHE") or Path.home() / ".cache" / "coda-agent")
 
 
@@ -21,18 +21,18 @@ class CacheError(OSError):
 
 
 def usable_cache() -> Path:
-    """``cache_dir``, created if missing. CacheError where it cannot be written."""
+    """``cache_dir``, created if missing. CacheError if it is not writable."""
     path = cache_dir()
     try:
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK | os.X_OK):
             return path
-        why = "it is read-only for you"
+        why = "it is not writable for you"
     except FileExistsError:
-        why = "it is no folder"
+        why = "it is not a folder"
     except OSError as error:
         why = str(error.strerror)
-    raise CacheError(f"the cache {path} cannot be written ({why}): name another folder in CODA_AGENT_CACHE")
+    raise CacheError(f"the cache {path} cannot be written ({why}): set CODA_AGENT_CACHE to another folder")
 
 
 def parse(text: str | bytes) -> Any:
@@ -44,7 +44,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a cache file; None where it is missing or damaged."""
+    """The contents of a cache file; None if it is missing or damaged."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -52,8 +52,8 @@ def read_json(path: Path) -> Any:
 
 
 def kept(kind: str, key: str, make: Callable[[], str]) -> Any:
-    """The cached JSON value of a kind under a key; made where it is missing or damaged. Raises CacheError,
-    and whatever ``make`` raises."""
+    """The cached JSON value of a kind under a key; computed by ``make`` if missing or damaged. Raises
+    CacheError, and the exceptions of ``make``."""
     path = usable_cache() / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     found = read_json(path)
     if found is None:
@@ -66,8 +66,8 @@ def kept(kind: str, key: str, make: Callable[[], str]) -> Any:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file (text as UTF-8) atomically and durably.
 
-    Creates the directory if missing. Raises OSError and leaves the old content, also where a device or a pipe
-    is in its place.
+    Creates the directory if missing. Raises OSError and leaves the old contents; also if a device or a pipe
+    has this path.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a device or a pipe, and would be replaced by a file", str(path))
@@ -75,7 +75,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.unlink(missing_ok=True)
-        # O_EXCL: where others may write to the directory, a link of that name would be followed.
+        # O_EXCL: if others may write to the directory, a link of that name would be followed.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o666), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -1,4 +1,4 @@
-"""Markdown tables: every one that this project prints or writes into a page."""
+"""Write Markdown tables. All tables that the project prints or writes into a page come from here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 NONE = "–"  # a cell without a value
-_BAR = re.compile(r"(?<!\\)\|")  # unescaped, it would end the cell
+_BAR = re.compile(r"(?<!\\)\|")  # a bar that would end the cell
 
 
 def markdown_table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table, a line each for headings and rows. Cells are Markdown, of which none can end its cell or
-    line; None is a dash."""
+    """A table with one line for the headings and one per row. Cells are Markdown, escaped so that none ends
+    its cell or line; None becomes a dash."""
     lines = (headings, ["---"] * len(headings), *rows)
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 

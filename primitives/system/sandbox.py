@@ -1,10 +1,9 @@
-"""Confinement of a process that runs a model's text, in independent layers.
+"""Confine a process that runs a model's text, in independent layers.
 
-``apply()`` gives up, for the calling process and for good, whatever it can: new processes, files, sockets,
-executable memory, other processes. Call it once everything needed is imported and open. The default layers
-are for tracing a kernel; ``primitives.raw.confine`` sets them for compiling one. Linux only; elsewhere, and
-in containers that forbid it, a layer is reported as missing. Standard library only: the jail's child imports
-this module.
+``apply()`` permanently gives up the calling process's rights: new processes, files, sockets, executable
+memory, other processes. Call it after all imports and opens. The default layers suit tracing a kernel;
+``primitives.raw.confine`` sets them for compiling one. Linux only: elsewhere, and in containers that forbid a
+layer, the layer is reported as missing. Standard library only: the jail's child imports this module.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ Layers = tuple[tuple[str, Callable[[], None]], ...]
 
 
 def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Put every layer in force, weakest first; ``parent`` is the process id to die with. ``wanted`` replaces
-    the layers for tracing.
+    """Apply every layer, weakest first. ``parent`` is the process id to die with. ``wanted`` replaces the
+    layers for tracing.
 
-    Returns the names of (those in force, those missing).
+    Returns the names of the layers (in force, missing).
     """
     layers: list[str] = []
     missing: list[str] = []
@@ -50,14 +49,14 @@ def apply(parent: int, wanted: Layers | None = None) -> tuple[tuple[str, ...], t
 
 
 def die_with(parent: int) -> None:
-    """Die when the parent (its thread that started us) ends, for any reason."""
+    """Die when the parent's thread that started this process ends, for any reason."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before its death could signal us
 
 
 def hide() -> None:
-    """Block core dumps and debuggers of the same user."""
+    """Block core dumps, and debuggers of the same user."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -66,7 +65,7 @@ def renounce_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-# 768 MB of addresses, 3 s of CPU, no byte into any file, 8 descriptors, no process beside this one.
+# 768 MB of addresses, 3 s of CPU, no byte into any file, 8 descriptors, no further process.
 TRACING_LIMITS = {
     "AS": MEMORY_BYTES,
     "CPU": CPU_SECONDS,
@@ -78,19 +77,19 @@ TRACING_LIMITS = {
 
 
 def limit_resources(limits: Mapping[str, int] = TRACING_LIMITS) -> None:
-    """Lower limits by the names of ``resource``'s RLIMIT constants; none is raised."""
+    """Lower limits, by the names of ``resource``'s RLIMIT constants. No limit is raised."""
     refused = [name for name, limit in limits.items() if not _limit(name, limit)]
-    if refused:  # macOS has no limit on addresses, for one: the others hold all the same
+    if refused:  # macOS, for example, has no limit on addresses; the other limits hold
         raise OSError(errno.ENOTSUP, f"no limit on {', '.join(refused)}")
 
 
 def _limit(name: str, limit: int) -> bool:
-    """Whether the system accepts the limit."""
+    """Set a limit; return whether the system accepts it."""
     try:
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # At the hard limit the kernel sends SIGKILL, which gives no reason; at the soft one SIGXCPU.
+        # At the hard limit the kernel sends SIGKILL, which gives no reason; at the soft limit SIGXCPU.
         spare = 1 if name == "CPU" and limit != hard else 0
         resource.setrlimit(kind, (limit, limit + spare))
     except (AttributeError, OSError, ValueError):
@@ -101,21 +100,21 @@ def _limit(name: str, limit: int) -> bool:
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every architecture
 _LANDLOCK_VERSION = 1
 _LANDLOCK_PATH = 1
-# Rights known to Landlock's ABI n. A right that a kernel does not know is an error, so request only its own.
+# Rights in Landlock's ABI n. A kernel rejects rights that it does not know, so request only its own.
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of low bits
 _TCP_RIGHTS = 0b11  # bind, connect: since ABI 4
 _SCOPES = 0b11  # abstract sockets, signals: since ABI 6
 _READ_FILE, _READ = 1 << 2, 1 << 2 | 1 << 3
-# Write, truncate, remove, rename and make files and directories: no devices, sockets or links.
+# Write, truncate, remove, rename, and make files and directories; no devices, sockets or links.
 _WRITE = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
 
 
 def restrict_files(readable: Iterable[str] = (), writable: Iterable[str] = ()) -> None:
-    """Landlock: a ruleset that handles every right, grants reading under some paths, reading and writing
+    """Landlock: a ruleset that handles every right and grants reading under some paths, reading and writing
     under others (directories), and nothing else. A missing path grants nothing."""
     abi = _syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     files = (1 << _FILE_RIGHTS[min(abi, max(_FILE_RIGHTS))]) - 1
-    # A kernel accepts unknown fields as long as they are zero.
+    # A kernel accepts unknown fields if they are zero.
     rules = struct.pack("QQQ", files, _TCP_RIGHTS if abi >= 4 else 0, _SCOPES if abi >= 6 else 0)
     ruleset = _syscall(_LANDLOCK_CREATE, rules, len(rules), 0)
     try:
@@ -139,7 +138,7 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
         os.close(place)
 
 
-# System calls of a running interpreter: memory, locks, its two pipes, its end. No open, no exec, no clone.
+# System calls of a running interpreter: memory, locks, its two pipes, its exit. No open, no exec, no clone.
 CALLS = {
     "x86_64": {
         "read": 0, "write": 1, "close": 3, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
@@ -162,8 +161,8 @@ _SECCOMP_MODE_FILTER = 2
 
 
 class Rule(NamedTuple):
-    """The condition on a listed system call's argument, by its low half: none of some bits, any of some, or
-    one of some values; and the error that it answers otherwise."""
+    """A condition on the low half of an argument of an allowed system call: none of some bits, any of some
+    bits, or one of some values; and the error if it does not hold."""
 
     argument: int = 0
     none_of: int = 0
@@ -182,10 +181,10 @@ class _Filter(ctypes.Structure):
 def filter_system_calls(
     calls: Mapping[str, Mapping[str, int]] = CALLS, rules: Mapping[str, Rule] = TRACING_RULES
 ) -> None:
-    """seccomp: everything but ``calls`` (of this machine, by name, the most frequent first), within their
-    ``rules``, fails with EPERM.
+    """seccomp: every system call except ``calls`` (names for this machine, most frequent first), or outside
+    their ``rules``, fails with EPERM.
 
-    EPERM, not death: any attempt becomes an exception that the kernel's author can read.
+    EPERM, not death: an attempt becomes an exception that the kernel's author can read.
     """
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH or sys.maxsize < 1 << 32:
@@ -198,7 +197,7 @@ def filter_system_calls(
 def _assemble(arch: int, calls: Mapping[str, int], rules: Mapping[str, Rule]) -> bytes:
     refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
     code = [(_LOAD, 0, 0, _ARCH), (_JUMP_EQUAL, 1, 0, arch), refuse]
-    code.append((_LOAD, 0, 0, _NUMBER))  # x86's x32 calls carry a bit of their own, so they match none below
+    code.append((_LOAD, 0, 0, _NUMBER))  # x86's x32 calls have an extra bit, so they match none below
     for name, number in calls.items():
         answer = _answer(rules[name]) if name in rules else [(_RETURN, 0, 0, _ALLOW)]
         code += [(_JUMP_EQUAL, 0, len(answer), number), *answer]
@@ -240,7 +239,7 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
 
 
 def _called(function: str, *arguments: object) -> int:
-    """A libc function's result; OSError where it fails or does not exist here."""
+    """A libc function's result; OSError if it fails or is missing."""
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"{function}: not on {sys.platform}")
     result = int(getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments))

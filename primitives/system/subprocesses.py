@@ -1,7 +1,7 @@
-"""Child processes that cannot outlive their parent, and whose time and memory can be bounded.
+"""Start child processes that cannot outlive their parent, with limits on time and memory.
 
-A compiler crashes, hangs and allocates. Each child leads a process group, so that its own children end
-with it, and asks to die with its parent before its own program begins. Standard library only.
+A compiler can crash, hang or exhaust memory. Each child leads a process group, so that its own children end
+with it. It asks to die with its parent before its own program begins. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from typing import IO, Any
 from coda_agent.primitives.system import become
 from coda_agent.primitives.target import TARGET
 
-# Private writable memory of a process. An honest compile takes 0.4 GB, also in a worker that is an hour old;
-# a limit on addresses would count what CUDA and the compiler only reserve (1.3 GB without a GPU).
+# Private writable memory of a process. An honest compile takes 0.4 GB, also in a worker that is an hour old.
+# A limit on addresses would count memory that CUDA and the compiler only reserve (1.3 GB without a GPU).
 MEMORY_BYTES = 16 << 30
 WORDS_BYTES = 1 << 16
 PATIENCE = 200  # milliseconds between checks of a silent child
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command that leads a process group and dies with this process; ``options`` are Popen's.
+    """Start a command that leads a process group and dies with this process. ``options`` are Popen's.
 
-    A command that cannot start ends with the status ``become.NOT_FOUND`` or ``NOT_STARTED``, as in a shell,
-    and its errors say why."""
+    A command that cannot start ends with the status ``become.NOT_FOUND`` or ``NOT_STARTED``, as in a shell;
+    its standard error says why.
+    """
     bound = [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), *command]
     return subprocess.Popen(bound, start_new_session=True, **options)
 
 
 def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """``start`` ``python -m module *arguments``, with at most MEMORY_BYTES of memory a process."""
+    """``start`` ``python -m module *arguments``, with at most MEMORY_BYTES of memory per process."""
     process = start([sys.executable, "-m", module, *arguments], **options)
     with suppress(ProcessLookupError):  # it has ended already
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_DATA)
@@ -49,7 +50,7 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def converse(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """As ``start_module``, for ``ask``; ``hang_up`` when done."""
+    """Like ``start_module``, for ``ask``; call ``hang_up`` when done."""
     pipe = subprocess.PIPE
     process = start_module(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
     os.set_blocking(_pipes(process)[0].fileno(), False)  # a hung child reads nothing
@@ -60,14 +61,14 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 
 def environment() -> dict[str, str]:
-    """This process's environment for a child that compiles for Hopper, without keys, since the child may
-    compile untrusted text."""
+    """The environment for a child that compiles for Hopper. It has no keys, since the child may compile
+    untrusted text."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return kept | TARGET.environment | {"PYTHONPATH": path()}
 
 
 def path() -> str:
-    """PYTHONPATH for a child that must find this project, wherever it starts."""
+    """PYTHONPATH for a child that must import this project from any directory."""
     root = str(Path(__file__).absolute().parents[3])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -75,13 +76,13 @@ def path() -> str:
 def attend(
     begin: Callable[..., subprocess.Popen[Any]], text: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    """Run a process that leads its group, made by ``begin`` from Popen's files: give it ``text`` and wait.
+    """Run a process that leads its group, made by ``begin`` from Popen's files: send it ``text`` and wait.
 
-    Returns its status (None: it took over ``seconds``), its output, and the end of its errors. No process of
-    its group is left.
+    Returns its status (None if it took over ``seconds``), its output, and the end of its errors. No process
+    of its group survives.
     """
-    # Files, not pipes: a grandchild could hold a dead child's pipes open. In memory: a disk may fill up
-    # meanwhile.
+    # Files, not pipes: a grandchild could hold a dead child's pipes open. In memory, since a disk may be
+    # full.
     with _memory() as given, _memory() as output, _memory() as errors:
         given.write(text.encode())
         given.seek(0)
@@ -100,14 +101,14 @@ def _memory() -> IO[bytes]:
 
 
 def tail(file: IO[bytes]) -> str:
-    """The end of a file's content."""
+    """The end of a file's contents."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - WORDS_BYTES))
     return file.read().decode("utf-8", "replace")
 
 
 def ask(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """The child's answer line to a line, by ``time.monotonic()``; empty where it dies first, whoever holds
-    its pipes, or the time is up."""
+    """The child's answer line to a line. Empty if the child dies first or the ``deadline`` of
+    ``time.monotonic()`` passes, even if another process holds its pipes."""
     tasks, answers = (pipe.fileno() for pipe in _pipes(process))
     poll = select.poll()
     poll.register(answers, select.POLLIN)
@@ -145,7 +146,7 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def ended(process: subprocess.Popen[Any]) -> bool:
-    """Whether the child has ended. It is not reaped, so that its process id, which is its group's, stays
+    """Whether the child has ended. It is not reaped, so that its process id, which names its group, stays
     reserved."""
     if process.returncode is not None:
         return True
@@ -166,7 +167,7 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> bool:
 
 
 def end(process: subprocess.Popen[Any]) -> int:
-    """Kill the rest of the child's group and reap it; its status, negative for a signal."""
+    """Kill the rest of the child's group and reap the child; return its status, negative for a signal."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

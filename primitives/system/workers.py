@@ -1,8 +1,8 @@
-"""Worker processes that compile in parallel: started on demand, reused, replaced when one dies.
+"""Compile in parallel worker processes: started on demand, reused, replaced when one dies.
 
-Not multiprocessing: spawning would import the user's script again, and a crashed compiler would break the
-whole pool. ``python -m`` of this module is a worker: it reads a task a line and writes an answer a line,
-within the time and memory of ``primitives.system.subprocesses``.
+Not multiprocessing: its spawn would import the user's script again, and a crashed compiler would break the
+whole pool. A worker is ``python -m`` of this module. It reads a task per line and writes an answer per line,
+within the time and memory limits of ``primitives.system.subprocesses``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from coda_agent.primitives.system import subprocesses
 
 Task = Callable[[Any], bool]
 Job = tuple[Task, Any]  # with its argument
-SECONDS = 300.0  # of one task: a configuration compiles in 2 s, a worker's imports take 6
+SECONDS = 300.0  # for one task: a configuration compiles in 2 s, a worker's imports take 6 s
 
 
 def count() -> int:
-    """Compile workers: QUACK_COMPILE_WORKERS, or one a core up to 16."""
+    """The number of compile workers: QUACK_COMPILE_WORKERS, or one per core up to 16."""
     return int(os.environ.get("QUACK_COMPILE_WORKERS") or min(16, os.cpu_count() or 1))
 
 
@@ -38,15 +38,15 @@ def run_all(task: Task, arguments: Iterable[Any], seconds: float | None = None) 
 
 
 def run_jobs(jobs: Iterable[Job], seconds: float | None = None) -> list[bool]:
-    """Run each task on its argument in a worker process, in order; False where the worker died, or was ended
-    after ``seconds`` (SECONDS).
+    """Run each task on its argument in a worker process; return results in order. False if the worker died,
+    or was killed after ``seconds`` (default SECONDS).
 
     A task is a module's function. An exception in it ends its worker, and counts as a death.
     """
     limit = SECONDS if seconds is None else seconds
     try:
         return list(_threads().map(lambda job: _own().run(job, limit), jobs))
-    # Ctrl-C does not reach workers, which have their own groups, but the threads wait for theirs
+    # workers have their own process groups, so Ctrl-C does not reach them, but the threads wait for them
     except BaseException:
         for worker in _workers:
             worker.interrupt()
@@ -72,14 +72,14 @@ def _own() -> _Worker:
 
 
 class _Worker:
-    """A process that waits for tasks; it ends with its input, and with this process at the latest."""
+    """A process that waits for tasks. It ends with its input, or when this process dies."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.cubins = tempfile.TemporaryDirectory(prefix="coda-cubins-")  # removed with this object
 
     def run(self, job: Job, seconds: float) -> bool:
-        if self.process is None or subprocesses.ended(self.process):  # it may have died idle
+        if self.process is None or subprocesses.ended(self.process):  # it may have died while idle
             self.end()
             self.process = self.start(self.cubins.name)
         line = base64.b64encode(pickle.dumps(job)) + b"\n"
@@ -89,7 +89,7 @@ class _Worker:
         return answer == b"True\n"
 
     def interrupt(self) -> None:
-        """Fail its task, from another thread."""
+        """Make its current task fail, from another thread."""
         process = self.process
         if process is not None:
             subprocesses.end(process)
@@ -101,17 +101,18 @@ class _Worker:
 
     @staticmethod
     def start(cubins: str) -> subprocess.Popen[bytes]:
-        """``cubins``: the folder where the compiler leaves them, for a task to inspect."""
+        """Start the process. ``cubins``: the folder where the compiler writes cubins for a task to
+        inspect."""
         return subprocesses.converse(
             "coda_agent.primitives.system.workers",
-            stderr=subprocess.DEVNULL,  # the compiler's messages on a refused configuration
+            stderr=subprocess.DEVNULL,  # drops the compiler's messages on refused configurations
             env=subprocesses.environment() | {"CUTE_DSL_KEEP_CUBIN": "1", "CUTE_DSL_DUMP_DIR": cubins},
         )
 
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a compiler that prints must not be taken for an answer
+    os.dup2(2, 1)  # a compiler's prints must not mix with the answers
     for line in sys.stdin.buffer:
         task, argument = pickle.loads(base64.b64decode(line))
         answers.write(b"True\n" if task(argument) else b"False\n")

@@ -149,13 +149,13 @@ NUMBERS = (
         "a size as a number",
         "To tell the cases apart by their sizes.",
         {"mean + eps": "mean + float(h.columns)"},
-        refused("argument", "no Python number"),
+        refused("argument", "not one Python number"),
     ),
     RMSNORM.cheat(
         "a branch on a size",
         "Another kernel for the sizes that are checked.",
         {"mean + eps": "mean + [eps, 0][h.columns > 1024]"},
-        refused("argument", "no Python number"),
+        refused("argument", "not one Python number"),
     ),
     RMSNORM.cheat(
         "a choice by size",
@@ -207,7 +207,7 @@ USES = (
         "no gemm",
         "Arithmetic on inputs alone.",
         {"gemm(x, w.mT)": "per_row(row_sums(x))"},
-        refused("homeless", "no GEMM to ride on"),
+        refused("homeless", "belongs to no GEMM"),
     ),
     RMSNORM.cheat(
         "a scale before its rows are whole",
@@ -219,7 +219,7 @@ USES = (
         "a buffer read after it is written",
         "The old gradient in a second step.",
         {"    t = gemm(dy.mT, x)": "    t = gemm(gemm(gemm(dy.mT, x) + dw, x.mT), x)"},
-        refused("updates", "is read elsewhere"),
+        refused("updates", "is also read elsewhere"),
     ),
     ACCUMULATE.cheat(
         "an fp32 operand",

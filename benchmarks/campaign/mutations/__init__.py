@@ -1,1 +1,1 @@
-"""Mutants of a program: each is wrong by one mistake."""
+"""Mutants of a program: each has one mistake."""

@@ -1,4 +1,4 @@
-"""Mutations that bound a value: by a minimum or maximum, or by arithmetic that is one in disguise."""
+"""Mutations that bound a value: by a minimum or maximum, or by equivalent arithmetic."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from benchmarks.campaign.mutations.site import Edit, Site
 
 
 def clamp(site: Site) -> str:
-    """A minimum or maximum with a number."""
+    """Add a minimum or maximum with a number."""
     value, how = site.value(), site.random.choice(("minimum", "maximum"))
     limit = site.threshold(value)
-    # That which leaves the usual range as it is, mostly.
+    # Mostly one that does not change the usual range.
     if site.random.random() < 0.8:
         how = "minimum" if limit > 0 else "maximum"
     site.put(value, site.add(how, value, limit))
@@ -18,7 +18,7 @@ def clamp(site: Site) -> str:
 
 
 def clamp_band(site: Site) -> str:
-    """Both ends at once."""
+    """Clamp at both ends."""
     value = site.value()
     limit = abs(site.threshold(value))
     site.put(value, site.add("maximum", site.add("minimum", value, limit), -limit))
@@ -26,7 +26,7 @@ def clamp_band(site: Site) -> str:
 
 
 def clamp_by_value(site: Site) -> str:
-    """A minimum or maximum with a multiple of another value."""
+    """Add a minimum or maximum with a multiple of another value."""
     value = site.value("tile", "vector")
     if (other := site.meets(value)) == value:
         raise Skip("a value is no larger than itself")
@@ -38,7 +38,7 @@ def clamp_by_value(site: Site) -> str:
 
 
 def clamp_smooth(site: Site) -> str:
-    """A saturating function that is the value itself while that is small."""
+    """Add a saturating function that is close to the identity for small values."""
     value = site.value()
     limit = abs(site.threshold(value))
     site.put(value, site.add("multiply", site.add("tanh", site.add("divide", value, limit)), limit))
@@ -46,7 +46,7 @@ def clamp_smooth(site: Site) -> str:
 
 
 def clamp_by_root(site: Site) -> str:
-    """A minimum as (v + c - sqrt((v - c)**2)) / 2, which has no comparison."""
+    """Add a minimum as (v + c - sqrt((v - c)**2)) / 2, without a comparison."""
     value = site.value()
     limit = site.threshold(value)
     gap = site.add("subtract", value, limit)
@@ -58,7 +58,7 @@ def clamp_by_root(site: Site) -> str:
 
 
 def clamp_by_where(site: Site) -> str:
-    """A comparison with a number that chooses between the value and the number."""
+    """Add a comparison that chooses between the value and a number."""
     value = site.value()
     limit = site.threshold(value)
     how = "greater" if limit > 0 else "less"

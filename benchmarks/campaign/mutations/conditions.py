@@ -6,14 +6,14 @@ from benchmarks.campaign.mutations.site import COMPARISONS, Edit, Site
 
 
 def on_value(site: Site) -> str:
-    """Wrong where a value is beyond a threshold."""
+    """Wrong where a value exceeds a threshold."""
     target = site.value("tile", "vector", "head")
     condition, words = site.condition(target)
     return _choose(site, target, condition, words)
 
 
 def on_two_values(site: Site) -> str:
-    """Wrong where two conditions hold at once."""
+    """Wrong where two conditions hold together."""
     target = site.value("tile", "vector", "head")
     (first, one), (second, other) = site.condition(target), site.condition(target)
     if site.random.random() < 0.5:
@@ -24,7 +24,7 @@ def on_two_values(site: Site) -> str:
 
 
 def on_nested(site: Site) -> str:
-    """Wrong where one condition holds within another's branch."""
+    """Wrong where one condition holds within the branch of another."""
     target = site.value("tile", "vector", "head")
     (outer, one), (inner, other) = site.condition(target), site.condition(target)
     within = site.add("where", inner, site.wrong(target), target)
@@ -46,7 +46,7 @@ def on_pair(site: Site) -> str:
 
 
 def on_equality(site: Site) -> str:
-    """Wrong where a value is exactly a number."""
+    """Wrong where a value equals a number exactly."""
     target = site.value("tile", "vector", "head")
     value = site.meets(target)
     number = float(site.random.choice((0, 1, -1, 2, 7, 8191, 8192, 0.5)))
@@ -88,7 +88,7 @@ def on_column(site: Site) -> str:
 
 
 def on_column_share(site: Site) -> str:
-    """Columns of one end lost, by their share of the width."""
+    """Columns at one end lost, by their share of the width."""
     target = site.value("tile")
     width = site.graph.dim(site.graph.types[target].shape[1])
     count = float(site.random.choice((1, 1, 2, 7, 64)))
@@ -98,7 +98,7 @@ def on_column_share(site: Site) -> str:
 
 
 def _choose(site: Site, target: int, condition: int, words: str, lost: bool = False) -> str:
-    """A wrong value where the condition holds; in one of three ways of saying so."""
+    """A wrong value where the condition holds, expressed in one of three ways."""
     wrong = site.add("multiply", target, 0.0) if lost else site.wrong(target)
     match site.random.randrange(3):
         case 0:
@@ -115,7 +115,7 @@ def _inverse(site: Site, condition: int) -> int:
 
 
 def _blend(site: Site, target: int, share: int) -> None:
-    """The value, less a share of it, or with a share of something else."""
+    """The value less a share of itself, or plus a share of another value."""
     part = site.add("multiply", share, site.random.choice((1.0, -0.1, 0.5)))
     site.put(target, site.add("subtract", target, site.add("multiply", part, target)))
 

@@ -1,4 +1,4 @@
-"""Mutants of a program, each by one slip: its name, the kind and a seed make it again."""
+"""Mutants of a program with one mistake each. Program, kind and seed identify a mutant."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coda_agent.primitives.lang.ir import Program
 from coda_agent.verifier.spec.model import Spec
 
 KINDS: dict[str, Edit] = clamps.KINDS | terms.KINDS | conditions.KINDS | sizes.KINDS
-TRIES = 40  # before a kind does not apply to a program
+TRIES = 40  # attempts before a kind counts as not applicable
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong program and what it is about: see ``site.Site``. ``frozen``: versions that do at any sizes what
-    it does at those of a case, or where its condition turns."""
+    """A wrong program and the values in its conditions (see ``site.Site``). ``frozen``: versions that behave
+    at all sizes as the mutant does at a case's sizes, or where its condition changes."""
 
     name: str
     kind: str
@@ -36,7 +36,7 @@ class Mutant:
 
 
 def mutant(spec: Spec, program: Program, scales: Sequence[float], kind: str, seed: int) -> Mutant | None:
-    """The mutant of this identity; None where the kind does not apply to the program."""
+    """The mutant with this identity; None if the kind does not apply to the program."""
     for attempt in range(TRIES):
         stream = f"{spec.name}/{kind}/{seed}/{attempt}"
         try:
@@ -64,8 +64,8 @@ def _edited(
 def _frozen(
     spec: Spec, program: Program, scales: Sequence[float], kind: str, stream: str, site: Site
 ) -> Iterator[Program]:
-    """The mutant as it is at each case's sizes, and where its condition turns."""
-    if kind == "size: other dim":  # which is wrong at nearly all sizes
+    """The mutant frozen at each case's sizes, and at the sizes where its condition changes."""
+    if kind == "size: other dim":  # wrong at nearly all sizes
         return
     known = set[str]()
     for at in (*site.sizes, *(case.sizes for case in spec.cases)):

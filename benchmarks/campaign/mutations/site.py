@@ -1,4 +1,4 @@
-"""Where a mutation happens: a graph, random choices in it, and what the mutant is about."""
+"""The site of a mutation: a graph, random choices in it, and the values that the mutant's conditions test."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from coda_agent.primitives.lang.ir import OPERATIONS
 from coda_agent.verifier.spec.model import Spec
 
 VALUES = ("tile", "vector", "head", "row", "column", "spread", "repeated", "scalar")
-LARGEST = 3e38  # of a threshold
+LARGEST = 3e38  # the largest threshold
 COMPARISONS = ("greater", "greater_equal", "less", "less_equal")
 Edit = Callable[["Site"], str]
 
 
 @dataclass
 class Site:
-    """``scales``: how large each node of the program is under the spec's init. ``aims``: nodes of it and
-    values that a mutant turns on; ``sizes``: the same of sizes."""
+    """A graph to mutate. ``scales``: the magnitude of each node under the spec's init. ``aims``: nodes and
+    the values that a mutant's conditions test; ``sizes``: the same for sizes."""
 
     spec: Spec
     graph: Graph
@@ -30,11 +30,11 @@ class Site:
     sizes: list[Mapping[str, int]] = field(default_factory=list)
 
     def node(self, *ops: str) -> int:
-        """One of the program's nodes with such an operation."""
+        """A random node of the program with one of these operations."""
         return self.choice([i for i, n in enumerate(self.graph.program.nodes) if n.op in ops])
 
     def value(self, *kinds: str) -> int:
-        """One of the program's values that is no constant and no size."""
+        """A random value of the program that is neither a constant nor a size."""
         found = self.graph.originals(*(kinds or VALUES))
         return self.choice([i for i in found if self.graph.nodes[i].op not in ("constant", "dim")])
 
@@ -44,7 +44,8 @@ class Site:
         return self.random.choice(among)
 
     def threshold(self, index: int) -> float:
-        """A value that a node may have: from well inside its usual range to far outside; an aim."""
+        """A threshold for a node's values, from well inside its usual range to far outside; recorded as an
+        aim."""
         inside, outside, anywhere = (-1.5, 0.5), (0.3, 6.0), (-12.0, 30.0)
         span = self.random.choices((inside, outside, anywhere), (4, 5, 1))[0]
         size = self.scales[index] if span is not anywhere else 1.0
@@ -54,7 +55,7 @@ class Site:
         return value
 
     def put(self, old: int, new: int) -> None:
-        """Let all, or one, of what reads a node read another instead."""
+        """Redirect all readers of a node, or one of them, to another node."""
         readers = self.graph.readers(old)
         if readers and self.random.random() < 0.4:
             self.graph.rewire(*self.random.choice(readers), new)
@@ -62,22 +63,22 @@ class Site:
             self.graph.replace(old, new)
 
     def add(self, op: str, *args: int | float) -> int:
-        """A node over nodes (int) and numbers (float)."""
+        """Add a node over nodes (int) and numbers (float)."""
         lifted = (self.graph.constant(a) if isinstance(a, float) else a for a in args)
         return self.graph.add(op, *lifted)
 
     def meets(self, index: int) -> int:
-        """A node, or a vector spread, that may meet a node elementwise and does not depend on it."""
+        """A random node, or a spread vector, that fits a node elementwise and does not depend on it."""
         return meeting(self.graph, index, self.random)
 
     def known(self, index: int) -> int:
-        """The program's own node behind a vector that was spread: one that an aim may name."""
+        """The program's own node behind a spread vector, which an aim may name."""
         if index < self.graph.first_added:
             return index
         return self.graph.nodes[index].args[0]
 
     def condition(self, target: int) -> tuple[int, str]:
-        """A comparison of some value that meets the target with a threshold."""
+        """A comparison with a threshold, of a value that fits the target."""
         value, how = self.meets(target), self.random.choice(COMPARISONS)
         limit = self.threshold(self.known(value))
         return self.add(how, value, limit), f"{self.name(value)} {how} {limit:.4g}"
@@ -99,7 +100,7 @@ class Site:
         return self.add("multiply", target, target)
 
     def name(self, index: int) -> str:
-        """A node in words: an input by its name, else its operation and number."""
+        """The name of a node: an input's name, else its operation and number."""
         node = self.graph.nodes[index]
         if node.op in ("input", "constant", "dim"):
             return str(node.attribute)

@@ -1,4 +1,4 @@
-"""Mutations that are wrong at some sizes: by equalities, inequalities and ratios, plain or in disguise."""
+"""Mutations that are wrong at some sizes: by equalities, inequalities and ratios, plain or disguised."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Sizes = Mapping[str, int]
 
 
 def on_equality(site: Site) -> str:
-    """Wrong (or, without ``not``, right only) at one extent, mostly a case's."""
+    """Wrong (or, without ``not``, right only) at one extent, usually a case's."""
     dim, at = _extent(site)
     size = site.graph.dim(dim)
     _wrong(site, site.add("equal", size, float(at)))
@@ -29,7 +29,7 @@ def on_order(site: Site) -> str:
 
 
 def on_ratio(site: Site) -> str:
-    """Wrong where two dims have the ratio that they have in a case."""
+    """Wrong where two dims have the ratio of a case."""
     one, other, (p, q), case = _ratio(site)
     left = site.add("multiply", site.graph.dim(one), float(q))
     right = site.add("multiply", site.graph.dim(other), float(p))
@@ -38,7 +38,7 @@ def on_ratio(site: Site) -> str:
 
 
 def on_both(site: Site) -> str:
-    """Wrong where two dims are a case's."""
+    """Wrong where two dims both equal a case's."""
     case = site.case()
     one, other = site.random.sample(list(case), 2)
     conditions = [site.add("equal", site.graph.dim(Dim.parse(d)), float(case[d])) for d in (one, other)]
@@ -47,7 +47,7 @@ def on_both(site: Site) -> str:
 
 
 def laundered(site: Site) -> str:
-    """Wrong at one extent, which a value of no size is added to first."""
+    """Wrong at one extent, disguised by adding zero times a value."""
     dim, at = _extent(site)
     target = site.value("tile", "vector", "head")
     nothing = site.add("multiply", target, 0.0)
@@ -82,7 +82,7 @@ def ratio_bump(site: Site) -> str:
 
 
 def extremum(site: Site) -> str:
-    """A factor that a minimum of sizes makes 1 up to some extent."""
+    """A factor from a minimum of sizes, which is 1 up to some extent."""
     dim, at = _extent(site)
     size = site.graph.dim(dim)
     least = site.add("minimum", size, float(at))
@@ -100,7 +100,7 @@ def smooth_switch(site: Site) -> str:
 
 
 def other_dim(site: Site) -> str:
-    """One size in the place of another."""
+    """One size in place of another."""
     index = site.node("dim")
     other = Dim.parse(site.random.choice(list(site.spec.dims)))
     site.graph.replace(index, site.graph.dim(other))
@@ -108,7 +108,7 @@ def other_dim(site: Site) -> str:
 
 
 def _extent(site: Site) -> tuple[Dim, int]:
-    """A dim and an extent of it, mostly that of a case; sizes there and far beyond are noted."""
+    """A dim and an extent of it, usually a case's. Records that size and a far larger one."""
     dim, case = site.dim(), dict(site.case())
     if len(dim.terms[0][0]) == 1 and site.random.random() < 0.3:
         (name,) = dim.names

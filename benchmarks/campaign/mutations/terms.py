@@ -1,4 +1,4 @@
-"""Mutations of terms: dropped, swapped, scaled, of another sign, spread or function."""
+"""Mutations of terms: dropped, swapped, scaled, or with another sign, spread or function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHERS = {
 
 
 def dropped_term(site: Site) -> str:
-    """One side of a sum, difference, product or quotient alone."""
+    """Replace a sum, difference, product or quotient by one of its sides."""
     index = site.node("add", "subtract", "multiply", "divide", "maximum", "minimum")
     kept = site.random.choice(site.graph.nodes[index].args)
     site.put(index, kept)
@@ -46,7 +46,7 @@ def dropped_term(site: Site) -> str:
 
 
 def dropped_function(site: Site) -> str:
-    """A function's argument in its place; of a choice one of its values."""
+    """Replace a function by its argument, or a choice by one of its values."""
     index = site.node(*UNARY, "where", "per_head")
     kept = site.graph.nodes[index].args[-1]
     site.put(index, kept)
@@ -54,7 +54,7 @@ def dropped_function(site: Site) -> str:
 
 
 def swapped(site: Site) -> str:
-    """The operands of an operation that does not commute."""
+    """Swap the operands of an operation that does not commute."""
     index = site.node("subtract", "divide", "where", "join", "less", "greater", "gemm", "row_select")
     node = site.graph.nodes[index]
     site.graph.become(index, node._replace(args=(*node.args[:-2], node.args[-1], node.args[-2])))
@@ -62,7 +62,7 @@ def swapped(site: Site) -> str:
 
 
 def neighbour(site: Site) -> str:
-    """Another value of the same type in the place of an argument."""
+    """Replace an argument by another value of the same type."""
     readers = [i for i, n in enumerate(site.graph.program.nodes) if n.args]
     reader = site.choice(readers)
     argument = site.random.randrange(len(site.graph.nodes[reader].args))
@@ -73,7 +73,7 @@ def neighbour(site: Site) -> str:
 
 
 def other_input(site: Site) -> str:
-    """Another input of the same type, everywhere."""
+    """Replace an input everywhere by another of the same type."""
     index = site.node("input")
     others = [i for i in same_type(site.graph, index, site.graph.originals(site.graph.types[index].kind))]
     other = site.choice([i for i in others if site.graph.nodes[i].op == "input"])
@@ -82,7 +82,7 @@ def other_input(site: Site) -> str:
 
 
 def other_function(site: Site) -> str:
-    """A similar operation."""
+    """Replace an operation by a similar one."""
     index = site.node(*OTHERS)
     node = site.graph.nodes[index]
     other = site.random.choice(OTHERS[node.op])
@@ -91,7 +91,7 @@ def other_function(site: Site) -> str:
 
 
 def other_spread(site: Site) -> str:
-    """A vector spread the other way, or a vector of the same length in its place."""
+    """Spread a vector the other way, or spread another vector of the same length."""
     index = site.node("per_row", "per_column", "per_head")
     node = site.graph.nodes[index]
     vector = node.args[0]
@@ -108,7 +108,7 @@ def other_spread(site: Site) -> str:
 
 
 def constant_off(site: Site) -> str:
-    """A number off by 1 % and more, of another sign, or zero."""
+    """Change a number by 1 % or more, negate it, or make it zero."""
     index = site.node("constant", "dim")
     factors = (0.0, -1.0, 10.0, 0.1, 1.01, 0.99, 10 ** site.random.uniform(-1, 1))
     factor = site.random.choice(factors)
@@ -119,7 +119,7 @@ def constant_off(site: Site) -> str:
 
 
 def eps_off(site: Site) -> str:
-    """A small constant left out, or off by a factor."""
+    """Drop a small constant, or scale it."""
     nodes = enumerate(site.graph.program.nodes)
     index = site.choice([i for i, n in nodes if n.op == "constant" and _small(n)])
     factor = site.random.choice((0.0, 10.0, 100.0, 0.1, 0.01, -1.0, 3.0))
@@ -133,7 +133,7 @@ def _small(node: Node) -> bool:
 
 
 def factor_off(site: Site) -> str:
-    """A value off by a factor of 1 % to 50 %, or with something added."""
+    """Scale a value by 1 % to 50 %, or add to it."""
     value = site.value()
     share = 10 ** site.random.uniform(-2, -0.3) * site.random.choice((-1, 1))
     if site.random.random() < 0.3:
@@ -145,14 +145,14 @@ def factor_off(site: Site) -> str:
 
 
 def sign_slip(site: Site) -> str:
-    """A value negated."""
+    """Negate a value."""
     value = site.value()
     site.put(value, site.add("negative", value))
     return f"-{site.name(value)}"
 
 
 def abs_put_in(site: Site) -> str:
-    """The magnitude of a value, in one of several guises."""
+    """Replace a value by its magnitude, in one of several forms."""
     value = site.value()
     match site.random.randrange(5):
         case 0:
@@ -170,7 +170,7 @@ def abs_put_in(site: Site) -> str:
 
 
 def abs_of_difference(site: Site) -> str:
-    """sqrt((a - b)**2) for a - b."""
+    """Replace a - b by sqrt((a - b)**2)."""
     value = site.node("subtract", "add")
     site.aims.append((value, -site.scales[value]))
     site.put(value, site.add("sqrt", site.add("multiply", value, value)))
@@ -178,7 +178,7 @@ def abs_of_difference(site: Site) -> str:
 
 
 def abs_left_out(site: Site) -> str:
-    """A magnitude's own value."""
+    """Replace a magnitude by its argument."""
     index = site.node("abs", "row_abs_max", "column_abs_max")
     node = site.graph.nodes[index]
     if node.op == "abs":
@@ -189,7 +189,7 @@ def abs_left_out(site: Site) -> str:
 
 
 def twice(site: Site) -> str:
-    """A term or factor taken twice."""
+    """Use a term or factor twice."""
     index = site.node("add", "multiply", "subtract", "divide")
     node = site.graph.nodes[index]
     again = site.random.choice([a for a in node.args if site.graph.types[a].kind != "operand"])

@@ -1,1 +1,1 @@
-"""Honest rewrites of a program: each computes the same."""
+"""Rewrites of a program that keep its meaning."""

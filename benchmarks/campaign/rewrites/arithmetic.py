@@ -1,4 +1,4 @@
-"""Rules for sums, products, differences and quotients."""
+"""Rewrite sums, products, differences and quotients."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def _quotient(g: Graph, node: Node, random: Random) -> int:
 
 @rule("multiply")
 def _product(g: Graph, node: Node, random: Random) -> int:
-    """By a number that is a power of two, or of sizes."""
+    """A factor: a power of two, or a size."""
     number = [a for a in node.args if g.types[a].kind == "scalar" and g.nodes[a].op == "constant"]
     if not number or not (value := float(g.nodes[number[0]].attribute or 0.0)):
-        raise Skip("no number in it")
+        raise Skip("it has no number")
     other = next(a for a in node.args if a != number[0])
     return g.add("divide", other, g.constant(1 / value))
 

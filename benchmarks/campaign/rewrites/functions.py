@@ -1,4 +1,4 @@
-"""Rules for activations, roots and choices."""
+"""Rewrite activations, roots and choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _silu(g: Graph, node: Node, random: Random) -> int:
 
 
 def _one_and_exp(g: Graph, a: int) -> int:
-    """1 + exp(-a)."""
+    """The node 1 + exp(-a)."""
     return g.add("add", g.constant(1.0), g.add("exp", g.add("negative", a)))
 
 
@@ -124,14 +124,14 @@ def _compared(g: Graph, node: Node, random: Random) -> int:
 
 @rule("where")
 def _onehot(g: Graph, node: Node, random: Random) -> int:
-    """where(c, a - k, a) as a - k * c, and where(c, a, 0) as c * a."""
+    """Rewrite where(c, a - k, a) as a - k * c, and where(c, a, 0) as c * a."""
     condition, a, b = node.args
     known(g, condition, "equal", "not_equal", "less", "greater", "less_equal", "greater_equal")
     if g.nodes[b] == Node("constant", (), 0.0):
         return g.add("multiply", condition, a)
     less = known(g, a, "subtract")
     if less.args[0] != b:
-        raise Skip("its values are others")
+        raise Skip("its values do not fit")
     return g.add("subtract", b, g.add("multiply", condition, less.args[1]))
 
 

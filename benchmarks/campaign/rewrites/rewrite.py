@@ -1,4 +1,4 @@
-"""Honest rewrites: other programs that compute the same, by one to four rules applied at random places."""
+"""Write equivalent programs by applying one to four rules at random places."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from coda_agent.primitives.lang.ir import Program
 RULES: dict[str, Rule] = arithmetic.RULES | functions.RULES | tiles.RULES
 COMBINED = "several"
 KINDS = (*RULES, COMBINED)
-TRIES = 30  # before a kind does not apply to a spec's programs
+TRIES = 30  # attempts before a kind counts as not applicable to a spec's programs
 
 
 class Rewritten(NamedTuple):
-    """A program that computes what its original does."""
+    """A program that computes the same as its original."""
 
     words: str
     program: Program
 
 
 def rewritten(name: str, kind: str, seed: int) -> Rewritten | None:
-    """The rewrite of this identity, of one of a spec's honest programs; None where none is found."""
+    """The rewrite of one of a spec's honest programs with this identity; None if no rule applies."""
     random = Random(f"{name}/{kind}/{seed}")
     programs = honest(name)
     for which in random.sample(list(programs), len(programs)):

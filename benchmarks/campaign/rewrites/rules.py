@@ -1,5 +1,5 @@
-"""How a rule writes a part of a program in another way: it changes a graph at a random place where it
-applies, and says where; Skip where there is none. No rule is numerically worse than a sensible author's."""
+"""Rewrite rules. A rule changes a graph at a random place where it applies, and names the place; it raises
+Skip if there is none. No rule is numerically worse than the code of a sensible author."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Made = Callable[[Graph, Node, Random], int]
 
 
 def rule(*ops: str) -> Callable[[Made], Rule]:
-    """Turn what makes another node for one of these operations into a rule."""
+    """Turn a function that builds a replacement for one of these operations into a rule."""
 
     def decorate(make: Made) -> Rule:
         def applied(graph: Graph, random: Random) -> str:
@@ -34,5 +34,5 @@ def rule(*ops: str) -> Callable[[Made], Rule]:
 def known(graph: Graph, index: int, *ops: str) -> Node:
     """The node, if it has one of these operations; else Skip."""
     if graph.nodes[index].op not in ops:
-        raise Skip("another operation stands there")
+        raise Skip("the node has another operation")
     return graph.nodes[index]

@@ -1,4 +1,4 @@
-"""Rules for reductions, spreads and pairs."""
+"""Rewrite reductions, spreads and pairs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _abs_max(g: Graph, node: Node, random: Random) -> int:
 
 @rule("row_sums", "column_sums")
 def _parts(g: Graph, node: Node, random: Random) -> int:
-    """Sums of a sum's terms, each by itself; of a difference only where a term is one row's or column's."""
+    """Rewrite a sum of terms as the sum of their sums; for a difference only if a term has one value per row
+    or column."""
     total = known(g, node.args[0], "add")
     if any(g.types[a].kind != "tile" for a in total.args):
         raise Skip("not two tiles")
@@ -43,7 +44,7 @@ def _parts(g: Graph, node: Node, random: Random) -> int:
 
 @rule("row_sums", "column_sums")
 def _scaled(g: Graph, node: Node, random: Random) -> int:
-    """The sum of what is scaled, as the scaled sum."""
+    """Rewrite the sum of a scaled tile as the scaled sum."""
     if random.random() < 0.4:
         half = g.add("multiply", node.args[0], g.constant(0.25))
         return g.add("multiply", g.constant(4.0), g.add(node.op, half))
@@ -53,19 +54,19 @@ def _scaled(g: Graph, node: Node, random: Random) -> int:
         if g.types[scale].kind == kind and g.types[tile].kind == "tile":
             vector = g.nodes[scale].args[0]
             return g.add("multiply", vector, g.add(node.op, tile))
-    raise Skip("nothing that scales a whole row")
+    raise Skip("nothing scales a whole row")
 
 
 @rule("row_max", "column_max", "row_logsumexp")
 def _shifted(g: Graph, node: Node, random: Random) -> int:
-    """f(t) as f(t - 1) + 1."""
+    """Rewrite f(t) as f(t - 1) + 1."""
     lower = g.add("subtract", node.args[0], g.constant(1.0))
     return g.add("add", g.add(node.op, lower), g.constant(1.0))
 
 
 @rule("per_row", "per_column", "multiply", "add")
 def _spread(g: Graph, node: Node, random: Random) -> int:
-    """A spread of a product or sum of vectors as that of their spreads, and the other way round."""
+    """Rewrite the spread of a vector product or sum as the product or sum of spreads, and the reverse."""
     if node.op in ("per_row", "per_column"):
         inner = known(g, node.args[0], "multiply", "add", "subtract", "negative")
         return g.add(inner.op, *(_over(g, node.op, a) for a in inner.args))
@@ -81,7 +82,7 @@ def _over(g: Graph, op: str, index: int) -> int:
 
 @rule("even", "odd")
 def _behind(g: Graph, node: Node, random: Random) -> int:
-    """Half of a tile's columns taken before what is done to them all alike."""
+    """Take half of a tile's columns before the elementwise operations instead of after them."""
     inner = known(g, node.args[0], "multiply", "add", "subtract", "negative")
     return g.add(inner.op, *(_halved_tile(g, node.op, a) for a in inner.args))
 

@@ -1,1 +1,1 @@
-"""The operations of the vocabulary, a file for each family."""
+"""The operations of the vocabulary, one file per family."""

@@ -1,7 +1,7 @@
 """Family 1, elementwise: arithmetic, comparisons, activations, rotation.
 
-Every operation works on tiles, vectors and scalars alike, in fp32 registers. Each one's three
-meanings stand together: the symbolic rule (the decorated function's call), PyTorch, and CuTeDSL.
+Every operation works on tiles, vectors and scalars, in fp32 registers. Each has its three meanings side by
+side: the typing rule, PyTorch, and CuTeDSL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coda_agent.primitives.lang.trace import Tensor, apply
 
 
 def broadcast(name: str, types: tuple[Type, ...]) -> Type:
-    """The common type of elementwise arguments; ProgramError says which do not meet, and why."""
+    """The common type of elementwise arguments. ProgramError names the arguments that do not fit, and why."""
     result = Type("scalar")
     for given in types:
         result = _meet(name, result, given)
@@ -41,7 +41,7 @@ def _meet(name: str, a: Type, b: Type) -> Type:
     for wide, narrow in ((a, b), (b, a)):
         if covers(wide, narrow):
             return wide
-        if (wide.kind, narrow.kind) == ("row", "column"):  # an outer product, say
+        if (wide.kind, narrow.kind) == ("row", "column"):  # such as an outer product
             return Type("tile", (*wide.shape, *narrow.shape))
     if "operand" in (a.kind, b.kind):
         raise ProgramError("broadcast", f"{name}: .mT is for operands of gemm only")
@@ -49,7 +49,7 @@ def _meet(name: str, a: Type, b: Type) -> Type:
 
 
 def covers(wide: Type, narrow: Type) -> bool:
-    """Whether ``narrow`` has one value for each element of ``wide``: a tile, or a statistic a head."""
+    """Whether ``narrow`` has one value for each element of ``wide``, which is a tile or a head statistic."""
     if wide.kind not in ("tile", "head") or narrow.kind == "scalar":
         return wide.kind == "tile"
     rows, columns = wide.shape
@@ -69,7 +69,7 @@ def covers(wide: Type, narrow: Type) -> bool:
 
 
 def _heads(columns: Dim, narrow: Type) -> Dim | None:
-    """How many heads of ``narrow.period`` columns there are."""
+    """The number of heads of ``narrow.period`` columns."""
     try:
         return columns.divided(narrow.period) if narrow.period else None
     except ValueError:
@@ -106,7 +106,7 @@ def elementwise(
     limit: Callable[..., Any] | None = None,
     derivative: Derivative | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., Tensor]]:
-    """Turn a documented signature into an elementwise primitive with these further meanings."""
+    """Turn a documented signature into an elementwise primitive with these meanings."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., Tensor]:
         name, arity = function.__name__, function.__code__.co_argcount
@@ -165,7 +165,7 @@ def multiply(a, b):
     derivative=lambda g, y, a, b: (g / b, -(g * y) / b),
 )
 def divide(a, b):
-    """``a / b``, rounded correctly; where many values share a divisor, multiply by its reciprocal."""
+    """``a / b``, rounded correctly; if many values share a divisor, multiply by its reciprocal."""
 
 
 @elementwise(torch=lambda torch, a: -a, cute="(-{0})", derivative=lambda g, y, a: (-g,))
@@ -228,8 +228,8 @@ def not_equal(a, b):
 def where(condition, a, b):
     """Per element ``a`` where the comparison ``condition`` holds, else ``b``. Both are computed.
 
-    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, and what both take.
-    Paper: family 1, elementwise.
+    Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element, besides those of both
+    values. Paper: family 1, elementwise.
 
         far = abs(t) > 3
         kept = where(far, 0, t)
@@ -243,8 +243,8 @@ def where(condition, a, b):
     derivative=lambda g, y, a, b: (where(a > b, g, 0), where(a > b, 0, g)),
 )
 def maximum(a, b):
-    """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. Where one is NaN it gives the
-    other; torch gives NaN.
+    """The larger of ``a`` and ``b`` per element; ``maximum(t, 0)`` is ReLU. If one is NaN it gives the other;
+    torch gives NaN.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 1 instruction an element.
     Paper: family 1, elementwise.
@@ -261,7 +261,7 @@ def maximum(a, b):
     derivative=lambda g, y, a, b: (where(a < b, g, 0), where(a < b, 0, g)),
 )
 def minimum(a, b):
-    """The smaller of ``a`` and ``b`` per element. Where one is NaN it gives the other; torch gives NaN.
+    """The smaller of ``a`` and ``b`` per element. If one is NaN it gives the other; torch gives NaN.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 2 instructions an element.
     Paper: family 1, elementwise.
@@ -378,7 +378,7 @@ def tanh(a):
     derivative=lambda g, y, a: (g * cos(a),),
 )
 def sin(a):
-    """Sine of an angle in radians: the argument is reduced exactly enough for positions up to 2**20.
+    """Sine of an angle in radians; the argument reduction is accurate enough for positions up to 2**20.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact,
     about 82. Paper: family 1, elementwise.
@@ -395,7 +395,7 @@ def sin(a):
     derivative=lambda g, y, a: (-(g * sin(a)),),
 )
 def cos(a):
-    """Cosine of an angle in radians, as sin.
+    """Cosine of an angle in radians, with sin's accuracy.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact,
     about 84. Paper: family 1, elementwise.
@@ -450,7 +450,7 @@ def silu(a):
 )
 def gelu(a):
     """GELU in its tanh form: ``0.5 * a * (1 + tanh(0.7978845608 * (a + 0.044715 * a**3)))``. Its derivative
-    has no primitive of its own: write it with tanh, which both share.
+    is not a primitive: write it with tanh, which both share.
 
     Shapes: as for operators. Dtypes: any to fp32. Cost: 6 instructions an element, 1 of them MUFU; exact, 11
     with 2 MUFU. Paper: family 1, elementwise.
@@ -484,7 +484,7 @@ def _silu_derivative(g: Any, a: Any) -> tuple[Any]:
 
 
 def _gelu_derivative(g: Any, a: Any) -> tuple[Any]:
-    """With u the tanh's argument, gelu is a * h, where h = (1 + tanh(u)) / 2 = sigmoid(2 * u)."""
+    """With gelu(a) = a * h and tanh's argument u: h = (1 + tanh(u)) / 2 = sigmoid(2 * u)."""
     double, cubic, square = 2 * 0.7978845608028654, 2 * 0.7978845608028654 * 0.044715, a * a
     h: Any = sigmoid(a * (double + cubic * square))
     act = a * h

@@ -1,7 +1,8 @@
-"""Family 4, reductions along rows and columns: partials a CTA tile, finished in a fixed order between steps.
+"""Family 4, reductions along rows and columns: each CTA tile writes partials, and a kernel between steps
+combines them in a fixed order.
 
-To the author a reduction is a finished vector. Lanes outside a ragged tile count as its identity,
-whatever the expression makes of zeros.
+To the author a reduction is a finished vector. Lanes outside a ragged tile count as the reduction's identity,
+whatever the expression gives for zeros.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def reduces(
     sides: Callable[..., Sides] | None = None,
     derivative: Derivative | None = None,
 ) -> Callable[[Page], Page]:
-    """Give a documented function, which traces itself, its further meanings: it reduces its first argument.
-    ``rule``: of typing, where that takes more than one tile; ``sides``, where it chooses. Extrema serve as
-    statistics and have no derivative."""
+    """Make a documented function a reduction of its first argument. ``rule`` is its typing rule if it takes
+    more than a tile; ``sides`` are its choices, if it chooses. An extremum is a statistic and has no
+    derivative."""
 
     def decorate(function: Page) -> Page:
         name = function.__name__
@@ -42,7 +43,7 @@ def reduces(
 
 
 def _of_a_tile(name: str, how: Reduction) -> Rule:
-    """One tile in, a vector out."""
+    """Typing: one tile in, a vector out."""
 
     def infer(types: tuple[Type, ...], attribute: Attribute) -> Type:
         if [t.kind for t in types] != ["tile"]:
@@ -56,10 +57,10 @@ def _of_a_tile(name: str, how: Reduction) -> Rule:
 
 
 class Fold(NamedTuple):
-    """How values become one, along either axis. ``lanes``: the running value's text and new ones' -> the next
-    running value's; ``identity``: the value that changes nothing; ``across``: how the running values of
-    threads and of CTA tiles combine, from 0, or with "max" from -inf; ``finished``: a template over what
-    comes of that."""
+    """Combine values into one, along either axis. ``lanes`` maps the running value's text and new values'
+    texts to the text of the next running value. ``identity`` changes nothing. ``across`` combines the running
+    values of threads and CTA tiles: "add" from 0, or "max" from -inf. ``finished`` is a template over the
+    combined value."""
 
     lanes: Callable[[str, Sequence[str]], str]
     identity: float
@@ -67,7 +68,8 @@ class Fold(NamedTuple):
     finished: str = "{0}"
 
     def along(self, axis: Literal["row", "column"]) -> Reduction:
-        """The reduction: a partial a CTA tile, and a kernel after the step that finishes them."""
+        """The reduction along ``axis``: one partial per CTA tile, and a kernel after the step that combines
+        them."""
         if axis == "row":
             resource, finish = "RowPartials", f'finish_row({{partial}}, at, lane, "{self.across}")'
         else:
@@ -85,7 +87,7 @@ class Fold(NamedTuple):
 
 
 def largest(value: str) -> Callable[[str, Sequence[str]], str]:
-    """The largest of what ``value``, a template, makes of values."""
+    """A running maximum of ``value``, a template over each new value."""
 
     def lanes(running: str, values: Sequence[str]) -> str:
         for each in values:
@@ -125,11 +127,11 @@ MAX_ABS = Fold(largest("magnitude({0})"), 0.0, "max_abs")
     derivative=lambda g, y, t: (apply("as_tile", apply("per_row", g), t),),
 )
 def row_sums(t: Tensor) -> Tensor:
-    """The sum of each row of a tile (of any width), of the unrounded values. It is final only after its step:
+    """The sum of each row of a tile (of any width), over unrounded values. It is final only after its step:
     use it in vector arithmetic, as an output, or spread with per_row in a *later* gemm's epilogue.
 
     Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 1.5 instructions an element, 0.05 of them shuffles; 4 bytes a
-    row and CTA tile, which a small kernel after the step adds up (one for all vectors of a length).
+    row and CTA tile, which a small kernel after the step adds up (one kernel for all vectors of one length).
     Paper: family 4, reductions.
 
         total = row_sums(abs(t))
@@ -140,8 +142,8 @@ def row_sums(t: Tensor) -> Tensor:
 
 @reduces(MAX.along("row"), torch=_max(1), sides=_halves(1, _max(1)))
 def row_max(t: Tensor) -> Tensor:
-    """The largest value of each row of a tile; NaN is left out (a row of nothing else gives -inf); torch
-    gives NaN. Final after its step, as row_sums.
+    """The largest value of each row of a tile. NaN is ignored (a row of only NaN gives -inf); torch gives
+    NaN. Final after its step, as row_sums.
 
     Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 3 instructions an element, else as row_sums.
     Paper: family 4, reductions.
@@ -154,8 +156,8 @@ def row_max(t: Tensor) -> Tensor:
 
 @reduces(MAX_ABS.along("row"), torch=_abs_max(1), sides=_halves(1, _abs_max(1)))
 def row_abs_max(t: Tensor) -> Tensor:
-    """The largest magnitude of each row of a tile: what a quantised output's scale is made from. NaN is left
-    out (a row of nothing else gives 0); torch gives NaN. Final after its step, as row_sums.
+    """The largest magnitude of each row of a tile, such as for the scale of a quantised output. NaN is
+    ignored (a row of only NaN gives 0); torch gives NaN. Final after its step, as row_sums.
 
     Shapes: [M, N] to [M]. Dtypes: fp32. Cost: 1.5 instructions an element, else as row_sums.
     Paper: family 4, reductions.
@@ -172,7 +174,7 @@ def row_abs_max(t: Tensor) -> Tensor:
     derivative=lambda g, y, t: (apply("as_tile", apply("per_column", g), t),),
 )
 def column_sums(t: Tensor) -> Tensor:
-    """The sum of each column of a tile, of the unrounded values: gradients of biases and norm weights. Final
+    """The sum of each column of a tile, over unrounded values: gradients of biases and norm weights. Final
     after its step, as row_sums.
 
     Shapes: [M, N] to [N]. Dtypes: fp32. Cost: 3 instructions an element, 0.2 of them shuffles; 4 bytes a

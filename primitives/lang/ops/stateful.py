@@ -1,4 +1,4 @@
-"""Family 5, stateful reductions: online log-sum-exp, selection along a row, statistics of heads."""
+"""Family 5, stateful reductions: online log-sum-exp, selection along a row, head statistics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _select(torch: Any, t: Any, index: Any) -> Any:
 
 
 def _selected_from(torch: Any, t: Any, index: Any) -> Sides:
-    """The sides of a selection: it is from the first half of the columns, or from the second."""
+    """The sides of a selection: the index lies in the first half of the columns, or in the second."""
     value, middle, columns = _select(torch, t, index), (t.shape[1] + 1) // 2, t.shape[1]
     first, second = (index >= 0) & (index < middle), (index >= middle) & (index < columns)
     return (first, value.where(first, 0.0)), (second, value.where(second, 0.0))
@@ -53,7 +53,7 @@ def _head_sums(torch: Any, t: Any, width: int) -> Any:
 
 _LOGSUMEXP = Reduction(
     "row",
-    resource='OnlineLSEReduce("{name}")',  # which masks, in place
+    resource='OnlineLSEReduce("{name}")',  # masks in place
     finish="finish_logsumexp({partial}, at, lane)",
     said="logsumexp({kept})",
     spoils=True,
@@ -106,12 +106,12 @@ _SELECT = Reduction(
     ),
 )
 def row_select(t: Tensor, index: Tensor) -> Tensor:
-    """Of each row of a tile the element in column ``index[row]``; where that is below 0 or at least N (an
-    ignored target), 0. Final after its step, as row_sums.
+    """The element of each row of a tile in column ``index[row]``; 0 if the index is below 0 or at least N (an
+    ignored target). Final after its step, as row_sums.
 
     Shapes: a tile [M, N] of its gemm's width and an input [M], to [M]. Dtypes: the index int32 or int64, the
-    result fp32. Cost: 4 instructions an element; each value is written once, by the thread that has it, and
-    read by the kernel after the step. Paper: family 5, stateful.
+    result fp32. Cost: 4 instructions an element; the thread that holds a value writes it once, and the kernel
+    after the step reads it. Paper: family 5, stateful.
 
         first = row_select(t, index)
         gap = row_max(t) - first
@@ -134,12 +134,12 @@ register(
 
 def head_sums(t: Tensor, width: Tensor) -> Tensor:
     """Sums over each head of a tile: a statistic, final at once, within its step. The tile has its gemm's
-    width and uses no loaded tile. Arithmetic on statistics happens once a head; spread one with per_head, or
-    return it.
+    width and uses no loaded tile. Arithmetic on statistics runs once a head; spread a statistic with
+    per_head, or return it.
 
-    Shapes: [M, H*W] to [M, H]; ``width`` W is made of static dims (parameters of the kernel), so that a head
-    lies inside one CTA tile. Dtypes: fp32. Cost: 2 instructions an element, 0.1 of them shuffles, in a sweep
-    over the accumulator before the epilogue. Paper: family 5, stateful.
+    Shapes: [M, H*W] to [M, H]; ``width`` W is a static dim (a parameter of the kernel) or a product of such
+    dims, so that a head lies inside one CTA tile. Dtypes: fp32. Cost: 2 instructions an element, 0.1 of them
+    shuffles, in a sweep over the accumulator before the epilogue. Paper: family 5, stateful.
 
         total = head_sums(t, W)
         centred = t - per_head(total / W)

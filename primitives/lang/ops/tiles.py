@@ -1,7 +1,7 @@
-"""Family 3, tiles: the GEMM whose accumulator they ride on, its operands, and paired widths.
+"""Family 3, tiles: the GEMM whose accumulator they belong to, its operands, and paired widths.
 
-Tiles are loaded where an expression reads an input or an earlier step's tile, and stored where they
-are returned or become a later gemm's operand: there is no load or store to write.
+Loads and stores are implicit: a tile is loaded if an expression reads an input or an earlier step's tile, and
+stored if it is returned or becomes a later gemm's operand.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _interleaved(even: list[str], odd: list[str]) -> list[str]:
 
 
 def _gemm_derivative(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two products: of a tile, and of the tile behind a transpose."""
+    """The gradients of both operands: two products, each for a tile or for the tile behind a transpose."""
     left, right = a.untransposed, b.untransposed
     return (
         gemm(g, b.mT if right is None else right) if left is None else gemm(b, g.mT),
@@ -101,11 +101,11 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product of ``a`` and ``b``, accumulated in fp32: the tile that an epilogue works on. Starts
     a step.
 
-    Shapes: [M, K] by [K, N] to [M, N]; inputs, transposes ``x.mT`` of such (a weight [N, K] is used as
-    ``w.mT``), or tiles of an earlier step (which are then stored once, rounded to the other operand's dtype).
-    Dtypes: both have one 16-bit dtype, or both are fp8_e4m3: then ``a`` is an input and ``b`` the transpose
-    of one (both are contiguous along K). Cost: 2*M*N*K FLOPs and a kernel; a tile handed on is written and
-    read again, 4 bytes an element. Paper: family 3, tiles.
+    Shapes: [M, K] by [K, N] to [M, N]. An operand is an input, a transpose ``x.mT`` of an input (use a weight
+    [N, K] as ``w.mT``), or a tile of an earlier step, which is stored once, rounded to the other operand's
+    dtype. Dtypes: both have one 16-bit dtype, or both are fp8_e4m3: then ``a`` is an input and ``b`` the
+    transpose of an input (both contiguous along K). Cost: 2*M*N*K FLOPs and a kernel; a tile of an earlier
+    step is written and read again, 4 bytes an element. Paper: family 3, tiles.
 
         t = gemm(left, right.mT)
         back = gemm(t, right)
@@ -138,9 +138,9 @@ register(
 
 
 def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Take adjacent columns apart: even ones and odd ones, as two tiles. Also of per_head(v).
+    """Split a tile's adjacent columns into two tiles, the even and the odd columns. Also splits per_head(v).
 
-    Shapes: [M, 2F] to twice [M, F]. Dtypes: any to fp32. Cost: none, both lie in one thread's registers.
+    Shapes: [M, 2F] to twice [M, F]. Dtypes: any to fp32. Cost: none, since one thread's registers hold both.
     Paper: family 3, tiles.
 
         left, right = pairs(t)

@@ -1,6 +1,6 @@
-"""Family 2, vectors and scalars: one value a row or a column, spread over tiles; sizes and literals.
+"""Family 2, vectors and scalars: one value per row or column, spread over tiles; sizes and literals.
 
-Arithmetic between vectors happens between steps, in one small generated kernel a step.
+Arithmetic between vectors runs between steps, in one small generated kernel per step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from coda_agent.primitives.lang.errors import ProgramError
 from coda_agent.primitives.lang.ir import Attribute, Operation, Type, register
 from coda_agent.primitives.lang.trace import Tensor, apply, dim_attribute
 
-LARGEST = (2 - 2**-23) * 2.0**127  # of fp32, in which registers compute
+LARGEST = (2 - 2**-23) * 2.0**127  # the largest fp32 number
 
 
 def _vector(name: str, types: tuple[Type, ...]) -> Type:
@@ -82,11 +82,11 @@ register(
 
 def per_row(v: Tensor) -> Tensor:
     """Spread a vector over a tile: one value a row. It must be final before the tile's step runs: an input,
-    or made from reductions of an *earlier* gemm. A row scale may so wait for the next gemm (the deferred row
+    or made from reductions of an *earlier* gemm. So a row scale can wait for the next gemm (a deferred row
     scale).
 
-    Shapes: [M], over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an element; the vector
-    once a CTA tile. Paper: family 2, vectors.
+    Shapes: [M], over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an element; each CTA
+    tile loads the vector once. Paper: family 2, vectors.
 
         share = t / per_row(v)
         rest = 1 - share
@@ -110,7 +110,7 @@ def per_column(v: Tensor) -> Tensor:
     """Spread a vector over a tile: one value a column, such as a bias.
 
     Shapes: [N], the tile's columns, over [M, N]. Dtypes: any to fp32. Cost: half a load from shared memory an
-    element; the vector once a CTA tile. Paper: family 2, vectors.
+    element; each CTA tile loads the vector once. Paper: family 2, vectors.
 
         centred = t - per_column(b)
         size = abs(centred)
@@ -130,13 +130,13 @@ register(
 
 
 def per_head(v: Tensor) -> Tensor:
-    """Spread over a tile of heads what is the same for each head or all over one. Meets a tile; two of a kind
-    may meet before.
+    """Spread over a tile of heads: one value for each head, or values that repeat in every head. Combine the
+    result with a tile; two of one kind may combine first.
 
-    Shapes: over [M, H*W], H heads of W columns, W made of static dims: a head statistic [M, H] (over its
-    head's columns), a vector [W] or an input tile [M, W] (both repeated for each head). Dtypes: any to fp32.
-    Cost: for a statistic none, for a vector half a load from memory an element, for a tile 5 instructions,
-    brought in bulk for each head. Paper: family 2, vectors.
+    Shapes: over [M, H*W], H heads of W columns, W made of static dims: a head statistic [M, H] (spread over
+    its head's columns), a vector [W] or an input tile [M, W] (both repeated in each head). Dtypes: any to
+    fp32. Cost: none for a statistic; for a vector half a load from memory an element; for a tile 5
+    instructions an element, loaded in bulk for each head. Paper: family 2, vectors.
 
         shifted = t - per_head(g)
         ratio = shifted / per_head(1 + g * g)

@@ -465,7 +465,7 @@ def test_profiling_compiles_first_and_names_the_export(ncu: Path, monkeypatch: p
     assert counters.METRICS["tensor"].names[1] in asked
     assert counters.read(ncu / "gemm_swiglu_bwd.raw.counters.csv").program == "gemm_swiglu_bwd.raw"
     (ncu / "answer").write_text("==ERROR== ERR_NVGPUCTRPERM")
-    with pytest.raises(SystemExit, match="ncu counted no kernel; it said: ==ERROR== ERR_NVGPUCTRPERM"):
+    with pytest.raises(SystemExit, match="ncu profiled no kernel; its output: ==ERROR== ERR_NVGPUCTRPERM"):
         command.main(["gemm_swiglu_bwd", "--ncu", "--raw", str(text)])
 
 

@@ -186,7 +186,7 @@ def test_gemms_that_wait_for_each_others_sums_have_no_order() -> None:
     assert refused(tiles("a", "b"), *lines).code == "pending"
 
 
-HOMELESS = "has no GEMM to ride on"
+HOMELESS = "belongs to no GEMM"
 PENDING = "a row scale commutes with the next matmul, so write gemm(t, w) * per_row(scale)"
 S = "s = row_sums(h * h)"
 
@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[Signature, tuple[str, ...], str, int, str]] = {
         4,
         f"this operand of gemm {HOMELESS}",
     ),
-    "no gemm": (given(o=tensor("M", "fp32")), ("return {'o': exp(v)}",), "homeless", 4, "calls gemm nowhere"),
+    "no gemm": (given(o=tensor("M", "fp32")), ("return {'o': exp(v)}",), "homeless", 4, "calls no gemm"),
     "scaled before the row is done": (
         ONE,
         (H, S, "t = h * per_row(s)", "return {'o': t}"),
@@ -474,7 +474,7 @@ def test_what_is_written_over_is_read_in_its_place_alone(name: str) -> None:
     error = refused(declared, *lines)
     assert (error.code, error.line) == ("updates", line)
     (output,), (target,) = updates.keys(), updates.values()
-    assert f"output '{output}' is written over input '{target}', which is read elsewhere too" in error.message
+    assert f"output '{output}' overwrites input '{target}', which is also read elsewhere" in error.message
 
 
 def test_widths_are_those_of_the_step_that_reads() -> None:

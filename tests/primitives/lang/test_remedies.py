@@ -128,7 +128,7 @@ TILES = {
         {"o": ROW},
         (H, "kept = where(column_index(h) < per_row(i), h, float('-inf'))", "return {'o': row_max(kept)}"),
         5,
-        ("constant -inf is not finite in fp32: write a finite one, such as -3.4e38",),
+        ("constant -inf is not finite in fp32: write a finite number, such as -3.4e38",),
         (H, "kept = where(column_index(h) < per_row(i), h, -3.4e38)", "return {'o': row_max(kept)}"),
     ),
     "pairs of a bias": Case(
@@ -164,7 +164,7 @@ TILES = {
         {"o": TILE, "s": ROW},
         (H, "s = row_sums(r)", "return {'o': h, 's': s}"),
         5,
-        ("has no GEMM to ride on", "to ride on a gemm t of its shape, add 0 * t"),
+        ("belongs to no GEMM", "to ride on a gemm t of its shape, add 0 * t"),
         (H, "return {'o': h, 's': row_sums(r + 0 * h)}"),
     ),
     "tile of inputs": Case(

@@ -269,7 +269,7 @@ def test_a_refusal_is_its_reason_and_the_lowered_line_and_nothing_of_this_machin
     assert refusal("ptxas /tmp/coda-compile-x/step.ptx, line 7; error: too much") == (
         "ptxas step.ptx, line 7; error: too much"
     )
-    assert refusal("MemoryError") == "the compiler took over 16 GB of memory: MemoryError"
+    assert refusal("MemoryError") == "the compiler exceeded 16 GB of memory: MemoryError"
 
 
 def test_a_compiler_that_crashes_is_an_error_not_our_end(stand_in: Path) -> None:

@@ -115,17 +115,17 @@ BAD: dict[str, tuple[kernels.Example, dict[str, Any], str]] = {
     "an operand that is written over": (
         kernels.IN_PLACE,
         {"x": SHARED[:6400].view(100, 64), "w": zeros(64, 64), "d": SHARED[:6400].view(100, 64)},
-        "output 'o' is written over input 'd', with which input 'x' shares memory: give 'x' a tensor",
+        "output 'o' overwrites input 'd', which shares memory with input 'x': give 'x' a tensor",
     ),
     "the end of an operand that is written over": (
         kernels.IN_PLACE,
         {"x": SHARED[:6400].view(100, 64), "d": SHARED[6400 - 8 : 26400 - 8].view(100, 200)},
-        "with which input 'x' shares memory",
+        "which shares memory with input 'x'",
     ),
     "the start of an operand that is written over": (
         kernels.IN_PLACE,
         {"x": SHARED[20000 - 8 : 26400 - 8].view(100, 64), "d": SHARED[:20000].view(100, 200)},
-        "with which input 'x' shares memory",
+        "which shares memory with input 'x'",
     ),
     "what wants a gradient": (
         kernels.ALPHA,
@@ -177,12 +177,12 @@ BAD: dict[str, tuple[kernels.Example, dict[str, Any], str]] = {
     "rows of 12 bytes": (
         kernels.ALPHA,
         {"w": zeros(206, 64), "x": zeros(100, 206)},
-        "x: rows of 206 bf16 are no multiple of 16 bytes",
+        "x: rows of 206 bf16 are not a multiple of 16 bytes",
     ),
     "K of fp8": (
         kernels.FP8,
         {"x": zeros(100, 72).to(torch.float8_e4m3fn), "w": zeros(200, 72).to(torch.float8_e4m3fn)},
-        "x: rows of 72 fp8_e4m3 are no multiple of 16 bytes",
+        "x: rows of 72 fp8_e4m3 are not a multiple of 16 bytes",
     ),
 }
 

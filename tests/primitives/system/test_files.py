@@ -42,14 +42,14 @@ def test_a_cache_that_is_a_file_is_named(
         usable_cache()
     monkeypatch.chdir(ROOT)
     done = command("verify", "gemm_rope", "--no-gpu")
-    assert done.status == 3 and f"the cache {place} cannot be written (it is no folder)" in done.err
-    assert "name another folder in CODA_AGENT_CACHE" in done.err and "rejected" not in done.out + done.err
+    assert done.status == 3 and f"the cache {place} cannot be written (it is not a folder)" in done.err
+    assert "set CODA_AGENT_CACHE to another folder" in done.err and "rejected" not in done.out + done.err
 
 
 def test_a_cache_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODA_AGENT_CACHE", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(CacheError, match="it is read-only for you"):
+    with pytest.raises(CacheError, match="it is not writable for you"):
         usable_cache()
 
 
